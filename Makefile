@@ -1,0 +1,45 @@
+# The commands of the house. Each creates .venv if missing, installs what it needs, and runs.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+JOBS   ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data (about 5 minutes on 2 cores)
+	$(BIN)/contrastile train recipes/glyphs.toml
+	$(BIN)/contrastile evaluate runs/glyphs
+
+test: $(VENV)/.dev ## the test suite
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(VENV)/.dev ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## put the code into the house's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.train ## time and memory of the losses beside the dense formula
+	$(BIN)/python benchmarks/cpu_loss.py
+
+clean: ## remove the environment, caches and runs
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.train pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	@touch $@

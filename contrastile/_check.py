@@ -1,0 +1,115 @@
+"""Every check on what a user hands to the losses and to `encode`, and the one form of its sentence.
+
+Stands on the ground of the house: everything may import it, it imports nothing of the house. A check looks at
+shapes, types and devices only; the exception is an index out of range, which has to be read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def wrong(name: str, rule: str, got: object, remedy: str) -> ValueError:
+    """The house's error: what must hold, what was got, what to do.
+
+    >>> str(wrong("sub_batch", "be at least 1", 0, "Pass the number of examples that fit at once."))
+    '`sub_batch` must be at least 1; got 0. Pass the number of examples that fit at once.'
+    """
+    return ValueError(f"`{name}` must {rule}; got {got}. {remedy}")
+
+
+def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> None:
+    if value not in known:
+        raise wrong(name, f"be one of {', '.join(known)}", repr(value), remedy)
+
+
+def features(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise wrong(name, "be a tensor", type(x).__name__, "Convert it with torch.as_tensor.")
+    if x.ndim != 2:
+        raise wrong(name, "have two dimensions [rows, features]", f"shape {list(x.shape)}", "Flatten the others first.")
+    if not x.is_floating_point():
+        raise wrong(name, "be floating point", x.dtype, "Convert it with .float().")
+    if x.shape[1] == 0:
+        raise wrong(name, "have at least one feature", f"shape {list(x.shape)}", "Check the encoder's output.")
+
+
+def alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """x and other can be multiplied with each other."""
+    if x.shape[1] != other.shape[1]:
+        raise wrong(
+            name,
+            f"have the same feature size as `{other_name}`",
+            f"{other.shape[1]} and {x.shape[1]}",
+            "Project one side first.",
+        )
+    if x.dtype != other.dtype:
+        raise wrong(
+            name, f"have the dtype of `{other_name}`", f"{other.dtype} and {x.dtype}", "Convert one side first."
+        )
+    if x.device != other.device:
+        raise wrong(
+            name, f"be on the device of `{other_name}`", f"{other.device} and {x.device}", "Move one side first."
+        )
+
+
+def same_length(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    if len(x) != len(other):
+        raise wrong(
+            name,
+            f"have as many rows as `{other_name}`",
+            f"{len(other)} and {len(x)}",
+            "Pass one row for each; a symmetric loss pairs row i with row i.",
+        )
+
+
+def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool) -> None:
+    """x is [n], one entry for each of the rows, on their device."""
+    if not isinstance(x, Tensor) or x.shape != rows.shape[:1]:
+        got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise wrong(
+            name, f"be a tensor of shape [{len(rows)}], one entry for each row of `{rows_name}`", got, "Check it."
+        )
+    if integer and (x.is_floating_point() or x.is_complex()):
+        raise wrong(name, "be integers", x.dtype, "Number the groups first, with torch.unique for example.")
+    if x.device != rows.device:
+        raise wrong(name, f"be on the device of `{rows_name}`", f"{rows.device} and {x.device}", "Move one side first.")
+
+
+def positives(x: Tensor, q: Tensor, keys: int) -> None:
+    """x is [N] or [N, P] of indices into the keys, −1 where there is none."""
+    if not isinstance(x, Tensor) or x.ndim not in (1, 2) or len(x) != len(q):
+        got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise wrong("positives", f"be a tensor of shape [{len(q)}] or [{len(q)}, P]", got, "List each query's keys.")
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise wrong("positives", "be integers", x.dtype, "Pass indices of keys, -1 where there is none.")
+    if x.device != q.device:
+        raise wrong("positives", "be on the device of `q`", f"{q.device} and {x.device}", "Move one side first.")
+    if x.numel() == 0:
+        return
+    least, most = (int(bound) for bound in torch.aminmax(x))
+    if least < -1 or most >= keys:
+        index = most if most >= keys else least
+        raise wrong("positives", f"index this rank's {keys} keys, or be -1", index, "Count from this rank's first key.")
+
+
+def number(name: str, x: Tensor | float, q: Tensor) -> None:
+    """x is a float, or a floating tensor of shape [] or [1] beside q."""
+    if isinstance(x, bool) or not isinstance(x, (int, float, Tensor)):
+        raise wrong(
+            name, "be a number or a tensor of shape [] or [1]", type(x).__name__, "Pass logit_scale.exp(), say."
+        )
+    if not isinstance(x, Tensor):
+        return
+    if x.shape not in (torch.Size([]), torch.Size([1])):
+        raise wrong(name, "be a tensor of shape [] or [1]", f"shape {list(x.shape)}", "One number serves all pairs.")
+    if not x.is_floating_point():
+        raise wrong(name, "be floating point", x.dtype, "Convert it with .float().")
+    if x.device != q.device:
+        raise wrong(name, "be on the device of `q`", f"{q.device} and {x.device}", "Move one side first.")
+
+
+def not_empty(rows: int) -> None:
+    if rows == 0:
+        raise wrong("q", "have at least one row over all ranks", 0, "Skip the step when the batch is empty.")

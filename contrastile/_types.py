@@ -1,0 +1,28 @@
+"""The legend of the house's letters, and the few names for types that everything shares.
+
+Suffix letters on tensors and in shapes:
+
+    N   rows on this rank (queries, images)         I   rows of a tile
+    M   columns in hand (keys, texts)               J   columns of a tile
+    D   features                                    P   positives listed per row
+    W   ranks                                       K   statistics kept per row, S   numbers kept for the backward
+
+`scale` multiplies a dot product; a `tile` is a block of the b × b matrix; a `shard` is what a rank owns; a `sub_batch`
+is what an encoder sees at once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Backend = Literal["auto", "dense", "eager", "triton"]
+ExchangeName = Literal["auto", "single", "replicate", "gather", "ring"]
+Gradient = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "none"]
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type in which products are accumulated and statistics kept: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

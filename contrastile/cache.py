@@ -1,0 +1,297 @@
+"""encode(): the gradient cache as one autograd operation (Gao et al. 2021, section 3.3).
+
+The first and the last station of the flow. Act 1, in the forward: the encoder runs over the batch sub-batch by
+sub-batch and keeps no graph; its features go on to the loss. Act 2 is the loss's, which hands back the features'
+gradients: that is the cache. Act 3, in the backward: each sub-batch is encoded again, with the random numbers and
+the autocast of the first time, and back-propagated. The parameters' gradients are summed in float32 and handed to
+autograd once, as if the whole batch had been encoded at once; so any loss, any number of towers and any training
+loop work with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from contrastile._check import wrong
+from contrastile._types import accumulator
+from contrastile.offload import Bounds, stream
+from contrastile.reach import Autocast, RandomState, graph_leaves, reach, refusing_batch_norm, silent
+
+
+def encode(
+    encoder: Callable[..., Any],
+    inputs: Any,
+    *,
+    sub_batch: int,
+    retain: int = 0,
+    device: torch.device | str | None = None,
+) -> Any:
+    """The features of a batch of any size, with the activations of one sub-batch at a time.
+
+    Naively `encoder(inputs)`, value and gradients, for every encoder that treats examples one by one. Dropout sees
+    the same random numbers in both passes.
+
+    Arguments:
+        encoder: a module, a method of one (`model.encode_image`), or any function that reaches one.
+        inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nested as
+            you like. Every leaf is None or a tensor whose first axis is the batch, on the device or in (pinned)
+            host memory.
+        sub_batch: examples encoded at once. The last sub-batch may be shorter.
+        retain: sub-batches, the last ones, whose graph is kept from the first pass; they need no second forward.
+        device: where the encoder computes; by default where its parameters are.
+
+    Returns what the encoder returns (tensor, tuple, dict, nested), each leaf for the whole batch.
+    Raises ValueError for inputs that cannot be cut, and for batch normalisation in training mode, whose statistics
+    over a sub-batch are not those of the batch.
+
+    >>> from torch import nn
+    >>> tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+    >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
+    >>> features.sum().backward()
+    """
+    if not callable(encoder):
+        raise wrong("encoder", "be callable", type(encoder).__name__, "Pass a module, a method of one, or a function.")
+    for name, value, least in (("sub_batch", sub_batch, 1), ("retain", retain, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise wrong(name, f"be a whole number of at least {least}", repr(value), "Count examples, or sub-batches.")
+    leaves, structure = pytree.tree_flatten(_arguments(inputs))
+    batch = _batch_size(leaves)
+    bounds = [(start, min(start + sub_batch, batch)) for start in range(0, batch, sub_batch)] or [(0, 0)]
+    reached = reach(encoder, leaves, structure, torch.device(device) if device is not None else None)
+    job = _Job(encoder, structure, bounds, retain, reached.device, Autocast.current(reached.device))
+    with refusing_batch_norm(reached.modules):
+        if reached.parameters or any(leaf is not None and leaf.requires_grad for leaf in leaves):
+            features = _Encode.apply(job, leaves, *reached.parameters, *_differentiable(leaves))
+        else:
+            features = job.first_pass(leaves, _Kept())
+    return pytree.tree_unflatten(list(features), job.output_structure[0])
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def _batch_size(leaves: Sequence[Any]) -> int:
+    sizes = []
+    for leaf in leaves:
+        if leaf is not None and (not isinstance(leaf, Tensor) or leaf.ndim == 0):
+            got = "a tensor without axes" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise wrong("inputs", "be tensors whose first axis is the batch", got, "Bind other arguments with partial.")
+        if leaf is not None:
+            sizes.append(len(leaf))
+    if not sizes:
+        raise wrong("inputs", "contain a tensor", "none", "Pass what the encoder takes.")
+    if len(set(sizes)) > 1:
+        raise wrong("inputs", "have the same first axis, the batch", sorted(set(sizes)), "Check each tensor's shape.")
+    return sizes[0]
+
+
+def _differentiable(leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+
+
+@dataclass
+class _Kept:
+    """What the first pass keeps for the backward."""
+
+    random: list[RandomState] = field(default_factory=list)
+    # by sub-batch: its outputs with their graph, and the inputs that want a gradient
+    graphs: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One call of `encode`: all that is not differentiated."""
+
+    encoder: Callable[..., Any]
+    structure: Any
+    bounds: list[Bounds]
+    retain: int
+    device: torch.device | None
+    autocast: Autocast
+    # filled by the first pass, and compared by the second
+    output_structure: list[Any] = field(default_factory=list)
+
+    def run(self, rows: Sequence[Tensor | None]) -> list[Any]:
+        args, kwargs = pytree.tree_unflatten(list(rows), self.structure)
+        outputs, structure = pytree.tree_flatten(self.encoder(*args, **kwargs))
+        if not self.output_structure:
+            self.output_structure.append(structure)
+        if structure != self.output_structure[0]:
+            raise wrong("encoder", "return the same structure each time", structure, "Check what depends on the input.")
+        return outputs
+
+    def run_with_graph(self, rows: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[list[Any], list[Tensor]]:
+        """The outputs, and the inputs that want a gradient as leaves of the outputs' graph."""
+        rows = [
+            row.detach().requires_grad_() if want and row is not None else row
+            for row, want in zip(rows, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            return self.run(rows), [row for row, want in zip(rows, wanted, strict=True) if want and row is not None]
+
+    def first_pass(self, leaves: Sequence[Tensor | None], kept: _Kept) -> list[Any]:
+        """Act 1: features of the whole batch, the graph of the last `retain` sub-batches only."""
+        wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
+        gathered: list[Any] = []
+        first_kept = len(self.bounds) - self.retain
+        values = [None if leaf is None else leaf.detach() for leaf in leaves]
+        with torch.no_grad():
+            for index, rows in enumerate(stream(values, self.bounds, self.device)):
+                kept.random.append(RandomState.capture(self.device))
+                if index >= first_kept:
+                    outputs, inputs = self.run_with_graph(rows, wanted)
+                    kept.graphs[index] = (outputs, inputs)
+                else:
+                    outputs = self.run(rows)
+                self._gather(gathered, outputs, self.bounds[index])
+        return gathered
+
+    def _gather(self, gathered: list[Any], outputs: Sequence[Any], bounds: Bounds) -> None:
+        start, stop = bounds
+        batch = self.bounds[-1][1]
+        if not gathered:
+            gathered += [None if out is None else _room(out, batch, stop - start) for out in outputs]
+        for whole, part in zip(gathered, outputs, strict=True):
+            if (whole is None) != (part is None) or (
+                whole is not None and (part.shape[1:] != whole.shape[1:] or len(part) != stop - start)
+            ):
+                got = "None" if part is None else f"shape {list(part.shape)}"
+                raise wrong(
+                    "encoder", "return rows of one shape, one for each example", got, "Pad all sub-batches alike."
+                )
+            if whole is not None:
+                whole[start:stop] = part.detach()
+
+
+def _room(out: Any, batch: int, rows: int) -> Tensor:
+    if not isinstance(out, Tensor) or out.ndim == 0 or len(out) != rows:
+        got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise wrong(
+            "encoder", f"return tensors whose first axis is the sub-batch of {rows}", got, "Return the features only."
+        )
+    return out.new_empty((batch, *out.shape[1:]))
+
+
+class _Encode(torch.autograd.Function):
+    """Acts 1 and 3. Its inputs are the parameters, so that each one's hooks fire once, with the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, leaves: list[Tensor | None], *inputs: Tensor) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.job, ctx.kept = job, _Kept()
+        ctx.wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
+        ctx.parameters = inputs[: len(inputs) - sum(ctx.wanted)]
+        ctx.versions = [parameter._version for parameter in ctx.parameters]
+        ctx.save_for_backward(*leaves)
+        features = job.first_pass(leaves, ctx.kept)
+        ctx.mark_non_differentiable(
+            *(out for out in features if out is not None and not (out.is_floating_point() or out.is_complex()))
+        )
+        return tuple(features)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        job: _Job = ctx.job
+        leaves: Sequence[Tensor | None] = ctx.saved_tensors
+        for parameter, version in zip(ctx.parameters, ctx.versions, strict=True):
+            if parameter._version != version:
+                got = f"one of shape {list(parameter.shape)} that has changed since"
+                raise wrong(
+                    "encoder", "have the parameters of the first pass", got, "Step the optimizer after backward."
+                )
+        sums = _Sums(job, list(ctx.parameters), leaves, upstream)
+        graphs, ctx.kept.graphs = ctx.kept.graphs, {}
+        again = [index for index in range(len(job.bounds)) if index not in graphs]
+        values = [None if leaf is None else leaf.detach() for leaf in leaves]
+        after = RandomState.capture(job.device)
+        try:
+            with silent(ctx.parameters):
+                # those that still have their graph first: each gives memory back
+                for index in sorted(graphs, reverse=True):
+                    sums.add(index, *graphs.pop(index))
+                for index, rows in zip(again, stream(values, [job.bounds[i] for i in again], job.device), strict=True):
+                    ctx.kept.random[index].restore()
+                    with job.autocast.restored():
+                        outputs, inputs = job.run_with_graph(rows, ctx.wanted)
+                    sums.add(index, outputs, inputs)
+        finally:
+            after.restore()
+        return None, None, *sums.finish()
+
+
+class _Sums:
+    """Act 3's running gradients of parameters and inputs, in the accumulator's type."""
+
+    def __init__(
+        self,
+        job: _Job,
+        parameters: list[Tensor],
+        leaves: Sequence[Tensor | None],
+        upstream: Sequence[Tensor | None],
+    ) -> None:
+        self.job, self.parameters, self.upstream = job, parameters, upstream
+        self.totals: list[Tensor | None] = [None] * len(parameters)
+        # whether a total is ours to add to in place; the first gradient is autograd's, and may be shared
+        self.owned = [False] * len(parameters)
+        self.known = {id(parameter) for parameter in parameters}
+        self.inputs = [torch.zeros_like(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad]
+
+    def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
+        """Back-propagates one sub-batch from its part of the cached gradients."""
+        start, stop = self.job.bounds[index]
+        pairs = [
+            (out, whole[start:stop])
+            for out, whole in zip(outputs, self.upstream, strict=True)
+            if out is not None and out.requires_grad and whole is not None
+        ]
+        if not pairs:
+            return
+        outs, gradients = zip(*pairs, strict=True)
+        self._refuse_strangers(outs, inputs)
+        found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
+        for place, gradient in enumerate(found[: len(self.parameters)]):
+            if gradient is not None:
+                self._accumulate(place, gradient)
+        for whole, gradient in zip(self.inputs, found[len(self.parameters) :], strict=True):
+            if gradient is not None:
+                whole[start:stop] = gradient
+
+    def _accumulate(self, place: int, gradient: Tensor) -> None:
+        total = self.totals[place]
+        wide = gradient.to(accumulator(gradient.dtype))
+        if total is None:
+            self.totals[place] = wide
+        elif self.owned[place]:
+            total.add_(wide)
+        else:
+            self.totals[place] = total + wide
+            self.owned[place] = True
+
+    def _refuse_strangers(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        known = self.known | {id(row) for row in inputs}
+        for leaf in graph_leaves(outs):
+            if id(leaf) not in known:
+                got = f"one of shape {list(leaf.shape)} elsewhere"
+                raise wrong(
+                    "encoder",
+                    "own every parameter that it uses",
+                    got,
+                    "Pass the module that holds them, or its method.",
+                )
+
+    def finish(self) -> list[Tensor | None]:
+        return [
+            None if total is None else total.to(parameter.dtype)
+            for parameter, total in zip(self.parameters, self.totals, strict=True)
+        ] + self.inputs

@@ -1,0 +1,392 @@
+"""contrast(q, k, ...): the one function under every loss, and the only autograd.Function among them.
+
+Stands between the five loss classes of `modules.py`, which only name their options, and the three drawers below: an
+exchange says which columns come here, tiles compute blocks, a loss says what is kept of them. Features go in, one
+number comes out; the backward hands back their gradients and those of the scale and the bias. No matrix of size b ×
+b is held at any moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from contrastile import _check
+from contrastile._check import wrong
+from contrastile._types import Backend, ExchangeName, Gradient, Reduction, accumulator
+from contrastile.exchange.base import Exchange
+from contrastile.exchange.single import Single
+from contrastile.losses.base import Finished, PairLoss, Side
+from contrastile.losses.softmax import Softmax
+from contrastile.tiles.base import Tiles
+from contrastile.tiles.dense import Dense
+from contrastile.tiles.eager import Eager
+
+log = logging.getLogger("contrastile")
+
+LEAST_WORKSPACE = 2**20
+# rows multiplied at once where a product with float32 copies is summed up
+ROWS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a loss is computed: the keywords that every loss takes.
+
+    backend: "dense" holds the matrix, "eager" goes tile by tile in PyTorch, "triton" in fused kernels.
+    exchange: "single" is one process; "replicate", "gather" and "ring" are ways to meet the other ranks' columns.
+    group: the process group that shares the batch; None is the default group.
+    gradient: what the data-parallel wrapper does with the ranks' gradients, their "mean" (DDP, FSDP) or their "sum".
+    label_smoothing: the share of each target that is spread over all keys that count.
+    reduction: "mean" and "sum" over the global batch, or "none": this rank's rows, scaled so that their mean is
+    "mean".
+    workspace: bytes that may be used beside inputs, outputs and accumulators; 1/64 of the device's memory by default.
+    """
+
+    backend: Backend = "auto"
+    exchange: ExchangeName = "auto"
+    group: Any = None
+    gradient: Gradient = "mean"
+    label_smoothing: float = 0.0
+    reduction: Reduction = "mean"
+    workspace: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, words in (
+            ("backend", Backend),
+            ("exchange", ExchangeName),
+            ("gradient", Gradient),
+            ("reduction", Reduction),
+        ):
+            _check.one_of(name, getattr(self, name), get_args(words), "Leave it out for the default.")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise wrong("label_smoothing", "be at least 0 and below 1", self.label_smoothing, "0.1 is usual.")
+        if self.workspace is not None and self.workspace < LEAST_WORKSPACE:
+            raise wrong(
+                "workspace", f"be at least {LEAST_WORKSPACE} bytes", self.workspace, "Leave it out for the default."
+            )
+
+
+def contrast(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: Tensor | float,
+    bias: Tensor | float | None = None,
+    loss: PairLoss = Softmax(symmetric=True),  # noqa: B008 (a frozen value)
+    positives: Tensor | None = None,
+    negatives: Tensor | None = None,
+    query_labels: Tensor | None = None,
+    key_labels: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    **how: Any,
+) -> Tensor:
+    """The contrastive loss of q [N, D] against k [M, D], without their matrix of similarities.
+
+    Naively, for the default loss,
+
+        x = scale * q @ k.T
+        labels = torch.arange(len(q))
+        (F.cross_entropy(x, labels) + F.cross_entropy(x.T, labels)) / 2
+
+    to the last bit that rounding leaves, in memory of one tile. Gradients reach q, k, scale and bias.
+
+    Arguments:
+        q, k: features, bf16, fp16, fp32 or fp64, used as given: normalise them first if the method wants that.
+        scale, bias: numbers, or tensors of shape [] or [1]; x_ij = scale · ⟨q_i, k_j⟩ + bias.
+        loss: `Softmax(...)` or `Sigmoid(...)` of `contrastile.losses`.
+        positives: [N] or [N, P] indices into this rank's keys, −1 pads; without it (and without labels) key i is the
+            positive of query i. The loss of a row is the mean over its positives of −log p. A row without any
+            leaves the mean; if no row has one the mean is NaN, as `F.cross_entropy` has it when every target is
+            ignored.
+        negatives: [H, D] further keys, negatives of every query.
+        query_labels, key_labels: [N], [M] integers; pairs of equal labels are the positives.
+        query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count at all. With
+            `negatives`, key_labels and key_ids may go on over them ([M + H]); else negatives share theirs with
+            nobody.
+        weights: [N]; the loss is Σ w·loss / Σ w. In a symmetric loss they weigh the keys' direction too.
+        how: see `Options`.
+
+    Returns the loss, a scalar (or [N] with reduction="none") in float32, or float64 for float64 features.
+    Raises ValueError for anything that does not fit together, naming it, what it must be and what it is.
+
+    >>> import torch.nn.functional as F
+    >>> q, k = F.normalize(torch.randn(2, 6, 16), dim=-1)
+    >>> contrast(q, k, scale=20.0).shape
+    torch.Size([])
+    """
+    options = Options(**how)
+    _check.features("q", q)
+    _check.features("k", k)
+    _check.alike("k", k, "q", q)
+    _check.number("scale", scale, q)
+    if options.label_smoothing:
+        loss = loss.smoothed(options.label_smoothing)
+    if bias is not None:
+        _check.number("bias", bias, q)
+    if negatives is not None:
+        keys, k = k, _with_negatives(k, negatives, loss)
+        key_ids, key_labels = (
+            _of_nobody(groups, negatives) if groups is not None and len(groups) == len(keys) else groups
+            for groups in (key_ids, key_labels)
+        )
+    if loss.symmetric:
+        _check.same_length("k", k, "q", q)
+    rows, cols = _sides(q, k, positives, query_labels, key_labels, query_ids, key_ids, loss)
+    if weights is not None:
+        _check.vector("weights", weights, "q", q, integer=False)
+    exchange = _choose_exchange(options)
+    _check.not_empty(len(rows))
+    tiles = _choose_tiles(options.backend, loss, rows, cols)
+    call = _Call(loss, tiles, exchange, rows, cols, weights, options.reduction, _workspace(options, q))
+    result: Tensor = _Contrast.apply(q, k, _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q), call)
+    return result
+
+
+@dataclass(frozen=True)
+class _Call:
+    """All that crosses autograd's boundary without being differentiated."""
+
+    loss: PairLoss
+    tiles: type[Tiles]
+    exchange: Exchange
+    rows: Side
+    cols: Side
+    weights: Tensor | None
+    reduction: Reduction
+    workspace: int
+
+    def arithmetic(self, scale: Tensor, bias: Tensor | None) -> Tiles:
+        used = None if bias is None or not self.loss.uses_bias else bias
+        return self.tiles(self.loss, scale, used, self.workspace)
+
+
+class _Contrast(torch.autograd.Function):
+    """Forward: one sweep for the statistics. Backward: one sweep for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        wide = accumulator(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            tiles = call.arithmetic(_scalar(scale, wide), None if bias is None else _scalar(bias, wide))
+            rows, cols = replace(call.rows, features=q), replace(call.cols, features=k)
+            row_stats, col_stats = call.exchange.stats(tiles, rows, cols)
+            directions = [call.loss.finish(stats) for stats in (row_stats, col_stats) if stats is not None]
+            poison = _poison(q) + _poison(k) + tiles.scale * 0
+            value, coefficients = _reduce(call, directions, poison)
+        ctx.call = call
+        states = [part for direction in directions for part in direction.state[None]]
+        ctx.save_for_backward(q, k, scale, bias, *states, *coefficients)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        q, k, scale, bias, *saved = ctx.saved_tensors
+        half = len(saved) // 2
+        states, coefficients = saved[:half], saved[half:]
+        wide = accumulator(q.dtype)
+        want_q, want_k, want_scale, want_bias, _ = ctx.needs_input_grad
+        with torch.autocast(q.device.type, enabled=False):
+            tiles = call.arithmetic(_scalar(scale, wide), None if bias is None else _scalar(bias, wide))
+            upstream = upstream.to(wide) * call.exchange.gradient_factor()
+            carried = [
+                {"state": state, "coefficient": coefficient * upstream}
+                for state, coefficient in zip(states, coefficients, strict=True)
+            ]
+            rows = replace(call.rows, features=q, **carried[0])
+            cols = replace(call.cols, features=k, **(carried[1] if call.loss.symmetric else {}))
+            # the scale's gradient can be read off either side
+            u = torch.zeros_like(q, dtype=wide) if want_q or (want_scale and not want_k) else None
+            v = torch.zeros_like(k, dtype=wide) if want_k else None
+            total = call.exchange.grads(tiles, rows, cols, u, v)
+            dscale = None
+            if want_scale:
+                dscale = _inner(q, u) if u is not None else _inner(k, v)
+                dscale = dscale.to(scale.dtype).reshape(scale.shape)
+            dbias = None
+            if want_bias and bias is not None:
+                total = total if call.loss.uses_bias else torch.zeros_like(total)
+                dbias = total.to(bias.dtype).reshape(bias.shape)
+            dq = u.mul_(tiles.scale).to(q.dtype) if want_q and u is not None else None
+            dk = v.mul_(tiles.scale).to(k.dtype) if v is not None else None
+        return dq, dk, dscale, dbias, None
+
+
+def _reduce(call: _Call, directions: list[Finished], poison: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and for each direction ∂(loss)/∂(each row's loss) for an upstream gradient of 1."""
+    here = len(call.rows)
+    weights = [
+        direction.counts if call.weights is None else direction.counts * call.weights.to(direction.counts.dtype)
+        for direction in directions
+    ]
+    summed = [(w * direction.loss).sum() for w, direction in zip(weights, directions, strict=True)]
+    local = torch.stack([*summed, *(w.sum() for w in weights), poison + here, poison])
+    *sums, rows, poison = call.exchange.total(local).unbind()
+    losses, masses = sums[: len(directions)], sums[len(directions) :]
+    share = 1 / len(directions)
+    if call.reduction == "sum":
+        value = sum(losses, poison) * share
+        each = [w * share + poison for w in weights]
+    elif call.reduction == "mean":
+        value = sum((loss / mass for loss, mass in zip(losses, masses, strict=True)), poison * 0) * share
+        each = [w * (share / mass) + poison for w, mass in zip(weights, masses, strict=True)]
+    else:
+        scaled = [w * (share / mass) for w, mass in zip(weights, masses, strict=True)]
+        value = sum((s * d.loss for s, d in zip(scaled, directions, strict=True)), poison) * rows
+        # the caller divides by this rank's rows, the value by those of all ranks
+        each = [s * here + poison for s in scaled]
+    return value + poison, each
+
+
+def _poison(x: Tensor) -> Tensor:
+    """0 if every entry is finite, NaN otherwise, without asking the device."""
+    wide = accumulator(x.dtype)
+    if x.numel() == 0:
+        return torch.zeros((), dtype=wide, device=x.device)
+    least, most = torch.aminmax(x)
+    return (least.to(wide) + most.to(wide)) * 0
+
+
+def _inner(x: Tensor, gradient: Tensor | None) -> Tensor:
+    """Σ ⟨x_i, gradient_i⟩ in the accumulator's type, some rows at a time."""
+    assert gradient is not None
+    parts = [
+        torch.linalg.vecdot(some.to(gradient.dtype), other).sum()
+        for some, other in zip(x.split(ROWS_AT_ONCE), gradient.split(ROWS_AT_ONCE), strict=True)
+    ]
+    return torch.stack(parts).sum()
+
+
+def _scalar(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().reshape(()).to(dtype)
+
+
+def _as_tensor(x: Tensor | float, beside: Tensor) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    return torch.full((), x, dtype=accumulator(beside.dtype), device=beside.device)
+
+
+def _sides(
+    q: Tensor,
+    k: Tensor,
+    positives: Tensor | None,
+    query_labels: Tensor | None,
+    key_labels: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    loss: PairLoss,
+) -> tuple[Side, Side]:
+    """Rows and columns with what they carry, positions counted on this rank."""
+    for names, given in (
+        (("query_labels", "key_labels"), (query_labels, key_labels)),
+        (("query_ids", "key_ids"), (query_ids, key_ids)),
+    ):
+        if (given[0] is None) != (given[1] is None):
+            missing, there = (names[0], names[1]) if given[0] is None else (names[1], names[0])
+            raise wrong(missing, f"be given where `{there}` is", None, "Pass both, or neither.")
+        for name, one, side_name, side in zip(names, given, ("q", "k"), (q, k), strict=True):
+            if one is not None:
+                _check.vector(name, one, side_name, side, integer=True)
+    diagonal = None
+    if positives is not None:
+        if query_labels is not None:
+            raise wrong("positives", "be left out where labels are given", "both", "Pass one of the two.")
+        if loss.symmetric:
+            raise wrong("positives", "be left out for a symmetric loss", "both", "Pass labels, or take a one-way loss.")
+        _check.positives(positives, q, len(k))
+        positives = positives.long().reshape(len(q), -1)
+    elif query_labels is None:
+        if len(k) < len(q):
+            raise wrong("k", "have at least as many rows as `q`", f"{len(q)} and {len(k)}", "Or pass `positives`.")
+        diagonal = 0
+    rows = Side(q.detach(), diagonal=diagonal, positives=positives, labels=query_labels, ids=query_ids)
+    return rows, Side(k.detach(), labels=key_labels, ids=key_ids)
+
+
+def _with_negatives(k: Tensor, negatives: Tensor, loss: PairLoss) -> Tensor:
+    """The keys with the shared negatives behind them."""
+    _check.features("negatives", negatives)
+    _check.alike("negatives", negatives, "k", k)
+    if loss.symmetric:
+        raise wrong("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
+    return torch.cat([k, negatives])
+
+
+def _of_nobody(groups: Tensor | None, negatives: Tensor) -> Tensor | None:
+    """Ids, or labels, of the keys continued over negatives that share theirs with no query."""
+    if not isinstance(groups, Tensor) or groups.is_floating_point():
+        return groups
+    return torch.cat([groups, groups.new_full((len(negatives),), torch.iinfo(groups.dtype).min)])
+
+
+def _choose_exchange(options: Options) -> Exchange:
+    return Single(options.gradient)
+
+
+def _triton() -> type[Tiles]:
+    """Loaded when first wanted: importing the library must not import Triton."""
+    from contrastile.tiles.triton import Triton
+
+    return Triton
+
+
+TILES: dict[str, Callable[[], type[Tiles]]] = {"dense": lambda: Dense, "eager": lambda: Eager, "triton": _triton}
+# in the order of preference, by type of device
+AUTOMATIC = {"cuda": ("triton", "eager")}
+
+
+def _choose_tiles(backend: Backend, loss: PairLoss, rows: Side, cols: Side) -> type[Tiles]:
+    """The way of computing blocks: an explicit name never falls back, "auto" says once what it took and why."""
+    if backend != "auto":
+        tiles, reason = _offer(backend, loss, rows, cols)
+        if tiles is None:
+            raise wrong("backend", "be able to compute this loss", repr(backend), f"It declines: {reason}.")
+        return tiles
+    declined = ""
+    for name in AUTOMATIC.get(rows.features.device.type, ("eager",)):
+        tiles, reason = _offer(name, loss, rows, cols)
+        if tiles is not None:
+            _say_once(f"backend: {name}{declined}")
+            return tiles
+        declined += f"; {name} declined: {reason}"
+    raise AssertionError("eager declines nothing")
+
+
+def _offer(name: str, loss: PairLoss, rows: Side, cols: Side) -> tuple[type[Tiles] | None, str | None]:
+    try:
+        tiles = TILES[name]()
+    except ImportError as error:
+        return None, f"{error.name} is not installed"
+    reason = tiles.declines(loss, rows, cols)
+    return (None, reason) if reason else (tiles, None)
+
+
+@cache
+def _say_once(message: str) -> None:
+    log.info(message)
+
+
+def _workspace(options: Options, beside: Tensor) -> int:
+    if options.workspace is not None:
+        return options.workspace
+    return _device_memory(beside.device) // 64
+
+
+@cache
+def _device_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,1 @@
+"""WHERE: which columns a rank's rows meet, and how they come here."""

@@ -1,0 +1,166 @@
+"""What a contrastive loss is, once the matrix is only ever seen tile by tile.
+
+Stands between `contrast.py`, which reduces the rows' losses to one number, and `tiles/`, which computes blocks of
+logits and asks the loss here what to keep of them. A loss knows nothing of ranks, devices or kernels.
+
+In these words: CLIP's loss is `Softmax(symmetric=True)` on a diagonal of positives; DPR's is `Softmax()` with
+positives by index; SimCLR's is `Softmax(exclude_self=True)` of the views against themselves; SupCon's the same with
+positives by label; SigLIP's is `Sigmoid()`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Side:
+    """The rows, or the columns, of a block: the features and all that travels with them.
+
+    Positions are global, over the shards of all ranks in rank order, so that any block of rows and columns can tell
+    which of its pairs are positive and which do not count.
+    """
+
+    # [n, D]
+    features: Tensor
+    # global position of the first row
+    start: int = 0
+    # global column that is the positive of the first row, of the second the next, and so on
+    diagonal: int | None = None
+    # [n, P] global columns that are positives of each row, -1 pads
+    positives: Tensor | None = None
+    # [n] equal labels make a positive pair
+    labels: Tensor | None = None
+    # [n] equal ids are not negatives of each other
+    ids: Tensor | None = None
+    # [S, n] what the backward needs of the finished statistics
+    state: Tensor | None = None
+    # [n] the upstream gradient of each row's loss
+    coefficient: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.features.shape[0]
+
+    def narrow(self, start: int, stop: int) -> Side:
+        """Rows start ... stop − 1, as views."""
+        along = slice(start, stop)
+        return replace(
+            self,
+            features=self.features[along],
+            start=self.start + start,
+            diagonal=None if self.diagonal is None else self.diagonal + start,
+            positives=None if self.positives is None else self.positives[along],
+            labels=None if self.labels is None else self.labels[along],
+            ids=None if self.ids is None else self.ids[along],
+            state=None if self.state is None else self.state[:, along],
+            coefficient=None if self.coefficient is None else self.coefficient[along],
+        )
+
+
+class Marks(NamedTuple):
+    """Which pairs of a tile are positive, and which do not count; None where the tile has none."""
+
+    positive: Tensor | None  # [I, J] bool
+    excluded: Tensor | None  # [I, J] bool
+
+
+def mark(rows: Side, cols: Side, *, exclude_self: bool) -> Marks:
+    """The marks of the tile of `rows` and `cols`.
+
+    A pair is positive by index, by label or on the diagonal. It is excluded when it is an example with itself
+    (`exclude_self`), or when the ids are equal and it is not positive.
+    """
+    itself = _diagonal(rows, cols, rows.start) if exclude_self else None
+    positive = _positive(rows, cols)
+    if positive is not None and itself is not None:
+        positive = positive & ~itself
+    excluded = itself
+    if rows.ids is not None and cols.ids is not None:
+        same = rows.ids[:, None] == cols.ids[None, :]
+        if positive is not None:
+            same = same & ~positive
+        excluded = same if excluded is None else excluded | same
+    return Marks(positive, excluded)
+
+
+def _positive(rows: Side, cols: Side) -> Tensor | None:
+    if rows.diagonal is not None:
+        return _diagonal(rows, cols, rows.diagonal)
+    if rows.positives is not None:
+        return _indexed(rows.positives - cols.start, rows.positives, len(cols))
+    if rows.labels is not None and cols.labels is not None:
+        return rows.labels[:, None] == cols.labels[None, :]
+    return None
+
+
+def _diagonal(rows: Side, cols: Side, first: int) -> Tensor | None:
+    """True where row r meets global column first + r; None where the tile lies beside that diagonal."""
+    offset = first - cols.start
+    if not -len(rows) < offset < len(cols):
+        return None
+    marks = torch.zeros(len(rows), len(cols), dtype=torch.bool, device=rows.features.device)
+    marks.diagonal(offset).fill_(True)
+    return marks
+
+
+def _indexed(column: Tensor, listed: Tensor, J: int) -> Tensor | None:
+    inside = (column >= 0) & (column < J) & (listed >= 0)
+    # asking costs nothing on a CPU, and a synchronisation on an accelerator
+    if inside.device.type == "cpu" and not inside.any():
+        return None
+    # one column more than the tile has receives all the pads
+    marks = torch.zeros(inside.shape[0], J + 1, dtype=torch.bool, device=inside.device)
+    marks.scatter_(1, torch.where(inside, column, J), True)
+    return marks[:, :J]
+
+
+class Finished(NamedTuple):
+    """A direction's statistics, brought to an end."""
+
+    loss: Tensor  # [n] loss of each row, 0 where it has none
+    counts: Tensor  # [n] 1 where the row has a loss, 0 where it has no positive
+    state: Tensor  # [S, n] what the backward needs
+
+
+class PairLoss(ABC):
+    """A loss that is a function, per row, of statistics which can be accumulated over any partition of the pairs.
+
+    The statistics of n rows are one tensor [K, n] in the accumulator's type, so that they can be cut, sent and merged
+    without knowing what they mean.
+    """
+
+    # columns have a loss of their own, from the same pairs
+    symmetric: bool
+    # a row's pair with itself does not count
+    exclude_self: bool
+    # the loss depends on an added bias
+    uses_bias: bool
+
+    @abstractmethod
+    def smoothed(self, label_smoothing: float) -> PairLoss:
+        """The same loss with that share of every target spread over the keys that count."""
+
+    @abstractmethod
+    def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The statistics [K, n] of n rows that have met no column."""
+
+    @abstractmethod
+    def absorb(self, x: Tensor, marks: Marks, dim: int) -> Tensor:
+        """The statistics of a tile of logits x [I, J] along `dim`: 1 for its rows [K, I], 0 for its columns [K, J]."""
+
+    @abstractmethod
+    def merge(self, a: Tensor, b: Tensor) -> Tensor:
+        """The statistics [K, n] of the union of two disjoint sets of pairs."""
+
+    @abstractmethod
+    def finish(self, stats: Tensor) -> Finished:
+        """The rows' losses, and what the backward needs."""
+
+    @abstractmethod
+    def pair_grad(self, x: Tensor, marks: Marks, rows: Side, cols: Side) -> Tensor:
+        """∂loss/∂x [I, J], with the coefficients and states that both sides carry."""

@@ -1,0 +1,108 @@
+"""The truth: the losses as their papers write them, with the whole matrix and plain autograd.
+
+Nothing in the library computes with this. Tests compare everything else with it in float64, benchmarks time it as
+what people run today, and a reader finds here what the tiled code must equal.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastile._types import Reduction
+
+
+def dense_softmax(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor | float,
+    *,
+    positive: Tensor | None = None,
+    excluded: Tensor | None = None,
+    symmetric: bool = False,
+    weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """InfoNCE of q [N, D] against k [M, D]: cross-entropy of softmax(scale · q kᵀ) at the positives.
+
+    positive, excluded: [N, M] bool; by default the diagonal, and nothing. A row's loss is the mean over its
+    positives of −log p; rows without one leave the mean. Symmetric adds the transposed problem and halves the sum;
+    then weights [N] serve both directions.
+
+    >>> q = F.normalize(torch.randn(4, 8), dim=-1)
+    >>> dense_softmax(q, q, 10.0, symmetric=True) > 0
+    tensor(True)
+    """
+    if positive is None:
+        positive = torch.eye(len(q), len(k), dtype=torch.bool, device=q.device)
+    x = scale * (q @ k.T)
+    if excluded is not None:
+        x = x.masked_fill(excluded, -torch.inf)
+    if weights is None:
+        weights = x.new_ones(len(q))
+    rows = _cross_entropy(x, positive, excluded, label_smoothing, weights, reduction)
+    if not symmetric:
+        return rows
+    flipped = None if excluded is None else excluded.T
+    return (rows + _cross_entropy(x.T, positive.T, flipped, label_smoothing, weights, reduction)) / 2
+
+
+def dense_clip(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
+    """CLIP's loss in its five lines (Radford et al. 2021, figure 3): what most code trains with, for benchmarks."""
+    logits = scale * q @ k.T
+    labels = torch.arange(len(q), device=q.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def dense_sigmoid(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float | None = None,
+    *,
+    positive: Tensor | None = None,
+    excluded: Tensor | None = None,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """SigLIP's loss: Σ_ij −log σ(z_ij (scale · ⟨q_i, k_j⟩ + bias)) / N with z = ±1 (Zhai et al. 2023, algorithm 1)."""
+    if positive is None:
+        positive = torch.eye(len(q), len(k), dtype=torch.bool, device=q.device)
+    x = scale * (q @ k.T)
+    if bias is not None:
+        x = x + bias
+    pairs = -F.logsigmoid(torch.where(positive, x, -x))
+    if excluded is not None:
+        pairs = pairs.masked_fill(excluded, 0.0)
+    rows = pairs.sum(1)
+    w = torch.ones_like(rows) if weights is None else weights
+    return _reduce(rows * w, w.sum(), reduction)
+
+
+def _cross_entropy(
+    x: Tensor,
+    positive: Tensor,
+    excluded: Tensor | None,
+    label_smoothing: float,
+    weights: Tensor,
+    reduction: Reduction,
+) -> Tensor:
+    log_p = torch.log_softmax(x, dim=1)
+    count = positive.sum(1)
+    loss = -log_p.masked_fill(~positive, 0.0).sum(1) / count.clamp(min=1)
+    if label_smoothing:
+        kept = torch.ones_like(positive) if excluded is None else ~excluded
+        smooth = -log_p.masked_fill(~kept, 0.0).sum(1) / kept.sum(1)
+        loss = (1 - label_smoothing) * loss + label_smoothing * smooth
+    counted = weights * (count > 0)
+    return _reduce(torch.where(count > 0, loss, 0.0) * counted, counted.sum(), reduction)
+
+
+def _reduce(weighted: Tensor, weight_sum: Tensor, reduction: Reduction) -> Tensor:
+    if reduction == "mean":
+        return weighted.sum() / weight_sum
+    if reduction == "sum":
+        return weighted.sum()
+    return weighted * (len(weighted) / weight_sum)

@@ -1,0 +1,58 @@
+"""SigLIP's loss: every pair is a yes-or-no question (Zhai et al. 2023, algorithm 1).
+
+    loss_i = Σ_j log(1 + exp(−z_ij x_ij)),   z_ij = 1 for a positive pair, −1 for all others,
+
+with x_ij = scale · ⟨q_i, k_j⟩ + bias. The mean over rows is the sum over all pairs divided by the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contrastile._check import wrong
+from contrastile.losses.base import Finished, Marks, PairLoss, Side
+
+
+@dataclass(frozen=True)
+class Sigmoid(PairLoss):
+    """Binary cross-entropy of every pair that counts."""
+
+    symmetric: bool = False
+    exclude_self: bool = False
+    uses_bias: bool = True
+
+    def smoothed(self, label_smoothing: float) -> Sigmoid:
+        raise wrong(
+            "label_smoothing", "be 0 for the sigmoid loss", label_smoothing, "Leave it out, or take a softmax loss."
+        )
+
+    def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(1, n, dtype=dtype, device=device)
+
+    def absorb(self, x: Tensor, marks: Marks, dim: int) -> Tensor:
+        signed = x if marks.positive is None else torch.where(marks.positive, -x, x)
+        pair_loss = torch.logaddexp(signed, x.new_zeros(()))
+        if marks.excluded is not None:
+            pair_loss.masked_fill_(marks.excluded, 0.0)
+        return pair_loss.sum(dim)[None]
+
+    def merge(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def finish(self, stats: Tensor) -> Finished:
+        (loss,) = stats
+        return Finished(loss, torch.ones_like(loss), stats[:0])
+
+    def pair_grad(self, x: Tensor, marks: Marks, rows: Side, cols: Side) -> Tensor:
+        del cols
+        assert rows.coefficient is not None
+        grad = torch.sigmoid(x)
+        if marks.positive is not None:
+            # −σ(−x), not σ(x) − 1, which would cancel
+            grad = torch.where(marks.positive, torch.sigmoid(-x).neg_(), grad)
+        if marks.excluded is not None:
+            grad.masked_fill_(marks.excluded, 0.0)
+        return grad.mul_(rows.coefficient[:, None])

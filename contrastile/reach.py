@@ -1,0 +1,189 @@
+"""What an encoder reaches when it runs, and what must be the same when it runs again.
+
+Beside `cache.py`, which runs every sub-batch twice: the modules and parameters that a callable touches, the random
+numbers
+and the autocast that the second pass needs, and the two things that a pass in parts must not do: normalise over
+examples, and call a parameter's hooks for each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+
+from contrastile._check import wrong
+from contrastile.offload import stream
+
+# rows that show which modules and parameters a function reaches
+PROBE_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What running the encoder touches."""
+
+    modules: list[nn.Module]
+    # those that want a gradient
+    parameters: list[Tensor]
+    device: torch.device | None
+
+
+def reach(
+    encoder: Callable[..., Any], leaves: Sequence[Tensor | None], structure: Any, device: torch.device | None
+) -> Reached:
+    """The modules and parameters of an encoder: its own, its owner's, or those that a trial on two rows shows."""
+    owner: Any = encoder
+    while isinstance(owner, partial):
+        owner = owner.func
+    owner = getattr(owner, "__self__", owner)
+    found: list[Tensor] = []
+    if isinstance(owner, nn.Module):
+        modules = list(owner.modules())
+        found = list(owner.parameters())
+    if device is None and found:
+        device = found[0].device
+    wanted = [parameter for parameter in found if parameter.requires_grad]
+    if not torch.is_grad_enabled():
+        return Reached(modules if found else [], [], device)
+    if not isinstance(owner, nn.Module):
+        modules, wanted, _ = _trial(encoder, leaves, structure, device)
+    elif 0 < len(wanted) < len(found) and not _trial(encoder, leaves, structure, device)[2]:
+        # the part that is used is frozen: nothing will ever be back-propagated
+        wanted = []
+    return Reached(modules, wanted, device)
+
+
+def _trial(
+    encoder: Callable[..., Any], leaves: Sequence[Tensor | None], structure: Any, device: torch.device | None
+) -> tuple[list[nn.Module], list[Tensor], bool]:
+    """Modules that run, parameters reached, whether anything wants a gradient; the random numbers stay untouched."""
+    ran: dict[int, nn.Module] = {}
+
+    def note(module: nn.Module, _: Any) -> None:
+        ran[id(module)] = module
+
+    few = [None if leaf is None else leaf.detach()[:PROBE_ROWS] for leaf in leaves]
+    (rows,) = stream(few, [(0, PROBE_ROWS)], device)
+    states = RandomState.capture(device)
+    hook = register_module_forward_pre_hook(note)
+    try:
+        args, kwargs = pytree.tree_unflatten(rows, structure)
+        outputs = [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
+    finally:
+        hook.remove()
+        states.restore()
+    reached = {id(leaf): leaf for leaf in graph_leaves(outputs)}
+    for module in ran.values():
+        reached |= {id(p): p for p in module.parameters() if p.requires_grad}
+    return list(ran.values()), list(reached.values()), any(out.requires_grad for out in outputs)
+
+
+def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The tensors in which the outputs' graph would accumulate gradients."""
+    pending = [out.grad_fn for out in outputs if out.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The random numbers of the CPU and of the device in use."""
+
+    device: torch.device | None
+    cpu: Tensor
+    own: Tensor | None
+
+    @classmethod
+    def capture(cls, device: torch.device | None) -> RandomState:
+        elsewhere = device is not None and device.type not in ("cpu", "meta")
+        own = torch.get_device_module(device).get_rng_state(device) if elsewhere else None
+        return cls(device, torch.get_rng_state(), own)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.own is not None:
+            torch.get_device_module(self.device).set_rng_state(self.own, self.device)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Autocast as it was when `encode` was called."""
+
+    settings: list[dict[str, Any]]
+
+    @classmethod
+    def current(cls, device: torch.device | None) -> Autocast:
+        kinds = {"cpu"} if device is None or device.type == "meta" else {"cpu", device.type}
+        return cls([
+            {
+                "device_type": kind,
+                "dtype": torch.get_autocast_dtype(kind),
+                "enabled": torch.is_autocast_enabled(kind),
+                "cache_enabled": torch.is_autocast_cache_enabled(),
+            }
+            for kind in sorted(kinds)
+        ])  # fmt: skip
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        # weights that were cast without a graph must not be found again by a pass that needs one
+        torch.clear_autocast_cache()
+        with ExitStack() as stack:
+            for setting in self.settings:
+                stack.enter_context(torch.autocast(**setting))
+            yield
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def silent(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Without the parameters' own hooks, which autograd would call for each sub-batch; they get the sum, once."""
+    hooks = [hooks for parameter in parameters if (hooks := parameter._backward_hooks)]
+    held = [dict(hook) for hook in hooks]
+    for hook in hooks:
+        hook.clear()
+    try:
+        yield
+    finally:
+        for hook, items in zip(hooks, held, strict=True):
+            hook.update(items)
+
+
+@contextmanager
+def refusing_batch_norm(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Raises when one of the modules that runs normalises over the examples of its sub-batch."""
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        raise wrong(
+            "encoder",
+            "treat examples one by one",
+            f"{type(module).__name__} in training mode, whose statistics over a sub-batch are not those of the batch",
+            "Put it in eval mode, or take GroupNorm or LayerNorm.",
+        )
+
+    hooks = [
+        module.register_forward_pre_hook(refuse)
+        for module in modules
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,1 @@
+"""HOW one block of rows × columns is computed."""

@@ -1,0 +1,58 @@
+"""What every way of computing a block of the matrix must offer.
+
+Stands between `exchange/`, which decides which columns meet which rows, and the arithmetic: a `Tiles` value knows
+the loss, the scale and the bias of one call, computes any block of rows × columns, and never holds more than its
+workspace.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contrastile._types import accumulator
+from contrastile.losses.base import PairLoss, Side
+
+
+@dataclass(frozen=True)
+class Tiles(ABC):
+    """One call's arithmetic: logits x_ij = scale · ⟨q_i, k_j⟩ (+ bias), and what `loss` makes of them."""
+
+    loss: PairLoss
+    # [] in the accumulator's type
+    scale: Tensor
+    # [] in the accumulator's type
+    bias: Tensor | None
+    # bytes that may be used beside inputs, outputs and accumulators
+    workspace: int
+
+    @classmethod
+    @abstractmethod
+    def declines(cls, loss: PairLoss, rows: Side, cols: Side) -> str | None:
+        """Why this way cannot compute such blocks; None if it can."""
+
+    @abstractmethod
+    def stats(self, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
+        """The statistics [K, N] of the rows over these columns and, if symmetric, [K, M] of the columns over these
+        rows.
+
+        One sweep over the block serves both.
+        """
+
+    @abstractmethod
+    def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
+        """Adds Σ_j g_ij k_j to u [N, D] and Σ_i g_ij q_i to v [M, D], g being the pairs' gradient; returns Σ_ij g_ij.
+
+        Both in the accumulator's type, both without the scale; what is None is not computed.
+        """
+
+    @abstractmethod
+    def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
+        """The most that a block of N × M of D features in `dtype` takes beside inputs, outputs and accumulators."""
+
+    def init(self, side: Side) -> Tensor:
+        """Statistics of rows that have met no column."""
+        return self.loss.init(len(side), dtype=accumulator(side.features.dtype), device=side.features.device)

@@ -1,0 +1,106 @@
+"""A block in plain PyTorch: two nested loops over tiles, on any device, in any dtype.
+
+The reference that everything faster is compared with, and the way that works where nothing faster does. One sweep
+gives the statistics of rows and columns (2·N·M·D operations); the backward computes each tile again and multiplies
+its gradient with both sides (6·N·M·D): 8·b²·d together, and never more than one tile of the matrix in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contrastile._types import accumulator
+from contrastile.losses.base import Marks, PairLoss, Side, mark
+from contrastile.tiles.base import Tiles
+
+# tiles of this size stay in a core's cache; on an accelerator they fill it
+SIDE_CPU = 512
+SIDE_ACCELERATOR = 8192
+# a tile, its exponentials, its gradient, one temporary, and the masks
+TILES_HELD = 5
+
+
+@dataclass(frozen=True)
+class Eager(Tiles):
+    """Tiles of plain PyTorch operations."""
+
+    @classmethod
+    def declines(cls, loss: PairLoss, rows: Side, cols: Side) -> str | None:
+        del loss, rows, cols
+        return None
+
+    def stats(self, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
+        row_stats = self.init(rows)
+        col_stats = self.init(cols) if self.loss.symmetric else None
+        for along_i, row_tile in self._tiles(rows):
+            for along_j, col_tile in self._tiles(cols):
+                x, marks = self._logits(row_tile, col_tile)
+                row_stats[:, along_i] = self.loss.merge(row_stats[:, along_i], self.loss.absorb(x, marks, 1))
+                if col_stats is not None:
+                    col_stats[:, along_j] = self.loss.merge(col_stats[:, along_j], self.loss.absorb(x, marks, 0))
+        return row_stats, col_stats
+
+    def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
+        total = torch.zeros_like(self.scale)
+        for along_i, row_tile in self._tiles(rows):
+            for along_j, col_tile in self._tiles(cols):
+                x, marks = self._logits(row_tile, col_tile)
+                g_IJ = self.loss.pair_grad(x, marks, row_tile, col_tile)
+                if u is not None:
+                    _add_product(u[along_i], g_IJ, col_tile.features)
+                if v is not None:
+                    _add_product(v[along_j], g_IJ.T, row_tile.features)
+                if self.bias is not None:
+                    total += g_IJ.sum()
+        return total
+
+    def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
+        side = self._side(dtype)
+        size = torch.empty((), dtype=accumulator(dtype)).element_size()
+        rows, cols = min(N, side), min(M, side)
+        return size * (TILES_HELD * rows * cols + 2 * (rows + cols) * D)
+
+    def _logits(self, rows: Side, cols: Side) -> tuple[Tensor, Marks]:
+        # scaled afterwards: scaled features would be rounded once more
+        x = _product(rows.features, cols.features.T).mul_(self.scale)
+        if self.bias is not None:
+            x += self.bias
+        return x, mark(rows, cols, exclude_self=self.loss.exclude_self)
+
+    def _tiles(self, side: Side) -> Iterator[tuple[slice, Side]]:
+        step = self._side(side.features.dtype)
+        for start in range(0, len(side), step):
+            stop = min(start + step, len(side))
+            yield slice(start, stop), side.narrow(start, stop)
+
+    def _side(self, dtype: torch.dtype) -> int:
+        """Rows, and columns, of a tile: as many as pay, within the workspace."""
+        most = SIDE_CPU if self.scale.device.type == "cpu" else SIDE_ACCELERATOR
+        size = torch.empty((), dtype=accumulator(dtype)).element_size()
+        fit = int((self.workspace / (TILES_HELD * size)) ** 0.5)
+        return max(16, min(most, fit))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with products accumulated, and the result kept, in the accumulator's type."""
+    if _narrow_on_accelerator(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    wide = accumulator(a.dtype)
+    return a.to(wide) @ b.to(wide)
+
+
+def _add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
+    """total += g @ features, in the accumulator's type."""
+    if _narrow_on_accelerator(features):
+        torch.addmm(total, g.to(features.dtype), features, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(g, features.to(total.dtype))
+
+
+def _narrow_on_accelerator(features: Tensor) -> bool:
+    """16-bit operands on a CUDA device, whose matrix units accumulate in float32 and can return it."""
+    return features.is_cuda and features.dtype in (torch.float16, torch.bfloat16)

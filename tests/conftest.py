@@ -1,0 +1,24 @@
+"""What all tests share: the interpreter for kernels, poisoned memory, and seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# kernels are interpreted on the CPU; Triton reads this when it decorates a kernel
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The same numbers every time, and NaN in all memory that a test's code does not write itself."""
+    torch.manual_seed(0)
+    if request.node.get_closest_marker("unpoisoned"):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

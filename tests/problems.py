@@ -1,0 +1,190 @@
+"""The menagerie: every kind of contrastive problem, with its answer by the dense formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastile.contrast import contrast
+from contrastile.losses.dense import dense_sigmoid, dense_softmax
+from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.softmax import Softmax
+
+
+@dataclass
+class Problem:
+    """One loss on given shapes: what `contrast` is told, and what the dense formula is told."""
+
+    N: int
+    M: int
+    tiled: dict[str, Any]
+    dense: dict[str, Any]
+    formula: Callable[..., Tensor] = dense_softmax
+    bias: bool = False
+    same: bool = False
+    features: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self, dtype: torch.dtype, D: int = 19, scale: float = 20.0, seed: int = 0) -> dict[str, Tensor]:
+        """Correlated pairs of unit features, a scale and, where there is one, a bias; leaves that want gradients."""
+        generator = torch.Generator().manual_seed(seed)
+        k = torch.randn(self.M, D, generator=generator, dtype=torch.float64)
+        q = torch.randn(self.N, D, generator=generator, dtype=torch.float64)
+        q = q + 2 * k[torch.arange(self.N) % self.M] if self.M else q
+        out = {"q": F.normalize(q, dim=-1)}
+        if not self.same:
+            out["k"] = F.normalize(k, dim=-1)
+        out["scale"] = torch.tensor(scale, dtype=torch.float64)
+        if self.bias:
+            out["bias"] = torch.tensor(-3.0, dtype=torch.float64)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return {
+            name: x.to(dtype if name in ("q", "k") else wide).requires_grad_() for name, x in out.items()
+        }  # fmt: skip
+
+    def _call(self, function: Callable[..., Tensor], options: dict[str, Any], tensors: dict[str, Tensor]) -> Tensor:
+        q, k = tensors["q"], tensors.get("k", tensors["q"])
+        named = {name: tensors[name] for name in ("scale", "bias") if name in tensors}
+        return function(q, k, **named, **options)
+
+    def by_tiles(self, tensors: dict[str, Tensor], **how: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return _with_gradients(self._call(contrast, self.tiled | how, tensors), tensors)
+
+    def by_formula(self, tensors: dict[str, Tensor], **how: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return _with_gradients(self._call(self.formula, self.dense | how, tensors), tensors)
+
+
+def _with_gradients(loss: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    seeds = torch.linspace(1.0, 1.5, loss.numel(), dtype=loss.dtype).reshape(loss.shape)
+    gradients = torch.autograd.grad((loss * seeds).sum(), list(tensors.values()))
+    return loss.detach(), dict(zip(tensors, gradients, strict=True))
+
+
+def distance(x: Tensor, truth: Tensor) -> float:
+    """‖x − truth‖ / ‖truth‖."""
+    difference = (x.double() - truth.double()).norm()
+    return float(difference / truth.double().norm().clamp(min=1e-300))
+
+
+def _ids(n: int, groups: int, seed: int) -> Tensor:
+    return torch.randint(groups, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return a[:, None] == b[None, :]
+
+
+def clip(N: int, _: int) -> Problem:
+    return Problem(N, N, {}, {"symmetric": True})
+
+
+def clip_ids_weights_smoothing(N: int, _: int) -> Problem:
+    ids, weights = _ids(N, max(2, N // 3), 1), torch.rand(N, generator=torch.Generator().manual_seed(2)).double() + 0.1
+    diagonal = torch.eye(N, dtype=torch.bool)
+    return Problem(
+        N,
+        N,
+        {"query_ids": ids, "key_ids": ids, "weights": weights, "label_smoothing": 0.1},
+        {"symmetric": True, "excluded": _same(ids, ids) & ~diagonal, "weights": weights, "label_smoothing": 0.1},
+    )
+
+
+def clip_labels(N: int, _: int) -> Problem:
+    rows, cols = _ids(N, max(2, N // 4), 3), _ids(N, max(2, N // 4), 4)
+    return Problem(N, N, {"query_labels": rows, "key_labels": cols}, {"symmetric": True, "positive": _same(rows, cols)})
+
+
+def info_nce(N: int, M: int) -> Problem:
+    return Problem(N, max(N, M), {"loss": Softmax()}, {})
+
+
+def info_nce_positives(N: int, M: int) -> Problem:
+    positives = torch.randint(-1, M, (N, 3), generator=torch.Generator().manual_seed(5))
+    # a key listed twice counts once
+    marks = torch.zeros(N, M + 1, dtype=torch.bool).scatter_(1, positives.where(positives >= 0, torch.tensor(M)), True)
+    return Problem(N, M, {"loss": Softmax(), "positives": positives}, {"positive": marks[:, :M]})
+
+
+def info_nce_everything(N: int, M: int) -> Problem:
+    positives = torch.randint(0, M, (N,), generator=torch.Generator().manual_seed(6))
+    marks = F.one_hot(positives, M).bool()
+    rows, cols = _ids(N, max(2, N // 2), 7), _ids(M, max(2, N // 2), 8)
+    weights = torch.rand(N, generator=torch.Generator().manual_seed(9)).double() + 0.1
+    return Problem(
+        N,
+        M,
+        {
+            "loss": Softmax(),
+            "positives": positives,
+            "query_ids": rows,
+            "key_ids": cols,
+            "weights": weights,
+            "label_smoothing": 0.2,
+        },
+        {"positive": marks, "excluded": _same(rows, cols) & ~marks, "weights": weights, "label_smoothing": 0.2},
+    )
+
+
+def sup_con(N: int, _: int) -> Problem:
+    labels = _ids(N, max(2, N // 3), 10)
+    itself = torch.eye(N, dtype=torch.bool)
+    return Problem(
+        N,
+        N,
+        {"loss": Softmax(exclude_self=True), "query_labels": labels, "key_labels": labels},
+        {"positive": _same(labels, labels) & ~itself, "excluded": itself},
+        same=True,
+    )
+
+
+def nt_xent(N: int, _: int) -> Problem:
+    N = 2 * ((N + 1) // 2)
+    other = torch.arange(N).roll(N // 2)
+    return Problem(
+        N,
+        N,
+        {"loss": Softmax(exclude_self=True), "positives": other},
+        {"positive": F.one_hot(other, N).bool(), "excluded": torch.eye(N, dtype=torch.bool)},
+        same=True,
+    )
+
+
+def siglip(N: int, _: int) -> Problem:
+    return Problem(N, N, {"loss": Sigmoid()}, {}, dense_sigmoid, bias=True)
+
+
+def siglip_ids_weights(N: int, _: int) -> Problem:
+    ids, weights = (
+        _ids(N, max(2, N // 3), 11),
+        torch.rand(N, generator=torch.Generator().manual_seed(12)).double() + 0.1,
+    )
+    excluded = _same(ids, ids) & ~torch.eye(N, dtype=torch.bool)
+    return Problem(
+        N,
+        N,
+        {"loss": Sigmoid(), "query_ids": ids, "key_ids": ids, "weights": weights},
+        {"excluded": excluded, "weights": weights},
+        dense_sigmoid,
+        bias=True,
+    )
+
+
+PROBLEMS = {
+    make.__name__: make
+    for make in (
+        clip,
+        clip_ids_weights_smoothing,
+        clip_labels,
+        info_nce,
+        info_nce_positives,
+        info_nce_everything,
+        sup_con,
+        nt_xent,
+        siglip,
+        siglip_ids_weights,
+    )
+}

@@ -1,0 +1,375 @@
+"""encode equals the plain big batch: features and gradients, dropout on, whatever goes in and comes out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import distance
+from torch import Tensor, nn
+
+from contrastile import ClipLoss, encode
+
+B, D_IN, D = 23, 6, 5
+
+
+class Tower(nn.Module):
+    """Dropout, attention over tokens, a shared projection, and methods beside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(D_IN, 16)
+        self.mix = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True)
+        self.project = nn.Linear(16, D)
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(F.dropout(self.mix(self.embed(x)), 0.2, self.training)).mean(1)
+
+    def encode_both(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self(x), self(y)
+
+    def encode_named(self, *, pixels: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+        out = self(pixels)
+        return {"features": out if mask is None else out * mask[:, None], "nested": (out.square(), None)}
+
+
+@pytest.fixture
+def tower() -> Tower:
+    torch.manual_seed(1)
+    return Tower()
+
+
+def _inputs(seed: int = 2, batch: int = B) -> Tensor:
+    return torch.randn(batch, 3, D_IN, generator=torch.Generator().manual_seed(seed))
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    found = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    return found
+
+
+def _by_parts(tower: Tower, x: Tensor, sub_batch: int) -> Tensor:
+    """The plain way with all graphs kept, in sub-batches only so that dropout draws the same numbers."""
+    return torch.cat([tower(part) for part in x.split(sub_batch)])
+
+
+def _same(found: dict[str, Tensor | None], truth: dict[str, Tensor | None], allowed: float = 1e-5) -> None:
+    assert found.keys() == truth.keys()
+    for name, expected in truth.items():
+        if expected is None:
+            assert found[name] is None, name
+        else:
+            assert distance(found[name], expected) <= allowed, name
+
+
+@pytest.mark.parametrize("retain", [0, 1, 2, 99])
+@pytest.mark.parametrize("sub_batch", [1, 8, 23, 100])
+def test_equals_the_big_batch_with_dropout(tower: Tower, sub_batch: int, retain: int) -> None:
+    x = _inputs()
+    seeds = torch.randn(B, D)
+    torch.manual_seed(3)
+    truth = _by_parts(tower, x, sub_batch)
+    (truth * seeds).sum().backward()
+    true_gradients, after = _gradients(tower), torch.rand(())
+    torch.manual_seed(3)
+    features = encode(tower, x, sub_batch=sub_batch, retain=retain)
+    (features * seeds).sum().backward()
+    assert torch.equal(features, truth)
+    _same(_gradients(tower), true_gradients)
+    # the random numbers that follow are those that would have followed
+    assert torch.rand(()) == after
+
+
+def test_equals_the_plain_batch_in_float64(tower: Tower) -> None:
+    tower.double().eval()
+    x = _inputs().double()
+    tower(x).square().sum().backward()
+    truth = _gradients(tower)
+    encode(tower, x, sub_batch=7).square().sum().backward()
+    _same(_gradients(tower), truth, 1e-12)
+
+
+def test_two_towers_shared_and_a_learned_scale(tower: Tower) -> None:
+    x, y = _inputs(2), _inputs(4)
+
+    def loss(image: Tensor, text: Tensor) -> Tensor:
+        return ClipLoss()(F.normalize(image, dim=-1), F.normalize(text, dim=-1), tower.logit_scale.exp())
+
+    torch.manual_seed(3)
+    loss(_by_parts(tower, x, 8), _by_parts(tower, y, 5)).backward()
+    truth = _gradients(tower)
+    torch.manual_seed(3)
+    loss(encode(tower, x, sub_batch=8), encode(tower, y, sub_batch=5)).backward()
+    _same(_gradients(tower), truth)
+
+
+def test_accumulation_over_backwards(tower: Tower) -> None:
+    torch.manual_seed(3)
+    for seed in (5, 6):
+        _by_parts(tower, _inputs(seed), 8).square().sum().backward()
+    truth = _gradients(tower)
+    torch.manual_seed(3)
+    for seed in (5, 6):
+        encode(tower, _inputs(seed), sub_batch=8).square().sum().backward()
+    _same(_gradients(tower), truth)
+
+
+def test_a_backward_can_be_repeated(tower: Tower) -> None:
+    torch.manual_seed(3)
+    out = encode(tower, _inputs(), sub_batch=8, retain=1).square().sum()
+    out.backward(retain_graph=True)
+    once = _gradients(tower)
+    out.backward()
+    _same(_gradients(tower), once)
+
+
+def test_autocast_is_restored(tower: Tower) -> None:
+    x = _inputs()
+    torch.manual_seed(3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        truth = _by_parts(tower, x, 8)
+    truth.float().square().sum().backward()
+    true_gradients = _gradients(tower)
+    for inside in (False, True):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            features = encode(tower, x, sub_batch=8)
+            if inside:
+                features.float().square().sum().backward()
+        if not inside:
+            features.float().square().sum().backward()
+        assert torch.equal(features, truth)
+        # bf16 gradients of sub-batches, summed in another order
+        _same(_gradients(tower), true_gradients, 1e-2)
+
+
+def test_bf16_gradients_are_summed_in_float32() -> None:
+    """512 sub-batches whose gradient is 1 each: a bf16 sum would stop growing at 256."""
+    weight = nn.Linear(1, 1, bias=False).bfloat16()
+    encode(weight, torch.ones(512, 1, dtype=torch.bfloat16), sub_batch=1).sum().backward()
+    assert weight.weight.grad.item() == 512
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+@pytest.mark.parametrize("kind", ["tuple", "mapping", "none", "nested", "named tuple"])
+def test_what_goes_in_and_what_comes_out(tower: Tower, kind: str) -> None:
+    tower.eval()
+    x, y, mask = _inputs(2), _inputs(4), torch.rand(B)
+    if kind == "tuple":
+        encoder, inputs, plain = tower.encode_both, (x, y), tower.encode_both(x, y)
+    elif kind == "mapping":
+        encoder, inputs = tower.encode_named, {"pixels": x, "mask": mask}
+        plain = tower.encode_named(**inputs)
+    elif kind == "none":
+        encoder, inputs = tower.encode_named, {"pixels": x, "mask": None}
+        plain = tower.encode_named(**inputs)
+    elif kind == "nested":
+        inputs = ({"a": [x, (y, None)]},)
+        encoder = lambda tree: tower(tree["a"][0]) + tower(tree["a"][1][0])  # noqa: E731
+        plain = encoder(*inputs)
+    else:
+        inputs = ([x, y],)
+        encoder = lambda both: Pair(tower(both[0]), tower(both[1]))  # noqa: E731
+        plain = encoder(*inputs)
+    total = _total(plain)
+    total.backward()
+    truth = _gradients(tower)
+    features = encode(encoder, inputs, sub_batch=6)
+    assert type(features) is type(plain)
+    found = _total(features)
+    found.backward()
+    assert distance(found.detach(), total.detach()) <= 1e-6
+    _same(_gradients(tower), truth)
+
+
+def _total(tree: Any) -> Tensor:
+    if isinstance(tree, Tensor):
+        return tree.square().sum()
+    parts = tree.values() if isinstance(tree, dict) else tree
+    return sum((_total(part) for part in parts if part is not None), torch.zeros(()))
+
+
+def test_inputs_that_want_gradients_get_them(tower: Tower) -> None:
+    tower.eval()
+    x, y = _inputs().requires_grad_(), _inputs().requires_grad_()
+    tower(x).square().sum().backward()
+    encode(tower, y, sub_batch=9, retain=1).square().sum().backward()
+    assert distance(y.grad, x.grad) <= 1e-6
+
+
+def test_integer_outputs_come_through(tower: Tower) -> None:
+    features, index = encode(lambda x: (tower(x), x[:, 0].argmax(-1)), _inputs(), sub_batch=9)
+    assert not index.requires_grad
+    assert torch.equal(index, _inputs()[:, 0].argmax(-1))
+    features.sum().backward()
+    assert tower.embed.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "make", [lambda t: t, lambda t: t.forward, lambda t: partial(t.forward), lambda t: lambda x: t(x)]
+)
+def test_any_way_to_name_the_encoder(tower: Tower, make: Any) -> None:
+    torch.manual_seed(3)
+    _by_parts(tower, _inputs(), 8).square().sum().backward()
+    truth = _gradients(tower)
+    torch.manual_seed(3)
+    encode(make(tower), _inputs(), sub_batch=8).square().sum().backward()
+    _same(_gradients(tower), truth)
+
+
+def test_a_parameters_hook_fires_once_with_the_whole_gradient(tower: Tower) -> None:
+    tower.eval()
+    encode(tower, _inputs(), sub_batch=4).square().sum().backward()
+    truth = _gradients(tower)["embed.weight"]
+    seen: list[Tensor] = []
+    after: list[Tensor] = []
+    tower.embed.weight.register_hook(lambda g: seen.append(g.clone()) or 2 * g)
+    tower.embed.weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
+    encode(tower, _inputs(), sub_batch=4).square().sum().backward()
+    assert len(seen) == len(after) == 1
+    assert torch.equal(seen[0], truth)
+    assert torch.equal(tower.embed.weight.grad, 2 * truth)
+
+
+def test_a_frozen_tower_is_never_run_twice(tower: Tower) -> None:
+    runs = []
+    tower.embed.register_forward_hook(lambda *_: runs.append(1))
+    for parameter in tower.parameters():
+        parameter.requires_grad_(False)
+    assert not encode(tower, _inputs(), sub_batch=8).requires_grad
+    assert len(runs) == 3
+
+
+def test_a_frozen_method_of_a_trained_module_gives_plain_features(tower: Tower) -> None:
+    model = nn.ModuleDict({"image": tower, "text": nn.Linear(3, 3)})
+    tower.requires_grad_(False)
+    model.encode_image = lambda x: tower(x)
+    assert not encode(model.encode_image, _inputs(), sub_batch=8).requires_grad
+
+
+def test_without_grad_mode_nothing_is_kept(tower: Tower) -> None:
+    with torch.no_grad():
+        assert not encode(tower, _inputs(), sub_batch=8).requires_grad
+
+
+def test_a_rank_without_rows_still_takes_part(tower: Tower) -> None:
+    features = encode(tower, _inputs(batch=0), sub_batch=8)
+    assert features.shape == (0, D)
+    features.sum().backward()
+    assert all((p.grad == 0).all() for n, p in tower.named_parameters() if n != "logit_scale")
+
+
+def test_one_sub_batch_of_activations_at_a_time() -> None:
+    """Autograd keeps nothing between the passes; the backward holds one sub-batch's activations."""
+    kept: list[int] = []
+    tower = nn.Sequential(nn.Linear(D_IN, 64), nn.GELU(), nn.Linear(64, D))
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = encode(tower, _inputs()[:, 0], sub_batch=4)
+        first = sum(kept)
+        out.sum().backward()
+    assert first == B * D_IN
+    assert sum(kept) - first < B * 64 * 4
+
+
+class Changing(nn.Module):
+    """Returns one output more, a wider one, or none per example, from the second call on."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls, self.linear = how, 0, nn.Linear(D_IN, D)
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        out = self.linear(x)
+        if self.how == "structure":
+            return (out,) if self.calls == 1 else (out, out)
+        if self.how == "shape":
+            return out[:, : self.calls]
+        return out.sum()
+
+
+BAD = {
+    "`encoder` must be callable": lambda t: encode(3, _inputs(), sub_batch=4),
+    "`sub_batch` must be a whole number of at least 1; got 0.": lambda t: encode(t, _inputs(), sub_batch=0),
+    "`sub_batch` must be a whole number of at least 1; got 2.5.": lambda t: encode(t, _inputs(), sub_batch=2.5),
+    "`retain` must be a whole number of at least 0; got -1.": lambda t: encode(t, _inputs(), sub_batch=4, retain=-1),
+    "`inputs` must be tensors whose first axis is the batch; got str.": lambda t: encode(t, ("a",), sub_batch=4),
+    "`inputs` must be tensors whose first axis is the batch; got a tensor without": lambda t: encode(
+        t, torch.tensor(1.0), sub_batch=4
+    ),
+    "`inputs` must contain a tensor; got none.": lambda t: encode(t, (None,), sub_batch=4),
+    "`inputs` must have the same first axis, the batch; got [4, 5].": lambda t: encode(
+        t, (torch.randn(4, 3), torch.randn(5, 3)), sub_batch=4
+    ),
+    "`encoder` must treat examples one by one; got BatchNorm1d in training mode": lambda t: encode(
+        nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4)), torch.randn(8, D_IN), sub_batch=4
+    ),
+    "`encoder` must return the same structure each time": lambda t: encode(
+        Changing("structure"), torch.randn(8, D_IN), sub_batch=4
+    ),
+    "`encoder` must return rows of one shape, one for each example; got shape [4, 2].": lambda t: encode(
+        Changing("shape"), torch.randn(8, D_IN), sub_batch=4
+    ),
+    "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [].": lambda t: encode(
+        Changing("sum"), torch.randn(8, D_IN), sub_batch=4
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_each_error_has_its_sentence(tower: Tower, sentence: str) -> None:
+    with pytest.raises(ValueError) as error:
+        BAD[sentence](tower)
+    assert str(error.value).startswith(sentence)
+
+
+def test_batch_norm_beside_the_encoder_or_in_eval_mode_is_no_reason(tower: Tower) -> None:
+    tower.other = nn.BatchNorm1d(4)
+    encode(tower.forward, _inputs(), sub_batch=8).sum().backward()
+    still = nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4)).eval()
+    encode(still, torch.randn(8, D_IN), sub_batch=4).sum().backward()
+    assert still[0].weight.grad is not None
+
+
+def test_parameters_changed_before_the_backward_are_noticed(tower: Tower) -> None:
+    features = encode(tower, _inputs(), sub_batch=8)
+    with torch.no_grad():
+        tower.embed.weight.add_(1.0)
+    with pytest.raises(ValueError, match="must have the parameters of the first pass"):
+        features.sum().backward()
+
+
+def test_inputs_changed_before_the_backward_are_noticed(tower: Tower) -> None:
+    x = _inputs()
+    features = encode(tower, x, sub_batch=8)
+    x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        features.sum().backward()
+
+
+def test_a_parameter_that_appears_later_is_refused() -> None:
+    late = nn.Parameter(torch.ones(D_IN))
+    seen: list[int] = []
+    tower = nn.Linear(D_IN, D)
+
+    def encoder(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return tower(x * late if len(seen) > 2 else x)
+
+    features = encode(encoder, torch.randn(8, D_IN), sub_batch=4)
+    with pytest.raises(ValueError, match="`encoder` must own every parameter that it uses"):
+        features.sum().backward()

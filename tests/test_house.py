@@ -1,0 +1,127 @@
+"""The laws of the house: who may import whom, what an import may load, which names are public."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import contrastile
+
+ROOT = Path(contrastile.__file__).parent
+FILES = sorted(path for path in ROOT.rglob("*.py"))
+
+GROUND = {"_types", "_check", "comm", "offload"}
+BELOW = {
+    "losses": GROUND,
+    "reach": GROUND,
+    "cache": GROUND | {"reach"},
+    "models": GROUND,
+    "data": GROUND,
+}
+BELOW["tiles"] = GROUND | {"losses"}
+BELOW["exchange"] = BELOW["tiles"] | {"tiles"}
+BELOW["contrast"] = BELOW["exchange"] | {"exchange"}
+BELOW["modules"] = BELOW["contrast"] | {"contrast"}
+BELOW["plan"] = BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
+BELOW["train"] = BELOW["plan"] | {"plan", "evaluate"}
+BELOW["bench"] = BELOW["cli"] = BELOW["train"] | {"train"}
+DRAWERS = {"losses", "tiles", "exchange"}
+
+
+def _drawer(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("contrastile")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("contrastile"):
+            assert node.level == 0
+            package = ROOT.parent / Path(*node.module.split("."))
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} if package.is_dir() else {node.module}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_points_upward_or_sideways(path: Path) -> None:
+    inside = path.relative_to(ROOT).with_suffix("").parts
+    here = inside[0]
+    if here in ("__init__", "__main__"):
+        return
+    allowed = set() if here in GROUND else BELOW[here]
+    for module in _imports(path):
+        there = _drawer(module)
+        if there == here:
+            # within a drawer the base serves all; the others do not know each other
+            name = module.split(".")[2] if len(module.split(".")) > 2 else "base"
+            assert here not in DRAWERS or name in SHARED[here], f"{path} imports its neighbour {module}"
+        else:
+            assert there in allowed, f"{path} may not import {module}"
+
+
+# what neighbours in a drawer may know: its base, and the one thing that others are a special case of
+SHARED = {
+    "losses": {"base"},
+    "tiles": {"base", "eager", "triton_kernels"},
+    "exchange": {"base"},
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_is_a_chapter(path: Path) -> None:
+    text = path.read_text()
+    limit = 900 if path.stem == "triton_kernels" else 450
+    assert text.count("\n") <= limit, "is it two chapters?"
+    assert ast.get_docstring(ast.parse(text)), "a chapter opens by saying what it is"
+    assert path.stem not in {"utils", "helpers", "common", "misc"}
+
+
+def _fresh(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.strip()
+
+
+def test_importing_the_library_loads_nothing_optional() -> None:
+    optional = "'triton', 'transformers', 'tokenizers', 'datasets', 'PIL', 'matplotlib', 'sklearn', 'pydantic', 'tqdm'"
+    # torch itself may load some of them where they are installed
+    code = (
+        "import sys, torch; before = set(sys.modules); import contrastile; "
+        f"print(sorted((set(sys.modules) - before) & {{{optional}}}))"
+    )
+    assert _fresh(code) == "[]"
+
+
+def test_importing_the_library_takes_no_longer_than_torch_and_a_fifth_of_a_second() -> None:
+    code = "import time, torch; t = time.perf_counter(); import contrastile; print(time.perf_counter() - t)"
+    assert min(float(_fresh(code)) for _ in range(3)) < 0.2
+
+
+def test_public_names() -> None:
+    names = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss", "contrast", "encode", "load"]
+    assert contrastile.__all__ == names
+    assert all(getattr(contrastile, name).__doc__ for name in names)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'InfoNCE'"):
+        contrastile.InfoNCE  # noqa: B018
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    banned = {"pickle", "dill", "marshal", "shelve"}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not banned & {alias.name for alias in node.names}, path
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in {"eval", "exec"}, path
+            if isinstance(node, ast.keyword) and node.arg in {"allow_pickle", "shell"}:
+                assert isinstance(node.value, ast.Constant), path
+                assert node.value.value is False, path

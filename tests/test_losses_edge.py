@@ -1,0 +1,222 @@
+"""Inputs at the edge: collapsed, opposed and zero features, huge scales, confident models, NaN, one example."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import distance
+from torch import Tensor
+
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast
+from contrastile.losses.dense import dense_sigmoid, dense_softmax
+from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.softmax import Softmax
+
+N, D = 203, 24
+
+
+def _random() -> tuple[Tensor, Tensor]:
+    return tuple(F.normalize(torch.randn(2, N, D, dtype=torch.float64), dim=-1))
+
+
+def _identical() -> tuple[Tensor, Tensor]:
+    one = F.normalize(torch.randn(1, D, dtype=torch.float64), dim=-1).expand(N, D)
+    return one, one
+
+
+def _opposed() -> tuple[Tensor, Tensor]:
+    q, _ = _random()
+    return q, -q
+
+
+def _zero() -> tuple[Tensor, Tensor]:
+    q, k = _random()
+    return q.clone().index_fill_(0, torch.tensor([0, 7]), 0.0), k.clone().index_fill_(0, torch.tensor([7, 9]), 0.0)
+
+
+def _one_row_apart() -> tuple[Tensor, Tensor]:
+    # every logit of row 0 lies far under the others': with one maximum for all rows it would vanish
+    q, _ = _identical()
+    return torch.cat([-q[:1], q[1:]]), q
+
+
+EXTREMES = {make.__name__: make for make in (_random, _identical, _opposed, _zero, _one_row_apart)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0, 1000.0])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_features(name: str, scale: float, dtype: torch.dtype) -> None:
+    q, k = (x.to(dtype).double() for x in EXTREMES[name]())
+    exact = [x.clone().requires_grad_() for x in (q, k)]
+    truth = dense_softmax(*exact, scale, symmetric=True)
+    true_gradients = torch.autograd.grad(truth, exact)
+    here = [x.to(dtype).requires_grad_() for x in (q, k)]
+    loss = contrast(*here, scale=scale, workspace=2**20)
+    gradients = torch.autograd.grad(loss, here)
+    naive = [x.detach().requires_grad_() for x in here]
+    naive_gradients = torch.autograd.grad(dense_softmax(*naive, scale, symmetric=True), naive)
+    eps = torch.finfo(dtype).eps
+    assert torch.isfinite(loss)
+    assert (loss - truth).abs() <= 4 * eps * max(1.0, scale, abs(truth))
+    for gradient, naive_gradient, true_gradient in zip(gradients, naive_gradients, true_gradients, strict=True):
+        error = (gradient - true_gradient).abs().max()
+        assert error <= max(2 * (naive_gradient - true_gradient).abs().max(), 64 * eps * max(1.0, scale) ** 2 / N)
+
+
+@pytest.mark.parametrize("bias", [-50.0, 0.0, 50.0])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_features_of_the_sigmoid_loss(name: str, bias: float) -> None:
+    q, k = (x.float() for x in EXTREMES[name]())
+    truth = dense_sigmoid(q.double(), k.double(), 100.0, bias)
+    assert distance(contrast(q, k, scale=100.0, bias=bias, loss=Sigmoid()), truth) <= 1e-6
+
+
+@pytest.mark.parametrize("exponent", [1e-2, 1e-5, 1e-8])
+def test_a_confident_model_keeps_its_digits(exponent: float) -> None:
+    """At a loss of 1e-8, `lse − x` in float32 has no digit left; ours has five."""
+    eye = torch.eye(64)
+    scale = float(-torch.tensor(exponent).double().log() + torch.tensor(63.0).log())
+    exact = [eye.double().requires_grad_() for _ in range(2)]
+    truth = dense_softmax(*exact, scale, symmetric=True)
+    true_gradients = torch.autograd.grad(truth, exact)
+    truth = truth.detach()
+    here = [eye.clone().requires_grad_() for _ in range(2)]
+    loss = contrast(*here, scale=scale)
+    gradients = torch.autograd.grad(loss, here)
+    assert loss > 0
+    assert distance(loss.detach(), truth) <= 1e-5
+    assert all(distance(g, t) <= 1e-5 for g, t in zip(gradients, true_gradients, strict=True))
+
+
+@pytest.mark.parametrize("scale", [100.0, 1000.0])
+def test_the_loss_is_never_negative(scale: float) -> None:
+    q = F.normalize(torch.randn(300, 32), dim=-1)
+    rows = contrast(q, q, scale=scale, reduction="none", workspace=2**20)
+    assert (rows >= 0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("loss", [Softmax(symmetric=True), Softmax(), Sigmoid()], ids=str)
+def test_a_bad_number_is_never_hidden(loss: object, side: str, bad: float) -> None:
+    features = {"q": torch.randn(40, 8), "k": torch.randn(40, 8)}
+    features[side][17, 3] = bad
+    leaves = {key: x.requires_grad_() for key, x in features.items()}
+    value = contrast(**leaves, scale=1.0, loss=loss)
+    value.backward()
+    assert value.isnan()
+    assert all(x.grad.isnan().any() for x in leaves.values())
+
+
+def test_one_example_has_no_loss_and_no_gradient() -> None:
+    q, k = (x.requires_grad_() for x in torch.randn(2, 1, 8))
+    loss = contrast(q, k, scale=10.0)
+    loss.backward()
+    assert loss == 0
+    assert (q.grad == 0).all()
+    assert (k.grad == 0).all()
+
+
+def test_rows_without_a_positive_leave_the_mean() -> None:
+    q, k = torch.randn(6, 8), torch.randn(6, 8)
+    positives = torch.tensor([0, -1, 2, -1, 4, 5])
+    some = positives >= 0
+    loss = contrast(q, k, scale=1.0, loss=Softmax(), positives=positives)
+    assert distance(loss, F.cross_entropy(q[some] @ k.T, positives[some])) <= 1e-6
+
+
+def test_a_batch_without_any_positive_has_no_mean() -> None:
+    labels = torch.arange(5)
+    assert SupConLoss()(torch.randn(5, 8), labels, 1.0).isnan()
+
+
+def test_negatives_are_keys_of_every_query() -> None:
+    q, k, negatives = torch.randn(5, 8), torch.randn(5, 8), torch.randn(3, 8)
+    ids = torch.tensor([0, 1, 1, 2, 3])
+    loss = contrast(q, k, scale=2.0, loss=Softmax(), negatives=negatives, query_ids=ids, key_ids=ids)
+    excluded = (ids[:, None] == ids[None, :]) & ~torch.eye(5, dtype=torch.bool)
+    x = 2.0 * q @ torch.cat([k, negatives]).T
+    x[:, :5].masked_fill_(excluded, -torch.inf)
+    assert distance(loss, F.cross_entropy(x, torch.arange(5))) <= 1e-6
+
+
+def test_ids_of_negatives_are_masked_too() -> None:
+    q, k, negatives = torch.randn(2, 8), torch.randn(2, 8), torch.randn(2, 8)
+    key_ids = torch.tensor([0, 1, 1, 0])
+    loss = contrast(
+        q, k, scale=2.0, loss=Softmax(), negatives=negatives, query_ids=torch.tensor([0, 1]), key_ids=key_ids
+    )
+    x = 2.0 * q @ torch.cat([k, negatives]).T
+    x[0, 3] = x[1, 2] = -torch.inf
+    assert distance(loss, F.cross_entropy(x, torch.arange(2))) <= 1e-6
+
+
+def test_five_losses_by_name() -> None:
+    a, b = F.normalize(torch.randn(2, 12, 16), dim=-1)
+    labels = torch.arange(12) // 3
+    both = torch.cat([a, b])
+    other = torch.arange(24).roll(12)
+    itself = torch.eye(24, dtype=torch.bool)
+    views = torch.stack([a, b], dim=1)
+    view_labels = labels.repeat_interleave(2)
+    pairs = view_labels[:, None] == view_labels[None, :]
+    expected = {
+        ClipLoss()(a, b, 5.0, 2.0): (F.cross_entropy(5 * a @ b.T, torch.arange(12))
+                                     + F.cross_entropy(5 * b @ a.T, torch.arange(12))) / 2,
+        SigLipLoss()(a, b, 5.0, -3.0): dense_sigmoid(a, b, 5.0, -3.0),
+        InfoNCELoss()(a, b, 5.0): F.cross_entropy(5 * a @ b.T, torch.arange(12)),
+        NTXentLoss()(a, b, 5.0): F.cross_entropy((5 * both @ both.T).masked_fill(itself, -torch.inf), other),
+        SupConLoss()(views, labels, 5.0): dense_softmax(
+            views.flatten(0, 1), views.flatten(0, 1), 5.0, positive=pairs & ~itself, excluded=itself
+        ),
+    }  # fmt: skip
+    assert all(distance(loss, truth) <= 1e-6 for loss, truth in expected.items())
+
+
+def test_open_clips_call_returns_its_dictionary() -> None:
+    a, b = F.normalize(torch.randn(2, 4, 16), dim=-1)
+    assert ClipLoss()(a, b, torch.tensor([5.0]), output_dict=True)["contrastive_loss"] == ClipLoss()(a, b, 5.0)
+
+
+def test_a_bias_changes_nothing_in_a_softmax_and_gets_a_zero() -> None:
+    a, b = F.normalize(torch.randn(2, 4, 16), dim=-1)
+    bias = torch.tensor([3.0], requires_grad=True)
+    loss = ClipLoss()(a.requires_grad_(), b, 5.0, bias)
+    loss.backward()
+    assert loss == ClipLoss()(a, b, 5.0)
+    assert (bias.grad == 0).all()
+
+
+def test_autocast_is_not_followed() -> None:
+    a, b = (x.requires_grad_() for x in F.normalize(torch.randn(2, 60, 16), dim=-1))
+    plain = torch.autograd.grad(ClipLoss()(a, b, 50.0), [a, b])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = torch.autograd.grad(ClipLoss()(a, b, 50.0), [a, b])
+    assert all(torch.equal(x, y) for x, y in zip(plain, under, strict=True))
+
+
+def test_rows_that_are_not_of_unit_length_are_said_once() -> None:
+    loss = ClipLoss()
+    with pytest.warns(UserWarning, match="rows of length"):
+        loss(torch.randn(4, 8), torch.randn(4, 8), 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(torch.randn(4, 8), torch.randn(4, 8), 1.0)
+        InfoNCELoss()(torch.randn(4, 8), torch.randn(4, 8), 1.0)
+
+
+def test_no_second_order_by_mistake() -> None:
+    q, k = (x.requires_grad_() for x in torch.randn(2, 5, 8))
+    (gradient,) = torch.autograd.grad(contrast(q, k, scale=1.0), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        gradient.sum().backward()
+
+
+def test_the_same_bits_every_time() -> None:
+    q, k = (x.requires_grad_() for x in torch.randn(2, 300, 16))
+    runs = [torch.autograd.grad(contrast(q, k, scale=3.0, workspace=2**20), [q, k]) for _ in range(3)]
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))

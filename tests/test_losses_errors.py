@@ -1,0 +1,153 @@
+"""Every sentence that a user of the losses can be told: name, rule, what was got, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast
+from contrastile.losses.softmax import Softmax
+
+
+def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+def _meta(*shape: int) -> Tensor:
+    return torch.ones(*shape, device="meta")
+
+
+SENTENCES: dict[str, Callable[[], Any]] = {
+    "`q` must be a tensor; got list. Convert it with torch.as_tensor.": lambda: contrast([1.0], _x(3, 4), scale=1.0),
+    "`q` must have two dimensions [rows, features]; got shape [3]. Flatten the others first.": lambda: contrast(
+        _x(3), _x(3, 4), scale=1.0
+    ),
+    "`q` must be floating point; got torch.int64. Convert it with .float().": lambda: contrast(
+        _x(3, 4, dtype=torch.int64), _x(3, 4), scale=1.0
+    ),
+    "`q` must have at least one feature; got shape [3, 0]. Check the encoder's output.": lambda: contrast(
+        _x(3, 0), _x(3, 0), scale=1.0
+    ),
+    "`q` must have at least one row over all ranks; got 0. Skip the step when the batch is empty.": lambda: contrast(
+        _x(0, 4), _x(0, 4), scale=1.0
+    ),
+    "`k` must have the same feature size as `q`; got 4 and 5. Project one side first.": lambda: contrast(
+        _x(3, 4), _x(3, 5), scale=1.0
+    ),
+    "`k` must have the dtype of `q`; got torch.float32 and torch.float64. Convert one side first.": lambda: contrast(
+        _x(3, 4), _x(3, 4, dtype=torch.float64), scale=1.0
+    ),
+    "`k` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: contrast(
+        _x(3, 4), _meta(3, 4), scale=1.0
+    ),
+    "`k` must have as many rows as `q`; got 3 and 2. Pass one row for each; a symmetric loss pairs row i with "
+    "row i.": lambda: contrast(_x(3, 4), _x(2, 4), scale=1.0),
+    "`k` must have at least as many rows as `q`; got 3 and 2. Or pass `positives`.": lambda: contrast(
+        _x(3, 4), _x(2, 4), scale=1.0, loss=Softmax()
+    ),
+    "`scale` must be a number or a tensor of shape [] or [1]; got str. Pass logit_scale.exp(), say.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale="1"
+    ),
+    "`scale` must be a tensor of shape [] or [1]; got shape [3]. One number serves all pairs.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=_x(3)
+    ),
+    "`scale` must be floating point; got torch.int64. Convert it with .float().": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=torch.tensor(3)
+    ),
+    "`bias` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, bias=_meta(1)
+    ),
+    "`query_ids` must be a tensor of shape [3], one entry for each row of `q`; got shape [2]. Check it.": lambda: (
+        contrast(_x(3, 4), _x(3, 4), scale=1.0, query_ids=torch.arange(2), key_ids=torch.arange(3))
+    ),
+    "`key_ids` must be integers; got torch.float32. Number the groups first, with torch.unique for example.": lambda: (
+        contrast(_x(3, 4), _x(3, 4), scale=1.0, query_ids=torch.arange(3), key_ids=_x(3))
+    ),
+    "`key_ids` must be given where `query_ids` is; got None. Pass both, or neither.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, query_ids=torch.arange(3)
+    ),
+    "`query_labels` must be given where `key_labels` is; got None. Pass both, or neither.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, key_labels=torch.arange(3)
+    ),
+    "`weights` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, weights=_meta(3)
+    ),
+    "`positives` must be a tensor of shape [3] or [3, P]; got shape [2]. List each query's keys.": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=torch.arange(2))
+    ),
+    "`positives` must be integers; got torch.float32. Pass indices of keys, -1 where there is none.": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=_x(3))
+    ),
+    "`positives` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: InfoNCELoss()(
+        _x(3, 4), _x(3, 4), 1.0, positives=_meta(3).long()
+    ),
+    "`positives` must index this rank's 3 keys, or be -1; got 3. Count from this rank's first key.": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=torch.tensor([0, 1, 3]))
+    ),
+    "`positives` must index this rank's 3 keys, or be -1; got -2. Count from this rank's first key.": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=torch.tensor([0, 1, -2]))
+    ),
+    "`positives` must be left out for a symmetric loss; got both. Pass labels, or take a one-way loss.": lambda: (
+        contrast(_x(3, 4), _x(3, 4), scale=1.0, positives=torch.arange(3))
+    ),
+    "`positives` must be left out where labels are given; got both. Pass one of the two.": lambda: contrast(
+        _x(3, 4),
+        _x(3, 4),
+        scale=1.0,
+        loss=Softmax(),
+        positives=torch.arange(3),
+        query_labels=torch.arange(3),
+        key_labels=torch.arange(3),
+    ),
+    "`negatives` must be left out for a symmetric loss; got both. Take a one-way loss.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, negatives=_x(2, 4)
+    ),
+    "`negatives` must have the same feature size as `k`; got 4 and 5. Project one side first.": lambda: InfoNCELoss()(
+        _x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 5)
+    ),
+    "`backend` must be one of auto, dense, eager, triton; got 'cuda'. Leave it out for the default.": lambda: ClipLoss(
+        backend="cuda"
+    ),
+    "`exchange` must be one of auto, single, replicate, gather, ring; got 'all'. Leave it out for the "
+    "default.": lambda: ClipLoss(exchange="all"),
+    "`gradient` must be one of mean, sum; got 'average'. Leave it out for the default.": lambda: ClipLoss(
+        gradient="average"
+    ),
+    "`reduction` must be one of mean, sum, none; got 'max'. Leave it out for the default.": lambda: ClipLoss(
+        reduction="max"
+    ),
+    "`label_smoothing` must be at least 0 and below 1; got 1.0. 0.1 is usual.": lambda: ClipLoss(label_smoothing=1.0),
+    "`label_smoothing` must be 0 for the sigmoid loss; got 0.1. Leave it out, or take a softmax loss.": lambda: (
+        SigLipLoss(label_smoothing=0.1)(_x(3, 4), _x(3, 4), 1.0)
+    ),
+    "`workspace` must be at least 1048576 bytes; got 1000. Leave it out for the default.": lambda: ClipLoss(
+        workspace=1000
+    ),
+    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace; got local_loss. "
+    "Check the spelling.": lambda: ClipLoss(local_loss=True),
+    "`text_features` must have as many rows as `image_features`; got 3 and 2. Pass one row for each; a symmetric loss "
+    "pairs row i with row i.": lambda: SigLipLoss()(_x(3, 4), _x(2, 4), 1.0),
+    "`ids` must be a tensor of shape [3], one entry for each row of `image_features`; got list. Check it.": lambda: (
+        ClipLoss()(_x(3, 4), _x(3, 4), 1.0, ids=[1, 2, 3])
+    ),
+    "`features` must be a tensor of shape [N, D] or [N, views, D]; got shape [3]. Flatten the others first.": lambda: (
+        SupConLoss()(_x(3), torch.arange(3), 1.0)
+    ),
+    "`labels` must be a tensor of shape [3], one entry for each row of `features`; got shape [2]. Check it.": lambda: (
+        SupConLoss()(_x(3, 4), torch.arange(2), 1.0)
+    ),
+    "`view_b` must have as many rows as `view_a`; got 3 and 2. Pass one row for each; a symmetric loss pairs row i "
+    "with row i.": lambda: NTXentLoss()(_x(3, 4), _x(2, 4), 1.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*rows of length")
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_each_error_has_its_sentence(sentence: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SENTENCES[sentence]()
+    assert str(error.value) == sentence

@@ -1,0 +1,126 @@
+"""Every loss equals the dense formula: value and all gradients, in every dtype, on shapes that divide nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import PROBLEMS, Problem, distance
+from torch import Tensor
+
+from contrastile import contrast
+
+# in float64 this cuts tiles of 161 rows, so that the larger shapes have several, and uneven ones
+WORKSPACE = 2**20
+# a single number can be right by luck: no dense result is expected to be better than this
+LUCK = 1e-6
+SHAPES = [(252, 507), (123, 1), (1, 123), (1, 1), (7, 5)]
+
+
+def _solvable(name: str, N: int, M: int) -> Problem:
+    if name in ("clip_labels", "sup_con") and N < 7:
+        pytest.skip("a batch without any positive has no loss")
+    return PROBLEMS[name](N, M)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_float64_equals_the_dense_formula(name: str, shape: tuple[int, int], reduction: str) -> None:
+    problem = _solvable(name, *shape)
+    tensors = problem.tensors(torch.float64)
+    truth, true_gradients = problem.by_formula(tensors, reduction=reduction)
+    loss, gradients = problem.by_tiles(tensors, reduction=reduction, workspace=WORKSPACE)
+    assert loss.shape == truth.shape
+    assert (loss - truth).abs().max() <= 1e-12 * truth.abs().max().clamp(min=1)
+    for key, gradient in gradients.items():
+        if shape == (252, 507):
+            assert distance(gradient, true_gradients[key]) <= 1e-12, key
+        # where there is nothing to compare with, both are rounding noise about 0
+        assert (gradient - true_gradients[key]).abs().max() <= 1e-12 * max(1.0, true_gradients[key].abs().max()), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [20.0, 100.0])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_no_further_from_float64_than_twice_the_dense_formula(name: str, scale: float, dtype: torch.dtype) -> None:
+    problem = PROBLEMS[name](252, 507)
+    tensors = problem.tensors(dtype, scale=scale)
+    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
+    truth, true_gradients = problem.by_formula(exact)
+    dense, dense_gradients = problem.by_formula(tensors)
+    loss, gradients = problem.by_tiles(tensors, workspace=WORKSPACE)
+    assert loss.dtype == torch.float32
+    assert distance(loss, truth) <= max(2 * distance(dense, truth), LUCK)
+    for key, gradient in gradients.items():
+        assert gradient.dtype == tensors[key].dtype
+        allowed = 2 * distance(dense_gradients[key], true_gradients[key])
+        allowed = allowed if gradient.ndim else max(allowed, LUCK)
+        assert distance(gradient, true_gradients[key]) <= allowed, key
+
+
+def test_float32_at_scale_20_is_good_to_a_millionth() -> None:
+    problem = PROBLEMS["clip"](507, 507)
+    tensors = problem.tensors(torch.float32)
+    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
+    truth, true_gradients = problem.by_formula(exact)
+    loss, gradients = problem.by_tiles(tensors)
+    assert distance(loss, truth) <= 1e-6
+    for key, gradient in gradients.items():
+        assert distance(gradient, true_gradients[key]) <= 1e-6, key
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradcheck(name: str) -> None:
+    problem = PROBLEMS[name](9, 11)
+    tensors = problem.tensors(torch.float64, D=4, scale=3.0)
+
+    def loss(*values: Tensor) -> Tensor:
+        return problem._call(
+            contrast,
+            problem.tiled,
+            dict(zip(tensors, values, strict=True)),
+        )
+
+    assert torch.autograd.gradcheck(loss, tuple(tensors.values()))
+
+
+@pytest.mark.parametrize("backend", ["dense", "eager"])
+def test_the_size_of_tiles_changes_nothing(backend: str) -> None:
+    problem = PROBLEMS["clip_ids_weights_smoothing"](300, 300)
+    tensors = problem.tensors(torch.float64)
+    one, one_gradients = problem.by_tiles(tensors, workspace=2**30)
+    other, other_gradients = problem.by_tiles(tensors, workspace=2**20, backend=backend)
+    assert distance(other, one) <= 1e-13
+    assert all(distance(other_gradients[key], one_gradients[key]) <= 1e-13 for key in tensors)
+
+
+def test_strides_do_not_matter() -> None:
+    problem = PROBLEMS["clip"](130, 130)
+    tensors = problem.tensors(torch.float64)
+    wide = {
+        key: torch.stack([x.detach(), torch.full_like(x, torch.nan)], dim=-1)[..., 0].requires_grad_()
+        for key, x in tensors.items()
+        if key in ("q", "k")
+    }
+    wide["k"] = wide["k"].detach().T.contiguous().T.requires_grad_()
+    assert not wide["q"].is_contiguous()
+    assert not wide["k"].is_contiguous()
+    loss, gradients = problem.by_tiles(tensors)
+    strided, strided_gradients = problem.by_tiles({**tensors, **wide})
+    assert distance(strided, loss) <= 1e-14
+    assert all(distance(strided_gradients[key], gradients[key]) <= 1e-13 for key in tensors)
+
+
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("scale",), ("k", "scale"), ("bias",)], ids=str)
+def test_only_what_is_asked_for_gets_a_gradient(wanted: tuple[str, ...]) -> None:
+    problem = PROBLEMS["siglip"](60, 60)
+    every = problem.tensors(torch.float64)
+    truth = problem.by_formula(every)[1]
+    some = {key: x.detach().requires_grad_(key in wanted) for key, x in every.items()}
+    loss = problem._call(contrast, problem.tiled, some)
+    loss.backward()
+    for key, x in some.items():
+        if key in wanted:
+            assert distance(x.grad, truth[key]) <= 1e-12
+        else:
+            assert x.grad is None

@@ -1,0 +1,44 @@
+"""Peak memory of the losses and of encode, each measured in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+MEASURE = """
+import resource, sys, torch, torch.nn.functional as F
+from contrastile import {loss}
+torch.set_num_threads(2)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def run(b, d=128):
+    q, k = (F.normalize(torch.randn(b, d), dim=-1).requires_grad_() for _ in range(2))
+    scale = torch.tensor(20.0, requires_grad=True)
+    before = peak()
+    {loss}()(q, k, scale{bias}).backward()
+    return peak() - before
+
+# everything that is loaded and allocated once
+run(600)
+print(run(int(sys.argv[1])))
+"""
+
+
+def _extra(loss: str, b: int) -> float:
+    code = MEASURE.format(loss=loss, bias=", -10.0" if loss == "SigLipLoss" else "")
+    done = subprocess.run([sys.executable, "-c", code, str(b)], capture_output=True, text=True, timeout=200, check=True)
+    return int(done.stdout) / 1e6
+
+
+@pytest.mark.parametrize("loss", ["ClipLoss", "SigLipLoss"])
+def test_8192_pairs_take_at_most_48_megabytes(loss: str) -> None:
+    """The matrix alone would be 268 MB."""
+    assert _extra(loss, 8192) <= 48
+
+
+def test_twice_the_batch_takes_at_most_2_2_times_the_memory() -> None:
+    assert _extra("ClipLoss", 16384) <= 2.2 * _extra("ClipLoss", 8192)
