@@ -6,26 +6,44 @@
     loss.backward()
 
 CLIP is `ClipLoss`, SigLIP `SigLipLoss`, SimCLR `NTXentLoss`, SupCon `SupConLoss`, DPR `InfoNCELoss`; GradCache is
-`encode`; `contrast` is the function under all of them.
+`encode`; `contrast` is the function under all losses; `load` gives the towers of a finished run.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from contrastile.cache import encode
-from contrastile.contrast import contrast
-from contrastile.modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
+if TYPE_CHECKING:
+    from contrastile._contrast import contrast
+    from contrastile.cache import encode
+    from contrastile.modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
+    from contrastile.train.checkpoint import load
 
 __version__ = "0.1.0"
 
 __all__ = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss", "contrast", "encode", "load"]
 
+# names are fetched when first used, so that the command line can refuse a bad recipe before torch is loaded
+_HOMES = {
+    "ClipLoss": "modules",
+    "InfoNCELoss": "modules",
+    "NTXentLoss": "modules",
+    "SigLipLoss": "modules",
+    "SupConLoss": "modules",
+    "contrast": "_contrast",
+    "encode": "cache",
+    "load": "train.checkpoint",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # `load` needs the extra [train]; it is imported when asked for
-    if name == "load":
-        from contrastile.train.checkpoint import load
+    if name not in _HOMES:
+        raise AttributeError(f"module 'contrastile' has no attribute {name!r}")
+    value = getattr(import_module(f"contrastile.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
 
-        return load
-    raise AttributeError(f"module 'contrastile' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,6 +1,6 @@
 """The five losses by name: what a training script writes.
 
-Each only says, in the words of `contrast.py`, which rows meet which columns and what a positive is. They compute
+Each only says, in the words of `_contrast.py`, which rows meet which columns and what a positive is. They compute
 with features
 as given: normalise first where the method wants it (a CLIP-like loss says once if rows are not of unit length).
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from contrastile import _check
 from contrastile._check import wrong
-from contrastile.contrast import Options, contrast
+from contrastile._contrast import Options, contrast
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -25,7 +25,7 @@ LENGTH_TOLERANCE = 0.05
 
 
 class _Loss(nn.Module):
-    """A loss with its options (see `contrastile.contrast.Options`), checked when it is made."""
+    """A loss with its options (see `contrastile._contrast.Options`), checked when it is made."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__()
