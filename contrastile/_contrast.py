@@ -8,71 +8,24 @@ b is held at any moment.
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from contrastile import _check
+from contrastile import _check, comm
 from contrastile._check import wrong
-from contrastile._types import Backend, ExchangeName, Gradient, Reduction, accumulator
+from contrastile._choose import Options, choose_exchange, choose_tiles, workspace
+from contrastile._types import Reduction, accumulator
 from contrastile.exchange.base import Exchange
-from contrastile.exchange.single import Single
 from contrastile.losses.base import Finished, PairLoss, Side
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import Tiles
-from contrastile.tiles.dense import Dense
-from contrastile.tiles.eager import Eager
 
-log = logging.getLogger("contrastile")
-
-LEAST_WORKSPACE = 2**20
 # rows multiplied at once where a product with float32 copies is summed up
 ROWS_AT_ONCE = 8192
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a loss is computed: the keywords that every loss takes.
-
-    backend: "dense" holds the matrix, "eager" goes tile by tile in PyTorch, "triton" in fused kernels.
-    exchange: "single" is one process; "replicate", "gather" and "ring" are ways to meet the other ranks' columns.
-    group: the process group that shares the batch; None is the default group.
-    gradient: what the data-parallel wrapper does with the ranks' gradients, their "mean" (DDP, FSDP) or their "sum".
-    label_smoothing: the share of each target that is spread over all keys that count.
-    reduction: "mean" and "sum" over the global batch, or "none": this rank's rows, scaled so that their mean is
-    "mean".
-    workspace: bytes that may be used beside inputs, outputs and accumulators; 1/64 of the device's memory by default.
-    """
-
-    backend: Backend = "auto"
-    exchange: ExchangeName = "auto"
-    group: Any = None
-    gradient: Gradient = "mean"
-    label_smoothing: float = 0.0
-    reduction: Reduction = "mean"
-    workspace: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, words in (
-            ("backend", Backend),
-            ("exchange", ExchangeName),
-            ("gradient", Gradient),
-            ("reduction", Reduction),
-        ):
-            _check.one_of(name, getattr(self, name), get_args(words), "Leave it out for the default.")
-        if not 0.0 <= self.label_smoothing < 1.0:
-            raise wrong("label_smoothing", "be at least 0 and below 1", self.label_smoothing, "0.1 is usual.")
-        if self.workspace is not None and self.workspace < LEAST_WORKSPACE:
-            raise wrong(
-                "workspace", f"be at least {LEAST_WORKSPACE} bytes", self.workspace, "Leave it out for the default."
-            )
 
 
 def contrast(
@@ -126,14 +79,59 @@ def contrast(
     torch.Size([])
     """
     options = Options(**how)
+    try:
+        rows, cols, loss, k = _prepare(
+            q,
+            k,
+            scale,
+            bias,
+            loss,
+            options,
+            positives,
+            negatives,
+            query_labels,
+            key_labels,
+            query_ids,
+            key_ids,
+            weights,
+        )
+    except ValueError as error:
+        # the other ranks must not wait for one that is wrong
+        if comm.size(options.group) > 1:
+            comm.agree(options.group, {"error": str(error)})
+        raise
+    exchange = choose_exchange(options, loss, rows, cols)
+    rows, cols = exchange.shards.place(rows, cols)
+    tiles = choose_tiles(options.backend, loss, rows, cols)
+    call = _Call(loss, tiles, exchange, rows, cols, weights, options.reduction, workspace(options, q.device))
+    result: Tensor = _Contrast.apply(q, k, _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q), call)
+    return result
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float | None,
+    loss: PairLoss,
+    options: Options,
+    positives: Tensor | None,
+    negatives: Tensor | None,
+    query_labels: Tensor | None,
+    key_labels: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    weights: Tensor | None,
+) -> tuple[Side, Side, PairLoss, Tensor]:
+    """What a rank can check by itself; rows, columns, the loss as the options want it, and all keys."""
     _check.features("q", q)
     _check.features("k", k)
     _check.alike("k", k, "q", q)
     _check.number("scale", scale, q)
-    if options.label_smoothing:
-        loss = loss.smoothed(options.label_smoothing)
     if bias is not None:
         _check.number("bias", bias, q)
+    if options.label_smoothing:
+        loss = loss.smoothed(options.label_smoothing)
     if negatives is not None:
         keys, k = k, _with_negatives(k, negatives, loss)
         key_ids, key_labels = (
@@ -145,12 +143,7 @@ def contrast(
     rows, cols = _sides(q, k, positives, query_labels, key_labels, query_ids, key_ids, loss)
     if weights is not None:
         _check.vector("weights", weights, "q", q, integer=False)
-    exchange = _choose_exchange(options)
-    _check.not_empty(len(rows))
-    tiles = _choose_tiles(options.backend, loss, rows, cols)
-    call = _Call(loss, tiles, exchange, rows, cols, weights, options.reduction, _workspace(options, q))
-    result: Tensor = _Contrast.apply(q, k, _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q), call)
-    return result
+    return rows, cols, loss, k
 
 
 @dataclass(frozen=True)
@@ -307,7 +300,7 @@ def _sides(
         if loss.symmetric:
             raise wrong("positives", "be left out for a symmetric loss", "both", "Pass labels, or take a one-way loss.")
         _check.positives(positives, q, len(k))
-        positives = positives.long().reshape(len(q), -1)
+        positives = (positives[:, None] if positives.ndim == 1 else positives).long()
     elif query_labels is None:
         if len(k) < len(q):
             raise wrong("k", "have at least as many rows as `q`", f"{len(q)} and {len(k)}", "Or pass `positives`.")
@@ -330,63 +323,3 @@ def _of_nobody(groups: Tensor | None, negatives: Tensor) -> Tensor | None:
     if not isinstance(groups, Tensor) or groups.is_floating_point():
         return groups
     return torch.cat([groups, groups.new_full((len(negatives),), torch.iinfo(groups.dtype).min)])
-
-
-def _choose_exchange(options: Options) -> Exchange:
-    return Single(options.gradient)
-
-
-def _triton() -> type[Tiles]:
-    """Loaded when first wanted: importing the library must not import Triton."""
-    from contrastile.tiles.triton import Triton
-
-    return Triton
-
-
-TILES: dict[str, Callable[[], type[Tiles]]] = {"dense": lambda: Dense, "eager": lambda: Eager, "triton": _triton}
-# in the order of preference, by type of device
-AUTOMATIC = {"cuda": ("triton", "eager")}
-
-
-def _choose_tiles(backend: Backend, loss: PairLoss, rows: Side, cols: Side) -> type[Tiles]:
-    """The way of computing blocks: an explicit name never falls back, "auto" says once what it took and why."""
-    if backend != "auto":
-        tiles, reason = _offer(backend, loss, rows, cols)
-        if tiles is None:
-            raise wrong("backend", "be able to compute this loss", repr(backend), f"It declines: {reason}.")
-        return tiles
-    declined = ""
-    for name in AUTOMATIC.get(rows.features.device.type, ("eager",)):
-        tiles, reason = _offer(name, loss, rows, cols)
-        if tiles is not None:
-            _say_once(f"backend: {name}{declined}")
-            return tiles
-        declined += f"; {name} declined: {reason}"
-    raise AssertionError("eager declines nothing")
-
-
-def _offer(name: str, loss: PairLoss, rows: Side, cols: Side) -> tuple[type[Tiles] | None, str | None]:
-    try:
-        tiles = TILES[name]()
-    except ImportError as error:
-        return None, f"{error.name} is not installed"
-    reason = tiles.declines(loss, rows, cols)
-    return (None, reason) if reason else (tiles, None)
-
-
-@cache
-def _say_once(message: str) -> None:
-    log.info(message)
-
-
-def _workspace(options: Options, beside: Tensor) -> int:
-    if options.workspace is not None:
-        return options.workspace
-    return _device_memory(beside.device) // 64
-
-
-@cache
-def _device_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from contrastile import _check
 from contrastile._check import wrong
-from contrastile._contrast import Options, contrast
+from contrastile._choose import Options
+from contrastile._contrast import contrast
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -25,7 +26,7 @@ LENGTH_TOLERANCE = 0.05
 
 
 class _Loss(nn.Module):
-    """A loss with its options (see `contrastile._contrast.Options`), checked when it is made."""
+    """A loss with its options (see `contrastile._choose.Options`), checked when it is made."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__()

@@ -10,6 +10,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+from ranks import Pool
+
+# the suite runs in as many processes as there are cores: threads of each would only wait for the others
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -22,3 +26,10 @@ def _seeded_and_poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    ranks = Pool()
+    yield ranks
+    ranks.close()

@@ -4,23 +4,50 @@ Stands between `_contrast.py` and `tiles/`: an exchange walks over the shards of
 merges what the tiles say of it.
 
 **The gradient convention.** The loss is that of the global batch, L, the same number on every rank. A data-parallel
-wrapper then combines the ranks' parameter gradients: by their mean (DDP, FSDP) or by their sum. So that the
-combined gradient of every parameter, the scale's and the bias's included, is exactly ∂L/∂θ, the gradient that a
-rank hands back for its own features is `W · ∂L/∂features` where the wrapper takes the mean, and `∂L/∂features`
-where it sums. `Exchange.gradient_factor` is that number; nothing else in the library multiplies by a number of
-ranks.
+wrapper then combines the ranks' parameter gradients: by their mean (DDP, FSDP) or by their sum. So that the combined
+gradient of every parameter, the scale's and the bias's included, is exactly ∂L/∂θ, the gradient that a rank hands
+back for its own features is `W · ∂L/∂features` where the wrapper takes the mean, and `∂L/∂features` where it sums.
+`Exchange.gradient_factor` is that number; nothing else in the library multiplies by a number of ranks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from contrastile import comm
 from contrastile._types import Gradient
 from contrastile.losses.base import Side
 from contrastile.tiles.base import Tiles
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Who shares the batch, and how many rows and columns each rank has."""
+
+    group: Any
+    rank: int
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def place(self, rows: Side, cols: Side) -> tuple[Side, Side]:
+        """This rank's sides with their positions counted over all ranks."""
+        first_row, first_col = sum(self.rows[: self.rank]), sum(self.cols[: self.rank])
+        positives = rows.positives
+        if positives is not None:
+            positives = torch.where(positives >= 0, positives + first_col, positives)
+        diagonal = None if rows.diagonal is None else rows.diagonal + first_col
+        return (
+            replace(rows, start=first_row, diagonal=diagonal, positives=positives),
+            replace(cols, start=first_col),
+        )
 
 
 @dataclass(frozen=True)
@@ -29,15 +56,7 @@ class Exchange(ABC):
 
     # what the data-parallel wrapper does with gradients
     gradient: Gradient
-
-    @property
-    @abstractmethod
-    def ranks(self) -> int:
-        """W, the number of ranks that share the batch."""
-
-    @abstractmethod
-    def total(self, here: Tensor) -> Tensor:
-        """The sum over all ranks of a small tensor."""
+    shards: Shards
 
     @abstractmethod
     def stats(self, tiles: Tiles, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
@@ -47,6 +66,15 @@ class Exchange(ABC):
     def grads(self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
         """Adds to u and v what all ranks' pairs give this rank's rows and columns; returns Σ g of this rank's rows."""
 
+    @classmethod
+    @abstractmethod
+    def extra_bytes(cls, shards: Shards, D: int, itemsize: int) -> int:
+        """Bytes that a rank holds beside its own features, gradients and workspace, at the worst moment."""
+
+    def total(self, here: Tensor) -> Tensor:
+        """The sum over all ranks of a small tensor."""
+        return here if len(self.shards) == 1 else comm.total(here, self.shards.group)
+
     def gradient_factor(self) -> int:
         """What the wrapper's averaging will divide by."""
-        return self.ranks if self.gradient == "mean" else 1
+        return len(self.shards) if self.gradient == "mean" else 1

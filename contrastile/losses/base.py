@@ -61,6 +61,23 @@ class Side:
             coefficient=None if self.coefficient is None else self.coefficient[along],
         )
 
+    def luggage(self) -> list[Tensor]:
+        """What has to travel with the rows, each tensor with the rows as its first axis."""
+        state = None if self.state is None else self.state.T
+        return [x for x in (self.features, self.labels, self.ids, self.coefficient, state) if x is not None]
+
+    def moved(self, luggage: list[Tensor], start: int) -> Side:
+        """Another shard, unpacked from its luggage; it has what this one has, and begins at `start`."""
+        unpacked = iter(luggage)
+        features, labels, ids, coefficient, state = (
+            None if x is None else next(unpacked)
+            for x in (self.features, self.labels, self.ids, self.coefficient, self.state)
+        )
+        assert features is not None
+        return Side(
+            features, start, labels=labels, ids=ids, coefficient=coefficient, state=None if state is None else state.T
+        )
+
 
 class Marks(NamedTuple):
     """Which pairs of a tile are positive, and which do not count; None where the tile has none."""

@@ -1,0 +1,170 @@
+"""How a loss is computed: the options that every loss takes, and what "auto" makes of them.
+
+Stands between `_contrast.py` and the strategies it is handed: an exchange and a way of computing tiles. An explicit
+name never falls back; "auto" says once, in the log of the name `contrastile`, what it took and why the others
+declined.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args
+
+import torch
+
+from contrastile import _check, comm
+from contrastile._check import wrong
+from contrastile._types import Backend, ExchangeName, Gradient, Reduction
+from contrastile.exchange.base import Exchange, Shards
+from contrastile.exchange.gather import Gather
+from contrastile.exchange.replicate import Replicate
+from contrastile.exchange.ring import Ring
+from contrastile.exchange.single import Single
+from contrastile.losses.base import PairLoss, Side
+from contrastile.tiles.base import Tiles
+from contrastile.tiles.dense import Dense
+from contrastile.tiles.eager import Eager
+
+log = logging.getLogger("contrastile")
+
+LEAST_WORKSPACE = 2**20
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a loss is computed: the keywords that every loss takes.
+
+    backend: "dense" holds the matrix, "eager" goes tile by tile in PyTorch, "triton" in fused kernels.
+    exchange: "single" is one process; "replicate", "gather" and "ring" are ways to meet the other ranks' columns.
+    group: the process group that shares the batch; None is the default group.
+    gradient: what the data-parallel wrapper does with the ranks' gradients, their "mean" (DDP, FSDP) or their "sum".
+    label_smoothing: the share of each target that is spread over all keys that count.
+    reduction: "mean" and "sum" over the global batch, or "none": this rank's rows, scaled so that their mean is
+    "mean".
+    workspace: bytes that may be used beside inputs, outputs and accumulators; 1/64 of the device's memory by default.
+    """
+
+    backend: Backend = "auto"
+    exchange: ExchangeName = "auto"
+    group: Any = None
+    gradient: Gradient = "mean"
+    label_smoothing: float = 0.0
+    reduction: Reduction = "mean"
+    workspace: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, words in (
+            ("backend", Backend),
+            ("exchange", ExchangeName),
+            ("gradient", Gradient),
+            ("reduction", Reduction),
+        ):
+            _check.one_of(name, getattr(self, name), get_args(words), "Leave it out for the default.")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise wrong("label_smoothing", "be at least 0 and below 1", self.label_smoothing, "0.1 is usual.")
+        if self.workspace is not None and self.workspace < LEAST_WORKSPACE:
+            raise wrong(
+                "workspace", f"be at least {LEAST_WORKSPACE} bytes", self.workspace, "Leave it out for the default."
+            )
+
+
+EXCHANGES: dict[str, type[Exchange]] = {"single": Single, "replicate": Replicate, "gather": Gather, "ring": Ring}
+
+
+def choose_exchange(options: Options, loss: PairLoss, rows: Side, cols: Side) -> Exchange:
+    """Where the columns come from: what was asked for, or what needs no more than a sixteenth of the memory."""
+    name, group = options.exchange, options.group
+    W = comm.size(group)
+    if W == 1:
+        _check.not_empty(len(rows))
+        return Single(options.gradient, Shards(group, 0, (len(rows),), (len(cols),)))
+    if name == "single":
+        return Single(options.gradient, Shards(None, 0, (len(rows),), (len(cols),)))
+    free = ("rows", "columns")
+    stated = comm.agree(group, _statement(options, loss, rows, cols), free)
+    counted = (tuple(int(other[of]) for other in stated) for of in free)
+    shards = Shards(group, comm.rank(group), *counted)
+    _check.not_empty(sum(shards.rows))
+    if name == "auto":
+        D, itemsize = rows.features.shape[1], rows.features.element_size()
+        room = _device_memory(rows.features.device) // 16
+        name = "gather" if Gather.extra_bytes(shards, D, itemsize) <= room else "ring"
+        _say_once(f"exchange: {name}")
+    return EXCHANGES[name](options.gradient, shards)
+
+
+def _statement(options: Options, loss: PairLoss, rows: Side, cols: Side) -> dict[str, Any]:
+    """What the ranks must have in common, and how much each has."""
+    return {
+        "loss": repr(loss),
+        "exchange": options.exchange,
+        "gradient": options.gradient,
+        "reduction": options.reduction,
+        "features": rows.features.shape[1],
+        "dtype": str(rows.features.dtype),
+        "device": rows.features.device.type,
+        "positives": None if rows.positives is None else rows.positives.shape[1],
+        "labels": rows.labels is not None,
+        "ids": rows.ids is not None,
+        "rows": len(rows),
+        "columns": len(cols),
+    }
+
+
+def _triton() -> type[Tiles]:
+    """Loaded when first wanted: importing the library must not import Triton."""
+    from contrastile.tiles.triton import Triton
+
+    return Triton
+
+
+TILES: dict[str, Callable[[], type[Tiles]]] = {"dense": lambda: Dense, "eager": lambda: Eager, "triton": _triton}
+# in the order of preference, by type of device
+AUTOMATIC = {"cuda": ("triton", "eager")}
+
+
+def choose_tiles(backend: Backend, loss: PairLoss, rows: Side, cols: Side) -> type[Tiles]:
+    """The way of computing blocks: an explicit name never falls back, "auto" says once what it took and why."""
+    if backend != "auto":
+        tiles, reason = _offer(backend, loss, rows, cols)
+        if tiles is None:
+            raise wrong("backend", "be able to compute this loss", repr(backend), f"It declines: {reason}.")
+        return tiles
+    declined = ""
+    for name in AUTOMATIC.get(rows.features.device.type, ("eager",)):
+        tiles, reason = _offer(name, loss, rows, cols)
+        if tiles is not None:
+            _say_once(f"backend: {name}{declined}")
+            return tiles
+        declined += f"; {name} declined: {reason}"
+    raise AssertionError("eager declines nothing")
+
+
+def _offer(name: str, loss: PairLoss, rows: Side, cols: Side) -> tuple[type[Tiles] | None, str | None]:
+    try:
+        tiles = TILES[name]()
+    except ImportError as error:
+        return None, f"{error.name} is not installed"
+    reason = tiles.declines(loss, rows, cols)
+    return (None, reason) if reason else (tiles, None)
+
+
+@cache
+def _say_once(message: str) -> None:
+    log.info(message)
+
+
+def workspace(options: Options, device: torch.device) -> int:
+    """The bytes that were given, or the device's share."""
+    return _device_memory(device) // 64 if options.workspace is None else options.workspace
+
+
+@cache
+def _device_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

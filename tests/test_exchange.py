@@ -1,0 +1,167 @@
+"""W ranks equal one: the loss on every rank, and the gradients after the wrapper's mean or sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problems import PROBLEMS, Problem, distance
+from ranks import Pool
+from torch import Tensor
+
+from contrastile import contrast
+from contrastile.losses.softmax import Softmax
+
+EXCHANGES = ["replicate", "gather", "ring"]
+# rows and keys of each rank: even, uneven, one rank without any, and more keys than rows
+SHARES = {
+    1: [(13, 13)],
+    2: [(9, 9), (4, 4)],
+    3: [(8, 8), (0, 0), (11, 11)],
+    4: [(6, 6), (7, 7), (2, 2), (6, 6)],
+}
+MORE_KEYS = {3: [(8, 12), (3, 3), (5, 20)]}
+ROW_OPTIONS = ("positives", "query_ids", "query_labels", "weights")
+COLUMN_OPTIONS = ("key_ids", "key_labels")
+
+
+def _shares(name: str, shares: list[tuple[int, int]]) -> list[Problem]:
+    """Each rank's own problem; ids and labels meet across ranks."""
+    problems = [PROBLEMS[name](N, M) for N, M in shares]
+    for problem in problems:
+        if name == "info_nce":
+            problem.tiled["positives"] = torch.arange(problem.N)
+    return problems
+
+
+def _tensors(problem: Problem, rank: int) -> dict[str, Tensor]:
+    return problem.tensors(torch.float64, D=7, scale=5.0, seed=rank)
+
+
+def _whole(name: str, shares: list[tuple[int, int]]) -> tuple[Problem, dict[str, Tensor]]:
+    """The same batch in one process."""
+    problems = _shares(name, shares)
+    tensors = [_tensors(problem, rank) for rank, problem in enumerate(problems)]
+    options = dict(problems[0].tiled)
+    offset = 0
+    parts: dict[str, list[Tensor]] = {key: [] for key in options if key in ROW_OPTIONS + COLUMN_OPTIONS}
+    for problem in problems:
+        for key, listed in parts.items():
+            value = problem.tiled[key]
+            listed.append(torch.where(value >= 0, value + offset, -1) if key == "positives" else value)
+        offset += problem.M
+    options |= {key: torch.cat(listed) for key, listed in parts.items()}
+    whole = Problem(sum(p.N for p in problems), offset, options, {}, bias=problems[0].bias, same=problems[0].same)
+    leaves = {
+        key: (torch.cat([t[key].detach() for t in tensors]) if key in ("q", "k") else tensors[0][key].detach())
+        for key in tensors[0]
+    }
+    return whole, {key: x.requires_grad_() for key, x in leaves.items()}
+
+
+def _on_a_rank(
+    rank: int, group: Any, name: str, shares: list[tuple[int, int]], how: dict[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    problem = _shares(name, shares)[rank]
+    return problem.by_tiles(_tensors(problem, rank), group=group, **how)
+
+
+def _check(pool: Pool, name: str, shares: list[tuple[int, int]], **how: Any) -> None:
+    W = len(shares)
+    whole, leaves = _whole(name, shares)
+    reduction = how.get("reduction", "mean")
+    truth, true_gradients = whole.by_tiles(leaves, reduction=reduction)
+    answers = pool.run(_on_a_rank, W, name, shares, how)
+    divisor = W if how.get("gradient", "mean") == "mean" else 1
+    for loss, _ in answers:
+        assert distance(loss, truth) <= 1e-12
+    for key, true_gradient in true_gradients.items():
+        parts = [gradients[key] / divisor for _, gradients in answers]
+        combined = torch.cat(parts) if key in ("q", "k") else torch.stack(parts).sum(0)
+        assert distance(combined, true_gradient) <= 1e-12, key
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("W", SHARES)
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "info_nce_positives"])
+def test_as_one_process(pool: Pool, name: str, W: int, exchange: str) -> None:
+    shares = SHARES[W]
+    if name in ("info_nce_everything", "nt_xent") and (0, 0) in shares:
+        shares = [(N or 2, M or 2) for N, M in shares]
+    _check(pool, name, shares, exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", ["info_nce", "info_nce_positives", "info_nce_everything"])
+def test_more_keys_than_rows(pool: Pool, name: str, exchange: str) -> None:
+    _check(pool, name, MORE_KEYS[3], exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("how", [{"gradient": "sum"}, {"reduction": "sum"}, {"backend": "dense"}], ids=str)
+def test_options(pool: Pool, how: dict[str, Any], exchange: str) -> None:
+    _check(pool, "clip_ids_weights_smoothing", SHARES[3], exchange=exchange, **how)
+
+
+def _rows(rank: int, group: Any, sizes: list[int], exchange: str) -> tuple[Tensor, Tensor]:
+    q = torch.randn(sum(sizes), 5, generator=torch.Generator().manual_seed(3)).double()
+    mine = q.split(sizes)[rank].clone().requires_grad_()
+    rows = contrast(mine, mine.detach(), scale=1.0, loss=Softmax(), reduction="none", group=group, exchange=exchange)
+    # what a user does: the local mean, which the wrapper then averages
+    rows.mean().backward()
+    return rows.detach(), mine.grad
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_rows_of_a_rank_have_gradients_for_their_local_mean(pool: Pool, exchange: str) -> None:
+    sizes = [4, 9, 2]
+    q = torch.randn(15, 5, generator=torch.Generator().manual_seed(3)).double().requires_grad_()
+    truth = contrast(q, q.detach(), scale=1.0, loss=Softmax(), reduction="none")
+    truth.mean().backward()
+    answers = pool.run(_rows, 3, sizes, exchange)
+    assert distance(torch.cat([rows for rows, _ in answers]), truth.detach()) <= 1e-12
+    assert distance(torch.cat([gradient for _, gradient in answers]) / 3, q.grad) <= 1e-12
+
+
+def _sentence(rank: int, group: Any, kind: str) -> str:
+    q = torch.ones(3, 4 + (kind == "features" and rank == 1))
+    options = {"gradient": "sum"} if kind == "gradient" and rank == 1 else {}
+    if kind == "own":
+        options = {"query_ids": torch.arange(2 if rank == 2 else 3), "key_ids": torch.arange(3)}
+    if kind == "empty":
+        q = q[:0]
+    try:
+        contrast(q, q, scale=1.0, group=group, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (
+            "features",
+            "`features` must be the same on all ranks; got 4 on rank 0 and 5 on rank 1. Build the loss and its inputs "
+            "alike everywhere.",
+        ),
+        (
+            "gradient",
+            "`gradient` must be the same on all ranks; got 'mean' on rank 0 and 'sum' on rank 1. Build the loss and its "
+            "inputs alike everywhere.",
+        ),
+        (
+            "empty",
+            "`q` must have at least one row over all ranks; got 0. Skip the step when the batch is empty.",
+        ),
+    ],
+)
+def test_ranks_that_disagree_all_say_so(pool: Pool, kind: str, sentence: str) -> None:
+    assert pool.run(_sentence, 3, kind) == [sentence] * 3
+
+
+def test_what_one_rank_finds_wrong_is_raised_on_all(pool: Pool) -> None:
+    first, second, third = pool.run(_sentence, 3, "own")
+    assert third.startswith("rank 2: `query_ids` must be a tensor of shape [3]")
+    assert first == second == third
