@@ -77,7 +77,7 @@ def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool)
         raise wrong(name, f"be on the device of `{rows_name}`", f"{rows.device} and {x.device}", "Move one side first.")
 
 
-def positives(x: Tensor, q: Tensor, keys: int) -> None:
+def positives(x: Tensor, q: Tensor) -> None:
     """x is [N] or [N, P] of indices into the keys, −1 where there is none."""
     if not isinstance(x, Tensor) or x.ndim not in (1, 2) or len(x) != len(q):
         got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -86,9 +86,13 @@ def positives(x: Tensor, q: Tensor, keys: int) -> None:
         raise wrong("positives", "be integers", x.dtype, "Pass indices of keys, -1 where there is none.")
     if x.device != q.device:
         raise wrong("positives", "be on the device of `q`", f"{q.device} and {x.device}", "Move one side first.")
-    if x.numel() == 0:
+
+
+def in_range(positives: Tensor, keys: int) -> None:
+    """All positives index one of the keys, or are −1; has to read them."""
+    if positives.numel() == 0:
         return
-    least, most = (int(bound) for bound in torch.aminmax(x))
+    least, most = (int(bound) for bound in torch.aminmax(positives))
     if least < -1 or most >= keys:
         index = most if most >= keys else least
         raise wrong("positives", f"index this rank's {keys} keys, or be -1", index, "Count from this rank's first key.")

@@ -91,7 +91,7 @@ def choose_exchange(options: Options, loss: PairLoss, rows: Side, cols: Side) ->
     _check.not_empty(sum(shards.rows))
     if name == "auto":
         D, itemsize = rows.features.shape[1], rows.features.element_size()
-        room = _device_memory(rows.features.device) // 16
+        room = device_memory(rows.features.device) // 16
         name = "gather" if Gather.extra_bytes(shards, D, itemsize) <= room else "ring"
         _say_once(f"exchange: {name}")
     return EXCHANGES[name](options.gradient, shards)
@@ -153,18 +153,20 @@ def _offer(name: str, loss: PairLoss, rows: Side, cols: Side) -> tuple[type[Tile
     return (None, reason) if reason else (tiles, None)
 
 
-@cache
 def _say_once(message: str) -> None:
+    """Once in a process; nothing while a graph is traced, which would take it for a part of the computation."""
+    if not torch.compiler.is_compiling():
+        _log_once(message)
+
+
+@cache
+def _log_once(message: str) -> None:
     log.info(message)
 
 
-def workspace(options: Options, device: torch.device) -> int:
-    """The bytes that were given, or the device's share."""
-    return _device_memory(device) // 64 if options.workspace is None else options.workspace
-
-
 @cache
-def _device_memory(device: torch.device) -> int:
+def device_memory(device: torch.device) -> int:
+    """All bytes that the device has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

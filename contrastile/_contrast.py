@@ -8,7 +8,6 @@ b is held at any moment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from contrastile import _check, comm
 from contrastile._check import wrong
-from contrastile._choose import Options, choose_exchange, choose_tiles, workspace
-from contrastile._types import Reduction, accumulator
-from contrastile.exchange.base import Exchange
-from contrastile.losses.base import Finished, PairLoss, Side
+from contrastile._choose import Options, choose_exchange, choose_tiles
+from contrastile._operation import traceable, traced
+from contrastile._sweep import Call, backward, forward
+from contrastile._types import accumulator
+from contrastile.losses.base import PairLoss, Side
 from contrastile.losses.softmax import Softmax
-from contrastile.tiles.base import Tiles
-
-# rows multiplied at once where a product with float32 copies is summed up
-ROWS_AT_ONCE = 8192
 
 
 def contrast(
@@ -103,8 +99,11 @@ def contrast(
     exchange = choose_exchange(options, loss, rows, cols)
     rows, cols = exchange.shards.place(rows, cols)
     tiles = choose_tiles(options.backend, loss, rows, cols)
-    call = _Call(loss, tiles, exchange, rows, cols, weights, options.reduction, workspace(options, q.device))
-    result: Tensor = _Contrast.apply(q, k, _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q), call)
+    call = Call(loss, tiles, exchange, rows, cols, weights, options.reduction, options.workspace)
+    scale, bias = _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q)
+    if torch.compiler.is_compiling() and traceable(call):
+        return traced(q, k, scale, bias, call)
+    result: Tensor = _Contrast.apply(q, k, scale, bias, call)
     return result
 
 
@@ -146,124 +145,23 @@ def _prepare(
     return rows, cols, loss, k
 
 
-@dataclass(frozen=True)
-class _Call:
-    """All that crosses autograd's boundary without being differentiated."""
-
-    loss: PairLoss
-    tiles: type[Tiles]
-    exchange: Exchange
-    rows: Side
-    cols: Side
-    weights: Tensor | None
-    reduction: Reduction
-    workspace: int
-
-    def arithmetic(self, scale: Tensor, bias: Tensor | None) -> Tiles:
-        used = None if bias is None or not self.loss.uses_bias else bias
-        return self.tiles(self.loss, scale, used, self.workspace)
-
-
 class _Contrast(torch.autograd.Function):
     """Forward: one sweep for the statistics. Backward: one sweep for the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        wide = accumulator(q.dtype)
-        with torch.autocast(q.device.type, enabled=False):
-            tiles = call.arithmetic(_scalar(scale, wide), None if bias is None else _scalar(bias, wide))
-            rows, cols = replace(call.rows, features=q), replace(call.cols, features=k)
-            row_stats, col_stats = call.exchange.stats(tiles, rows, cols)
-            directions = [call.loss.finish(stats) for stats in (row_stats, col_stats) if stats is not None]
-            poison = _poison(q) + _poison(k) + tiles.scale * 0
-            value, coefficients = _reduce(call, directions, poison)
+    def forward(ctx: Any, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        swept = forward(call, q, k, scale, bias)
         ctx.call = call
-        states = [part for direction in directions for part in direction.state[None]]
-        ctx.save_for_backward(q, k, scale, bias, *states, *coefficients)
-        return value
+        ctx.save_for_backward(q, k, scale, bias, *swept.states, *swept.coefficients)
+        return swept.value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
         q, k, scale, bias, *saved = ctx.saved_tensors
         half = len(saved) // 2
-        states, coefficients = saved[:half], saved[half:]
-        wide = accumulator(q.dtype)
-        want_q, want_k, want_scale, want_bias, _ = ctx.needs_input_grad
-        with torch.autocast(q.device.type, enabled=False):
-            tiles = call.arithmetic(_scalar(scale, wide), None if bias is None else _scalar(bias, wide))
-            upstream = upstream.to(wide) * call.exchange.gradient_factor()
-            carried = [
-                {"state": state, "coefficient": coefficient * upstream}
-                for state, coefficient in zip(states, coefficients, strict=True)
-            ]
-            rows = replace(call.rows, features=q, **carried[0])
-            cols = replace(call.cols, features=k, **(carried[1] if call.loss.symmetric else {}))
-            # the scale's gradient can be read off either side
-            u = torch.zeros_like(q, dtype=wide) if want_q or (want_scale and not want_k) else None
-            v = torch.zeros_like(k, dtype=wide) if want_k else None
-            total = call.exchange.grads(tiles, rows, cols, u, v)
-            dscale = None
-            if want_scale:
-                dscale = _inner(q, u) if u is not None else _inner(k, v)
-                dscale = dscale.to(scale.dtype).reshape(scale.shape)
-            dbias = None
-            if want_bias and bias is not None:
-                total = total if call.loss.uses_bias else torch.zeros_like(total)
-                dbias = total.to(bias.dtype).reshape(bias.shape)
-            dq = u.mul_(tiles.scale).to(q.dtype) if want_q and u is not None else None
-            dk = v.mul_(tiles.scale).to(k.dtype) if v is not None else None
-        return dq, dk, dscale, dbias, None
-
-
-def _reduce(call: _Call, directions: list[Finished], poison: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The loss, and for each direction ∂(loss)/∂(each row's loss) for an upstream gradient of 1."""
-    here = len(call.rows)
-    weights = [
-        direction.counts if call.weights is None else direction.counts * call.weights.to(direction.counts.dtype)
-        for direction in directions
-    ]
-    summed = [(w * direction.loss).sum() for w, direction in zip(weights, directions, strict=True)]
-    local = torch.stack([*summed, *(w.sum() for w in weights), poison + here, poison])
-    *sums, rows, poison = call.exchange.total(local).unbind()
-    losses, masses = sums[: len(directions)], sums[len(directions) :]
-    share = 1 / len(directions)
-    if call.reduction == "sum":
-        value = sum(losses, poison) * share
-        each = [w * share + poison for w in weights]
-    elif call.reduction == "mean":
-        value = sum((loss / mass for loss, mass in zip(losses, masses, strict=True)), poison * 0) * share
-        each = [w * (share / mass) + poison for w, mass in zip(weights, masses, strict=True)]
-    else:
-        scaled = [w * (share / mass) for w, mass in zip(weights, masses, strict=True)]
-        value = sum((s * d.loss for s, d in zip(scaled, directions, strict=True)), poison) * rows
-        # the caller divides by this rank's rows, the value by those of all ranks
-        each = [s * here + poison for s in scaled]
-    return value + poison, each
-
-
-def _poison(x: Tensor) -> Tensor:
-    """0 if every entry is finite, NaN otherwise, without asking the device."""
-    wide = accumulator(x.dtype)
-    if x.numel() == 0:
-        return torch.zeros((), dtype=wide, device=x.device)
-    least, most = torch.aminmax(x)
-    return (least.to(wide) + most.to(wide)) * 0
-
-
-def _inner(x: Tensor, gradient: Tensor | None) -> Tensor:
-    """Σ ⟨x_i, gradient_i⟩ in the accumulator's type, some rows at a time."""
-    assert gradient is not None
-    parts = [
-        torch.linalg.vecdot(some.to(gradient.dtype), other).sum()
-        for some, other in zip(x.split(ROWS_AT_ONCE), gradient.split(ROWS_AT_ONCE), strict=True)
-    ]
-    return torch.stack(parts).sum()
-
-
-def _scalar(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.detach().reshape(()).to(dtype)
+        swept = saved[:half], saved[half:]
+        return *backward(ctx.call, upstream, q, k, scale, bias, swept, ctx.needs_input_grad[:4]), None
 
 
 def _as_tensor(x: Tensor | float, beside: Tensor) -> Tensor:
@@ -299,7 +197,9 @@ def _sides(
             raise wrong("positives", "be left out where labels are given", "both", "Pass one of the two.")
         if loss.symmetric:
             raise wrong("positives", "be left out for a symmetric loss", "both", "Pass labels, or take a one-way loss.")
-        _check.positives(positives, q, len(k))
+        _check.positives(positives, q)
+        if not torch.compiler.is_compiling():
+            _check.in_range(positives, len(k))
         positives = (positives[:, None] if positives.ndim == 1 else positives).long()
     elif query_labels is None:
         if len(k) < len(q):

@@ -1,0 +1,162 @@
+"""The same two sweeps as custom operations, for torch.compile: one node in the graph each, never a break, never
+unrolled.
+
+Beside `_contrast.py`, which takes this way only while a graph is being traced, because a custom operation costs
+more per call than an autograd.Function. It covers one process; several ranks talk to each other on the host, which
+a graph cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastile import _check
+from contrastile._choose import TILES
+from contrastile._sweep import Call, backward, forward
+from contrastile._types import accumulator
+from contrastile.exchange.base import Shards
+from contrastile.exchange.single import Single
+from contrastile.losses.base import PairLoss, Side
+from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.softmax import Softmax, SoftmaxState
+
+NO_DIAGONAL = -(2**40)
+
+
+def traceable(call: Call) -> bool:
+    """Whether a call can be written down as tensors, numbers and words."""
+    return isinstance(call.exchange, Single) and isinstance(call.loss, (Softmax, Sigmoid))
+
+
+def traced(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """The call as one operation."""
+    rows, cols = call.rows, call.cols
+    groups = [rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, call.weights]
+    loss = call.loss
+    smoothing = loss.label_smoothing if isinstance(loss, Softmax) else 0.0
+    flags = f"{loss.symmetric} {loss.exclude_self}"
+    tiles = next(name for name, load in TILES.items() if load() is call.tiles)
+    words = f"{type(loss).__name__} {flags} {tiles} {call.exchange.gradient} {call.reduction}"
+    diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
+    value, *_ = sweep_forward(q, k, scale, bias, *groups, words, smoothing, [diagonal, call.workspace or 0])
+    return value
+
+
+@torch.library.custom_op("contrastile::forward", mutates_args=())
+def sweep_forward(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    positives: Tensor | None,
+    row_labels: Tensor | None,
+    row_ids: Tensor | None,
+    col_labels: Tensor | None,
+    col_ids: Tensor | None,
+    weights: Tensor | None,
+    words: str,
+    smoothing: float,
+    numbers: list[int],
+) -> list[Tensor]:
+    """The loss, then the states, then the coefficients of each direction."""
+    call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, weights], words, smoothing, numbers)
+    if positives is not None:
+        # a graph cannot read them; whoever runs it can
+        _check.in_range(positives, len(k))
+    swept = forward(call, q, k, scale, bias)
+    return [swept.value, *swept.states, *swept.coefficients]
+
+
+@torch.library.custom_op("contrastile::backward", mutates_args=())
+def sweep_backward(
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    positives: Tensor | None,
+    row_labels: Tensor | None,
+    row_ids: Tensor | None,
+    col_labels: Tensor | None,
+    col_ids: Tensor | None,
+    swept: list[Tensor],
+    words: str,
+    smoothing: float,
+    numbers: list[int],
+    wanted: list[bool],
+) -> list[Tensor]:
+    """The gradients of q, k, scale and bias; one of no elements stands for each that is not wanted."""
+    call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, None], words, smoothing, numbers)
+    half = len(swept) // 2
+    found = backward(call, upstream, q, k, scale, bias, (swept[:half], swept[half:]), wanted)
+    return [q.new_empty(0) if gradient is None else gradient for gradient in found]
+
+
+def _loss(words: str, smoothing: float) -> PairLoss:
+    name, symmetric, exclude_self, *_ = words.split()
+    flags = {"symmetric": symmetric == "True", "exclude_self": exclude_self == "True"}
+    return Softmax(**flags, label_smoothing=smoothing) if name == "Softmax" else Sigmoid(**flags)
+
+
+def _call(
+    q: Tensor, k: Tensor, groups: Sequence[Tensor | None], words: str, smoothing: float, numbers: Sequence[int]
+) -> Call:
+    positives, row_labels, row_ids, col_labels, col_ids, weights = groups
+    *_, tiles, gradient, reduction = words.split()
+    first, workspace = numbers
+    diagonal = None if first == NO_DIAGONAL else first
+    return Call(
+        _loss(words, smoothing),
+        TILES[tiles](),
+        Single(gradient, Shards(None, 0, (len(q),), (len(k),))),  # type: ignore[arg-type]
+        Side(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids),
+        Side(k, labels=col_labels, ids=col_ids),
+        weights,
+        reduction,  # type: ignore[arg-type]
+        workspace or None,
+    )
+
+
+@sweep_forward.register_fake
+def _shapes_forward(q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
+    *_, words, smoothing, _ = rest
+    wide, loss = accumulator(q.dtype), _loss(words, smoothing)
+    kept = len(SoftmaxState._fields) if isinstance(loss, Softmax) else 0
+    sides = [len(q), len(k)] if loss.symmetric else [len(q)]
+    value = q.new_empty([len(q)] if words.endswith("none") else [], dtype=wide)
+    states = [q.new_empty((kept, n), dtype=wide) for n in sides]
+    return [value, *states, *(q.new_empty((n,), dtype=wide) for n in sides)]
+
+
+@sweep_backward.register_fake
+def _shapes_backward(
+    upstream: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    del upstream
+    *_, wanted = rest
+    return [
+        torch.empty_like(x) if want and x is not None else q.new_empty(0)
+        for x, want in zip((q, k, scale, bias), wanted, strict=True)
+    ]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, words, smoothing, numbers = inputs
+    # all but the weights, which are in the coefficients
+    ctx.save_for_backward(*tensors[:-1], *output[1:])
+    ctx.settings, ctx.tensors = (words, smoothing, numbers), len(tensors) - 1
+
+
+def _hand_back(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
+    given, swept = ctx.saved_tensors[: ctx.tensors], list(ctx.saved_tensors[ctx.tensors :])
+    wanted = list(ctx.needs_input_grad[:4])
+    found = sweep_backward(upstream[0], *given, swept, *ctx.settings, wanted)
+    gradients = [gradient if want else None for gradient, want in zip(found, wanted, strict=True)]
+    return *gradients, *[None] * (ctx.tensors - 4), None, None, None, None
+
+
+sweep_forward.register_autograd(_hand_back, setup_context=_keep)

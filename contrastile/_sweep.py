@@ -1,0 +1,155 @@
+"""One call's two sweeps over the matrix: forward, from features to the loss; backward, from its gradient to theirs.
+
+Stands between `_contrast.py`, which makes an autograd operation of the two, and the strategies they are handed: an
+exchange walks over the columns, tiles compute blocks, the loss ends the statistics. Nothing here knows autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from contrastile._choose import device_memory
+from contrastile._types import Reduction, accumulator
+from contrastile.exchange.base import Exchange
+from contrastile.losses.base import Finished, PairLoss, Side
+from contrastile.tiles.base import Tiles
+
+# the default workspace is the device's memory by this
+DEFAULT_SHARE = 64
+# rows multiplied at once where a product with float32 copies is summed up
+ROWS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that crosses autograd's boundary without being differentiated."""
+
+    loss: PairLoss
+    tiles: type[Tiles]
+    exchange: Exchange
+    rows: Side
+    cols: Side
+    weights: Tensor | None
+    reduction: Reduction
+    # None: the device's default
+    workspace: int | None
+
+    def arithmetic(self, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tiles:
+        """The tiles of this call, with its numbers in the accumulator's type."""
+        wide = accumulator(dtype)
+        used = None if bias is None or not self.loss.uses_bias else _scalar(bias, wide)
+        workspace = device_memory(scale.device) // DEFAULT_SHARE if self.workspace is None else self.workspace
+        return self.tiles(self.loss, _scalar(scale, wide), used, workspace)
+
+
+class Swept(NamedTuple):
+    """What the forward leaves: the loss, and for each direction what the backward needs."""
+
+    value: Tensor
+    # [S, n] each
+    states: list[Tensor]
+    # [n] each: ∂(loss)/∂(each row's loss)
+    coefficients: list[Tensor]
+
+
+def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> Swept:
+    """The statistics of all rows and columns, and the loss they come to."""
+    with torch.autocast(q.device.type, enabled=False):
+        tiles = call.arithmetic(scale, bias, q.dtype)
+        rows, cols = replace(call.rows, features=q), replace(call.cols, features=k)
+        stats = call.exchange.stats(tiles, rows, cols)
+        directions = [call.loss.finish(side) for side in stats if side is not None]
+        poison = _poison(q) + _poison(k) + tiles.scale * 0
+        value, coefficients = _reduce(call, directions, poison)
+    return Swept(value, [direction.state for direction in directions], coefficients)
+
+
+def backward(
+    call: Call,
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    swept: tuple[Sequence[Tensor], Sequence[Tensor]],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of q, k, scale and bias, of those that are wanted."""
+    want_q, want_k, want_scale, want_bias = wanted
+    wide = accumulator(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        tiles = call.arithmetic(scale, bias, q.dtype)
+        upstream = upstream.to(wide) * call.exchange.gradient_factor()
+        carried: list[dict[str, Any]] = [
+            {"state": state, "coefficient": coefficient * upstream} for state, coefficient in zip(*swept, strict=True)
+        ]
+        rows = replace(call.rows, features=q, **carried[0])
+        cols = replace(call.cols, features=k, **(carried[1] if call.loss.symmetric else {}))
+        # the scale's gradient can be read off either side
+        u = torch.zeros_like(q, dtype=wide) if want_q or (want_scale and not want_k) else None
+        v = torch.zeros_like(k, dtype=wide) if want_k else None
+        total = call.exchange.grads(tiles, rows, cols, u, v)
+        dscale = dbias = None
+        if want_scale:
+            dscale = _inner(q, u) if u is not None else _inner(k, v)
+            dscale = dscale.to(scale.dtype).reshape(scale.shape)
+        if want_bias and bias is not None:
+            total = total if call.loss.uses_bias else torch.zeros_like(total)
+            dbias = total.to(bias.dtype).reshape(bias.shape)
+        dq = u.mul_(tiles.scale).to(q.dtype) if want_q and u is not None else None
+        dk = v.mul_(tiles.scale).to(k.dtype) if v is not None else None
+    return [dq, dk, dscale, dbias]
+
+
+def _reduce(call: Call, directions: list[Finished], poison: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and for each direction ∂(loss)/∂(each row's loss) for an upstream gradient of 1."""
+    here = len(call.rows)
+    weights = [
+        direction.counts if call.weights is None else direction.counts * call.weights.to(direction.counts.dtype)
+        for direction in directions
+    ]
+    summed = [(w * direction.loss).sum() for w, direction in zip(weights, directions, strict=True)]
+    local = torch.stack([*summed, *(w.sum() for w in weights), poison + here, poison])
+    *sums, rows, poison = call.exchange.total(local).unbind()
+    losses, masses = sums[: len(directions)], sums[len(directions) :]
+    share = 1 / len(directions)
+    if call.reduction == "sum":
+        value = sum(losses, poison) * share
+        each = [w * share + poison for w in weights]
+    elif call.reduction == "mean":
+        value = sum((loss / mass for loss, mass in zip(losses, masses, strict=True)), poison * 0) * share
+        each = [w * (share / mass) + poison for w, mass in zip(weights, masses, strict=True)]
+    else:
+        scaled = [w * (share / mass) for w, mass in zip(weights, masses, strict=True)]
+        value = sum((s * d.loss for s, d in zip(scaled, directions, strict=True)), poison) * rows
+        # the caller divides by this rank's rows, the value by those of all ranks
+        each = [s * here + poison for s in scaled]
+    return value + poison, each
+
+
+def _poison(x: Tensor) -> Tensor:
+    """0 if every entry is finite, NaN otherwise, without asking the device."""
+    wide = accumulator(x.dtype)
+    if x.numel() == 0:
+        return torch.zeros((), dtype=wide, device=x.device)
+    least, most = torch.aminmax(x)
+    return (least.to(wide) + most.to(wide)) * 0
+
+
+def _inner(x: Tensor, gradient: Tensor | None) -> Tensor:
+    """Σ ⟨x_i, gradient_i⟩ in the accumulator's type, some rows at a time."""
+    assert gradient is not None
+    parts = [
+        torch.linalg.vecdot(some.to(gradient.dtype), other).sum()
+        for some, other in zip(x.split(ROWS_AT_ONCE), gradient.split(ROWS_AT_ONCE), strict=True)
+    ]
+    return torch.stack(parts).sum()
+
+
+def _scalar(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().reshape(()).to(dtype)

@@ -1,0 +1,86 @@
+"""Under torch.compile a loss is one node of the graph: nothing breaks it, nothing is unrolled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import PROBLEMS, distance
+from torch import Tensor, nn
+
+from contrastile import ClipLoss, contrast
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_one_node_and_the_same_numbers(name: str, reduction: str) -> None:
+    torch._dynamo.reset()
+    problem = PROBLEMS[name](40, 55)
+    tensors = problem.tensors(torch.float64)
+    nodes: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        nodes.extend(str(node.target) for node in graph.graph.nodes if "contrastile" in str(node.target))
+        return graph
+
+    truth, true_gradients = problem.by_tiles(tensors, reduction=reduction)
+    step = torch.compile(
+        lambda q, k, **named: contrast(q, k, **problem.tiled, reduction=reduction, **named),
+        backend=look,
+        fullgraph=True,
+    )
+    loss = problem._call(step, {}, tensors)
+    seeds = torch.linspace(1.0, 1.5, loss.numel(), dtype=loss.dtype).reshape(loss.shape)
+    gradients = torch.autograd.grad((loss * seeds).sum(), list(tensors.values()))
+    assert nodes == ["contrastile.forward.default"]
+    assert distance(loss.detach(), truth) <= 1e-12
+    for key, gradient in zip(tensors, gradients, strict=True):
+        assert distance(gradient, true_gradients[key]) <= 1e-12, key
+
+
+def test_a_whole_training_step_with_another_batch_size() -> None:
+    torch._dynamo.reset()
+    tower, loss = nn.Linear(8, 16), ClipLoss()
+    scale = torch.tensor(10.0, requires_grad=True)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return loss(F.normalize(tower(x), dim=-1), F.normalize(tower(y), dim=-1), scale)
+
+    # ahead of time, with its own backward graph, as a real backend would
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    for batch in (12, 30):
+        x, y = torch.randn(2, batch, 8)
+        truth = torch.autograd.grad(step(x, y), [tower.weight, scale])
+        found = torch.autograd.grad(compiled(x, y), [tower.weight, scale])
+        assert all(distance(a, b) <= 1e-6 for a, b in zip(found, truth, strict=True))
+
+
+def test_operations_are_registered_as_they_behave() -> None:
+    q, k = (x.double().requires_grad_() for x in torch.randn(2, 9, 4))
+    arguments = (
+        q,
+        k,
+        torch.tensor(2.0),
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        "Softmax True False eager mean mean",
+        0.1,
+        [0, 0],
+    )
+    torch.library.opcheck(torch.ops.contrastile.forward.default, arguments)
+
+
+def test_positives_out_of_range_are_found_when_the_graph_runs() -> None:
+    torch._dynamo.reset()
+    from contrastile.losses.softmax import Softmax
+
+    step = torch.compile(
+        lambda q, k, p: contrast(q, k, scale=1.0, loss=Softmax(), positives=p), backend="eager", fullgraph=True
+    )
+    with pytest.raises(ValueError, match="`positives` must index this rank's 3 keys, or be -1; got 7"):
+        step(torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0, 1, 7]))
