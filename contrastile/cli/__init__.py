@@ -1,0 +1,1 @@
+"""The command line: `main` reads the words, one small file per verb does what they ask."""

@@ -1,0 +1,55 @@
+"""The command `contrastile`: reads its arguments, calls a verb, turns errors into one line and an exit code.
+
+The outermost layer of the house. Nothing heavy is imported until a verb runs. Exit codes: 0 done, 1 the machine failed
+(a full disk), 2 the user is asked to change something, 130 stopped by Ctrl-C (143 by SIGTERM).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from contrastile.cli import bench, compare, evaluate, train
+
+VERBS = (train, evaluate, compare, bench)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every verb's own part."""
+    parser = argparse.ArgumentParser(prog="contrastile", description="Contrastive training with batches of any size.")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in VERBS:
+        verb.add_to(verbs)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    chosen = build_parser().parse_args(arguments)
+    try:
+        return int(chosen.verb(chosen))
+    except KeyboardInterrupt:
+        return _say("stopped", 130)
+    except ModuleNotFoundError as error:
+        if chosen.traceback or (error.name or "").startswith("contrastile"):
+            raise
+        return _say(f'`{error.name}` is not installed; run: pip install "contrastile[train]"', 2)
+    except (ValueError, FileNotFoundError) as error:
+        if chosen.traceback:
+            raise
+        return _say(str(error), 2)
+    except (OSError, FloatingPointError) as error:
+        if chosen.traceback:
+            raise
+        return _say(str(error), 1)
+
+
+def _say(sentence: str, code: int) -> int:
+    print(sentence, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

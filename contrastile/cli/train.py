@@ -1,0 +1,33 @@
+"""`contrastile train RECIPE [key=value ...]`: train, evaluate, write the report."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_to(verbs: Any) -> None:
+    """Declare the verb and its arguments."""
+    parser = verbs.add_parser("train", help="train what a recipe describes, evaluate it and write its report")
+    parser.add_argument("recipe", help="a TOML file, such as recipes/glyphs.toml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.minutes=2 or loss.kind=siglip")
+    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders go (default: runs)")
+    parser.set_defaults(verb=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the recipe before anything heavy is imported, then train."""
+    from contrastile.train.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+
+    from contrastile.train.loop import run_recipe
+
+    outcome = run_recipe(recipe, arguments.runs)
+    if outcome.stopped_by is not None:
+        print(f"stopped after {outcome.examples:,} pairs; what was learned is in {outcome.folder}")
+        print(f"to evaluate it: contrastile evaluate {outcome.folder}")
+        return 128 + outcome.stopped_by
+    print(outcome.table)
+    print(f"report: {outcome.folder / 'report.html'}")
+    return 0

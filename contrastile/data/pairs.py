@@ -1,0 +1,155 @@
+"""Pairs of a picture and its title: the shape in which every source hands its data to training and evaluation.
+
+The first box of the flow: a source (the built-in glyphs, one's own table) becomes a `PairSet`; `batches` takes indices
+from it, `augment` turns its bytes into what the towers see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from contrastile._check import wrong
+
+Indices = npt.NDArray[np.int64]
+Pictures = npt.NDArray[np.uint8]
+
+
+class Progress(Protocol):
+    """A bar that moves."""
+
+    def update(self, n: int) -> object:
+        """`n` more are done."""
+
+
+class ProgressFactory(Protocol):
+    """Makes a bar: `with progress(total, "rendering", "pictures") as bar: ... bar.update(1)`."""
+
+    def __call__(self, total: int, what: str, unit: str) -> AbstractContextManager[Progress]:
+        """A bar for `total` things of the kind `unit`."""
+
+
+class Silence:
+    """The progress that shows nothing.
+
+    >>> with silent(3, "rendering", "pictures") as bar:
+    ...     bar.update(1)
+    """
+
+    def __enter__(self) -> Silence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def update(self, n: int) -> None:
+        """Nothing to show."""
+
+
+def silent(total: int, what: str, unit: str) -> Silence:  # noqa: ARG001
+    """Where nobody watches."""
+    return Silence()
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """Pictures with their titles.
+
+    images: `[n, C, S, S]` uint8, memory-mapped and read-only; glyphs are bright ink on a dark ground.
+    titles: `n` texts.
+    ids: `[n]`; pairs with equal ids could each be the other's right answer, so they are not each other's negatives.
+    splits: sorted indices; "train" always, the held-out parts by their names.
+    skipped: how many rows of the source gave no pair, by reason.
+    """
+
+    images: Pictures
+    titles: list[str]
+    ids: Indices
+    splits: dict[str, Indices]
+    skipped: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.titles)
+
+
+def open_pairs(
+    source: str,
+    *,
+    image_size: int,
+    cache: Path,
+    channels: int = 1,
+    held_out: float = 0.05,
+    progress: ProgressFactory | None = None,
+) -> PairSet:
+    """The pairs of `source`: "glyphs", or the path of a tab-separated file with the columns `filepath` and `title`.
+
+    The pictures are made once, `image_size` pixels square, with 1 channel (grey) or 3 (colour), and kept in a folder
+    under `cache`. `held_out` is the share kept from training: of the names (glyphs), of the pairs (a table).
+
+    Raises ValueError for a size, a number of channels or a share that makes no sense, and for a table without pairs.
+    """
+    from contrastile.data.glyphs import open_glyphs
+    from contrastile.data.table import open_table
+
+    if image_size < 8:
+        raise wrong("image_size", "be at least 8 pixels", image_size, "Glyphs are legible from 32 on.")
+    if channels not in (1, 3):
+        raise wrong("channels", "be 1 (grey) or 3 (colour)", channels, "Pictures are converted to either.")
+    if not 0 < held_out < 1:
+        raise wrong("held_out", "be a share between 0 and 1", held_out, "0.05 keeps a twentieth for evaluation.")
+    opened = open_glyphs if source == "glyphs" else partial(open_table, Path(source))
+    return opened(image_size=image_size, channels=channels, held_out=held_out, cache=cache, progress=progress or silent)
+
+
+def joined_ids(*keys: Sequence[Hashable]) -> Indices:
+    """One id per row, so that rows that agree in any of their keys, directly or through other rows, share an id.
+
+    `keys` are columns of equal length. Ids are numbered by first appearance.
+
+    >>> joined_ids(["A", "A", "Alpha", "B"], ["picture 1", "picture 2", "picture 2", "picture 3"])
+    array([0, 0, 0, 1])
+    """
+    parent: dict[tuple[int, Hashable], tuple[int, Hashable]] = {}
+
+    def root(node: tuple[int, Hashable]) -> tuple[int, Hashable]:
+        while (above := parent.setdefault(node, node)) != node:
+            parent[node] = node = parent[above]
+        return node
+
+    rows = list(zip(*keys, strict=True))
+    for row in rows:
+        first = root((0, row[0]))
+        for column, value in enumerate(row[1:], start=1):
+            parent[root((column, value))] = first
+    number: dict[tuple[int, Hashable], int] = {}
+    return np.array([number.setdefault(root((0, row[0])), len(number)) for row in rows], dtype=np.int64)
+
+
+def lot(text: str) -> float:
+    """A number in [0, 1) drawn by the text itself: the same on every machine, whatever else is in the set.
+
+    >>> lot("LATIN SMALL LETTER A") == lot("LATIN SMALL LETTER A")
+    True
+    """
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+
+def groups_by_lot(titles: Sequence[str], ids: Indices) -> list[tuple[float, list[int]]]:
+    """The rows of each id, ordered by the lot of the id's first title in alphabetical order."""
+    rows: dict[int, list[int]] = {}
+    for row, identity in enumerate(ids.tolist()):
+        rows.setdefault(identity, []).append(row)
+    drawn = [(lot(min(titles[row] for row in members)), members) for members in rows.values()]
+    return sorted(drawn)
+
+
+# What belongs beside the pictures of a source: titles, ids, splits, and the counts of what was skipped.
+Labels = tuple[list[str], Indices, dict[str, Indices], dict[str, int]]

@@ -1,0 +1,199 @@
+"""One's own pictures: a tab-separated file of `filepath` and `title`.
+
+A source of the flow's first box. Every picture is decoded once, cut to a square in its middle and kept with the titles
+in a folder of the cache. What cannot be used is skipped and counted by its reason, and never ends a run.
+
+The first line names the columns; there is no quoting; paths are relative to the file's own folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from contrastile._check import wrong
+from contrastile.data.cache import FORMAT, PictureWriter, cached_pairs
+from contrastile.data.pairs import (
+    Indices,
+    Labels,
+    PairSet,
+    Pictures,
+    ProgressFactory,
+    groups_by_lot,
+    joined_ids,
+)
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+logger = logging.getLogger("contrastile")
+
+# By the picture's header, before anything is decoded: a few bytes may promise gigabytes.
+MOST_PIXELS = 64_000_000
+
+Row = tuple[Path, str]
+
+
+class Skipped(Exception):  # noqa: N818 - not a failure: the row is passed over
+    """Why a row gives no pair."""
+
+
+def open_table(
+    table: Path, *, image_size: int, channels: int, held_out: float, cache: Path, progress: ProgressFactory
+) -> PairSet:
+    """The pairs of a table, decoded once into a folder under `cache`, with the splits "train" and "held_out".
+
+    Pairs that share a title or the very picture share an id, and lie on the same side of the split, which is drawn by
+    their titles: a pair stays on its side when others are added.
+    """
+    rows = read_table(table)
+    settings = {
+        "format": FORMAT,
+        "image_size": image_size,
+        "channels": channels,
+        "held_out": held_out,
+        "rows": hashlib.sha256(repr([_state(row) for row in rows]).encode()).hexdigest(),
+    }
+
+    def make(writer: PictureWriter) -> Labels:
+        return _decode_all(writer, rows, table, held_out=held_out, progress=progress)
+
+    pairs = cached_pairs(cache, "table", settings, shape=(channels, image_size, image_size), make=make)
+    if pairs.skipped:
+        count = sum(pairs.skipped.values())
+        logger.warning("%s: %d of %d rows are skipped (%s)", table, count, len(rows), _counted(pairs.skipped))
+    return pairs
+
+
+def read_table(table: Path) -> list[Row | str]:
+    """Every row below the first: its picture's path and its title, or the reason why it has none."""
+    try:
+        lines = table.read_bytes().splitlines()
+    except OSError as failure:
+        raise wrong("source", 'be "glyphs" or a file that can be read', table, str(failure.strerror) + ".") from failure
+    columns = lines[0].decode("utf-8-sig", errors="replace").split("\t") if lines else []
+    if not {"filepath", "title"} <= set(columns):
+        remedy = "Name them in the first line, separated by tabs."
+        raise wrong("source", "have the columns filepath and title", columns, remedy)
+    where, what = columns.index("filepath"), columns.index("title")
+    return [_row(line, len(columns), where, what, table.parent) for line in lines[1:] if line.strip()]
+
+
+def _row(line: bytes, width: int, where: int, what: int, folder: Path) -> Row | str:
+    try:
+        fields = line.decode("utf-8").split("\t")
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    if len(fields) != width:
+        return "wrong number of columns"
+    title = " ".join(fields[what].split())
+    return (folder / fields[where].strip(), title) if title else "empty title"
+
+
+def _state(row: Row | str) -> object:
+    """What decides whether a cached row is still the row: the title, the path, the file's size and its date."""
+    if isinstance(row, str):
+        return row
+    path, title = row
+    try:
+        found = path.stat()
+    except OSError:
+        return str(path), title, None
+    return str(path), title, found.st_size, found.st_mtime_ns
+
+
+def _decode_all(
+    writer: PictureWriter, rows: list[Row | str], table: Path, *, held_out: float, progress: ProgressFactory
+) -> Labels:
+    titles: list[str] = []
+    digests: list[bytes] = []
+    skipped: Counter[str] = Counter()
+    with progress(len(rows), "reading the pictures", "pictures") as bar:
+        for row in rows:
+            try:
+                if isinstance(row, str):
+                    raise Skipped(row)
+                path, title = row
+                picture = decode(path, writer.shape)
+            except Skipped as reason:
+                skipped[str(reason)] += 1
+            else:
+                writer.add(picture)
+                titles.append(title)
+                digests.append(hashlib.sha256(picture.tobytes()).digest())
+            bar.update(1)
+    ids = joined_ids(titles, digests)
+    if len(set(ids.tolist())) < 2:
+        got = f"{len(titles)} readable pairs" + (f" and skipped {_counted(skipped)}" if skipped else "")
+        remedy = "One is needed to train on, one to be held out."
+        raise wrong("source", f"hold at least two pairs that differ and can be read ({table})", got, remedy)
+    return titles, ids, split(titles, ids, held_out), dict(skipped)
+
+
+def _counted(skipped: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items()))
+
+
+def split(titles: list[str], ids: Indices, share: float) -> dict[str, Indices]:
+    """Rows of "train" and "held_out", by lot; at least one group of equal ids lies on either side."""
+    groups = groups_by_lot(titles, ids)
+    below = sum(drawn < share for drawn, _ in groups)
+    count = min(max(below, 1), len(groups) - 1)
+    sides = {"train": groups[count:], "held_out": groups[:count]}
+    return {
+        name: np.sort(np.array([row for _, members in side for row in members], dtype=np.int64))
+        for name, side in sides.items()
+    }
+
+
+def decode(path: Path, shape: tuple[int, int, int]) -> Pictures:
+    """One picture as uint8 `[C, S, S]`: its middle square, resampled. Raises `Skipped` with the reason."""
+    import warnings
+
+    from PIL import Image
+
+    try:
+        # Pillow's own limit on pixels is a warning where it is not an error; ours is checked below and lies lower.
+        with warnings.catch_warnings(action="ignore"), Image.open(path) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise Skipped("picture over 64 megapixels")
+            # A JPEG can be decoded at a fraction of its size.
+            image.draft(None, (2 * shape[1], 2 * shape[2]))
+            return squared(image, shape)
+    except FileNotFoundError as failure:
+        raise Skipped("missing picture") from failure
+    except Image.DecompressionBombError as failure:
+        raise Skipped("picture over 64 megapixels") from failure
+    except Skipped:
+        raise
+    # A reader of pictures raises whatever a broken file leads it into.
+    except Exception as failure:
+        raise Skipped("broken picture") from failure
+
+
+def squared(image: Image.Image, shape: tuple[int, int, int]) -> Pictures:
+    """A picture of any size as uint8 `[C, S, S]`: upright, its middle square, resampled, grey or in colours."""
+    from PIL import Image, ImageOps
+
+    channels, size, _ = shape
+    plain = _flattened(ImageOps.exif_transpose(image)).convert("L" if channels == 1 else "RGB")
+    square = ImageOps.fit(plain, (size, size), Image.Resampling.BICUBIC)
+    return np.asarray(square).reshape(size, size, channels).transpose(2, 0, 1).copy()
+
+
+def _flattened(image: Image.Image) -> Image.Image:
+    """On white paper where the picture is transparent, and with 8 bits where it has 16, which Pillow would cut off."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image, dtype=np.uint16) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        paper = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(paper, image.convert("RGBA"))
+    return image

@@ -1,0 +1,98 @@
+"""Recall: how often a right answer is among the first k, counted in tiles.
+
+After the towers, beside `zeroshot`. A key is a right answer to a query when their ids are equal, so a query may have
+several; it is found as soon as one of them is among the first k.
+
+**Ties** count against the model: a wrong key that scores exactly as high as the best right one stands before it. So a
+collapsed model, all of whose features are equal, has a recall of 0 and not of 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from contrastile._check import wrong
+from contrastile.evaluate.scores import check_features, row_tiles, score_tiles
+
+
+def recall(
+    query: Tensor, key: Tensor, query_ids: Tensor, key_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)
+) -> dict[int, float]:
+    """The share of queries with a right answer among their first k keys by dot product, for each k.
+
+    query `[N, D]`, key `[M, D]`: floating point, scores in float32. query_ids `[N]`, key_ids `[M]`: integers. A query
+    without any right key counts as not found. Raises ValueError for shapes that do not fit and for no queries.
+
+    >>> features = torch.eye(3)
+    >>> recall(features, features.roll(1, dims=0), torch.arange(3), torch.tensor([2, 0, 0]), ks=[1])
+    {1: 0.6666666666666666}
+    """
+    found = ranks(query, key, query_ids, key_ids)
+    return {k: (found < k).double().mean().item() for k in _checked(ks)}
+
+
+@torch.no_grad()
+def ranks(query: Tensor, key: Tensor, query_ids: Tensor, key_ids: Tensor) -> Tensor:
+    """How many wrong keys score at least as high as the best right one: int64 `[N]`, 0 is best; M where none is right.
+
+    Not-a-number scores count as if they were high on wrong keys and low on right ones.
+    """
+    check_features(query, key)
+    _check_ids(query, query_ids, "query")
+    _check_ids(key, key_ids, "key")
+    found = torch.empty(len(query), dtype=torch.int64, device=query.device)
+    for place, rows in row_tiles(query):
+        ids = query_ids[place, None]
+        best = rows.new_full((len(rows), 1), float("-inf"))
+        any_right = torch.zeros((len(rows), 1), dtype=torch.bool, device=query.device)
+        for columns, scores in score_tiles(rows, key):
+            right = ids == key_ids[columns]
+            any_right |= right.any(dim=1, keepdim=True)
+            scores = scores.masked_fill(~right | scores.isnan(), float("-inf"))
+            best = torch.maximum(best, scores.amax(dim=1, keepdim=True))
+        ahead = torch.zeros((len(rows), 1), dtype=torch.int64, device=query.device)
+        for columns, scores in score_tiles(rows, key):
+            before = (ids != key_ids[columns]) & ~(scores < best)
+            ahead += before.sum(dim=1, keepdim=True)
+        found[place] = ahead.masked_fill(~any_right, len(key)).squeeze(1)
+    return found
+
+
+def chance(query_ids: Tensor, key_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
+    """The recall of an order drawn at random: the mean over queries of 1 − C(M − r, k) / C(M, k), r right keys of M.
+
+    >>> chance(torch.tensor([0, 1]), torch.tensor([0, 1, 2, 2]), ks=[1, 4])
+    {1: 0.25, 4: 1.0}
+    """
+    if len(query_ids) == 0:
+        raise wrong("query_ids", "not be empty", "no queries", "There is nothing to measure.")
+    keys, counts = key_ids.unique(return_counts=True)
+    of_key = dict(zip(keys.tolist(), counts.tolist(), strict=True))
+    queries, times = query_ids.unique(return_counts=True)
+    total = len(key_ids)
+    result = {}
+    for k in _checked(ks):
+        drawn = min(k, total)
+        hits = [
+            1 - math.comb(total - of_key.get(query, 0), drawn) / math.comb(total, drawn) for query in queries.tolist()
+        ]
+        result[k] = sum(hit * time for hit, time in zip(hits, times.tolist(), strict=True)) / len(query_ids)
+    return result
+
+
+def _checked(ks: Sequence[int]) -> Sequence[int]:
+    if not ks or any(k < 1 for k in ks):
+        raise wrong("ks", "be numbers of at least 1", list(ks), "Recall at 1, 5 and 10 is usual.")
+    return ks
+
+
+def _check_ids(features: Tensor, ids: Tensor, name: str) -> None:
+    if ids.shape != features.shape[:1] or ids.is_floating_point():
+        got = f"{ids.dtype} of shape {list(ids.shape)} for {len(features)} rows"
+        raise wrong(f"{name}_ids", "be integers, one per row", got, "Give every row its id.")
+    if len(ids) == 0:
+        raise wrong(name, "not be empty", "no rows", "There is nothing to measure.")

@@ -1,0 +1,42 @@
+"""The best keys of each query: what a report shows, and what a search would answer.
+
+After the towers, on the tiles of `scores`, beside `retrieval`, which only counts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contrastile._check import wrong
+from contrastile.evaluate.scores import check_features, row_tiles, score_tiles
+
+
+@torch.no_grad()
+def top(query: Tensor, key: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` best keys of each query by dot product: scores float32 and indices int64, both `[N, k]`, best first.
+
+    The same as `(query @ key.T).sort(descending=True, stable=True)` cut at `k`: among equal scores the key with the
+    lower index comes first. Not-a-number scores come last.
+
+    query `[N, D]`, key `[M, D]`, floating point. Raises ValueError for features that do not fit and for `k` over M.
+
+    >>> top(torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), k=2)[1]
+    tensor([[1, 2],
+            [0, 1]])
+    """
+    check_features(query, key)
+    if not 1 <= k <= len(key):
+        raise wrong("k", f"be between 1 and the {len(key)} keys", k, "Ask for fewer, or give more keys.")
+    values = query.new_empty((len(query), k), dtype=torch.float32)
+    indices = torch.empty((len(query), k), dtype=torch.int64, device=query.device)
+    for place, rows in row_tiles(query):
+        best = rows.new_empty((len(rows), 0))
+        owner = indices.new_empty((len(rows), 0))
+        for columns, scores in score_tiles(rows, key):
+            here = torch.arange(columns.start, columns.stop, device=query.device).expand(len(rows), -1)
+            candidates = torch.cat([best, scores.nan_to_num(nan=float("-inf"), posinf=None, neginf=None)], dim=1)
+            order = candidates.sort(dim=1, descending=True, stable=True).indices[:, :k]
+            best, owner = candidates.gather(1, order), torch.cat([owner, here], dim=1).gather(1, order)
+        values[place], indices[place] = best, owner
+    return values, indices

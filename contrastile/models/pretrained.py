@@ -1,0 +1,229 @@
+"""Towers from the library transformers: any vision or text model, from a configuration or a local folder.
+
+Within the second box of the flow. Nothing is downloaded: a configuration gives fresh weights, a folder its own. A whole
+CLIP or SigLIP is taken apart into its two towers with their projections, so that it trains like any other pair.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastile._check import wrong
+from contrastile.models.text import Tokenizer
+
+# Tokens that a tower is tried with, to see how wide its features are.
+TRIAL_LENGTH = 4
+
+
+@dataclass(frozen=True)
+class Library:
+    """Where a model comes from: a local `folder`, or a `config` with its `model_type`; and how its features are taken.
+
+    `pooling` is one of `POOLINGS`: "mean" over the places that are no padding, "cls" the first place, "pooler" the
+    model's own. `mean` and `std` are what the pixels are normalised with; a folder's own unless given.
+    """
+
+    folder: str | None = None
+    config: dict[str, Any] | None = None
+    pooling: str = "mean"
+    mean: list[float] | None = None
+    std: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.folder is None) == (self.config is None):
+            remedy = "A folder has its own weights, a config gets fresh ones."
+            raise wrong("config", "be given, or folder, not both", f"{self.config} and {self.folder}", remedy)
+        if self.pooling not in POOLINGS:
+            raise wrong("pooling", f"be one of {', '.join(POOLINGS)}", self.pooling, '"mean" suits every model.')
+        if self.folder is not None and not (Path(self.folder) / "config.json").is_file():
+            raise wrong("folder", "hold a config.json", self.folder, "Save the model there with save_pretrained.")
+        if self.config is not None and "model_type" not in self.config:
+            raise wrong("config", "have a model_type", self.config, 'For example model_type = "vit".')
+
+    def build(self, **unless_given: Any) -> nn.Module:
+        """The model; `unless_given` completes a configuration, and is ignored by a folder."""
+        from transformers import AutoConfig, AutoModel
+
+        if self.folder is not None:
+            return AutoModel.from_pretrained(self.folder, local_files_only=True)
+        described = {**unless_given, **(self.config or {})}
+        kind = described.pop("model_type")
+        try:
+            config = AutoConfig.for_model(kind, **described)
+            return AutoModel.from_config(config)
+        except (ValueError, KeyError) as failure:
+            remedy = str(failure).splitlines()[0]
+            raise wrong("config", "describe a model of transformers", kind, remedy) from failure
+
+    def normalisation(self) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation of the pixels, one per channel or one for all."""
+        found: dict[str, Any] = {}
+        if self.folder is not None and (path := Path(self.folder) / "preprocessor_config.json").is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+        return self.mean or found.get("image_mean") or [0.5], self.std or found.get("image_std") or [0.5]
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A tower, the size of its features, and the settings that make its shapes again from no folder."""
+
+    module: nn.Module
+    features: int
+    settings: dict[str, Any]
+
+
+def _mean(output: Any, mask: Tensor | None) -> Tensor:
+    states = output.last_hidden_state
+    if states.ndim == 4:
+        return states.mean(dim=(2, 3))
+    # A model may merge or add places (patches, a class token); then there is no padding either.
+    if mask is None or mask.shape[1] != states.shape[1]:
+        return states.mean(dim=1)
+    weight = mask[..., None].to(states.dtype)
+    return (states * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1)
+
+
+def _cls(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
+    return output.last_hidden_state[:, 0]
+
+
+def _pooler(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
+    pooled = getattr(output, "pooler_output", None)
+    if pooled is None:
+        raise wrong("pooling", "be one that the model has", "pooler", 'This model has none: take "mean" or "cls".')
+    return pooled.flatten(1)
+
+
+POOLINGS = {"mean": _mean, "cls": _cls, "pooler": _pooler}
+
+
+class ImageTower(nn.Module):
+    """A vision model; takes pixels in [0, 1], grey ones also where the model expects three colours."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: nn.Module, pooling: str, normalisation: tuple[list[float], list[float]]) -> None:
+        super().__init__()
+        self.model = model
+        self.pooling = pooling
+        self.channels = int(model.config.num_channels)  # type: ignore[union-attr, arg-type]
+        for name, values in zip(("mean", "std"), normalisation, strict=True):
+            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """`[B, C, S, S]` to `[B, features]`."""
+        if pixels.shape[1] == 1:
+            pixels = pixels.expand(-1, self.channels, -1, -1)
+        return POOLINGS[self.pooling](self.model(pixel_values=(pixels - self.mean) / self.std), None)
+
+
+class TextTower(nn.Module):
+    """A text model."""
+
+    def __init__(self, model: nn.Module, pooling: str) -> None:
+        super().__init__()
+        self.model = model
+        self.pooling = pooling
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """`[B, L]` twice to `[B, features]`."""
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        return POOLINGS[self.pooling](output, attention_mask)
+
+
+def _width(tower: nn.Module, *inputs: Tensor) -> int:
+    """How wide a tower's features are, whatever its configuration calls it; leaves weights and random numbers alone."""
+    training = tower.training
+    tower.eval()
+    with torch.no_grad():
+        width = tower(*inputs).shape[1]
+    tower.train(training)
+    return int(width)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """A configuration as a recipe holds it."""
+    return json.loads(config.to_json_string(use_diff=True))
+
+
+def image_tower(library: Library, *, image_size: int, channels: int) -> Tower:
+    """The vision model of a library; a configuration that does not tell gets the pictures' size and channels."""
+    model = library.build(image_size=image_size, num_channels=channels)
+    return _image(model, library, image_size=image_size, channels=channels)
+
+
+def _image(model: nn.Module, library: Library, *, image_size: int, channels: int) -> Tower:
+    config: Any = model.config
+    size = getattr(config, "image_size", None)
+    if size is not None and size not in (image_size, [image_size, image_size], (image_size, image_size)):
+        raise wrong("image_size", f"be the {size} pixels of the image tower", image_size, "Set data.image_size to it.")
+    if channels not in (1, config.num_channels):
+        remedy = "Set data.channels to it, or to 1."
+        raise wrong("channels", f"be the {config.num_channels} of the image tower", channels, remedy)
+    mean, std = library.normalisation()
+    tower = ImageTower(model, library.pooling, (mean, std))
+    width = _width(tower, torch.zeros(1, channels, image_size, image_size))
+    return Tower(tower, width, {"config": _plain(config), "pooling": library.pooling, "mean": mean, "std": std})
+
+
+def text_tower(library: Library, *, tokenizer: Tokenizer) -> Tower:
+    """The text model of a library; a configuration that does not tell gets the tokenizer's vocabulary and padding."""
+    return _text(library.build(vocab_size=tokenizer.vocabulary_size, pad_token_id=tokenizer.pad), library, tokenizer)
+
+
+def _text(model: nn.Module, library: Library, tokenizer: Tokenizer) -> Tower:
+    config: Any = model.config
+    if config.vocab_size < tokenizer.vocabulary_size:
+        remedy = "Use the tokenizer that the model was made with."
+        got = f"{tokenizer.vocabulary_size} for a text tower of {config.vocab_size}"
+        raise wrong("tokenizer", "have no more tokens than the text tower", got, remedy)
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and tokenizer.length > longest:
+        remedy = "Set model.tokenizer.length to it."
+        raise wrong("length", f"be at most the {longest} tokens of the text tower", tokenizer.length, remedy)
+    tower = TextTower(model, library.pooling)
+    trial = torch.full((1, min(TRIAL_LENGTH, tokenizer.length)), tokenizer.pad)
+    width = _width(tower, trial, torch.ones_like(trial))
+    return Tower(tower, width, {"config": _plain(config), "pooling": library.pooling})
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The two towers of a CLIP or SigLIP and their projections; a folder's own scale and bias, None for a config."""
+
+    image: Tower
+    text: Tower
+    image_projection: nn.Module
+    text_projection: nn.Module
+    scale: float | None
+    bias: float | None
+    settings: dict[str, Any]
+
+
+def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: Tokenizer) -> Whole:
+    """A model of transformers that holds both towers, taken apart; the features are its own, pooling too."""
+    model: Any = library.build()
+    if not (hasattr(model, "vision_model") and hasattr(model, "text_model")):
+        remedy = "Take a CLIP or a SigLIP, or give the two sides a tower each."
+        raise wrong("both", "be a model with vision_model and text_model", type(model).__name__, remedy)
+    pooled = replace(library, pooling="pooler")
+    image = _image(model.vision_model, pooled, image_size=image_size, channels=channels)
+    text = _text(model.text_model, pooled, tokenizer)
+    trained = library.folder is not None
+    return Whole(
+        image=image,
+        text=text,
+        image_projection=getattr(model, "visual_projection", nn.Identity()),
+        text_projection=getattr(model, "text_projection", nn.Identity()),
+        scale=math.exp(model.logit_scale.item()) if trained else None,
+        bias=model.logit_bias.item() if trained and hasattr(model, "logit_bias") else None,
+        settings={"config": _plain(model.config), "mean": image.settings["mean"], "std": image.settings["std"]},
+    )

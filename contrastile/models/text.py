@@ -1,0 +1,175 @@
+"""From titles to numbers: a word-level tokenizer trained on the run's own titles, or one from a local folder.
+
+Before the text tower in the flow's second box. A trained tokenizer is saved as one tokenizer.json, the format of the
+library `tokenizers`, and read again from there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from contrastile._check import wrong
+
+PAD, UNKNOWN = "[PAD]", "[UNK]"
+
+
+class Tokenizer(Protocol):
+    """What the text towers and the training need of a tokenizer."""
+
+    length: int
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many different tokens there are."""
+
+    @property
+    def pad(self) -> int:
+        """The number that fills up short texts."""
+
+    def tokenise(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask`, int64 `[B, length]`; longer texts are cut."""
+
+    def save(self, folder: Path) -> None:
+        """Everything that `load_tokenizer` needs, into a folder."""
+
+
+class WordTokenizer:
+    """Words, single digits and marks, regardless of case; a word that training never saw becomes `[UNK]`.
+
+    So BRAILLE PATTERN DOTS-12 reads `braille pattern dots - 1 2`, and a pattern never seen is made of parts that were.
+    """
+
+    def __init__(self, described: str, *, length: int) -> None:
+        from tokenizers import Tokenizer as Engine
+
+        if length < 1:
+            raise wrong("length", "be at least 1 token", length, "Titles of a few words need about 16.")
+        self.length = length
+        self._engine = Engine.from_str(described)
+        self._engine.enable_truncation(length)
+        self._pad = self._engine.get_vocab()[PAD]
+        self._engine.enable_padding(length=length, pad_id=self._pad, pad_token=PAD)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The words kept, `[PAD]` and `[UNK]` among them."""
+        return int(self._engine.get_vocab_size())
+
+    @property
+    def pad(self) -> int:
+        """The number of `[PAD]`."""
+        return self._pad
+
+    def tokenise(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask`, int64 `[B, length]`; longer texts are cut."""
+        encoded = self._engine.encode_batch(list(texts))
+        return {
+            "input_ids": torch.tensor([text.ids for text in encoded]).view(len(encoded), self.length),
+            "attention_mask": torch.tensor([text.attention_mask for text in encoded]).view(len(encoded), self.length),
+        }
+
+    def save(self, folder: Path) -> None:
+        """As tokenizer.json, its length inside."""
+        self._engine.save(str(folder / "tokenizer.json"))
+
+
+class FolderTokenizer:
+    """Any tokenizer that transformers can read from a local folder."""
+
+    def __init__(self, folder: Path, *, length: int) -> None:
+        from transformers import AutoTokenizer
+
+        self.length = length
+        self._engine = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if self._engine.pad_token_id is None:
+            raise wrong("tokenizer", "have a padding token", folder, "Set one and save the tokenizer again.")
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Added tokens included."""
+        return len(self._engine)
+
+    @property
+    def pad(self) -> int:
+        """The number of the padding token."""
+        return int(self._engine.pad_token_id)
+
+    def tokenise(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask`, int64 `[B, length]`; longer texts are cut.
+
+        A model whose tokenizer gives no mask (SigLIP) was trained to see its padding, so everything is let through.
+        """
+        encoded = self._engine(
+            list(texts), padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
+        )
+        mask = encoded.get("attention_mask")
+        return {
+            "input_ids": encoded["input_ids"],
+            "attention_mask": torch.ones_like(encoded["input_ids"]) if mask is None else mask,
+        }
+
+    def save(self, folder: Path) -> None:
+        """In the library's own files, the length beside them."""
+        self._engine.model_max_length = self.length
+        self._engine.save_pretrained(folder)
+
+
+def train_tokenizer(titles: Iterable[str], *, kind: str = "words", size: int = 8000, length: int = 16) -> WordTokenizer:
+    """A tokenizer of the `size` most frequent words of `titles`, for texts of up to `length` tokens.
+
+    >>> tokenizer = train_tokenizer(["LATIN SMALL LETTER A", "LATIN SMALL LETTER B"], length=5)
+    >>> tokenizer.tokenise(["LATIN LETTER Z"])["attention_mask"]
+    tensor([[1, 1, 1, 0, 0]])
+    """
+    if kind not in TRAINERS:
+        raise wrong("kind", f"be one of {', '.join(TRAINERS)}", kind, "Or load a tokenizer from a folder.")
+    if size < 3:
+        raise wrong("size", "be at least 3 words", size, "Two of them are for padding and for what is unknown.")
+    return WordTokenizer(TRAINERS[kind](titles, size), length=length)
+
+
+def _train_words(titles: Iterable[str], size: int) -> str:
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+    engine = Engine(models.WordLevel(unk_token=UNKNOWN))
+    engine.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    engine.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=[PAD, UNKNOWN], show_progress=False)
+    engine.train_from_iterator(titles, trainer)
+    return str(engine.to_str())
+
+
+TRAINERS = {"words": _train_words}
+
+
+def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:
+    """The tokenizer of a folder: one that `save` wrote, or any that transformers can read.
+
+    `length` may be left out where the folder's own tells it.
+    """
+    described = folder / "tokenizer.json"
+    configured = folder / "tokenizer_config.json"
+    if configured.is_file():
+        told = json.loads(configured.read_text(encoding="utf-8")).get("model_max_length")
+        return FolderTokenizer(folder, length=_length(length or told, folder))
+    if not described.is_file():
+        raise wrong("folder", "hold a tokenizer.json", folder, "Point to a run or to a saved tokenizer.")
+    text = described.read_text(encoding="utf-8")
+    told = (json.loads(text).get("truncation") or {}).get("max_length")
+    return WordTokenizer(text, length=_length(length or told, folder))
+
+
+def _length(told: int | None, folder: Path) -> int:
+    """Some tokenizers tell an absurd number where they have no limit."""
+    if told is None or told > 100_000:
+        raise wrong("length", f"be given for the tokenizer of {folder}", told, "It tells no limit of its own.")
+    return int(told)

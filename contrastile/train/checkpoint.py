@@ -1,0 +1,142 @@
+"""A run in memory and on disk: the two towers, their tokenizer and transform; saved whole, loaded exactly.
+
+`loop.py` builds a `Run`, trains its model and saves it; `contrastile.load` gives it back to anyone. Nothing here is
+unpickled: weights are safetensors, everything else is text, and the weights' checksum is compared when they are read.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastile._check import wrong
+from contrastile.cache import encode
+from contrastile.data.augment import prepare
+from contrastile.data.table import squared
+from contrastile.models.text import Tokenizer, load_tokenizer
+from contrastile.models.towers import DualEncoder, build_model
+from contrastile.train.config import Recipe
+from contrastile.train.folder import FACTS, RECIPE, WEIGHTS, RunFolder, finished_run
+from contrastile.train.recipe import load_recipe, to_toml
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class Run:
+    """The towers of a run with what they need to see pictures and read texts.
+
+    `encode_image` and `encode_text` give unit rows, so that their product is the cosine of picture and text.
+    """
+
+    recipe: Recipe
+    model: DualEncoder
+    tokenizer: Tokenizer
+    device: torch.device
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that the run's towers train with."""
+        bf16 = self.recipe.train.precision == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16)
+
+    def transform(self, images: Sequence[Image]) -> Tensor:
+        """Pillow pictures of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
+        data = self.recipe.data
+        shape = (data.channels, data.image_size, data.image_size)
+        return torch.stack([torch.from_numpy(squared(image, shape)) for image in images])
+
+    @torch.no_grad()
+    def encode_image(self, images: Sequence[Image] | Tensor) -> Tensor:
+        """Features `[n, D]`, float32 unit rows, of Pillow pictures or of uint8 `[n, C, S, S]` as `transform` gives."""
+        pictures = images if isinstance(images, Tensor) else self.transform(images)
+        if pictures.dtype != torch.uint8:
+            remedy = "Give bytes from 0 to 255; floats are made of them here."
+            raise wrong("images", "be Pillow pictures or a uint8 tensor", pictures.dtype, remedy)
+        sub_batch = self.recipe.train.sub_batch.image
+        return F.normalize(encode(self.model.encode_image, prepare(pictures), sub_batch=sub_batch).float(), dim=-1)
+
+    @torch.no_grad()
+    def encode_text(self, texts: Sequence[str]) -> Tensor:
+        """Features `[n, D]`, float32 unit rows, of texts."""
+        tokens, sub_batch = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.text
+        return F.normalize(encode(self.model.encode_text, tokens, sub_batch=sub_batch).float(), dim=-1)
+
+
+def load(run: str | Path, *, device: str = "auto") -> Run:
+    """The towers, tokenizer and transform of a finished run, ready to encode; nothing of the data is needed.
+
+    Raises ValueError where the folder is no run, or its weights are not the bytes that the run wrote.
+
+    >>> run = load("runs/glyphs")                                                        # doctest: +SKIP
+    >>> cosines = run.encode_image([picture]) @ run.encode_text(["digit one", "digit two"]).T    # doctest: +SKIP
+    """
+    from safetensors.torch import load_model
+
+    folder = finished_run(run)
+    recipe = load_recipe(folder / RECIPE, files=False)
+    facts = folder.read_json(FACTS)
+    if folder.checksum(WEIGHTS) != facts["weights_sha256"]:
+        remedy = "The file is damaged or another one; train again or restore it."
+        raise wrong(WEIGHTS, "be the file that the run wrote", "another checksum", remedy)
+    tokenizer = load_tokenizer(folder.path)
+    model = build_model(facts["towers"], tokenizer=tokenizer)
+    try:
+        load_model(model, folder / WEIGHTS)
+    except RuntimeError as error:
+        remedy = "Another version of contrastile wrote it; train again or install that version."
+        raise wrong("run", "hold weights of these towers", f'"{folder.path}", whose shapes differ', remedy) from error
+    return Run(recipe, model.to(choose_device(device)).eval(), tokenizer, choose_device(device))
+
+
+def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
+    """The untrained run of a recipe: its towers at the numbers that its seed draws."""
+    torch.manual_seed(recipe.seed)
+    device = choose_device(recipe.device)
+    return Run(recipe, build_model(tower_settings(recipe), tokenizer=tokenizer).to(device), tokenizer, device)
+
+
+def tower_settings(recipe: Recipe) -> dict[str, Any]:
+    """What `build_model` reads of a recipe."""
+    trained = recipe.model.both is not None and recipe.model.both.folder is not None
+    return {
+        **recipe.model.model_dump(exclude={"tokenizer"}, exclude_none=True),
+        "image_size": recipe.data.image_size,
+        "channels": recipe.data.channels,
+        # a trained model has a scale and a bias of its own, which only an explicit word replaces
+        **recipe.loss.model_dump(include={"scale", "bias"}, exclude_unset=trained),
+    }
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise wrong("device", "be there", f'"{name}", and torch finds no GPU', 'Use "cpu" or "auto".')
+    return torch.device(name)
+
+
+def save_run(folder: RunFolder, run: Run, facts: dict[str, Any]) -> None:
+    """Recipe, tokenizer, weights and facts into the folder, each file whole or not at all."""
+    from safetensors.torch import save_model
+
+    folder.write_text(RECIPE, to_toml(run.recipe))
+    with tempfile.TemporaryDirectory(dir=folder.path, prefix=".tokenizer-") as beside:
+        run.tokenizer.save(Path(beside))
+        for file in Path(beside).iterdir():
+            os.replace(file, folder / file.name)
+    with folder.written_whole(WEIGHTS) as path:
+        save_model(run.model, str(path))
+        # the library makes a file that nobody else may read
+        path.chmod(0o644)
+    folder.write_json(FACTS, {**facts, "towers": run.model.settings, "weights_sha256": folder.checksum(WEIGHTS)})

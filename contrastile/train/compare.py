@@ -1,0 +1,196 @@
+"""The same memory spent in four ways: table 1 of the gradient cache's paper (Gao et al. 2021) on a recipe's own data.
+
+Beside `loop.py`, whose `train` it runs for every way and seed. Every way keeps the activations of one sub-batch: as
+small batches, one after the other (sequential); as small batches whose gradients are averaged (accumulated); as one
+large batch through the cache (cached); and as the recipe's own schedule. Once at equal examples, once at equal time,
+namely what the sequential way took. Whatever comes out is written down.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from contrastile._check import wrong
+from contrastile.train.checkpoint import build_run, choose_device
+from contrastile.train.config import Recipe
+from contrastile.train.evaluation import encode_held_out, evaluate
+from contrastile.train.facts import Trained, describe, versions
+from contrastile.train.feed import Materials, open_materials
+from contrastile.train.folder import RECIPE, RunFolder, new_run
+from contrastile.train.log import Metrics, size
+from contrastile.train.loop import train
+from contrastile.train.recipe import to_toml
+
+RESULTS, TABLE = "compare.csv", "compare.md"
+# at equal time the clock alone ends a run
+NO_END = 10**12
+
+
+BUDGETS = ("examples", "time")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run to be made."""
+
+    budget: str
+    way: str
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run that was made: what it took, and the recall at 1 of each headline test.
+
+    `peak_bytes` are those above what was there before the first step.
+    """
+
+    budget: str
+    way: str
+    seed: int
+    examples: int
+    steps: int
+    seconds: float
+    peak_bytes: int
+    recall: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Where the results are, the table, and the signal that ended it early, if one did."""
+
+    folder: Path
+    table: str
+    stopped_by: int | None
+
+
+def compare_recipe(recipe: Recipe, runs: str | Path, *, seeds: int) -> Comparison:
+    """Run every way with every seed, at equal examples and at the time that the sequential way took on average."""
+    if seeds < 1:
+        raise wrong("seeds", "be at least 1", seeds, "Three show a spread.")
+    every_way = ways(recipe)
+    materials = open_materials(recipe)
+    trials: list[Trial] = []
+    with new_run(runs, f"{recipe.name}-compare") as folder:
+        folder.write_text(RECIPE, to_toml(recipe))
+        for plan in _plans(recipe, materials, every_way, seeds, trials):
+            trained = _run(plan, materials, folder, trials)
+            if trained.stopped_by is not None:
+                return Comparison(folder.path, table(trials), trained.stopped_by)
+            folder.write_text(RESULTS, as_csv(trials))
+            folder.write_text(TABLE, page(recipe, trials))
+    return Comparison(folder.path, table(trials), None)
+
+
+def ways(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The four ways as changes of `[train]`: the small batch is a sub-batch, the large one the recipe's largest."""
+    small = recipe.train.sub_batch.image
+    large = _large(recipe)
+    if large <= small:
+        got = f"{large} and {small}"
+        raise wrong("train.batch", "have a size above train.sub_batch.image", got, "There is nothing to compare.")
+    return {
+        "sequential": {"batch": ((0.0, small),), "accumulate": 1},
+        "accumulated": {"batch": ((0.0, large),), "accumulate": -(-large // small)},
+        "cached": {"batch": ((0.0, large),), "accumulate": 1},
+        "schedule": {"batch": recipe.train.batch, "accumulate": 1},
+    }
+
+
+def _large(recipe: Recipe) -> int:
+    return max(batch for _, batch in recipe.train.batch)
+
+
+def _plans(
+    recipe: Recipe, materials: Materials, every_way: dict[str, dict[str, Any]], seeds: int, trials: Sequence[Trial]
+) -> Iterator[Plan]:
+    """What to run, in order; the time to be kept is read from `trials`, once the sequential way is through."""
+    examples = recipe.train.length(len(materials.pairs.splits["train"]))
+    for budget in BUDGETS:
+        for way, change in every_way.items():
+            for seed in range(recipe.seed, recipe.seed + seeds):
+                length: dict[str, Any] = {"examples": examples, "minutes": None}
+                if budget == "time":
+                    taken = [trial.seconds for trial in trials if trial.way == "sequential"]
+                    length = {"examples": NO_END, "minutes": statistics.mean(taken[:seeds]) / 60}
+                settings = recipe.train.model_copy(update={"epochs": None, **length, **change})
+                yield Plan(budget, way, recipe.model_copy(update={"train": settings, "seed": seed}))
+
+
+def _run(plan: Plan, materials: Materials, folder: RunFolder, trials: list[Trial]) -> Trained:
+    """Train and measure one plan; a trial is added unless it was stopped."""
+    recipe, trained = plan.recipe, Trained()
+    run = build_run(recipe, materials.tokenizer)
+    with Metrics(folder / f"{plan.budget}-{plan.way}-{recipe.seed}.jsonl") as metrics:
+        train(run, materials, metrics, trained)
+    if trained.stopped_by is None:
+        results = evaluate(run, encode_held_out(run, materials.pairs))
+        recall = {row["test"]: row["recall"]["1"] for row in results if row["headline"]}
+        above = trained.peak_bytes - trained.base_bytes
+        took = (trained.examples, trained.steps, round(trained.seconds, 1), above)
+        trials.append(Trial(plan.budget, plan.way, recipe.seed, *took, recall))
+    return trained
+
+
+def as_csv(trials: Sequence[Trial]) -> str:
+    """One line per trial, recall in a column per test."""
+    file = io.StringIO()
+    rows = [{**asdict(trial), **trial.recall} for trial in trials]
+    names = [name for name in rows[0] if name != "recall"]
+    writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def table(trials: Sequence[Trial]) -> str:
+    """A Markdown table of every budget and way: what was spent, and recall at 1 as mean and spread over the seeds."""
+    if not trials:
+        return "nothing was finished"
+    tests = list(trials[0].recall)
+    heads = ["equal", "way", "steps", "pairs", "seconds", "memory above the start", *(f"{test}, @1" for test in tests)]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for budget, way in dict.fromkeys((trial.budget, trial.way) for trial in trials):
+        same = [trial for trial in trials if (trial.budget, trial.way) == (budget, way)]
+        spent = [
+            f"{statistics.mean(trial.steps for trial in same):,.0f}",
+            f"{statistics.mean(trial.examples for trial in same):,.0f}",
+            f"{statistics.mean(trial.seconds for trial in same):,.0f}",
+            size(max(trial.peak_bytes for trial in same)),
+        ]
+        lines.append(_line([budget, way, *spent, *(_spread([trial.recall[test] for trial in same]) for test in tests)]))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _spread(shares: Sequence[float]) -> str:
+    """Mean ± standard deviation in percent; the mean alone where there is one seed."""
+    mean = f"{100 * statistics.mean(shares):.1f}"
+    return f"{mean} ± {100 * statistics.stdev(shares):.1f} %" if len(shares) > 1 else f"{mean} %"
+
+
+def page(recipe: Recipe, trials: Sequence[Trial]) -> str:
+    """compare.md: the table with what one must know to read it."""
+    computed = " · ".join(f"{name} {version}" for name, version in versions().items())
+    seeds = len({trial.seed for trial in trials})
+    return f"""# {recipe.name}: the same memory in four ways
+
+Every way keeps the activations of one sub-batch of {recipe.train.sub_batch.image}. *Sequential*: batches of that size.
+*Accumulated*: large batches of {_large(recipe):,} in parts of that size, each with its own
+negatives only. *Cached*: the same large batches with all their negatives, by the gradient cache. *Schedule*: the
+recipe's own. Learning rate and everything else are the recipe's. Equal time: what the sequential way took on average.
+Mean and standard deviation over {seeds} seed{"s" if seeds > 1 else ""}.
+
+{table(trials)}
+
+{describe(choose_device(recipe.device))} · {computed}
+"""

@@ -1,0 +1,343 @@
+"""What a recipe may say: one frozen class per section, every key with its type, its bounds and its default.
+
+The first station of a run: `recipe.py` reads a TOML file into these classes, and everything after takes its settings
+from them and from nowhere else. Values are taken strictly (the text "8" is no number) and unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class Settings(BaseModel):
+    """A section of a recipe: exact types, no unknown keys, finite numbers, never changed once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _kind_or(default: str) -> Discriminator:
+    """Which class reads a section, by its key `kind`; `default` where the key is left out."""
+
+    def kind(section: Any) -> Any:
+        return section.get("kind", default) if isinstance(section, Mapping) else getattr(section, "kind", default)
+
+    return Discriminator(kind)
+
+
+def _files_matter(info: ValidationInfo) -> bool:
+    """A recipe to be run needs its files; one that is read back from its run folder does not."""
+    return bool((info.context or {}).get("files"))
+
+
+class DataSettings(Settings):
+    """`source`: "glyphs", or a tab-separated file with the columns filepath and title.
+
+    Pictures become `image_size` pixels square, grey (1 channel) or in colour (3), and are kept under `cache`.
+    `held_out` is the share kept from training, of the names or, for a table, of the pairs; `augment` bends them a bit.
+    """
+
+    source: str = "glyphs"
+    image_size: Annotated[int, Field(ge=8, le=1024)] = 32
+    channels: Literal[1, 3] = 1
+    held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    cache: str = "~/.cache/contrastile"
+    augment: bool = True
+
+    @field_validator("source")
+    @classmethod
+    def _source_is_known(cls, source: str, info: ValidationInfo) -> str:
+        if source != "glyphs" and not source.endswith(".tsv"):
+            raise ValueError(f'must be "glyphs" or the path of a .tsv file; got "{source}"')
+        if source != "glyphs" and _files_matter(info) and not os.path.isfile(source):
+            raise ValueError(f'no such file "{source}"')
+        return source
+
+
+class ConvTower(Settings):
+    """The small convolutional net of the demo."""
+
+    kind: Literal["conv"] = "conv"
+    width: Count = 32
+
+
+class WordsTower(Settings):
+    """The small word-level text tower of the demo."""
+
+    kind: Literal["words"] = "words"
+    width: Count = 128
+
+
+class TransformersModel(Settings):
+    """A model of transformers: a local `folder` with its weights, or a `config` with its model_type, from scratch.
+
+    `mean` and `std` are what pixels are normalised with; a folder's own where they are left out.
+    """
+
+    kind: Literal["transformers"] = "transformers"
+    folder: str | None = None
+    config: dict[str, Any] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    @field_validator("folder")
+    @classmethod
+    def _folder_exists(cls, folder: str | None, info: ValidationInfo) -> str | None:
+        absent = folder is not None and not os.path.isfile(os.path.join(folder, "config.json"))
+        if absent and _files_matter(info):
+            raise ValueError(f'must be a folder with a config.json; got "{folder}"')
+        return folder
+
+    @field_validator("config")
+    @classmethod
+    def _config_has_a_type(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        if config is not None and "model_type" not in config:
+            raise ValueError('must have a model_type, such as "vit"')
+        return config
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> TransformersModel:
+        if (self.folder is None) == (self.config is None):
+            raise ValueError("must have either folder or config, and not both")
+        return self
+
+
+class TransformersTower(TransformersModel):
+    """One side alone: its features are the mean over its places, its first place ("cls") or its own pooler's."""
+
+    pooling: Literal["mean", "cls", "pooler"] = "mean"
+
+
+AnyImageTower = Annotated[
+    Annotated[ConvTower, Tag("conv")] | Annotated[TransformersTower, Tag("transformers")], _kind_or("conv")
+]
+AnyTextTower = Annotated[
+    Annotated[WordsTower, Tag("words")] | Annotated[TransformersTower, Tag("transformers")], _kind_or("words")
+]
+
+
+class TokenizerSettings(Settings):
+    """A tokenizer of `size` words trained on the run's own titles, or that in `folder`; titles are cut at `length`."""
+
+    kind: Literal["words"] = "words"
+    size: Annotated[int, Field(ge=8)] = 8000
+    length: Count = 16
+    folder: str | None = None
+
+
+class ModelSettings(Settings):
+    """The two towers, or one model of transformers for `both`, and the size of the features that they meet in."""
+
+    features: Count = 256
+    image: AnyImageTower | None = None
+    text: AnyTextTower | None = None
+    both: TransformersModel | None = None
+    tokenizer: TokenizerSettings = TokenizerSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _towers_or_both(cls, section: Any) -> Any:
+        """Where there is no model for both, each side has its small tower by default."""
+        if not isinstance(section, Mapping):
+            return section
+        if "both" not in section:
+            return {"image": {"kind": "conv"}, "text": {"kind": "words"}, **section}
+        if "image" in section or "text" in section:
+            raise ValueError("must have either both or image and text")
+        return section
+
+
+class LossSettings(Settings):
+    """What every loss shares: how it is computed (`backend`, `exchange`, `gradient` are its own words)."""
+
+    backend: Literal["auto", "dense", "eager", "triton"] = "auto"
+    exchange: Literal["auto", "single", "replicate", "gather", "ring"] = "auto"
+    gradient: Literal["mean", "sum"] = "mean"
+    scale: Annotated[float, Field(ge=1.0, le=100.0)]
+
+    def words(self) -> dict[str, Any]:
+        """What the loss itself is made with."""
+        return self.model_dump(exclude={"kind", "scale", "bias"})
+
+
+class ClipSettings(LossSettings):
+    """ClipLoss. The learned scale begins at `scale`; 14.3 is CLIP's temperature of 0.07.
+
+    A trained model of `model.both` keeps its own scale unless the recipe names one; with siglip its bias too.
+    """
+
+    kind: Literal["clip"] = "clip"
+    scale: Annotated[float, Field(ge=1.0, le=100.0)] = 14.3
+    label_smoothing: Share = 0.0
+
+
+class SigLipSettings(LossSettings):
+    """SigLipLoss. The learned scale and bias begin at `scale` and `bias`, SigLIP's values."""
+
+    kind: Literal["siglip"] = "siglip"
+    scale: Annotated[float, Field(ge=1.0, le=100.0)] = 10.0
+    bias: float = -10.0
+
+
+AnyLoss = Annotated[Annotated[ClipSettings, Tag("clip")] | Annotated[SigLipSettings, Tag("siglip")], _kind_or("clip")]
+
+
+class OptimSettings(Settings):
+    """What every optimizer shares. `warmup` is a share of the run, `final` the last rate over the highest.
+
+    The norm of the whole gradient is cut down to `clip_norm`; 0 leaves it as it is.
+    """
+
+    learning_rate: Positive = 1e-3
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    warmup: Share = 0.05
+    final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
+
+
+class AdamWSettings(OptimSettings):
+    """torch.optim.AdamW."""
+
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[Share, Share] = (0.9, 0.98)
+    eps: Positive = 1e-8
+
+
+class AdafactorSettings(OptimSettings):
+    """torch.optim.Adafactor: second moments by row and column, so that its state is small."""
+
+    kind: Literal["adafactor"] = "adafactor"
+    beta2_decay: Annotated[float, Field(lt=0.0)] = -0.8
+
+
+AnyOptim = Annotated[
+    Annotated[AdamWSettings, Tag("adamw")] | Annotated[AdafactorSettings, Tag("adafactor")], _kind_or("adamw")
+]
+
+
+class SubBatch(Settings):
+    """How many examples each encoder sees at once."""
+
+    image: Count = 256
+    text: Count = 256
+
+
+def _constant_schedule(batch: Any) -> Any:
+    """A plain number is a schedule of one step."""
+    return ((0.0, batch),) if isinstance(batch, int) and not isinstance(batch, bool) else batch
+
+
+def _same_sub_batch(sub_batch: Any) -> Any:
+    """A plain number is meant for both towers."""
+    whole = isinstance(sub_batch, int) and not isinstance(sub_batch, bool)
+    return {"image": sub_batch, "text": sub_batch} if whole else sub_batch
+
+
+class TrainSettings(Settings):
+    """How long (`examples` or `epochs`, and at most `minutes`), in which batches, at which precision.
+
+    `batch` is a schedule of shares of the run and sizes, or one size. `retain` sub-batches of each tower keep their
+    activations and need no second forward: memory for time. With `accumulate = 4` a batch is four parts, each with its
+    own negatives only, whose gradients are averaged: the poorer way, there to be compared with.
+    """
+
+    examples: Count | None = None
+    epochs: Positive | None = None
+    minutes: Positive | None = None
+    batch: Annotated[tuple[tuple[Share, Count], ...], BeforeValidator(_constant_schedule)] = ((0.0, 256),)
+    sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = SubBatch()
+    retain: Annotated[int, Field(ge=0)] = 1
+    accumulate: Count = 1
+    precision: Literal["float32", "bf16"] = "float32"
+
+    @field_validator("batch")
+    @classmethod
+    def _schedule_is_a_staircase(cls, batch: tuple[tuple[float, int], ...]) -> tuple[tuple[float, int], ...]:
+        starts = [start for start, _ in batch]
+        if not starts or starts[0] != 0.0:
+            raise ValueError("must begin at 0.0, as in [[0.0, 256], [0.5, 4096]]")
+        if any(late <= early for early, late in pairwise(starts)):
+            raise ValueError("must have rising starts, as in [[0.0, 256], [0.5, 4096]]")
+        return batch
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainSettings:
+        if (self.examples is None) == (self.epochs is None):
+            raise ValueError("must have either examples or epochs, and not both")
+        return self
+
+    def batch_at(self, share: float) -> int:
+        """The batch size when the share `share` of the run is done."""
+        return next(size for start, size in reversed(self.batch) if start <= share)
+
+    def length(self, pairs: int) -> int:
+        """How many examples the run sees where the training split has `pairs`."""
+        return self.examples if self.examples is not None else max(1, round((self.epochs or 0.0) * pairs))
+
+
+class EvaluateSettings(Settings):
+    """`every`: the share of the run between two probes of recall, on at most `probe` examples of each held-out part.
+
+    `prompts` are what names are put into for zero-shot tests. `digits`: after training on the glyphs, handwritten
+    digits too; they say nothing about other pictures.
+    """
+
+    every: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    probe: Count = 1000
+    prompts: tuple[str, ...] = ("{}",)
+    digits: bool = True
+
+    @field_validator("prompts")
+    @classmethod
+    def _prompts_have_a_place(cls, prompts: tuple[str, ...]) -> tuple[str, ...]:
+        if not prompts or any(prompt.count("{}") != 1 for prompt in prompts):
+            raise ValueError("must be texts with one {} each, the place of the name")
+        return prompts
+
+
+class Recipe(Settings):
+    """A whole run. `name` is that of its folder, the recipe file's own where the recipe does not say."""
+
+    name: str
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    device: str = "auto"
+    data: DataSettings = DataSettings()
+    model: ModelSettings = ModelSettings.model_validate({})
+    loss: AnyLoss = ClipSettings()
+    optim: AnyOptim = AdamWSettings()
+    train: TrainSettings
+    evaluate: EvaluateSettings = EvaluateSettings()
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_folder_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(f'must be a folder name of letters, digits, ".", "_" and "-"; got {json.dumps(name)}')
+        return name
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_known(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", device):
+            raise ValueError(f'must be "auto", "cpu", "cuda" or "cuda:1"; got {json.dumps(device)}')
+        return device

@@ -1,0 +1,83 @@
+"""What is worth knowing about a run when it is over: how long, on what, with how much memory.
+
+`loop.py` fills a `Trained` while it goes; `facts` turns it into the run folder's run.json, which the report reads.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from contrastile.train.checkpoint import Run
+from contrastile.train.feed import Materials
+from contrastile.train.memory import bytes_per_example, dense_need
+
+
+@dataclass
+class Trained:
+    """How far the steps came, and what they took. `stopped_by`: the signal that ended them early."""
+
+    examples: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    largest_batch: int = 0
+    base_bytes: int = 0
+    peak_bytes: int = 0
+    stopped_by: int | None = None
+
+
+def facts(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:
+    """All that the report says beside curves and results; plain values, to be written as JSON."""
+    recipe = run.recipe
+    largest = max(trained.largest_batch, 1)
+    kept = recipe.train.sub_batch.image * max(recipe.train.retain, 1)
+    need = dense_need(activations_per_pair(run, materials), largest, kept)
+    return {
+        "name": recipe.name,
+        "pairs": len(materials.pairs.splits["train"]),
+        "skipped": materials.pairs.skipped,
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "device": describe(run.device),
+        "loss": recipe.loss.kind,
+        "batch": [batch for _, batch in recipe.train.batch],
+        **asdict(trained),
+        "memory": asdict(need),
+        "versions": versions(),
+        "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def activations_per_pair(run: Run, materials: Materials) -> int:
+    """The bytes that autograd keeps for one pair, in both towers, measured on sub-batches of the run's own data."""
+    sub_batch, data = run.recipe.train.sub_batch, run.recipe.data
+    row = torch.zeros(1, dtype=torch.int64)
+
+    def image(count: int) -> object:
+        pixels = torch.zeros(count, data.channels, data.image_size, data.image_size, device=run.device)
+        return run.model.encode_image(pixels)
+
+    def text(count: int) -> object:
+        tokens = {name: ids[row.expand(count)].to(run.device) for name, ids in materials.tokens.items()}
+        return run.model.encode_text(**tokens)
+
+    with run.autocast():
+        return bytes_per_example(image, sub_batch.image) + bytes_per_example(text, sub_batch.text)
+
+
+def describe(device: torch.device) -> str:
+    """The device as a reader knows it: its name, or the number of CPU threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.get_num_threads()} of {os.cpu_count()} CPU cores"
+
+
+def versions() -> dict[str, str]:
+    """What computed it."""
+    from contrastile import __version__
+
+    return {"contrastile": __version__, "torch": torch.__version__, "Python": platform.python_version()}

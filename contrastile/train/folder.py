@@ -1,0 +1,113 @@
+"""A run's folder: where it is, who may write in it, and how a file gets there whole.
+
+`runs/<name>` is always the newest run of its name. An earlier one is moved aside to `runs/<name>-1`, `-2`, ...: nothing
+is ever overwritten or lost. Every file but `metrics.jsonl` is written beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from contrastile._check import wrong
+
+RECIPE = "recipe.toml"
+METRICS = "metrics.jsonl"
+WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+FACTS = "run.json"
+EVALUATION = "evaluation.json"
+REPORT = "report.html"
+
+
+class RunFolder:
+    """The folder at `path`, which exists."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    @contextmanager
+    def written_whole(self, name: str) -> Iterator[Path]:
+        """A path to write to; on leaving without an error it becomes the file `name`, in one step."""
+        temporary = self.path / f".{name}.part"
+        try:
+            yield temporary
+            with temporary.open("rb") as written:
+                os.fsync(written.fileno())
+            os.replace(temporary, self.path / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def write_text(self, name: str, text: str) -> None:
+        """The file `name` holds `text`."""
+        with self.written_whole(name) as path:
+            path.write_text(text, encoding="utf-8")
+
+    def write_json(self, name: str, value: Any) -> None:
+        """The file `name` holds `value` as JSON, readable by people too."""
+        self.write_text(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """What `write_json` wrote."""
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
+
+    def checksum(self, name: str) -> str:
+        """The SHA-256 of the file `name`."""
+        with (self.path / name).open("rb") as file:
+            digest = sha256()
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
+
+
+def finished_run(path: str | Path) -> RunFolder:
+    """The folder of a run that has kept its weights, or a sentence that says what is missing."""
+    folder = Path(path)
+    missing = [name for name in (RECIPE, WEIGHTS, FACTS) if not (folder / name).is_file()]
+    if missing:
+        remedy = "Train one first: contrastile train recipes/glyphs.toml"
+        raise wrong("run", f"be the folder of a run, with {', '.join(missing)}", f'"{folder}"', remedy)
+    return RunFolder(folder)
+
+
+@contextmanager
+def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
+    """An empty `runs/<name>`, held by this process alone; an earlier run of that name is moved aside first."""
+    path = Path(runs) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        with _held(path):
+            path.rename(free_name(path))
+    path.mkdir()
+    with _held(path):
+        yield RunFolder(path)
+
+
+def free_name(path: Path) -> Path:
+    """The first of `<path>-1`, `<path>-2`, ... that does not exist."""
+    return next(free for number in count(1) if not (free := path.with_name(f"{path.name}-{number}")).exists())
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """The folder's lock, which the system drops with the process; a sentence where another process has it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            remedy = "Wait for that run to end, or give this one another name: name=another"
+            raise wrong("name", "be that of no run under way", f'"{path.name}"', remedy) from None
+        yield
+    finally:
+        os.close(handle)

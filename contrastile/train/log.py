@@ -1,0 +1,136 @@
+"""What a run says while it runs: a bar on every long wait, and one line of JSON per step in `metrics.jsonl`.
+
+Used by every station of the story. On a terminal a wait is a tqdm bar; in a file or a CI log it is a plain line now and
+then, so that the log stays readable.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+# seconds between two lines where there is no terminal
+LINE_EVERY = 10.0
+
+
+class Bar(Protocol):
+    """One long wait under way."""
+
+    def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
+        """`n` more are done; `total` where the estimate changed; `facts` are shown behind the bar."""
+
+
+class TerminalBar:
+    """A tqdm bar."""
+
+    def __init__(self, total: int, what: str, unit: str) -> None:
+        from tqdm import tqdm
+
+        # a terminal that does not know its size is taken for one of 80 × 24; tqdm would show nothing
+        columns, lines = shutil.get_terminal_size()
+        self._bar = tqdm(total=total, desc=what, unit=f" {unit}", unit_scale=True, ncols=columns - 1, nrows=lines)
+
+    def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
+        if total is not None:
+            self._bar.total = total
+        if facts:
+            self._bar.set_postfix(facts, refresh=False)
+        self._bar.update(n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class LineBar:
+    """A line at the start of a wait that lasts, another every `LINE_EVERY` seconds, and one at its end."""
+
+    def __init__(self, total: int, what: str, unit: str, stream: TextIO | None = None) -> None:
+        self._total, self._what, self._unit = total, what, unit
+        self._stream = stream if stream is not None else sys.stderr
+        self._done = 0
+        self._facts: dict[str, str] = {}
+        self._began = self._spoke = time.monotonic()
+
+    def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
+        self._done += n
+        self._total = total if total is not None else self._total
+        self._facts.update(facts)
+        if time.monotonic() - self._spoke >= LINE_EVERY:
+            self._speak()
+
+    def close(self) -> None:
+        self._speak()
+
+    def _speak(self) -> None:
+        self._spoke = time.monotonic()
+        seconds = max(self._spoke - self._began, 1e-9)
+        share = self._done / max(self._total, 1)
+        rate = self._done / seconds
+        left = f"{clock((self._total - self._done) / rate)} left" if 0 < share < 1 else f"{clock(seconds)} taken"
+        facts = [f"{name} {value}" for name, value in self._facts.items()]
+        line = [
+            f"{self._what} {share:4.0%}",
+            f"{self._done:,} {self._unit}",
+            f"{rate:,.0f} {self._unit}/s",
+            left,
+            *facts,
+        ]
+        print(" · ".join(line), file=self._stream, flush=True)
+
+
+@contextmanager
+def progress(total: int, what: str, unit: str) -> Iterator[Bar]:
+    """Show a wait of `total` units: `with progress(54_000, "rendering", "pictures") as bar: ... bar.update(1)`."""
+    bar = (TerminalBar if sys.stderr.isatty() else LineBar)(total, what, unit)
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+def clock(seconds: float) -> str:
+    """Seconds as people read them: 75 is "1:15"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def size(count: float) -> str:
+    """Bytes as people read them, in powers of 1024: 3 · 2³⁰ is "3.0 GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+class Metrics:
+    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append one line; `kind` is "step", "probe" or "end"."""
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; a last line cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]

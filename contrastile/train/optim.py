@@ -1,0 +1,82 @@
+"""The step's last part: which optimizer, which parameters decay, how the learning rate runs, where the scale may go.
+
+Used by `loop.py` alone; everything here is a function of the recipe's `[optim]` section.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from contrastile.train.config import AdafactorSettings, AdamWSettings, OptimSettings
+
+Groups = list[dict[str, Any]]
+
+# CLIP's bounds: at a scale of 100 the softmax is as sharp as it may become
+LOG_SCALE_BOUNDS = (0.0, math.log(100.0))
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
+    """Two groups: matrices and filters, which decay; gains, biases and the scale (at most one axis), which do not.
+
+    Parameters that do not train are left out.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _adamw(groups: Groups, settings: AdamWSettings) -> Optimizer:
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps)
+
+
+def _adafactor(groups: Groups, settings: AdafactorSettings) -> Optimizer:
+    return torch.optim.Adafactor(groups, lr=settings.learning_rate, beta2_decay=settings.beta2_decay)
+
+
+OPTIMIZERS: dict[type[OptimSettings], Callable[[Groups, Any], Optimizer]] = {
+    AdamWSettings: _adamw,
+    AdafactorSettings: _adafactor,
+}
+
+
+def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
+    """The optimizer that the recipe names, over the model's trained parameters."""
+    groups = parameter_groups(model.parameters(), settings.weight_decay)
+    return OPTIMIZERS[type(settings)]([group for group in groups if group["params"]], settings)
+
+
+def learning_rate(progress: float, settings: OptimSettings) -> float:
+    """The rate when the share `progress` of the run is done: a straight rise over `warmup`, then half a cosine.
+
+    At the end it is `final` times the highest.
+    """
+    if progress < settings.warmup:
+        return settings.learning_rate * progress / settings.warmup
+    fall = (min(progress, 1.0) - settings.warmup) / (1.0 - settings.warmup)
+    height = 0.5 * (1.0 + math.cos(math.pi * fall))
+    return settings.learning_rate * (settings.final + (1.0 - settings.final) * height)
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give every group the same rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def clip_gradients(model: nn.Module, clip_norm: float) -> Tensor:
+    """Cut the gradient down to `clip_norm` where that is positive; the norm before, on its device."""
+    return nn.utils.clip_grad_norm_(model.parameters(), clip_norm if clip_norm > 0 else math.inf)
+
+
+@torch.no_grad()
+def clamp_scale(log_scale: Tensor) -> None:
+    """Put the logarithm of the scale back into [0, ln 100]."""
+    log_scale.clamp_(*LOG_SCALE_BOUNDS)

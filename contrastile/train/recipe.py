@@ -1,0 +1,235 @@
+"""Recipes in and out: TOML text and overrides become a checked `Recipe`, and a `Recipe` becomes TOML again.
+
+Every mistake, in the file or in an override, is one line that names the file, the key and the reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from contrastile.train.config import Recipe
+
+Tables = dict[str, Any]
+
+RULES = {
+    "string_type": "must be a text in quotes",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "finite_number": "must be a finite number",
+    "tuple_type": "must be a list",
+    "too_long": "must have {max_length} entries at most",
+    "too_short": "must have {min_length} entries at least",
+    "model_type": "must be a table of keys",
+    "dict_type": "must be a table of keys",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+}
+
+
+class RecipeError(ValueError):
+    """A mistake in a recipe or an override, told in one line: origin, key, reason."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(" ".join(line.splitlines()))
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe:
+    """The recipe at `path` with `overrides` ("optim.learning_rate=1e-3") put over it, checked.
+
+    With `files` the files and folders that it names must be there.
+
+    Raises `RecipeError` with one line such as
+    `recipes/x.toml: optim.learning_rte: unknown key (did you mean optim.learning_rate?)`.
+    """
+    origin = str(path)
+    tables = read_tables(origin)
+    origins: dict[str, str] = {}
+    for override in overrides:
+        key = _apply(override, tables)
+        origins[key] = override
+    tables.setdefault("name", Path(path).stem)
+    return _checked(tables, origin, origins, files)
+
+
+def read_tables(origin: str) -> Tables:
+    """The TOML file as nested dictionaries, or one line that says why not."""
+    try:
+        return tomllib.loads(Path(origin).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"{origin}: no such file") from None
+    except OSError as error:
+        raise RecipeError(f"{origin}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise RecipeError(f"{origin}: not a text in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{origin}: not valid TOML: {error}") from None
+
+
+def _apply(override: str, tables: Tables) -> str:
+    """Put one `key=value` over the tables; the dotted key it set."""
+    key, equals, value = override.partition("=")
+    key = key.strip()
+    parts = key.split(".")
+    if not equals or not all(parts):
+        raise RecipeError(f"{override}: an override is written key=value, as in optim.learning_rate=1e-3")
+    table = tables
+    for depth, part in enumerate(parts[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"{override}: {'.'.join(parts[:depth])}: has no keys of its own")
+    table[parts[-1]] = _value(value.strip(), override)
+    return key
+
+
+def _value(text: str, override: str) -> Any:
+    """A TOML value; a bare word, such as a path, is taken as text."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    if parsed.keys() == {"value"}:
+        return parsed["value"]
+    if text.startswith(("[", "{", '"', "'")):
+        raise RecipeError(f"{override}: not a TOML value")
+    return text
+
+
+def _checked(tables: Tables, origin: str, origins: Mapping[str, str], files: bool) -> Recipe:
+    try:
+        return Recipe.model_validate(_frozen(tables), context={"files": files})
+    except ValidationError as error:
+        # an unknown key first: it is often why another one is missing
+        mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
+        raise RecipeError(_one_line(mistakes[0], tables, origin, origins)) from None
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples: a recipe never changes, and pydantic's strict types take no list for a tuple."""
+    if isinstance(value, dict):
+        return {key: _frozen(inner) for key, inner in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _one_line(error: ErrorDetails, tables: Tables, origin: str, origins: Mapping[str, str]) -> str:
+    place = _place(error, tables)
+    key = ".".join(place)
+    # an override is to blame for the key that it set, for what lies in it and for the section it stands in
+    related = (text for name, text in origins.items() if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."))
+    blamed = next(related, origin)
+    return f"{blamed}: {key}: {_reason(error, place)}"
+
+
+def _place(error: ErrorDetails, tables: Tables) -> list[str]:
+    """The key's path as the user wrote it: pydantic's own marks of a union's member are left out."""
+    place: list[str] = []
+    here: Any = tables
+    for step, part in enumerate(error["loc"], start=1):
+        absent = error["type"] == "missing" and step == len(error["loc"])
+        if isinstance(here, list) and isinstance(part, int):
+            here = here[part] if part < len(here) else None
+        elif isinstance(here, dict) and (part in here or absent):
+            here = here.get(part)
+        else:
+            continue
+        place.append(str(part))
+    return [*place, "kind"] if error["type"] == "union_tag_invalid" else place
+
+
+def _reason(error: ErrorDetails, place: Sequence[str]) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return "unknown key" + _did_you_mean(place)
+    if kind == "missing":
+        return "missing"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "union_tag_invalid":
+        return f"must be one of {context['expected_tags']}; got {_shown(context['tag'])}"
+    rule = RULES[kind].format(**context) if kind in RULES else error["msg"][:1].lower() + error["msg"][1:]
+    return f"{rule}; got {_shown(error['input'])}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _did_you_mean(place: Sequence[str]) -> str:
+    """The nearest known key: of the same section by its last word, else anywhere."""
+    known = list(known_keys(Recipe))
+    if ".".join(place) in known:
+        return " with this kind"
+    section = ".".join(place[:-1])
+    siblings = [key for key in known if key.rpartition(".")[0] == section]
+    for candidates in (siblings, known):
+        by_word = {key.rpartition(".")[2]: key for key in reversed(candidates)}
+        near = difflib.get_close_matches(place[-1], by_word, n=1, cutoff=0.7)
+        if near:
+            return f" (did you mean {by_word[near[0]]}?)"
+    return ""
+
+
+def known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key that a recipe may hold."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{name}"
+        yield key
+        for inner in _sections(field):
+            yield from known_keys(inner, f"{key}.")
+
+
+def _sections(field: FieldInfo) -> Iterator[type[BaseModel]]:
+    """The classes of settings that a field may hold, looked for in unions and annotations."""
+    waiting = [field.annotation]
+    while waiting:
+        kind = waiting.pop()
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield kind
+        else:
+            waiting.extend(get_args(kind))
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe with every default filled in, as TOML that `load_recipe` reads back to an equal recipe."""
+    return "\n".join(_table_lines(recipe.model_dump(mode="json", exclude_none=True), "")).lstrip("\n") + "\n"
+
+
+def _table_lines(table: Mapping[str, Any], path: str) -> Iterator[str]:
+    if path:
+        yield f"\n[{path}]"
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            yield f"{_key(key)} = {_literal(value)}"
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _table_lines(value, f"{path}.{_key(key)}" if path else _key(key))
+
+
+def _key(key: str) -> str:
+    bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
+    return key if bare else _literal(key)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_literal(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, float):
+        return repr(value)
+    # JSON's texts, whole numbers and booleans are TOML's, but for one control character
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,225 @@
+"""The last station: everything a run found out, as one HTML file that needs nothing beside it.
+
+`write_report` reads the folder of a run (its metrics, facts and evaluation), takes the galleries of pictures and names
+that the evaluation made, and fills `report.html.jinja`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from contrastile.data.pairs import Pictures
+from contrastile.train.figures import Curve, curves
+from contrastile.train.folder import EVALUATION, FACTS, METRICS, RECIPE, REPORT, RunFolder
+from contrastile.train.log import clock, read_metrics, size
+
+Line = Mapping[str, Any]
+
+# pictures in the report are at most so many pixels wide: it stays a file one can send
+THUMBNAIL = 96
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One thing that the model found: a name, or a picture as a data address; what it is; whether it is right."""
+
+    shown: str
+    truth: str
+    right: bool
+
+
+@dataclass(frozen=True)
+class Find:
+    """One query and the answers found for it, the best first."""
+
+    query: str
+    truth: str
+    answers: Sequence[Answer]
+
+    @property
+    def found(self) -> bool:
+        """Whether a right answer is among them."""
+        return any(answer.right for answer in self.answers)
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """A grid of finds: from pictures to names, or from names to pictures."""
+
+    title: str
+    sentence: str
+    by_picture: bool
+    finds: Sequence[Find]
+
+
+def picture_address(picture: Pictures) -> str:
+    """A picture `[C, S, S]` uint8 as a data address, made small enough for a page."""
+    from PIL import Image
+
+    image = Image.fromarray(picture[0] if len(picture) == 1 else picture.transpose(1, 2, 0))
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    image.save(file, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def write_report(folder: RunFolder, galleries: Sequence[Gallery]) -> Path:
+    """Write `report.html`; its path."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    pages = Environment(loader=PackageLoader("contrastile.train", "."), autoescape=True, undefined=StrictUndefined)
+    facts, results = folder.read_json(FACTS), folder.read_json(EVALUATION)
+    metrics = read_metrics(folder / METRICS)
+    page = pages.get_template("report.html.jinja").render(
+        name=facts["name"],
+        subtitle=_subtitle(facts),
+        cards=_cards(facts, results),
+        table={"heads": TABLE_HEADS, "rows": table_rows(results)},
+        figures=_figures(metrics, facts["loss"]),
+        learning=LEARNING,
+        memory=_memory(facts),
+        galleries=galleries,
+        recipe=(folder / RECIPE).read_text(encoding="utf-8"),
+        footer=" · ".join((*(f"{name} {version}" for name, version in facts["versions"].items()), facts["ended"])),
+    )
+    folder.write_text(REPORT, page)
+    return folder / REPORT
+
+
+TABLE_HEADS = ("", "queries", "choices", "@1", "@5", "@10", "chance @1")
+LEARNING = (
+    "Uprights mark where the batch size changes. A softmax over more negatives is harder, so the loss steps up there; "
+    "the dashed line is what guessing would reach at that batch."
+)
+
+
+def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One row of text per test: its name, how many queries and choices, recall at 1, 5 and 10, and chance."""
+    return [
+        [
+            row["test"],
+            f"{row['queries']:,}",
+            f"{row['choices']:,}",
+            *(_percent(row["recall"].get(str(k))) for k in (1, 5, 10)),
+            _percent(row["chance"]),
+        ]
+        for row in results
+    ]
+
+
+def table_text(results: Sequence[Mapping[str, Any]]) -> str:
+    """The same table for a terminal."""
+    rows = [list(TABLE_HEADS), *table_rows(results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(TABLE_HEADS))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return ""
+    return f"{share:.2%}" if share < 0.01 else f"{share:.1%}"
+
+
+def _subtitle(facts: Mapping[str, Any]) -> str:
+    batches = " → ".join(f"{batch:,}" for batch in facts["batch"])
+    took = f"{facts['examples']:,} seen in {clock(facts['seconds'])} on {facts['device']}"
+    millions = facts["parameters"] / 1e6
+    skipped = "".join(f"; skipped: {count:,} × {reason}" for reason, count in facts["skipped"].items())  # noqa: RUF001
+    return f"{facts['pairs']:,} training pairs, {took}; batch {batches}; {millions:.1f} million parameters{skipped}"
+
+
+def _cards(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    firsts = [
+        {"value": _percent(row["recall"]["1"]), "what": f"{row['test']}, @1 (chance {_percent(row['chance'])})"}
+        for row in results
+        if row.get("headline")
+    ]
+    peak, dense = size(facts["peak_bytes"]), size(_dense(facts))
+    return [*firsts, {"value": peak, "what": f"peak memory; the dense way: {dense}"}]
+
+
+def _figures(metrics: Sequence[Line], loss: str) -> list[str]:
+    steps = [line for line in metrics if line["kind"] == "step"]
+    probes = [line for line in metrics if line["kind"] == "probe"]
+    if not steps:
+        return []
+    stages = _stages(steps)
+    losses = curves(
+        {"loss": averaged(steps, lambda line: line["loss"])},
+        title="Loss",
+        stages=stages,
+        # by chance every one of the b texts is as likely as the right one
+        under={"guessing": averaged(steps, lambda line: math.log(line["planned"]))} if loss == "clip" else {},
+    )
+    seen = [line["examples"] for line in probes]
+    recalls = {
+        f"{part} @{k}": (seen, [100 * line["recall"][part][k] for line in probes])
+        for part in probes[0]["recall"]
+        for k in ("1", "5")
+    }
+    recall = curves(recalls, title="Recall, picture → name (a sample)", stages=stages, percent=True)
+    scale = curves({"scale": averaged(steps, lambda line: line["scale"])}, title="Learned scale", stages=stages)
+    speeds = averaged(steps, lambda line: line["batch"] / line["seconds"])
+    return [losses, recall, scale, curves({"speed": speeds}, title="Pairs per second", stages=stages)]
+
+
+def _stages(steps: Sequence[Line]) -> list[tuple[float, str]]:
+    """Where each batch size began; the short last step of a run is no stage."""
+    stages: list[tuple[float, str]] = []
+    planned = None
+    for line in steps:
+        if line["planned"] != planned:
+            planned = line["planned"]
+            stages.append((line["examples"] - line["batch"], f"batch {planned:,}"))
+    return stages
+
+
+def averaged(steps: Sequence[Line], value: Callable[[Line], float], points: int = 200) -> Curve:
+    """`value` over pairs seen: means of at most `points` equal stretches, with a gap where the batch size changes."""
+    stretch = steps[-1]["examples"] / points
+    seen: list[float] = []
+    values: list[float] = []
+    planned = None
+    for (size_planned, _), group in groupby(steps, lambda line: (line["planned"], int(line["examples"] / stretch))):
+        lines = list(group)
+        if planned not in (None, size_planned):
+            seen.append(seen[-1])
+            values.append(math.nan)
+        planned = size_planned
+        seen.append(sum(line["examples"] for line in lines) / len(lines))
+        values.append(sum(map(value, lines)) / len(lines))
+    return seen, values
+
+
+def _dense(facts: Mapping[str, Any]) -> int:
+    return facts["peak_bytes"] + facts["memory"]["activations"] + facts["memory"]["matrix"]
+
+
+def _memory(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Two bars on one scale: what this run took at its peak, and what plain autograd would have held."""
+    need, peak, dense = facts["memory"], facts["peak_bytes"], _dense(facts)
+    return {
+        "bars": [
+            # room is left for the label behind the longest bar
+            {"name": name, "label": size(total), "width": 78 * total / dense, "dark": 100 * peak / total}
+            for name, total in {"this run": peak, "the dense way": dense}.items()
+        ],
+        "batch": f"{need['batch']:,}",
+        "beyond": f"{need['beyond']:,}",
+        "base": size(facts["base_bytes"]),
+        **{name: size(need[name]) for name in ("per_example", "activations", "matrix")},
+    }

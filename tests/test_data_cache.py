@@ -1,0 +1,174 @@
+"""The cache is there whole or not at all, is made once, and notices damage."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from contrastile.data.cache import PictureWriter, cached_pairs
+
+SHAPE = (1, 8, 8)
+
+
+class Maker:
+    """Writes `count` pictures and counts how often it was asked."""
+
+    def __init__(self, count=3):
+        self.count, self.calls = count, 0
+
+    def __call__(self, writer):
+        self.calls += 1
+        for value in range(self.count):
+            writer.add(np.full(SHAPE, value, np.uint8))
+        rows = np.arange(self.count)
+        return [f"title {row}" for row in rows], rows, {"train": rows[1:], "held_out": rows[:1]}, {"broken picture": 2}
+
+
+def opened(folder, make, **settings):
+    return cached_pairs(folder, "kind", settings, shape=SHAPE, make=make)
+
+
+def the_folder(cache):
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    return folder
+
+
+def test_what_was_written_is_read(tmp_path):
+    pairs = opened(tmp_path, Maker())
+    assert pairs.images[:, 0, 0, 0].tolist() == [0, 1, 2]
+    assert pairs.titles == ["title 0", "title 1", "title 2"]
+    assert pairs.ids.tolist() == [0, 1, 2]
+    assert {name: rows.tolist() for name, rows in pairs.splits.items()} == {"train": [1, 2], "held_out": [0]}
+    assert pairs.skipped == {"broken picture": 2}
+    assert len(pairs) == 3
+
+
+def test_the_pictures_are_mapped_and_cannot_be_changed(tmp_path):
+    images = opened(tmp_path, Maker()).images
+    assert isinstance(images, np.memmap)
+    assert not images.flags.writeable
+
+
+def test_the_second_opening_makes_nothing(tmp_path):
+    make = Maker()
+    opened(tmp_path, make)
+    opened(tmp_path, make)
+    assert make.calls == 1
+
+
+def test_other_settings_have_another_folder(tmp_path):
+    make = Maker()
+    opened(tmp_path, make, size=1)
+    opened(tmp_path, make, size=2)
+    assert make.calls == 2
+    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 2
+
+
+def test_a_failure_leaves_nothing(tmp_path):
+    def fails(writer):
+        writer.add(np.zeros(SHAPE, np.uint8))
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        opened(tmp_path, fails)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, cut, os.remove])
+@pytest.mark.parametrize("name", ["images.npy", "pairs.json", "manifest.json"])
+def test_damage_is_noticed_said_and_mended(tmp_path, caplog, name, damage):
+    make = Maker()
+    opened(tmp_path, make)
+    damage(the_folder(tmp_path) / name)
+    with caplog.at_level(logging.WARNING, logger="contrastile"):
+        pairs = opened(tmp_path, make)
+    assert make.calls == 2
+    assert name in caplog.text
+    assert "damaged" in caplog.text
+    assert pairs.images[:, 0, 0, 0].tolist() == [0, 1, 2]
+
+
+def test_a_first_opening_says_nothing(tmp_path, caplog):
+    opened(tmp_path, Maker())
+    assert caplog.text == ""
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    import numpy as np
+    from contrastile.data.cache import cached_pairs
+
+    def make(writer):
+        writer.add(np.zeros((1, 8, 8), np.uint8))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    cached_pairs(Path(sys.argv[1]), "kind", {}, shape=(1, 8, 8), make=make)
+"""
+
+
+def test_a_kill_in_the_middle_leaves_no_half_cache(tmp_path):
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    pairs = opened(tmp_path, Maker())
+    assert pairs.images[:, 0, 0, 0].tolist() == [0, 1, 2]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [the_folder(tmp_path).name]
+
+
+SLOW = """
+    import sys, time
+    from pathlib import Path
+    import numpy as np
+    from contrastile.data.cache import cached_pairs
+
+    def make(writer):
+        print("made", flush=True)
+        time.sleep(0.5)
+        writer.add(np.zeros((1, 8, 8), np.uint8))
+        return ["title"], np.arange(1), {"train": np.arange(1)}, {}
+
+    cached_pairs(Path(sys.argv[1]), "kind", {}, shape=(1, 8, 8), make=make)
+"""
+
+
+def test_two_processes_at_once_make_it_once(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(SLOW), str(tmp_path)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted(said) == ["", "made\n"]
+
+
+def test_a_file_of_any_length_has_the_right_header(tmp_path):
+    for count in (0, 1, 1000):
+        with PictureWriter(tmp_path / "images.npy", SHAPE) as writer:
+            for _ in range(count):
+                writer.add(np.ones(SHAPE, np.uint8))
+        assert np.load(tmp_path / "images.npy").shape == (count, *SHAPE)
+
+
+def test_a_picture_of_another_shape_is_refused(tmp_path):
+    with PictureWriter(tmp_path / "images.npy", SHAPE) as writer, pytest.raises(ValueError) as caught:
+        writer.add(np.ones((1, 9, 9), np.uint8))
+    assert str(caught.value) == "`picture` must be uint8 (1, 8, 8); got uint8 (1, 9, 9). Convert it first."
+
+
+def test_a_cache_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "taken").touch()
+    with pytest.raises(ValueError, match=r"`cache` must be a folder that can be written; got .*taken\. Choose another"):
+        opened(tmp_path / "taken", Maker())

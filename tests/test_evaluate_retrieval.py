@@ -1,0 +1,134 @@
+"""Recall in tiles, against a count on the whole matrix."""
+
+import pytest
+import torch
+
+from contrastile.evaluate.retrieval import chance, ranks, recall
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    # so that the shapes below divide nothing
+    monkeypatch.setattr("contrastile.evaluate.scores.ROWS", 7)
+    monkeypatch.setattr("contrastile.evaluate.scores.COLUMNS", 5)
+
+
+def oracle(query, key, query_ids, key_ids):
+    """One query at a time: its best right key, and the wrong ones that score at least as high."""
+    found = []
+    for features, identity in zip(query, query_ids, strict=True):
+        scored = [
+            (float(features @ other), int(right) == int(identity)) for other, right in zip(key, key_ids, strict=True)
+        ]
+        best = max((score for score, right in scored if right), default=None)
+        found.append(len(key) if best is None else sum(score >= best for score, right in scored if not right))
+    return found
+
+
+def whole_numbers(rows):
+    return torch.randint(-2, 3, (rows, 3)).float()
+
+
+@pytest.mark.parametrize("ids", [1, 3, 10, 100])
+def test_as_a_count_on_the_whole_matrix_with_ties(ids):
+    query, key = whole_numbers(16), whole_numbers(23)
+    query_ids, key_ids = torch.randint(0, ids, (16,)), torch.randint(0, ids, (23,))
+    expected = oracle(query, key, query_ids, key_ids)
+    assert ranks(query, key, query_ids, key_ids).tolist() == expected
+    for k, share in recall(query, key, query_ids, key_ids, ks=(1, 2, 5, 23)).items():
+        assert share == pytest.approx(sum(rank < k for rank in expected) / 16)
+
+
+def test_any_of_several_right_answers_counts():
+    key = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
+    assert ranks(torch.tensor([[1.0, 0.0]]), key, torch.tensor([7]), torch.tensor([7, 8, 7])).tolist() == [0]
+    assert ranks(torch.tensor([[0.0, 1.0]]), key, torch.tensor([7]), torch.tensor([7, 8, 7])).tolist() == [1]
+
+
+def test_a_collapsed_model_finds_nothing():
+    same = torch.ones(20, 4)
+    assert recall(same, same, torch.arange(20), torch.arange(20), ks=(1, 19, 20)) == {1: 0.0, 19: 0.0, 20: 1.0}
+
+
+def test_a_query_without_a_right_key_is_not_found():
+    found = recall(torch.eye(2), torch.eye(2), torch.tensor([0, 5]), torch.arange(2), ks=(1, 2, 10))
+    assert found[1] == found[2] == 0.5
+
+
+def test_scores_that_are_no_numbers_are_not_right():
+    features = torch.full((4, 3), float("nan"))
+    assert recall(features, torch.eye(4)[:, :3], torch.arange(4), torch.arange(4), ks=(1, 3)) == {1: 0.0, 3: 0.0}
+    assert recall(torch.eye(4)[:, :3], features, torch.arange(4), torch.arange(4), ks=(1, 3)) == {1: 0.0, 3: 0.0}
+
+
+def test_chance_is_what_random_features_reach():
+    query_ids, key_ids = torch.randint(0, 6, (3000,)), torch.randint(0, 6, (11,))
+    expected = chance(query_ids, key_ids, ks=(1, 5))
+    found = recall(torch.randn(3000, 11), torch.eye(11), query_ids, key_ids, ks=(1, 5))
+    for k in (1, 5):
+        assert found[k] == pytest.approx(expected[k], abs=0.03)
+
+
+def test_chance_of_one_right_key_is_k_over_keys():
+    assert chance(torch.arange(8), torch.arange(8), ks=(1, 2, 8, 20)) == {1: 1 / 8, 2: 1 / 4, 8: 1.0, 20: 1.0}
+
+
+def refusal(query, key, query_ids, key_ids, **how):
+    with pytest.raises(ValueError) as caught:
+        recall(query, key, query_ids, key_ids, **how)
+    return str(caught.value)
+
+
+EYE, IDS = torch.eye(3), torch.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            (torch.ones(3), EYE, IDS, IDS),
+            "`query` must be floating-point features of shape [rows, D]; got torch.float32 of shape [3]. "
+            "Encode the examples first.",
+        ),
+        (
+            (EYE, EYE.long(), IDS, IDS),
+            "`key` must be floating-point features of shape [rows, D]; got torch.int64 of shape [3, 3]. "
+            "Encode the examples first.",
+        ),
+        (
+            (EYE, torch.ones(3, 4), IDS, IDS),
+            "`key` must have the same feature size as `query`; got 3 and 4. Project one side first.",
+        ),
+        (
+            (EYE, EYE.to("meta"), IDS, IDS),
+            "`key` must be on the device of `query`; got cpu and meta. Move one of them.",
+        ),
+        (
+            (EYE, EYE, IDS[:2], IDS),
+            "`query_ids` must be integers, one per row; got torch.int64 of shape [2] for 3 rows. "
+            "Give every row its id.",
+        ),
+        (
+            (EYE, EYE, IDS, IDS.float()),
+            "`key_ids` must be integers, one per row; got torch.float32 of shape [3] for 3 rows. "
+            "Give every row its id.",
+        ),
+        (
+            (EYE[:0], EYE, IDS[:0], IDS),
+            "`query` must not be empty; got no rows. There is nothing to measure.",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, sentence):
+    assert refusal(*arguments) == sentence
+
+
+def test_recall_at_nothing_is_refused():
+    sentence = "`ks` must be numbers of at least 1; got [0]. Recall at 1, 5 and 10 is usual."
+    assert refusal(EYE, EYE, IDS, IDS, ks=[0]) == sentence
+
+
+def test_chance_of_no_queries_is_refused():
+    with pytest.raises(ValueError) as caught:
+        chance(IDS[:0], IDS)
+    assert str(caught.value) == "`query_ids` must not be empty; got no queries. There is nothing to measure."

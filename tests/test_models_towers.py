@@ -1,0 +1,232 @@
+"""Towers by configuration: every kind builds, trains, is built again from its own settings, or is refused in words."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from contrastile.models.text import train_tokenizer
+from contrastile.models.towers import build_model
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+VIT = {"kind": "transformers", "config": {"model_type": "vit", "patch_size": 8, **TINY}}
+RESNET = {
+    "kind": "transformers",
+    "config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+}
+BERT = {"kind": "transformers", "config": {"model_type": "bert", **TINY}}
+TEXT = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "vocab_size": 40, **TINY}
+VISION = {"image_size": 32, "patch_size": 8, **TINY}
+CLIP = {
+    "kind": "transformers",
+    "config": {"model_type": "clip", "projection_dim": 24, "vision_config": VISION, "text_config": TEXT},
+}
+SIGLIP = {"kind": "transformers", "config": {"model_type": "siglip", "vision_config": VISION, "text_config": TEXT}}
+
+KINDS = {
+    "small": {},
+    "vit and bert": {"image": VIT, "text": BERT},
+    "first places": {"image": {**VIT, "pooling": "cls"}, "text": {**BERT, "pooling": "cls"}},
+    "poolers": {"image": {**VIT, "pooling": "pooler"}, "text": {**BERT, "pooling": "pooler"}},
+    "a map, not places": {"image": RESNET},
+    "clip": {"both": CLIP},
+    "siglip": {"both": SIGLIP},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet_library():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["LATIN SMALL LETTER A", "GREEK CAPITAL LETTER BETA"], length=6)
+
+
+def built(tokenizer, **settings):
+    return build_model({"features": 20, **settings}, tokenizer=tokenizer)
+
+
+def both_features(model, tokenizer):
+    pixels = torch.linspace(0, 1, 3 * 32 * 32).view(3, 1, 32, 32)
+    return model.encode_image(pixels), model.encode_text(**tokenizer.tokenise(["LATIN A", "BETA", "GREEK LETTER"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_sides_meet_in_one_size(kind, tokenizer):
+    image, text = both_features(built(tokenizer, **KINDS[kind]), tokenizer)
+    assert image.shape == text.shape == (3, {"clip": 24, "siglip": 16}.get(kind, 20))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_own_settings_build_it_again(kind, tokenizer):
+    model = built(tokenizer, **KINDS[kind]).eval()
+    again = build_model(json.loads(json.dumps(model.settings)), tokenizer=tokenizer).eval()
+    again.load_state_dict(model.state_dict())
+    for first, second in zip(both_features(model, tokenizer), both_features(again, tokenizer), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_under_bfloat16_autocast(kind, tokenizer):
+    model = built(tokenizer, **KINDS[kind])
+    with torch.autocast("cpu", torch.bfloat16):
+        image, text = both_features(model, tokenizer)
+    (image.float() * text.float()).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) > 5
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_scale_and_bias_start_where_they_are_told(tokenizer):
+    model = built(tokenizer, scale=20.0, bias=-10.0)
+    assert model.logit_scale.exp().item() == pytest.approx(20.0)
+    assert model.logit_bias.item() == -10.0
+    assert model.logit_scale.shape == model.logit_bias.shape == ()
+
+
+def test_without_a_word_the_scale_is_clips_and_there_is_no_bias(tokenizer):
+    for settings in ({}, {"both": CLIP}, {"both": SIGLIP}):
+        model = built(tokenizer, **settings)
+        assert model.logit_scale.exp().item() == pytest.approx(1 / 0.07)
+        assert model.logit_bias is None
+
+
+def test_grey_pictures_fit_a_model_of_three_colours(tokenizer):
+    image = {"kind": "transformers", "config": {**VIT["config"], "num_channels": 3}}
+    model = built(tokenizer, image=image).eval()
+    grey = torch.rand(2, 1, 32, 32)
+    assert torch.equal(model.encode_image(grey), model.encode_image(grey.expand(-1, 3, -1, -1)))
+
+
+def test_mean_pooling_leaves_padding_out(tokenizer):
+    model = built(tokenizer, text=BERT).eval()
+    tokens = tokenizer.tokenise(["LATIN A"])
+    cut = {name: ids[:, :2] for name, ids in tokens.items()}
+    torch.testing.assert_close(model.encode_text(**tokens), model.encode_text(**cut), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def saved_clip(tmp_path_factory):
+    from transformers import CLIPConfig, CLIPModel
+
+    described = {key: value for key, value in CLIP["config"].items() if key != "model_type"}
+    model = CLIPModel(CLIPConfig(**described)).eval()
+    with torch.no_grad():
+        model.logit_scale.fill_(3.0)
+    folder = tmp_path_factory.mktemp("clip")
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4] * 3, "image_std": [0.2] * 3}))
+    return model, str(folder)
+
+
+def test_a_saved_clip_gives_its_own_features_and_scale(saved_clip, tokenizer):
+    original, folder = saved_clip
+    model = built(tokenizer, both={"kind": "transformers", "folder": folder}, channels=3).eval()
+    pixels, tokens = torch.rand(2, 3, 32, 32), tokenizer.tokenise(["LATIN A", "BETA"])
+    expected = original.get_image_features(pixel_values=(pixels - 0.4) / 0.2).pooler_output
+    torch.testing.assert_close(model.encode_image(pixels), expected)
+    torch.testing.assert_close(model.encode_text(**tokens), original.get_text_features(**tokens).pooler_output)
+    assert model.logit_scale.item() == pytest.approx(3.0)
+
+
+def test_a_saved_clip_is_built_again_without_its_folder(saved_clip, tokenizer):
+    model = built(tokenizer, both={"kind": "transformers", "folder": saved_clip[1]}).eval()
+    assert saved_clip[1] not in json.dumps(model.settings)
+    again = build_model(model.settings, tokenizer=tokenizer).eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(both_features(model, tokenizer)[0], both_features(again, tokenizer)[0])
+
+
+def test_a_saved_vision_model_keeps_its_weights(tokenizer, tmp_path):
+    from transformers import ViTConfig, ViTModel
+
+    saved = ViTModel(ViTConfig(image_size=32, num_channels=1, patch_size=8, **TINY))
+    saved.save_pretrained(tmp_path)
+    model = built(tokenizer, image={"kind": "transformers", "folder": str(tmp_path)})
+    state = model.state_dict()
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(state[f"image.tower.model.{name}"], weight)
+
+
+def library(**config):
+    return {"kind": "transformers", "config": config}
+
+
+REFUSED = {
+    "an unknown key": (
+        {"imgae": {}},
+        "`settings` must have keys among features, image_size, channels, image, text, both, scale, bias; got imgae. "
+        "Leave the others out.",
+    ),
+    "an unknown kind": (
+        {"image": {"kind": "convnet"}},
+        "`image.kind` must be one of conv, transformers; got convnet. See the recipes for examples.",
+    ),
+    "a setting of another kind": (
+        {"text": {"kind": "words", "depth": 3}},
+        "`text` must have the settings of a tower of the kind words; got {'depth': 3}. ",
+    ),
+    "no origin": (
+        {"text": {"kind": "transformers"}},
+        "`config` must be given, or folder, not both; got None and None. "
+        "A folder has its own weights, a config gets fresh ones.",
+    ),
+    "an unknown pooling": (
+        {"text": {**BERT, "pooling": "last"}},
+        '`pooling` must be one of mean, cls, pooler; got last. "mean" suits every model.',
+    ),
+    "a folder without a model": (
+        {"image": {"kind": "transformers", "folder": "/nowhere"}},
+        "`folder` must hold a config.json; got /nowhere. Save the model there with save_pretrained.",
+    ),
+    "a config without its type": (
+        {"image": library(patch_size=8)},
+        "`config` must have a model_type; got {'patch_size': 8}. For example model_type = \"vit\".",
+    ),
+    "a type that there is not": (
+        {"image": library(model_type="vitt")},
+        "`config` must describe a model of transformers; got vitt. ",
+    ),
+    "a pooler that there is not": (
+        {"text": {"kind": "transformers", "config": {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2,
+                                                     "hidden_dim": 32}, "pooling": "pooler"}},
+        '`pooling` must be one that the model has; got pooler. This model has none: take "mean" or "cls".',
+    ),
+    "pictures of another size": (
+        {"image": library(**VIT["config"], image_size=64)},
+        "`image_size` must be the 64 pixels of the image tower; got 32. Set data.image_size to it.",
+    ),
+    "pictures of other channels": (
+        {"image": library(**VIT["config"], num_channels=1), "channels": 3},
+        "`channels` must be the 1 of the image tower; got 3. Set data.channels to it, or to 1.",
+    ),
+    "too many tokens": (
+        {"text": library(**BERT["config"], vocab_size=5)},
+        "`tokenizer` must have no more tokens than the text tower; got 9 for a text tower of 5. "
+        "Use the tokenizer that the model was made with.",
+    ),
+    "titles too long": (
+        {"text": library(**BERT["config"], max_position_embeddings=4)},
+        "`length` must be at most the 4 tokens of the text tower; got 6. Set model.tokenizer.length to it.",
+    ),
+    "one tower for both": (
+        {"both": VIT},
+        "`both` must be a model with vision_model and text_model; got ViTModel. "
+        "Take a CLIP or a SigLIP, or give the two sides a tower each.",
+    ),
+    "a scale of nothing": (
+        {"scale": 0.0},
+        "`scale` must be above 0; got 0.0. It is the inverse of the temperature; 14 is a usual start.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_built_is_refused(case, tokenizer):
+    settings, sentence = REFUSED[case]
+    with pytest.raises(ValueError) as caught:
+        built(tokenizer, **settings)
+    assert str(caught.value).startswith(sentence)

@@ -1,0 +1,69 @@
+"""Run folders: the newest has the name, older ones are moved aside, files appear whole, nothing is lost."""
+
+import subprocess
+import sys
+
+import pytest
+
+from contrastile.train.folder import RunFolder, finished_run, new_run
+
+
+def test_a_second_run_moves_the_first_aside(tmp_path):
+    for text in ("first", "second", "third"):
+        with new_run(tmp_path, "glyphs") as folder:
+            folder.write_text("note", text)
+    notes = {path.parent.name: path.read_text() for path in tmp_path.glob("*/note")}
+    assert notes == {"glyphs": "third", "glyphs-1": "first", "glyphs-2": "second"}
+
+
+def test_a_run_under_way_is_left_alone(tmp_path):
+    with new_run(tmp_path, "glyphs") as folder:
+        folder.write_text("note", "mine")
+        with pytest.raises(ValueError) as caught, new_run(tmp_path, "glyphs"):
+            pass
+        assert str(caught.value) == (
+            '`name` must be that of no run under way; got "glyphs". '
+            "Wait for that run to end, or give this one another name: name=another"
+        )
+        assert (folder / "note").read_text() == "mine"
+
+
+def test_a_killed_run_holds_nothing(tmp_path):
+    program = (
+        "import os; from contrastile.train.folder import new_run\n"
+        f"with new_run({str(tmp_path)!r}, 'glyphs'): os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
+    with new_run(tmp_path, "glyphs") as folder:
+        assert folder.path == tmp_path / "glyphs"
+    assert (tmp_path / "glyphs-1").is_dir()
+
+
+def test_a_file_is_replaced_only_when_it_is_whole(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_text("note", "whole")
+
+    def fail_halfway():
+        with folder.written_whole("note") as path:
+            path.write_text("hal")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        fail_halfway()
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]
+    assert (folder / "note").read_text() == "whole"
+
+
+def test_json_reads_back(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_json("facts", {"é": [1, 2.5, None]})
+    assert folder.read_json("facts") == {"é": [1, 2.5, None]}
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        finished_run(tmp_path)
+    assert str(caught.value) == (
+        f'`run` must be the folder of a run, with recipe.toml, model.safetensors, run.json; got "{tmp_path}". '
+        "Train one first: contrastile train recipes/glyphs.toml"
+    )

@@ -1,0 +1,86 @@
+"""What a run says: readable lines where there is no terminal, and metrics that survive a crash."""
+
+import io
+import json
+
+import pytest
+
+from contrastile.train import log
+from contrastile.train.log import LineBar, Metrics, clock, progress, read_metrics, size
+
+
+def test_a_log_gets_a_line_at_the_end():
+    stream = io.StringIO()
+    bar = LineBar(1000, "training", "pairs", stream)
+    bar.update(600)
+    bar.update(400, loss="1.5")
+    bar.close()
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith("training 100% · 1,000 pairs · ")
+    assert line.endswith(" · loss 1.5")
+
+
+def test_a_log_gets_a_line_now_and_then(monkeypatch):
+    monkeypatch.setattr(log, "LINE_EVERY", 0.0)
+    stream = io.StringIO()
+    bar = LineBar(1000, "training", "pairs", stream)
+    bar.update(250)
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith("training  25% · 250 pairs · ")
+    assert line.endswith(" left")
+
+
+def test_an_estimate_may_change(monkeypatch):
+    monkeypatch.setattr(log, "LINE_EVERY", 0.0)
+    stream = io.StringIO()
+    LineBar(1000, "training", "pairs", stream).update(250, total=500)
+    assert stream.getvalue().startswith("training  50%")
+
+
+def test_without_a_terminal_there_is_no_carriage_return(capsys):
+    with progress(3, "rendering", "pictures") as bar:
+        bar.update(3)
+    said = capsys.readouterr().err
+    assert "rendering 100%" in said
+    assert "\r" not in said
+
+
+def test_on_a_terminal_there_is_a_bar(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with progress(3, "rendering", "pictures") as bar:
+        bar.update(3, loss="1.5")
+    assert "\r" in capsys.readouterr().err
+
+
+def test_metrics_read_back(tmp_path):
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write("step", loss=1.5)
+        metrics.write("probe", recall={"faces": 0.5})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"kind": "step", "loss": 1.5},
+        {"kind": "probe", "recall": {"faces": 0.5}},
+    ]
+
+
+def test_a_line_is_on_disk_at_once(tmp_path):
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write("step", loss=1.5)
+        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"kind": "step", "loss": 1.5}
+
+
+def test_a_line_cut_short_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "step"}\n{"kind": "st')
+    assert read_metrics(path) == [{"kind": "step"}]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3599.7, "1:00:00"), (3725, "1:02:05")])
+def test_time_as_people_read_it(seconds, text):
+    assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (2048, "2 KiB"), (5 << 20, "5 MiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5120.0 GiB")]
+)
+def test_bytes_as_people_read_them(count, text):
+    assert size(count) == text

@@ -1,0 +1,60 @@
+"""Memory: what autograd keeps is counted exactly, and the high-water mark moves."""
+
+import torch
+from torch import nn
+
+from contrastile.train.memory import PeakMemory, bytes_per_example, dense_need, kept_bytes
+
+
+def test_kept_bytes_are_those_that_autograd_saves():
+    x = torch.randn(100, 10, requires_grad=True)
+    assert kept_bytes(lambda: x.exp()) == 100 * 10 * 4
+
+
+def test_a_storage_kept_twice_counts_once():
+    x = torch.randn(100, 10, requires_grad=True)
+    y = x * 1.0
+    assert kept_bytes(lambda: (y * y, y * y)) == 100 * 10 * 4
+
+
+def test_without_a_graph_nothing_is_kept():
+    assert kept_bytes(lambda: torch.randn(100).exp()) == 0
+
+
+def test_bytes_per_example_leave_the_parameters_out():
+    layer = nn.Linear(10, 5000)
+    # the layer keeps its input, the exponential its output
+    assert bytes_per_example(lambda count: layer(torch.randn(count, 10)).exp(), 64) == 4 * (10 + 5000)
+
+
+def test_one_example_at_a_time_is_enough():
+    layer = nn.Linear(10, 50)
+    assert bytes_per_example(lambda count: layer(torch.randn(count, 10)).exp(), 1) == 4 * (10 + 50)
+
+
+def test_the_dense_need_is_the_other_activations_and_one_matrix():
+    need = dense_need(1000, 4096, 256)
+    assert (need.beyond, need.activations, need.matrix) == (3840, 3_840_000, 4 * 4096 * 4096)
+
+
+def test_a_batch_within_a_sub_batch_needs_only_the_matrix():
+    need = dense_need(1000, 100, 256)
+    assert (need.activations, need.matrix) == (0, 40_000)
+
+
+def test_the_peak_sees_what_is_gone_again():
+    peak = PeakMemory(torch.device("cpu"))
+    before = peak.start()
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    del block
+    assert peak.bytes() - before >= 60 << 20
+
+
+def test_a_new_start_forgets_the_old_peak():
+    peak = PeakMemory(torch.device("cpu"))
+    peak.start()
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    high = peak.bytes()
+    del block
+    peak.start()
+    assert peak.bytes() < high - (30 << 20)

@@ -1,0 +1,59 @@
+"""A data set and a recipe so small that a whole run takes a second: eight letters in several sizes and places."""
+
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from contrastile.train.config import Recipe
+from contrastile.train.recipe import load_recipe
+
+RECIPE = """
+[data]
+source = "{folder}/pictures.tsv"
+image_size = 16
+held_out = 0.3
+cache = "{folder}/cache"
+
+[model]
+features = 16
+image = {{ kind = "conv", width = 8 }}
+text = {{ kind = "words", width = 16 }}
+tokenizer = {{ size = 100, length = 4 }}
+
+[optim]
+learning_rate = 3e-3
+
+[train]
+examples = 480
+batch = [[0.0, 16], [0.5, 48]]
+sub_batch = {{ image = 16, text = 32 }}
+
+[evaluate]
+every = 0.5
+"""
+
+
+def write_pictures(folder: Path) -> None:
+    """Letters, drawn at four places each, with a title that says which and where."""
+    lines = ["filepath\ttitle"]
+    for letter in "ABCDEFGH":
+        for place, (x, y) in {"left": (1, 2), "right": (7, 2), "high": (4, 0), "low": (4, 4)}.items():
+            picture = Image.new("L", (16, 16))
+            ImageDraw.Draw(picture).text((x, y), letter, fill=255)
+            picture.save(folder / f"{letter}-{place}.png")
+            lines.append(f"{letter}-{place}.png\tletter {letter} {place}")
+    lines.append("nowhere.png\tletter Z left")
+    (folder / "pictures.tsv").write_text("\n".join(lines) + "\n")
+
+
+def write_recipe(folder: Path, name: str = "tiny") -> Path:
+    """The recipe and its pictures; the recipe's path."""
+    write_pictures(folder)
+    path = folder / f"{name}.toml"
+    path.write_text(RECIPE.format(folder=folder))
+    return path
+
+
+def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
+    """The recipe, read."""
+    return load_recipe(write_recipe(folder), overrides)
