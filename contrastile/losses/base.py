@@ -86,6 +86,16 @@ class Marks(NamedTuple):
     excluded: Tensor | None  # [I, J] bool
 
 
+class Tile(NamedTuple):
+    """A tile of logits with its marks; the logits of pairs that do not count are −∞."""
+
+    x: Tensor  # [I, J]
+    positive: Tensor | None
+    excluded: Tensor | None
+    # lowest and highest logit of the tile, where asking costs nothing: on a CPU
+    bounds: tuple[float, float] | None
+
+
 def mark(rows: Side, cols: Side, *, exclude_self: bool) -> Marks:
     """The marks of the tile of `rows` and `cols`.
 
@@ -167,8 +177,8 @@ class PairLoss(ABC):
         """The statistics [K, n] of n rows that have met no column."""
 
     @abstractmethod
-    def absorb(self, x: Tensor, marks: Marks, dim: int) -> Tensor:
-        """The statistics of a tile of logits x [I, J] along `dim`: 1 for its rows [K, I], 0 for its columns [K, J]."""
+    def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
+        """The statistics of a tile: its rows' [K, I] and, if symmetric, its columns' [K, J]."""
 
     @abstractmethod
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
@@ -179,5 +189,5 @@ class PairLoss(ABC):
         """The rows' losses, and what the backward needs."""
 
     @abstractmethod
-    def pair_grad(self, x: Tensor, marks: Marks, rows: Side, cols: Side) -> Tensor:
+    def pair_grad(self, tile: Tile, rows: Side, cols: Side) -> Tensor:
         """∂loss/∂x [I, J], with the coefficients and states that both sides carry."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from contrastile._check import wrong
-from contrastile.losses.base import Finished, Marks, PairLoss, Side
+from contrastile.losses.base import Finished, PairLoss, Side, Tile
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,9 @@ class Sigmoid(PairLoss):
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(1, n, dtype=dtype, device=device)
 
-    def absorb(self, x: Tensor, marks: Marks, dim: int) -> Tensor:
-        signed = x if marks.positive is None else torch.where(marks.positive, -x, x)
-        pair_loss = torch.logaddexp(signed, x.new_zeros(()))
-        if marks.excluded is not None:
-            pair_loss.masked_fill_(marks.excluded, 0.0)
-        return pair_loss.sum(dim)[None]
+    def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
+        signed = tile.x if tile.positive is None else torch.where(tile.positive, -tile.x, tile.x)
+        return (torch.logaddexp(signed, tile.x.new_zeros(())).sum(1)[None],)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -46,13 +43,11 @@ class Sigmoid(PairLoss):
         (loss,) = stats
         return Finished(loss, torch.ones_like(loss), stats[:0])
 
-    def pair_grad(self, x: Tensor, marks: Marks, rows: Side, cols: Side) -> Tensor:
+    def pair_grad(self, tile: Tile, rows: Side, cols: Side) -> Tensor:
         del cols
         assert rows.coefficient is not None
-        grad = torch.sigmoid(x)
-        if marks.positive is not None:
+        grad = torch.sigmoid(tile.x)
+        if tile.positive is not None:
             # −σ(−x), not σ(x) − 1, which would cancel
-            grad = torch.where(marks.positive, torch.sigmoid(-x).neg_(), grad)
-        if marks.excluded is not None:
-            grad.masked_fill_(marks.excluded, 0.0)
+            grad = torch.where(tile.positive, torch.sigmoid(-tile.x).neg_(), grad)
         return grad.mul_(rows.coefficient[:, None])

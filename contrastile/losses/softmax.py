@@ -18,7 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from contrastile.losses.base import Finished, Marks, PairLoss, Side
+from contrastile.losses.base import Finished, PairLoss, Side, Tile
+
+# exp(−60) is still a normal number in float32, with room for a sum below it
+SPREAD = 60.0
 
 
 class SoftmaxStats(NamedTuple):
@@ -72,25 +75,33 @@ class Softmax(PairLoss):
         named.positive_top.fill_(-torch.inf)
         return stats
 
-    def absorb(self, x: Tensor, marks: Marks, dim: int) -> Tensor:
-        n = x.shape[1 - dim]
-        stats = self.init(n, dtype=x.dtype, device=x.device)
-        named = SoftmaxStats(*stats)
-        hidden = _either(marks.positive, marks.excluded)
-        _exponential_sum(x if hidden is None else x.masked_fill(hidden, -torch.inf), dim, named.top, named.total)
-        if marks.positive is not None:
-            others = ~marks.positive
-            _exponential_sum(x.masked_fill(others, -torch.inf), dim, named.positive_top, named.positive_total)
-            torch.sum(x.masked_fill(others, 0.0), dim, out=named.positive_sum)
-            torch.sum(marks.positive, dim, dtype=x.dtype, out=named.positive_count)
-        if self.label_smoothing:
-            if marks.excluded is None:
-                torch.sum(x, dim, out=named.logit_sum)
-                named.kept.fill_(x.shape[dim])
+    def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
+        x, positive = tile.x, tile.positive
+        dims = (1, 0) if self.symmetric else (1,)
+        sides = [self.init(x.shape[1 - dim], dtype=x.dtype, device=x.device) for dim in dims]
+        others = x if positive is None else x.masked_fill(positive, -torch.inf)
+        # where no logit lies far under the highest one, rows and columns share their exponentials
+        shared = None
+        if tile.bounds is not None and tile.bounds[1] - tile.bounds[0] <= SPREAD:
+            shared = (others - tile.bounds[1]).exp_()
+        for dim, stats in zip(dims, sides, strict=True):
+            named = SoftmaxStats(*stats)
+            if shared is not None:
+                torch.sum(shared, dim, out=named.total)
+                named.top.fill_(tile.bounds[1] if tile.bounds else 0.0).masked_fill_(named.total == 0, -torch.inf)
             else:
-                torch.sum(x.masked_fill(marks.excluded, 0.0), dim, out=named.logit_sum)
-                torch.sum(~marks.excluded, dim, dtype=x.dtype, out=named.kept)
-        return stats
+                _exponential_sum(others, dim, named.top, named.total)
+            if positive is not None:
+                _exponential_sum(x.masked_fill(~positive, -torch.inf), dim, named.positive_top, named.positive_total)
+                torch.sum(x.masked_fill(~positive, 0.0), dim, out=named.positive_sum)
+                torch.sum(positive, dim, dtype=x.dtype, out=named.positive_count)
+            if self.label_smoothing:
+                counted = x if tile.excluded is None else x.masked_fill(tile.excluded, 0.0)
+                torch.sum(counted, dim, out=named.logit_sum)
+                named.kept.fill_(x.shape[dim])
+                if tile.excluded is not None:
+                    named.kept.sub_(tile.excluded.sum(dim))
+        return tuple(sides)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         merged = a + b
@@ -133,7 +144,8 @@ class Softmax(PairLoss):
         # a row without a positive has no loss; NaN must stay NaN elsewhere
         return Finished(torch.where(counts > 0, loss, zero), counts, torch.stack(state))
 
-    def pair_grad(self, x: Tensor, marks: Marks, rows: Side, cols: Side) -> Tensor:
+    def pair_grad(self, tile: Tile, rows: Side, cols: Side) -> Tensor:
+        x = tile.x
         assert rows.state is not None
         assert rows.coefficient is not None
         directions = [(SoftmaxState(*rows.state[:, :, None]), rows.coefficient[:, None])]
@@ -141,17 +153,34 @@ class Softmax(PairLoss):
             assert cols.state is not None
             assert cols.coefficient is not None
             directions.append((SoftmaxState(*cols.state[:, None, :]), cols.coefficient[None, :]))
+        grad = self._negative_grad(tile, directions)
+        if tile.positive is not None:
+            grad = torch.where(tile.positive, self._positive_grad(x, directions), grad)
+        if self.label_smoothing:
+            for state, coefficient in directions:
+                grad.sub_(state.share * coefficient * self.label_smoothing)
+            if tile.excluded is not None:
+                grad.masked_fill_(tile.excluded, 0.0)
+        return grad
+
+    def _negative_grad(self, tile: Tile, directions: list[tuple[SoftmaxState, Tensor]]) -> Tensor:
+        """Σ over directions of p · coefficient, with one exponential for all of them where no logit lies far below."""
+        x = tile.x
+        if tile.bounds is not None:
+            top = max(float(state.top.max()) for state, _ in directions)
+            if top - tile.bounds[0] <= SPREAD:
+                weight = sum(
+                    (
+                        state.top.neg().add_(top).exp_() * state.inverse * coefficient
+                        for state, coefficient in directions
+                    ),
+                    x.new_zeros(()),
+                )
+                return (x - top).exp_().mul_(weight)
         (state, coefficient), *more = directions
         grad = (x - state.top).exp_().mul_(state.inverse * coefficient)
         for state, coefficient in more:
             grad.addcmul_((x - state.top).exp_(), state.inverse * coefficient)
-        if marks.positive is not None:
-            grad = torch.where(marks.positive, self._positive_grad(x, directions), grad)
-        if self.label_smoothing:
-            for state, coefficient in directions:
-                grad.sub_(state.share * coefficient * self.label_smoothing)
-        if marks.excluded is not None:
-            grad.masked_fill_(marks.excluded, 0.0)
         return grad
 
     def _positive_grad(self, x: Tensor, directions: list[tuple[SoftmaxState, Tensor]]) -> Tensor:
@@ -165,12 +194,6 @@ class Softmax(PairLoss):
                 value = value + self.label_smoothing * state.positive_share
             grad.addcmul_(value, coefficient)
         return grad
-
-
-def _either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return a if b is None else b
-    return a | b
 
 
 def _finite(top: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import accumulator
-from contrastile.losses.base import Marks, PairLoss, Side, mark
+from contrastile.losses.base import PairLoss, Side, Tile, mark
 from contrastile.tiles.base import Tiles
 
 # tiles of this size stay in a core's cache; on an accelerator they fill it
@@ -38,18 +38,17 @@ class Eager(Tiles):
         col_stats = self.init(cols) if self.loss.symmetric else None
         for along_i, row_tile in self._tiles(rows):
             for along_j, col_tile in self._tiles(cols):
-                x, marks = self._logits(row_tile, col_tile)
-                row_stats[:, along_i] = self.loss.merge(row_stats[:, along_i], self.loss.absorb(x, marks, 1))
+                met = self.loss.absorb(self._tile(row_tile, col_tile))
+                row_stats[:, along_i] = self.loss.merge(row_stats[:, along_i], met[0])
                 if col_stats is not None:
-                    col_stats[:, along_j] = self.loss.merge(col_stats[:, along_j], self.loss.absorb(x, marks, 0))
+                    col_stats[:, along_j] = self.loss.merge(col_stats[:, along_j], met[1])
         return row_stats, col_stats
 
     def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
         total = torch.zeros_like(self.scale)
         for along_i, row_tile in self._tiles(rows):
             for along_j, col_tile in self._tiles(cols):
-                x, marks = self._logits(row_tile, col_tile)
-                g_IJ = self.loss.pair_grad(x, marks, row_tile, col_tile)
+                g_IJ = self.loss.pair_grad(self._tile(row_tile, col_tile), row_tile, col_tile)
                 if u is not None:
                     _add_product(u[along_i], g_IJ, col_tile.features)
                 if v is not None:
@@ -64,12 +63,19 @@ class Eager(Tiles):
         rows, cols = min(N, side), min(M, side)
         return size * (TILES_HELD * rows * cols + 2 * (rows + cols) * D)
 
-    def _logits(self, rows: Side, cols: Side) -> tuple[Tensor, Marks]:
+    def _tile(self, rows: Side, cols: Side) -> Tile:
         # scaled afterwards: scaled features would be rounded once more
         x = _product(rows.features, cols.features.T).mul_(self.scale)
         if self.bias is not None:
             x += self.bias
-        return x, mark(rows, cols, exclude_self=self.loss.exclude_self)
+        bounds = None
+        if x.device.type == "cpu":
+            least, most = torch.aminmax(x)
+            bounds = float(least), float(most)
+        marks = mark(rows, cols, exclude_self=self.loss.exclude_self)
+        if marks.excluded is not None:
+            x.masked_fill_(marks.excluded, -torch.inf)
+        return Tile(x, *marks, bounds)
 
     def _tiles(self, side: Side) -> Iterator[tuple[slice, Side]]:
         step = self._side(side.features.dtype)
