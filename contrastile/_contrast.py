@@ -1,4 +1,4 @@
-"""contrast(q, k, ...): the one function under every loss, and the only autograd.Function among them.
+"""contrast(q, k, ...): the one function under every loss, and the autograd operation among them.
 
 Stands between the five loss classes of `modules.py`, which only name their options, and the three drawers below: an
 exchange says which columns come here, tiles compute blocks, a loss says what is kept of them. Features go in, one
@@ -18,7 +18,7 @@ from contrastile import _check, comm
 from contrastile._check import wrong
 from contrastile._choose import Options, choose_exchange, choose_tiles
 from contrastile._operation import traceable, traced
-from contrastile._sweep import Call, backward, forward
+from contrastile._sweep import Call, Gradients, at_once, backward, forward, forward_with_gradients, hand_back
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Side
 from contrastile.losses.softmax import Softmax
@@ -103,7 +103,9 @@ def contrast(
     scale, bias = _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q)
     if torch.compiler.is_compiling() and traceable(call):
         return traced(q, k, scale, bias, call)
-    result: Tensor = _Contrast.apply(q, k, scale, bias, call)
+    wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, scale, bias))
+    operation = _ContrastAtOnce if wants and at_once(call) else _Contrast
+    result: Tensor = operation.apply(q, k, scale, bias, call)
     return result
 
 
@@ -162,6 +164,24 @@ class _Contrast(torch.autograd.Function):
         half = len(saved) // 2
         swept = saved[:half], saved[half:]
         return *backward(ctx.call, upstream, q, k, scale, bias, swept, ctx.needs_input_grad[:4]), None
+
+
+class _ContrastAtOnce(torch.autograd.Function):
+    """One sweep for both, where a pair's gradient waits for nothing: a quarter of the work saved."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        value, found = forward_with_gradients(call, q, k, scale, bias, ctx.needs_input_grad[:4])
+        ctx.call = call
+        ctx.save_for_backward(q, k, scale, bias, *found)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, scale, bias, *found = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:4]
+        return *hand_back(ctx.call, Gradients(*found), upstream, q, k, scale, bias, wanted), None
 
 
 def _as_tensor(x: Tensor | float, beside: Tensor) -> Tensor:

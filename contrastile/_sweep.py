@@ -57,6 +57,14 @@ class Swept(NamedTuple):
     coefficients: list[Tensor]
 
 
+class Gradients(NamedTuple):
+    """∂(loss), all without the scale: u [N, D] of q, v [M, D] of k, and Σ_ij of the logits."""
+
+    u: Tensor | None
+    v: Tensor | None
+    total: Tensor
+
+
 def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> Swept:
     """The statistics of all rows and columns, and the loss they come to."""
     with torch.autocast(q.device.type, enabled=False):
@@ -64,9 +72,30 @@ def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None
         rows, cols = replace(call.rows, features=q), replace(call.cols, features=k)
         stats = call.exchange.stats(tiles, rows, cols)
         directions = [call.loss.finish(side) for side in stats if side is not None]
-        poison = _poison(q) + _poison(k) + tiles.scale * 0
-        value, coefficients = _reduce(call, directions, poison)
+        value, coefficients = _reduce(call, directions, _poison(q, k, tiles.scale))
     return Swept(value, [direction.state for direction in directions], coefficients)
+
+
+def forward_with_gradients(
+    call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, wanted: Sequence[bool]
+) -> tuple[Tensor, Gradients]:
+    """The loss and, from the same sweep, its gradients for an upstream of 1; see `at_once`."""
+    with torch.autocast(q.device.type, enabled=False):
+        tiles = call.arithmetic(scale, bias, q.dtype)
+        weights = tiles.scale.new_ones(len(q)) if call.weights is None else call.weights.to(tiles.scale.dtype)
+        poison = _poison(q, k, tiles.scale)
+        coefficient = (weights / weights.sum() if call.reduction == "mean" else weights) + poison
+        # a pairwise loss leaves no state
+        rows = replace(call.rows, features=q, coefficient=coefficient, state=coefficient.new_empty(0, len(q)))
+        u, v = _room(q, k, wanted)
+        stats, total = tiles.stats_and_grads(rows, replace(call.cols, features=k), u, v)
+        value = (coefficient * call.loss.finish(stats).loss).sum()
+    return value, Gradients(u, v, total)
+
+
+def at_once(call: Call) -> bool:
+    """Whether the gradients can come with the loss: those of a pair wait for nothing, and no column is elsewhere."""
+    return call.loss.pairwise and len(call.exchange.shards) == 1 and call.reduction != "none"
 
 
 def backward(
@@ -80,30 +109,57 @@ def backward(
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """The gradients of q, k, scale and bias, of those that are wanted."""
-    want_q, want_k, want_scale, want_bias = wanted
-    wide = accumulator(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
         tiles = call.arithmetic(scale, bias, q.dtype)
-        upstream = upstream.to(wide) * call.exchange.gradient_factor()
+        upstream = upstream.to(tiles.scale.dtype) * call.exchange.gradient_factor()
         carried: list[dict[str, Any]] = [
             {"state": state, "coefficient": coefficient * upstream} for state, coefficient in zip(*swept, strict=True)
         ]
         rows = replace(call.rows, features=q, **carried[0])
         cols = replace(call.cols, features=k, **(carried[1] if call.loss.symmetric else {}))
-        # the scale's gradient can be read off either side
-        u = torch.zeros_like(q, dtype=wide) if want_q or (want_scale and not want_k) else None
-        v = torch.zeros_like(k, dtype=wide) if want_k else None
+        u, v = _room(q, k, wanted)
         total = call.exchange.grads(tiles, rows, cols, u, v)
+    return hand_back(call, Gradients(u, v, total), None, q, k, scale, bias, wanted)
+
+
+def hand_back(
+    call: Call,
+    found: Gradients,
+    upstream: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """What was accumulated, as gradients in their own types; times `upstream`, where that is not in yet."""
+    want_q, want_k, want_scale, want_bias = wanted
+    u, v, total = found
+    with torch.autocast(q.device.type, enabled=False):
+        factor = _scalar(scale, total.dtype)
+        times = torch.ones_like(factor) if upstream is None else upstream.to(total.dtype)
         dscale = dbias = None
         if want_scale:
-            dscale = _inner(q, u) if u is not None else _inner(k, v)
+            dscale = (_inner(q, u) if u is not None else _inner(k, v)) * times
             dscale = dscale.to(scale.dtype).reshape(scale.shape)
         if want_bias and bias is not None:
-            total = total if call.loss.uses_bias else torch.zeros_like(total)
-            dbias = total.to(bias.dtype).reshape(bias.shape)
-        dq = u.mul_(tiles.scale).to(q.dtype) if want_q and u is not None else None
-        dk = v.mul_(tiles.scale).to(k.dtype) if v is not None else None
+            used = total * times if call.loss.uses_bias else torch.zeros_like(total)
+            dbias = used.to(bias.dtype).reshape(bias.shape)
+        # in place where nothing will be asked for them again
+        scaled = [None if x is None else (x.mul_(factor) if upstream is None else x * (factor * times)) for x in (u, v)]
+    dq, dk = (
+        None if x is None or not want else x.to(like.dtype)
+        for x, want, like in zip(scaled, (want_q, want_k), (q, k), strict=True)
+    )
     return [dq, dk, dscale, dbias]
+
+
+def _room(q: Tensor, k: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+    """Accumulators of what is wanted; the scale's gradient can be read off either."""
+    want_q, want_k, want_scale, _ = wanted
+    wide = accumulator(q.dtype)
+    u = torch.zeros_like(q, dtype=wide) if want_q or (want_scale and not want_k) else None
+    return u, torch.zeros_like(k, dtype=wide) if want_k else None
 
 
 def _reduce(call: Call, directions: list[Finished], poison: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -132,13 +188,14 @@ def _reduce(call: Call, directions: list[Finished], poison: Tensor) -> tuple[Ten
     return value + poison, each
 
 
-def _poison(x: Tensor) -> Tensor:
-    """0 if every entry is finite, NaN otherwise, without asking the device."""
-    wide = accumulator(x.dtype)
-    if x.numel() == 0:
-        return torch.zeros((), dtype=wide, device=x.device)
-    least, most = torch.aminmax(x)
-    return (least.to(wide) + most.to(wide)) * 0
+def _poison(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """0 if all is finite, NaN otherwise, without asking the device."""
+    poison = scale * 0
+    for x in (q, k):
+        if x.numel():
+            least, most = torch.aminmax(x)
+            poison = poison + (least.to(scale.dtype) + most.to(scale.dtype)) * 0
+    return poison
 
 
 def _inner(x: Tensor, gradient: Tensor | None) -> Tensor:

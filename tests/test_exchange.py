@@ -148,8 +148,8 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
         ),
         (
             "gradient",
-            "`gradient` must be the same on all ranks; got 'mean' on rank 0 and 'sum' on rank 1. Build the loss and its "
-            "inputs alike everywhere.",
+            "`gradient` must be the same on all ranks; got 'mean' on rank 0 and 'sum' on rank 1. Build the loss and "
+            "its inputs alike everywhere.",
         ),
         (
             "empty",

@@ -31,7 +31,8 @@ BELOW["_contrast"] = BELOW["_operation"] | {"_operation"}
 BELOW["modules"] = BELOW["_contrast"] | {"_contrast"}
 BELOW["plan"] = BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
 BELOW["train"] = BELOW["plan"] | {"plan", "evaluate"}
-BELOW["bench"] = BELOW["cli"] = BELOW["train"] | {"train"}
+BELOW["bench"] = BELOW["train"] | {"train"}
+BELOW["cli"] = BELOW["bench"] | {"bench"}
 DRAWERS = {"losses", "tiles", "exchange"}
 
 

@@ -220,3 +220,12 @@ def test_the_same_bits_every_time() -> None:
     q, k = (x.requires_grad_() for x in torch.randn(2, 300, 16))
     runs = [torch.autograd.grad(contrast(q, k, scale=3.0, workspace=2**20), [q, k]) for _ in range(3)]
     assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
+def test_the_sigmoid_losss_backward_can_be_repeated_and_scaled() -> None:
+    """Its gradients come with the loss; they must survive a first backward."""
+    a, b = (x.requires_grad_() for x in F.normalize(torch.randn(2, 40, 8), dim=-1))
+    loss = SigLipLoss()(a, b, 10.0, -10.0)
+    once = torch.autograd.grad(loss, [a, b], retain_graph=True)
+    twice = torch.autograd.grad(2 * loss, [a, b])
+    assert all(distance(y, 2 * x) <= 1e-6 for x, y in zip(once, twice, strict=True))

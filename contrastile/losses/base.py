@@ -167,6 +167,8 @@ class PairLoss(ABC):
     exclude_self: bool
     # the loss depends on an added bias
     uses_bias: bool
+    # a pair's gradient waits for no statistic of its row
+    pairwise: bool
 
     @abstractmethod
     def smoothed(self, label_smoothing: float) -> PairLoss:

@@ -23,6 +23,7 @@ class Sigmoid(PairLoss):
     symmetric: bool = False
     exclude_self: bool = False
     uses_bias: bool = True
+    pairwise: bool = True
 
     def smoothed(self, label_smoothing: float) -> Sigmoid:
         raise wrong(

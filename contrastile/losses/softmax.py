@@ -64,6 +64,7 @@ class Softmax(PairLoss):
     label_smoothing: float = 0.0
     # adding the same number to every logit changes nothing
     uses_bias: bool = False
+    pairwise: bool = False
 
     def smoothed(self, label_smoothing: float) -> Softmax:
         return replace(self, label_smoothing=label_smoothing)

@@ -50,6 +50,13 @@ class Tiles(ABC):
         """
 
     @abstractmethod
+    def stats_and_grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both in one sweep of 6·N·M·D operations, for a pairwise loss whose rows carry their coefficients already.
+
+        Returns the statistics of the rows, and Σ_ij g_ij.
+        """
+
+    @abstractmethod
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         """The most that a block of N × M of D features in `dtype` takes beside inputs, outputs and accumulators."""
 

@@ -48,14 +48,29 @@ class Eager(Tiles):
         total = torch.zeros_like(self.scale)
         for along_i, row_tile in self._tiles(rows):
             for along_j, col_tile in self._tiles(cols):
-                g_IJ = self.loss.pair_grad(self._tile(row_tile, col_tile), row_tile, col_tile)
-                if u is not None:
-                    _add_product(u[along_i], g_IJ, col_tile.features)
-                if v is not None:
-                    _add_product(v[along_j], g_IJ.T, row_tile.features)
-                if self.bias is not None:
-                    total += g_IJ.sum()
+                pieces = (None if u is None else u[along_i], None if v is None else v[along_j])
+                total += self._add_grads(self._tile(row_tile, col_tile), row_tile, col_tile, *pieces)
         return total
+
+    def stats_and_grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        row_stats, total = self.init(rows), torch.zeros_like(self.scale)
+        for along_i, row_tile in self._tiles(rows):
+            for along_j, col_tile in self._tiles(cols):
+                tile = self._tile(row_tile, col_tile)
+                (met,) = self.loss.absorb(tile)
+                row_stats[:, along_i] = self.loss.merge(row_stats[:, along_i], met)
+                pieces = (None if u is None else u[along_i], None if v is None else v[along_j])
+                total += self._add_grads(tile, row_tile, col_tile, *pieces)
+        return row_stats, total
+
+    def _add_grads(self, tile: Tile, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
+        """One tile's part of `grads`; its sum only where a bias asks for it."""
+        g_IJ = self.loss.pair_grad(tile, rows, cols)
+        if u is not None:
+            _add_product(u, g_IJ, cols.features)
+        if v is not None:
+            _add_product(v, g_IJ.T, rows.features)
+        return torch.zeros_like(self.scale) if self.bias is None else g_IJ.sum()
 
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         side = self._side(dtype)

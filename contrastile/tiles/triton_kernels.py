@@ -1,0 +1,422 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""The device code of `tiles/triton.py`: what runs on the chip for one super-tile, and nothing else.
+
+Launched by `triton_launch.py`, which knows tensors; neither knows losses by name, ranks or autograd. All kernels
+that multiply have the shape of a matrix product, and differ in what their epilogue does with a tile of products:
+
+    totals       one exponential (or softplus) per pair; sums along rows and columns, one number per tile and row
+    maxima       the careful form of it: maxima and sums relative to them, and positives by label
+    gradient     one exponential per pair; the tile's gradient, written as one piece of a 16-bit strip
+    careful_gradient   the careful form of it, and positives by label
+In exponentials x is counted in binary: t = ⟨q, k⟩ · factor − shift with factor = scale · log2(e), so that
+exp(x) = 2^shift · 2^t. The shift is chosen from the largest norms so that t ≤ 100: nothing can overflow, no maximum
+is needed, and 226 binades lie between the largest term and the first that is lost. A sum that ends below 2^−60
+raises a flag on the device, which lets the careful kernels run; otherwise they return at once.
+
+Suffixes: `tl` tensors are [I, J] tiles unless named otherwise; `_ptr` points to memory; sizes N, M are those of the
+super-tile in hand, D is the padded feature size.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.losses.softmax import SoftmaxState, SoftmaxStats
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+# the largest power of two that a term may reach
+CEILING = tl.constexpr(100.0)
+# a sum below this may have lost terms that mattered
+LEAST = tl.constexpr(2.0**-60)
+# rows of a softmax's statistics, and of its state
+TOP = tl.constexpr(SoftmaxStats._fields.index("top"))
+STATE_TOP, INVERSE, STATE_POSITIVE_TOP, POSITIVE_INVERSE, MISSING, POSITIVE_SHARE, SHARE = (
+    tl.constexpr(row) for row in range(len(SoftmaxState._fields))
+)
+# numbers that change from call to call: compiled once for all their values
+ANY = ("N", "M", "diagonal", "itself", "places_stride", "places_start", "part_stride", "row_state_stride",
+       "col_state_stride", "smoothing")  # fmt: skip
+
+
+@triton.jit
+def _place(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
+    """The tile-th tile, in an order that reuses GROUP row tiles while they are in the cache."""
+    width = GROUP * col_tiles
+    first = tile // width * GROUP
+    height = min(row_tiles - first, GROUP)
+    return first + tile % width % height, tile % width // height
+
+
+@triton.jit
+def _piece(mem, stride, row, col, n, width, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS, COLS] of the features at (row, col), 0 outside; by the copy engine where the chip has one."""
+    if TMA:
+        piece = mem.load([row, col])
+    else:
+        rows = row + tl.arange(0, ROWS)
+        cols = col + tl.arange(0, COLS)
+        at = rows.to(tl.int64)[:, None] * stride + cols[None, :]
+        piece = tl.load(mem + at, mask=(rows < n)[:, None] & (cols < width)[None, :], other=0.0)
+    return piece
+
+
+@triton.jit
+def _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+              LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr,
+              UPCAST: tl.constexpr):  # fmt: skip
+    """⟨q, k⟩ of tile (i, j). Features split in parts lie side by side; product p takes parts LEFT[p] and RIGHT[p]."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    # three parts at most lie side by side
+    width = D * min(PRODUCTS, 3)
+    for step in range(0, PRODUCTS * D, BK):
+        left = step
+        right = step
+        if PRODUCTS > 1:
+            product = step // D
+            left = step + (((LEFT >> (2 * product)) & 3) - product) * D
+            right = step + (((RIGHT >> (2 * product)) & 3) - product) * D
+        q = _piece(q_mem, q_stride, i * BM, left, N, width, BM, BK, TMA)
+        k = _piece(k_mem, k_stride, j * BN, right, M, width, BN, BK, TMA)
+        if UPCAST:
+            q = q.to(tl.float32)
+            k = k.to(tl.float32)
+        acc = tl.dot(q, k.T, acc)
+    return acc
+
+
+@triton.jit
+def _touched(i, j, N, M, left_out, BM: tl.constexpr, BN: tl.constexpr,
+             DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr):  # fmt: skip
+    """Whether the tile has a pair that is left out by its position, or reaches over the edge."""
+    diagonal, itself, places_ptr, places_stride, places_start = left_out
+    touched = ((i + 1) * BM > N) | ((j + 1) * BN > M)
+    if DIAGONAL:
+        touched = touched | ((diagonal + i * BM < (j + 1) * BN) & (diagonal + (i + 1) * BM > j * BN))
+    if SELF:
+        touched = touched | ((itself + i * BM < (j + 1) * BN) & (itself + (i + 1) * BM > j * BN))
+    rows = i * BM + tl.arange(0, BM)
+    for p in tl.static_range(PLACES):
+        place = tl.load(places_ptr + rows.to(tl.int64) * places_stride + p, mask=rows < N, other=-1) - places_start
+        here = (place >= j * BN) & (place < (j + 1) * BN)
+        touched = touched | (tl.max(here.to(tl.int32)) > 0)
+    return touched
+
+
+@triton.jit
+def _counts(rows, cols, N, M, left_out, DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr):
+    """Pairs of the tile that exist and are not left out by their position."""
+    diagonal, itself, places_ptr, places_stride, places_start = left_out
+    counts = (rows < N)[:, None] & (cols < M)[None, :]
+    if DIAGONAL:
+        counts = counts & (cols[None, :] != (rows + diagonal)[:, None])
+    if SELF:
+        counts = counts & (cols[None, :] != (rows + itself)[:, None])
+    for p in tl.static_range(PLACES):
+        place = tl.load(places_ptr + rows.to(tl.int64) * places_stride + p, mask=rows < N, other=-1) - places_start
+        counts = counts & (cols[None, :] != place[:, None])
+    return counts
+
+
+@triton.jit
+def _same(groups, rows, cols, N, M):
+    """Pairs of the tile whose ids, or labels, are equal."""
+    row_groups_ptr, col_groups_ptr = groups
+    row_groups = tl.load(row_groups_ptr + rows, mask=rows < N, other=0)
+    col_groups = tl.load(col_groups_ptr + cols, mask=cols < M, other=0)
+    return row_groups[:, None] == col_groups[None, :]
+
+
+@triton.jit
+def _others(ids, labels, rows, cols, N, M, LABELS: tl.constexpr):
+    """Pairs of the tile that are not of the same id, or are positive by label."""
+    others = _same(ids, rows, cols, N, M) == 0
+    if LABELS:
+        others = others | _same(labels, rows, cols, N, M)
+    return others
+
+
+@triton.jit
+def _grown(a, b):
+    """(1 + a)(1 + b) − 1, to full precision also where a and b are small."""
+    return a + b + a * b
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x ≥ 0, exact to float32 also where it is small."""
+    series = x * (1.0 - x * (0.5 - x * (0.3333333333 - x * (0.25 - x * 0.2))))
+    return tl.where(x < 0.03, series, tl.math.log2(1.0 + x) * LN2)
+
+
+@triton.jit
+def _softplus_sum(t, BM: tl.constexpr, BN: tl.constexpr):
+    """Σ_j log(1 + 2^t_ij): one exponential per pair, and one logarithm for many.
+
+    Σ log(1 + e) = log Π(1 + e), and the product less 1 is summed up as it stands, so that nothing small is lost;
+    BN / 8 factors of at most 2 do not overflow.
+    """
+    grown = tl.reduce(tl.reshape(tl.math.exp2(-tl.abs(t)), (BM, BN // 8, 8)), 1, _grown)
+    return tl.sum(log1p(grown), 1) + tl.sum(tl.maximum(t, 0.0), 1) * LN2
+
+
+@triton.jit(do_not_specialize=ANY)
+def totals(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, row_ids_ptr, col_ids_ptr,
+           row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start,
+           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+           LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+           DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
+           COLUMNS: tl.constexpr, SMOOTH: tl.constexpr, SIGMOID: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+    """Per tile: Σ 2^t over the pairs that count, along rows [channel, col tile, N] and columns [channel, row tile, M].
+
+    SMOOTH adds two channels: Σ x and the number of the pairs. SIGMOID sums softplus(±x) instead, along rows only.
+    """
+    left_out = (diagonal, itself, places_ptr, places_stride, places_start)
+    ids = (row_ids_ptr, col_ids_ptr)
+    labels = (row_labels_ptr, col_labels_ptr)
+    row_tiles = tl.cdiv(N, BM)
+    col_tiles = tl.cdiv(M, BN)
+    factor = tl.load(numbers_ptr)
+    shift = tl.load(numbers_ptr + 1)
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
+        i, j = _place(tile, row_tiles, col_tiles, GROUP)
+        acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
+                        UPCAST)  # fmt: skip
+        rows = i * BM + tl.arange(0, BM)
+        cols = j * BN + tl.arange(0, BN)
+        t = acc * factor - shift
+        if SIGMOID and LABELS:
+            t = tl.where(_same(labels, rows, cols, N, M), -t, t)
+        row_at = row_part_ptr + j.to(tl.int64) * N + rows
+        col_at = col_part_ptr + i.to(tl.int64) * M + cols
+        if IDS or SMOOTH:
+            kept = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
+            if IDS:
+                kept = kept & _others(ids, labels, rows, cols, N, M, LABELS)
+            t = tl.where(kept, t, -float("inf"))
+            if SMOOTH:
+                x = tl.where(kept, acc * (factor * LN2), 0.0)
+                tl.store(row_at + col_tiles.to(tl.int64) * N, tl.sum(x, 1), mask=rows < N)
+                tl.store(row_at + col_tiles.to(tl.int64) * N * 2, tl.sum(kept.to(tl.float32), 1), mask=rows < N)
+                if COLUMNS:
+                    tl.store(col_at + row_tiles.to(tl.int64) * M, tl.sum(x, 0), mask=cols < M)
+                    tl.store(col_at + row_tiles.to(tl.int64) * M * 2, tl.sum(kept.to(tl.float32), 0), mask=cols < M)
+        elif _touched(i, j, N, M, left_out, BM, BN, DIAGONAL, SELF, PLACES):
+            t = tl.where(_counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES), t, -float("inf"))
+        if SIGMOID:
+            tl.store(row_at, _softplus_sum(t, BM, BN), mask=rows < N)
+        else:
+            e = tl.math.exp2(t)
+            tl.store(row_at, tl.sum(e, 1), mask=rows < N)
+            if COLUMNS:
+                tl.store(col_at, tl.sum(e, 0), mask=cols < M)
+
+
+@triton.jit
+def _log_sum(x, kept, at, stride, inside, axis: tl.constexpr):
+    """Stores the maximum along `axis` of x where kept, and one stride on the sum of exponentials relative to it."""
+    hidden = tl.where(kept, x, -float("inf"))
+    top = tl.max(hidden, axis)
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    tl.store(at, top, mask=inside)
+    tl.store(at + stride, tl.sum(tl.exp(hidden - tl.expand_dims(safe, axis)), axis), mask=inside)
+
+
+@triton.jit
+def _absorb(x, negative, hot, at, stride, inside, axis: tl.constexpr, LABELS: tl.constexpr):
+    """Stores the statistics of a tile along `axis`, one stride apart in the order of losses/softmax.py."""
+    _log_sum(x, negative, at, stride, inside, axis)
+    if LABELS:
+        _log_sum(x, hot, at + 2 * stride, stride, inside, axis)
+        tl.store(at + 4 * stride, tl.sum(tl.where(hot, x, 0.0), axis), mask=inside)
+        tl.store(at + 5 * stride, tl.sum(hot.to(tl.float32), axis), mask=inside)
+        kept = negative | hot
+        tl.store(at + 6 * stride, tl.sum(tl.where(kept, x, 0.0), axis), mask=inside)
+        tl.store(at + 7 * stride, tl.sum(kept.to(tl.float32), axis), mask=inside)
+
+
+@triton.jit(do_not_specialize=ANY)
+def maxima(q_mem, k_mem, numbers_ptr, flag_ptr, row_part_ptr, col_part_ptr, places_ptr, row_ids_ptr, col_ids_ptr,
+           row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start,
+           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+           LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+           DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
+           COLUMNS: tl.constexpr):  # fmt: skip
+    """The careful form of `totals`: nothing is lost whatever the features. Runs where the flag is up.
+
+    Per tile, top and Σ exp(x − top); with LABELS all eight statistics. Layout as in `totals`.
+    """
+    left_out = (diagonal, itself, places_ptr, places_stride, places_start)
+    ids = (row_ids_ptr, col_ids_ptr)
+    labels = (row_labels_ptr, col_labels_ptr)
+    row_tiles = tl.cdiv(N, BM)
+    col_tiles = tl.cdiv(M, BN)
+    factor = tl.load(numbers_ptr)
+    wanted = tl.where(tl.load(flag_ptr) != 0, row_tiles * col_tiles, 0)
+    for tile in tl.range(tl.program_id(0), wanted, tl.num_programs(0)):
+        i, j = _place(tile, row_tiles, col_tiles, GROUP)
+        acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
+                        UPCAST)  # fmt: skip
+        rows = i * BM + tl.arange(0, BM)
+        cols = j * BN + tl.arange(0, BN)
+        x = acc * factor * LN2
+        negative = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
+        hot = negative
+        if LABELS:
+            hot = negative & _same(labels, rows, cols, N, M)
+            negative = negative & (hot == 0)
+        if IDS:
+            negative = negative & (_same(ids, rows, cols, N, M) == 0)
+        row_at = row_part_ptr + j.to(tl.int64) * N + rows
+        _absorb(x, negative, hot, row_at, col_tiles.to(tl.int64) * N, rows < N, 1, LABELS)
+        if COLUMNS:
+            col_at = col_part_ptr + i.to(tl.int64) * M + cols
+            _absorb(x, negative, hot, col_at, row_tiles.to(tl.int64) * M, cols < M, 0, LABELS)
+
+
+@triton.jit
+def _store_tile(out_mem, out_stride, g, i, j, part_stride, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
+                TMA: tl.constexpr):  # fmt: skip
+    """Writes g into the strip, which has room for whole tiles, in PARTS that add up to it."""
+    for part in tl.static_range(PARTS):
+        if TMA:
+            # two halves, whose buffers in shared memory are half as large
+            piece = g.to(out_mem.dtype)
+            left, right = tl.split(tl.permute(tl.reshape(piece, (BM, 2, BN // 2)), (0, 2, 1)))
+            out_mem.store([part * part_stride + i * BM, j * BN], left)
+            out_mem.store([part * part_stride + i * BM, j * BN + BN // 2], right)
+        else:
+            piece = g.to(out_mem.dtype.element_ty)
+            rows = part * part_stride + i * BM + tl.arange(0, BM)
+            at = rows.to(tl.int64)[:, None] * out_stride + (j * BN + tl.arange(0, BN))[None, :]
+            tl.store(out_mem + at, piece)
+        if part + 1 < PARTS:
+            g = g - piece.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=ANY)
+def gradient(q_mem, k_mem, out_mem, numbers_ptr, flag_ptr, row_a_ptr, col_b_ptr, row_c_ptr, col_d_ptr, sum_ptr,
+             row_part_ptr, places_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
+             q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start, part_stride, out_stride,
+             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+             LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+             DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
+             COLUMNS: tl.constexpr, SMOOTH: tl.constexpr, SIGMOID: tl.constexpr, LOSS: tl.constexpr,
+             PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+    """The gradient of the pairs that count, 2^t · (a_i + b_j) − (c_i + d_j), as one strip [PARTS, N, M].
+
+    c and d only where SMOOTH. SIGMOID writes a_i · σ(x), −a_i · σ(−x) for pairs of equal label, and its sums along
+    rows; with LOSS also what `totals` would. Leaves the strip to `careful_gradient` where the flag is up.
+    """
+    left_out = (diagonal, itself, places_ptr, places_stride, places_start)
+    ids = (row_ids_ptr, col_ids_ptr)
+    labels = (row_labels_ptr, col_labels_ptr)
+    row_tiles = tl.cdiv(N, BM)
+    col_tiles = tl.cdiv(M, BN)
+    factor = tl.load(numbers_ptr)
+    shift = tl.load(numbers_ptr + 1)
+    wanted = tl.where(tl.load(flag_ptr) == 0, row_tiles * col_tiles, 0)
+    for tile in tl.range(tl.program_id(0), wanted, tl.num_programs(0), flatten=FLATTEN):
+        i, j = _place(tile, row_tiles, col_tiles, GROUP)
+        acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
+                        UPCAST)  # fmt: skip
+        rows = i * BM + tl.arange(0, BM)
+        cols = j * BN + tl.arange(0, BN)
+        t = acc * factor - shift
+        a = tl.load(row_a_ptr + rows, mask=rows < N, other=0.0)[:, None]
+        if SIGMOID and LABELS:
+            hot = _same(labels, rows, cols, N, M)
+            t = tl.where(hot, -t, t)
+            a = tl.where(hot, -a, a)
+        if IDS or SMOOTH:
+            kept = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
+            if IDS:
+                kept = kept & _others(ids, labels, rows, cols, N, M, LABELS)
+            t = tl.where(kept, t, -float("inf"))
+        elif _touched(i, j, N, M, left_out, BM, BN, DIAGONAL, SELF, PLACES):
+            t = tl.where(_counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES), t, -float("inf"))
+        if SIGMOID:
+            if LOSS:
+                tl.store(row_part_ptr + j.to(tl.int64) * N + rows, _softplus_sum(t, BM, BN), mask=rows < N)
+            # an exponential of its own: one kept from the loss would not fit the registers
+            g = a / (1.0 + tl.math.exp2(-t))
+            tl.store(sum_ptr + j.to(tl.int64) * N + rows, tl.sum(g, 1), mask=rows < N)
+        else:
+            if COLUMNS:
+                a = a + tl.load(col_b_ptr + cols, mask=cols < M, other=0.0)[None, :]
+            g = tl.math.exp2(t) * a
+            if SMOOTH:
+                g = g - tl.load(row_c_ptr + rows, mask=rows < N, other=0.0)[:, None]
+                if COLUMNS:
+                    g = g - tl.load(col_d_ptr + cols, mask=cols < M, other=0.0)[None, :]
+                g = tl.where(kept, g, 0.0)
+        _store_tile(out_mem, out_stride, g, i, j, part_stride, BM, BN, PARTS, TMA)
+
+
+@triton.jit
+def positive_gradient(among, target, missing, smoothing):
+    """p − (1 − ε) · target of a positive pair, written so that p → 1 loses no digits: see losses/softmax.py."""
+    # an only positive is all of its kind, also where its logit was rounded otherwise than in the forward
+    among = tl.where(target == 1.0, 1.0, among)
+    return (among - target) - among * missing + smoothing * target
+
+
+@triton.jit
+def _softmax_gradient(x, hot, state_ptr, state_stride, coefficient_ptr, unit, at, inside, smoothing,
+                      axis: tl.constexpr, LABELS: tl.constexpr):  # fmt: skip
+    """One direction's gradient of every pair, as losses/softmax.py writes it; times `unit`."""
+    coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * unit
+    top = tl.load(state_ptr + STATE_TOP * state_stride + at, mask=inside, other=0.0)
+    inverse = tl.load(state_ptr + INVERSE * state_stride + at, mask=inside, other=0.0)
+    share = tl.load(state_ptr + SHARE * state_stride + at, mask=inside, other=0.0)
+    value = tl.exp(x - tl.expand_dims(top, axis)) * tl.expand_dims(inverse, axis)
+    if LABELS:
+        positive_top = tl.load(state_ptr + STATE_POSITIVE_TOP * state_stride + at, mask=inside, other=0.0)
+        positive_inverse = tl.load(state_ptr + POSITIVE_INVERSE * state_stride + at, mask=inside, other=0.0)
+        missing = tl.load(state_ptr + MISSING * state_stride + at, mask=inside, other=0.0)
+        positive_share = tl.load(state_ptr + POSITIVE_SHARE * state_stride + at, mask=inside, other=0.0)
+        among = tl.exp(x - tl.expand_dims(positive_top, axis)) * tl.expand_dims(positive_inverse, axis)
+        target = tl.expand_dims(positive_share, axis)
+        value = tl.where(hot, positive_gradient(among, target, tl.expand_dims(missing, axis), smoothing), value)
+    return (value - tl.expand_dims(share * smoothing, axis)) * tl.expand_dims(coefficient, axis)
+
+
+@triton.jit(do_not_specialize=ANY)
+def careful_gradient(q_mem, k_mem, out_mem, numbers_ptr, flag_ptr, row_state_ptr, row_coefficient_ptr,
+                     col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride,
+                     places_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
+                     q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start, part_stride,
+                     out_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+                     LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr,
+                     UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr,
+                     IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The careful form of `gradient` for a softmax: an exponential per direction, and positives by label."""
+    left_out = (diagonal, itself, places_ptr, places_stride, places_start)
+    ids = (row_ids_ptr, col_ids_ptr)
+    labels = (row_labels_ptr, col_labels_ptr)
+    row_tiles = tl.cdiv(N, BM)
+    col_tiles = tl.cdiv(M, BN)
+    factor = tl.load(numbers_ptr)
+    unit = tl.load(numbers_ptr + 2)
+    wanted = tl.where(tl.load(flag_ptr) != 0, row_tiles * col_tiles, 0)
+    for tile in tl.range(tl.program_id(0), wanted, tl.num_programs(0)):
+        i, j = _place(tile, row_tiles, col_tiles, GROUP)
+        acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
+                        UPCAST)  # fmt: skip
+        rows = i * BM + tl.arange(0, BM)
+        cols = j * BN + tl.arange(0, BN)
+        x = acc * factor * LN2
+        kept = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
+        hot = kept
+        if LABELS:
+            hot = kept & _same(labels, rows, cols, N, M)
+        g = _softmax_gradient(x, hot, row_state_ptr, row_state_stride, row_coefficient_ptr, unit, rows, rows < N,
+                              smoothing, 1, LABELS)  # fmt: skip
+        if COLUMNS:
+            g += _softmax_gradient(x, hot, col_state_ptr, col_state_stride, col_coefficient_ptr, unit, cols, cols < M,
+                                   smoothing, 0, LABELS)  # fmt: skip
+        if IDS:
+            kept = kept & _others(ids, labels, rows, cols, N, M, LABELS)
+        _store_tile(out_mem, out_stride, tl.where(kept, g, 0.0), i, j, part_stride, BM, BN, PARTS, TMA)

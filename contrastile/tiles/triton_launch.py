@@ -1,0 +1,385 @@
+"""One function per launch: tensors in, a kernel of `triton_kernels.py`, `triton_vectors.py` or `triton_listed.py` out.
+
+Used by `triton.py`, which knows the loss and walks over super-tiles. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from contrastile.tiles import triton_kernels as kernels
+from contrastile.tiles import triton_listed as listed
+from contrastile.tiles import triton_vectors as vectors
+from contrastile.tiles.triton_device import Shape, interpreting, multiprocessors, run, shape_for
+from contrastile.tiles.triton_operands import Masks, Operand, coded, products, tiles_of
+
+# rows of one program, and tiles added at once, in the kernels along one dimension
+BLOCK, TILES = 128, 16
+# rows of one program that reads features, `BLOCK` features at a time
+ROWS = 16
+# row tiles that are worked on together
+GROUP = 16
+# programs of an interpreted kernel
+PROGRAMS_INTERPRETED = 3
+
+
+def _programs(q: Operand, k: Operand, shape: Shape) -> tuple[int]:
+    """As many as fit the device at once: each takes one tile after the other."""
+    tiles = tiles_of(len(q), shape.rows) * tiles_of(len(k), shape.cols)
+    most = PROGRAMS_INTERPRETED if interpreting() else shape.programs * multiprocessors(q.data.device)
+    return (min(most, tiles),)
+
+
+def _tiling(q: Operand, k: Operand, shape: Shape) -> dict[str, Any]:
+    """What all kernels of the shape of a matrix product are told."""
+    pairs = products(q.parts)
+    return {
+        "q_mem": q.memory(shape.rows, shape),
+        "k_mem": k.memory(shape.cols, shape),
+        "q_stride": q.data.stride(0),
+        "k_stride": k.data.stride(0),
+        "N": len(q),
+        "M": len(k),
+        "D": q.width,
+        "BM": shape.rows,
+        "BN": shape.cols,
+        "BK": shape.depth,
+        "GROUP": GROUP,
+        "LEFT": coded([left for left, _ in pairs]),
+        "RIGHT": coded([right for _, right in pairs]),
+        "PRODUCTS": len(pairs),
+        "TMA": shape.tma,
+        "UPCAST": interpreting(),
+        "warps": shape.warps,
+        "stages": shape.stages,
+    }
+
+
+def _features(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Features of any strides, as the kernels along one dimension read them."""
+    return {
+        "q_ptr": q,
+        "k_ptr": k,
+        "D": q.shape[1],
+        "q_row_stride": q.stride(0),
+        "q_stride": q.stride(1),
+        "k_row_stride": k.stride(0),
+        "k_stride": k.stride(1),
+    }
+
+
+def softmax_numbers(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """[factor, shift, unit, 0] for x = scale · ⟨q, k⟩, with the shift under which nothing overflows."""
+    N, M = len(q), len(k)
+    q_blocks, k_blocks = triton.cdiv(N, 16), triton.cdiv(M, 16)
+    largest = torch.empty(q_blocks + k_blocks, dtype=torch.float32, device=q.device)
+    blocks = q_blocks + k_blocks
+    run(vectors.norms, (blocks,), out_ptr=largest, N=N, M=M, q_blocks=q_blocks, **_features(q, k), ROWS=16, BLOCK=BLOCK)
+    out = torch.empty(4, dtype=torch.float32, device=q.device)
+    run(
+        vectors.numbers,
+        (1,),
+        norms_ptr=largest,
+        scale_ptr=scale,
+        out_ptr=out,
+        q_blocks=q_blocks,
+        blocks=blocks,
+        BLOCK=1024,
+    )
+    return out
+
+
+def sigmoid_numbers(scale: Tensor, bias: Tensor | None) -> Tensor:
+    """[factor, shift, unit, shift] for x = scale · ⟨q, k⟩ + bias."""
+    binary = float(kernels.LOG2E.value)
+    shift = torch.zeros_like(scale) if bias is None else -bias * binary
+    return torch.stack([scale * binary, shift, torch.ones_like(scale), shift]).float()
+
+
+def totals(
+    q: Operand,
+    k: Operand,
+    masks: Masks,
+    numbers: Tensor,
+    row_part: Tensor,
+    col_part: Tensor | None,
+    *,
+    smooth: bool,
+    sigmoid: bool,
+) -> None:
+    """Fills row_part [channels, col tiles, N] and col_part [channels, row tiles, M] with the tiles' sums."""
+    shape = shape_for(numbers.device)
+    run(
+        kernels.totals,
+        _programs(q, k, shape),
+        numbers_ptr=numbers,
+        row_part_ptr=row_part,
+        col_part_ptr=numbers if col_part is None else col_part,
+        COLUMNS=col_part is not None,
+        SMOOTH=smooth,
+        SIGMOID=sigmoid,
+        FLATTEN=shape.flatten,
+        **masks.arguments(numbers),
+        **_tiling(q, k, shape),
+    )
+
+
+def maxima(
+    q: Operand,
+    k: Operand,
+    masks: Masks,
+    numbers: Tensor,
+    flag: Tensor,
+    row_part: Tensor,
+    col_part: Tensor | None,
+) -> None:
+    """The careful form: [2 or 8, tiles, n] of tops and totals, and with labels all statistics, if the flag is up."""
+    shape = shape_for(numbers.device)
+    run(
+        kernels.maxima,
+        _programs(q, k, shape),
+        numbers_ptr=numbers,
+        flag_ptr=flag,
+        row_part_ptr=row_part,
+        col_part_ptr=numbers if col_part is None else col_part,
+        COLUMNS=col_part is not None,
+        **masks.arguments(numbers),
+        **_tiling(q, k, shape),
+    )
+
+
+@dataclass(frozen=True)
+class Merge:
+    """One side's part [channels, tiles, n] and the statistics [K, n] it is merged into."""
+
+    part: Tensor
+    stats: Tensor
+    # replace what the statistics hold
+    first: bool
+    # nothing more will come: low sums raise the flag
+    last: bool
+
+    def arguments(self, side: str, across: str, n: str) -> dict[str, Any]:
+        _, tiles, size = self.part.shape
+        return {
+            f"{side}_part_ptr": self.part,
+            f"{side}_stats_ptr": self.stats,
+            f"{side}_stride": self.stats.stride(0),
+            f"{across}_tiles": tiles,
+            f"{side}_first": int(self.first),
+            n: size,
+        }
+
+
+def _merging(rows: Merge, cols: Merge | None) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and arguments: a program for each block of rows, and of columns."""
+    other = cols or rows
+    blocks = triton.cdiv(max(rows.part.shape[2], other.part.shape[2]), BLOCK)
+    sides = rows.arguments("row", "col", "N") | other.arguments("col", "row", "M")
+    return (blocks, 1 if cols is None else 2), sides | {"BLOCK": BLOCK, "TILES": TILES}
+
+
+def merge_sums(rows: Merge, cols: Merge | None, numbers: Tensor, flag: Tensor, *, sigmoid: bool) -> None:
+    """Adds the tiles' sums to the statistics of both sides, in a fixed order."""
+    grid, given = _merging(rows, cols)
+    last = {"row_last": int(rows.last), "col_last": int((cols or rows).last)}
+    channels = rows.part.shape[0]
+    run(vectors.merge_sums, (*grid, channels), numbers_ptr=numbers, flag_ptr=flag, SIGMOID=sigmoid, **last, **given)
+
+
+def merge_maxima(rows: Merge, cols: Merge | None, flag: Tensor, *, labels: bool) -> None:
+    """The careful form of it, if the flag is up."""
+    grid, given = _merging(rows, cols)
+    run(vectors.merge_maxima, grid, flag_ptr=flag, LABELS=labels, **given)
+
+
+def prepare(
+    state: Tensor, coefficient: Tensor, numbers: Tensor, flag: Tensor, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """A side's vectors for `gradient`, times the unit; raises the flag where the careful form is needed."""
+    weight, spread = torch.empty_like(coefficient), torch.empty_like(coefficient)
+    n = len(coefficient)
+    run(
+        vectors.prepare, (triton.cdiv(n, BLOCK),), state_ptr=state, stride=state.stride(0), coefficient_ptr=coefficient,
+        numbers_ptr=numbers, flag_ptr=flag, weight_ptr=weight, spread_ptr=spread, n=n, smoothing=smoothing, BLOCK=BLOCK,
+    )  # fmt: skip
+    return weight, spread
+
+
+def _strip(out: Tensor, q: Operand, shape: Shape) -> dict[str, Any]:
+    """The strip as the kernels write it."""
+    return {
+        "out_mem": TensorDescriptor.from_tensor(out, [shape.rows, shape.cols // 2]) if shape.tma else out,
+        "out_stride": out.stride(0),
+        "part_stride": out.shape[0] // q.parts,
+        "PARTS": q.parts,
+    }
+
+
+def gradient(
+    q: Operand,
+    k: Operand,
+    masks: Masks,
+    numbers: Tensor,
+    flag: Tensor,
+    vectors_of: list[tuple[Tensor, Tensor]],
+    out: Tensor,
+    *,
+    smooth: bool,
+    sums: Tensor | None,
+    row_part: Tensor | None,
+) -> None:
+    """Writes the gradient of the pairs that count into the strip `out`.
+
+    A sigmoid's also its sums along each tile's rows into `sums`, and what `totals` would write into `row_part`.
+    """
+    shape = shape_for(numbers.device)
+    (a, c), (b, d) = vectors_of[0], vectors_of[-1]
+    run(
+        kernels.gradient,
+        _programs(q, k, shape),
+        numbers_ptr=numbers,
+        flag_ptr=flag,
+        row_a_ptr=a,
+        row_c_ptr=c,
+        col_b_ptr=b,
+        col_d_ptr=d,
+        sum_ptr=numbers if sums is None else sums,
+        row_part_ptr=numbers if row_part is None else row_part,
+        COLUMNS=len(vectors_of) == 2,
+        SMOOTH=smooth,
+        SIGMOID=sums is not None,
+        LOSS=row_part is not None,
+        FLATTEN=shape.flatten,
+        **_strip(out, q, shape),
+        **masks.arguments(numbers),
+        **_tiling(q, k, shape),
+    )
+
+
+def careful_gradient(
+    q: Operand,
+    k: Operand,
+    masks: Masks,
+    numbers: Tensor,
+    flag: Tensor,
+    sides: list[tuple[Tensor, Tensor]],
+    out: Tensor,
+    *,
+    smoothing: float,
+) -> None:
+    """The careful form for a softmax, from states [S, n] and coefficients [n], if the flag is up."""
+    shape = shape_for(numbers.device)
+    (row_state, row_coefficient), (col_state, col_coefficient) = sides[0], sides[-1]
+    run(
+        kernels.careful_gradient,
+        _programs(q, k, shape),
+        numbers_ptr=numbers,
+        flag_ptr=flag,
+        row_state_ptr=row_state,
+        row_coefficient_ptr=row_coefficient,
+        col_state_ptr=col_state,
+        col_coefficient_ptr=col_coefficient,
+        row_state_stride=row_state.stride(0),
+        col_state_stride=col_state.stride(0),
+        smoothing=smoothing,
+        COLUMNS=len(sides) == 2,
+        **_strip(out, q, shape),
+        **masks.arguments(numbers),
+        **_tiling(q, k, shape),
+    )
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Positives known by their position: columns [N, P] of the block, −1 pads, or the diagonal's first column."""
+
+    columns: Tensor | None
+    diagonal: int | None
+    # a row's pair with this column (of the first row, and so on) does not count
+    itself: int | None
+    rows: int
+
+    @property
+    def per_row(self) -> int:
+        return 1 if self.columns is None else self.columns.shape[1]
+
+    def arguments(self, q: Tensor, k: Tensor, numbers: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+        """Grid and arguments: a program for some rows."""
+        given = _features(q, k) | {
+            "numbers_ptr": numbers,
+            "columns_ptr": numbers if self.columns is None else self.columns,
+            "N": self.rows,
+            "M": len(k),
+            "diagonal": self.diagonal or 0,
+            "itself": self.itself or 0,
+            "per_row": self.per_row,
+            "DIAGONAL": self.columns is None,
+            "SELF": self.itself is not None,
+            "ROWS": ROWS,
+            "BLOCK": BLOCK,
+        }
+        return (triton.cdiv(self.rows, ROWS),), given
+
+
+def listed_totals(
+    q: Tensor,
+    k: Tensor,
+    pairs: Listed,
+    numbers: Tensor,
+    row_stats: Tensor,
+    col_stats: Tensor | None,
+    *,
+    smooth: bool,
+    sigmoid: bool,
+) -> None:
+    """Puts the listed positives into the statistics, beside what the other pairs said."""
+    grid, given = pairs.arguments(q, k, numbers)
+    other = row_stats if col_stats is None else col_stats
+    run(
+        listed.listed_totals, grid, row_stats_ptr=row_stats, row_stats_stride=row_stats.stride(0), col_stats_ptr=other,
+        col_stats_stride=other.stride(0), COLUMNS=col_stats is not None, SMOOTH=smooth, SIGMOID=sigmoid, **given,
+    )  # fmt: skip
+
+
+def listed_gradient(
+    q: Tensor,
+    k: Tensor,
+    pairs: Listed,
+    numbers: Tensor,
+    sides: list[tuple[Tensor, Tensor]],
+    u: Tensor | None,
+    v: Tensor | None,
+    *,
+    smoothing: float,
+    sigmoid: bool,
+) -> Tensor:
+    """Their gradient [N, P]; adds what it gives to u and, on the diagonal, to v."""
+    grid, given = pairs.arguments(q, k, numbers)
+    (row_state, row_coefficient), (col_state, col_coefficient) = sides[0], sides[-1]
+    g_NP = torch.empty(pairs.rows, pairs.per_row, dtype=torch.float32, device=q.device)
+    run(
+        listed.listed_gradient, grid, row_state_ptr=row_state, row_state_stride=row_state.stride(0),
+        row_coefficient_ptr=row_coefficient, col_state_ptr=col_state, col_state_stride=col_state.stride(0),
+        col_coefficient_ptr=col_coefficient, u_ptr=g_NP if u is None else u, u_stride=0 if u is None else u.stride(0),
+        v_ptr=g_NP if v is None else v, v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, smoothing=smoothing,
+        COLUMNS=len(sides) == 2, SIGMOID=sigmoid, U=u is not None, V=v is not None and pairs.columns is None, **given,
+    )  # fmt: skip
+    return g_NP
+
+
+def add_pairs(total: Tensor, x: Tensor, starts: Tensor, sources: Tensor, values: Tensor) -> None:
+    """total[r] += Σ values[s] · x[sources[s]] over s = starts[r] ... starts[r + 1] − 1, in that order."""
+    n, D = total.shape
+    block = min(1024, triton.next_power_of_2(D))
+    run(
+        listed.add_pairs, (n, triton.cdiv(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
+        row_stride=x.stride(0), feature_stride=x.stride(1), starts_ptr=starts, sources_ptr=sources, values_ptr=values,
+        D=D, BLOCK=block,
+    )  # fmt: skip

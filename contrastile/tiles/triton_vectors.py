@@ -1,0 +1,204 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""The device code around `triton_kernels.py` whose work grows with N · D, not with N · M.
+
+Launched by `triton_launch.py`: features prepared (split), the numbers of one call (norms, numbers), the tiles' sums
+brought together in a fixed order (merge_sums, merge_maxima), and the gradient's vectors (prepare).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.tiles.triton_kernels import CEILING, INVERSE, LEAST, LN2, LOG2E, SHARE, STATE_TOP, TOP
+
+# numbers that change from call to call: compiled once for all their values
+ANY = ("n", "N", "M", "stride", "q_blocks", "blocks", "col_tiles", "row_tiles", "row_first", "row_last", "col_first",
+       "col_last", "smoothing")  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ANY)
+def split(x_ptr, out_ptr, n, D, row_stride, feature_stride, width, PARTS: tl.constexpr, ROWS: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """x [n, D] of any strides as PARTS 16-bit pieces that add up to it, side by side in [n, PARTS · width]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < n)[:, None] & (cols < D)[None, :]
+    at = rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * feature_stride
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    target = rows.to(tl.int64)[:, None] * (PARTS * width) + cols[None, :]
+    within = (rows < n)[:, None] & (cols < width)[None, :]
+    for part in tl.static_range(PARTS):
+        piece = x.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + target + part * width, piece, mask=within)
+        x = x - piece.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=ANY)
+def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, k_stride, q_blocks,
+          ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The largest squared norm of each block of rows, of q first and then of k."""
+    block = tl.program_id(0)
+    ours = block < q_blocks
+    x_ptr = tl.where(ours, q_ptr, k_ptr)
+    n = tl.where(ours, N, M)
+    row_stride = tl.where(ours, q_row_stride, k_row_stride)
+    stride = tl.where(ours, q_stride, k_stride)
+    rows = tl.where(ours, block, block - q_blocks) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS,), tl.float32)
+    for step in range(0, D, BLOCK):
+        cols = step + tl.arange(0, BLOCK)
+        at = rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * stride
+        x = tl.load(x_ptr + at, mask=(rows < n)[:, None] & (cols < D)[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(x * x, 1)
+    tl.store(out_ptr + block, tl.max(total))
+
+
+@triton.jit(do_not_specialize=ANY)
+def numbers(norms_ptr, scale_ptr, out_ptr, q_blocks, blocks, BLOCK: tl.constexpr):
+    """The four numbers of a softmax: factor and shift, by which t ≤ CEILING; the unit 1; and no bias."""
+    at = tl.arange(0, BLOCK)
+    q_most = tl.zeros((BLOCK,), tl.float32)
+    k_most = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, blocks, BLOCK):
+        block = step + at
+        norm = tl.load(norms_ptr + block, mask=block < blocks, other=0.0)
+        q_most = tl.maximum(q_most, tl.where(block < q_blocks, norm, 0.0))
+        k_most = tl.maximum(k_most, tl.where(block < q_blocks, 0.0, norm))
+    factor = tl.load(scale_ptr) * LOG2E
+    most = tl.abs(factor) * tl.sqrt(tl.max(q_most)) * tl.sqrt(tl.max(k_most))
+    tl.store(out_ptr, factor)
+    tl.store(out_ptr + 1, tl.maximum(most - CEILING, 0.0))
+    tl.store(out_ptr + 2, 1.0)
+    tl.store(out_ptr + 3, 0.0)
+
+
+@triton.jit
+def _summed(part_ptr, tiles, n, at, inside, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """Σ over the tiles of part [tiles, n], in a fixed order."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, tiles, TILES):
+        tile = step + tl.arange(0, TILES)
+        where = tile.to(tl.int64)[:, None] * n + at[None, :]
+        total += tl.sum(tl.load(part_ptr + where, mask=(tile < tiles)[:, None] & inside[None, :], other=0.0), 0)
+    return total
+
+
+@triton.jit
+def _merge_side(part_ptr, stats_ptr, stride, tiles, n, first, last, numbers_ptr, flag_ptr, block, channel,
+                SIGMOID: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    total = _summed(part_ptr + channel * tiles.to(tl.int64) * n, tiles, n, at, inside, BLOCK, TILES)
+    row = channel
+    if not SIGMOID:
+        # channels are the total, the sum of the logits and the number of the pairs
+        row = tl.where(channel == 0, 1, channel + 5)
+    out = stats_ptr + row.to(tl.int64) * stride + at
+    if first == 0:
+        total += tl.load(out, mask=inside, other=0.0)
+    tl.store(out, total, mask=inside)
+    if not SIGMOID and channel == 0:
+        shift = tl.load(numbers_ptr + 1)
+        tl.store(stats_ptr + TOP * stride + at, tl.zeros((BLOCK,), tl.float32) + shift * LN2, mask=inside)
+        low = tl.max((inside & (total < LEAST)).to(tl.int32))
+        # all who write here write the same
+        if (last != 0) & (low != 0):
+            tl.store(flag_ptr, 1)
+
+
+@triton.jit(do_not_specialize=ANY)
+def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last,
+               col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, col_last, numbers_ptr, flag_ptr,
+               SIGMOID: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Adds a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
+
+    Where a side has met its last column, a sum that is too low to be trusted raises the flag.
+    """
+    block = tl.program_id(0)
+    channel = tl.program_id(2)
+    if tl.program_id(1) == 0:
+        _merge_side(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, numbers_ptr, flag_ptr,
+                    block, channel, SIGMOID, BLOCK, TILES)  # fmt: skip
+    else:
+        _merge_side(col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, col_last, numbers_ptr, flag_ptr,
+                    block, channel, SIGMOID, BLOCK, TILES)  # fmt: skip
+
+
+@triton.jit
+def _merge_pair(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """Merges (top, total) of all tiles into the statistics."""
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if first == 0:
+        top = tl.load(stats_ptr + at, mask=inside, other=-float("inf"))
+        total = tl.load(stats_ptr + stride + at, mask=inside, other=0.0)
+    totals_ptr = part_ptr + tiles.to(tl.int64) * n
+    for step in range(0, tiles, TILES):
+        tile = step + tl.arange(0, TILES)
+        where = tile.to(tl.int64)[:, None] * n + at[None, :]
+        there = (tile < tiles)[:, None] & inside[None, :]
+        tops = tl.load(part_ptr + where, mask=there, other=-float("inf"))
+        higher = tl.maximum(top, tl.max(tops, 0))
+        safe = tl.where(higher == -float("inf"), 0.0, higher)
+        parts = tl.load(totals_ptr + where, mask=there, other=0.0)
+        total = total * tl.exp(top - safe) + tl.sum(parts * tl.exp(tops - safe[None, :]), 0)
+        top = higher
+    tl.store(stats_ptr + at, top, mask=inside)
+    tl.store(stats_ptr + stride + at, total, mask=inside)
+
+
+@triton.jit
+def _merge_careful_side(part_ptr, stats_ptr, stride, tiles, n, first, block,
+                        LABELS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    _merge_pair(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, BLOCK, TILES)
+    if LABELS:
+        size = tiles.to(tl.int64) * n
+        _merge_pair(part_ptr + 2 * size, stats_ptr + 2 * stride, stride, tiles, n, first, at, inside, BLOCK, TILES)
+        for row in tl.static_range(4, 8):
+            total = _summed(part_ptr + row * size, tiles, n, at, inside, BLOCK, TILES)
+            out = stats_ptr + row * stride + at
+            if first == 0:
+                total += tl.load(out, mask=inside, other=0.0)
+            tl.store(out, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=ANY)
+def merge_maxima(flag_ptr, row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
+                 col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first,
+                 LABELS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """The careful form of `merge_sums`: replaces what the fast form found. Runs where the flag is up."""
+    if tl.load(flag_ptr) != 0:
+        block = tl.program_id(0)
+        if tl.program_id(1) == 0:
+            _merge_careful_side(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, block,
+                                LABELS, BLOCK, TILES)  # fmt: skip
+        else:
+            _merge_careful_side(col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, block,
+                                LABELS, BLOCK, TILES)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ANY)
+def prepare(state_ptr, stride, coefficient_ptr, numbers_ptr, flag_ptr, weight_ptr, spread_ptr, n, smoothing,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """A side's vectors for `gradient`: coefficient · exp(−top) · inverse under the shift, and what smoothing takes off.
+
+    Both times the unit of a 16-bit strip. A sum of exponentials too low under the shift raises the flag.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    shift = tl.load(numbers_ptr + 1)
+    coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * tl.load(numbers_ptr + 2)
+    top = tl.load(state_ptr + STATE_TOP * stride + at, mask=inside, other=0.0) * LOG2E
+    inverse = tl.load(state_ptr + INVERSE * stride + at, mask=inside, other=0.0)
+    weight = tl.math.exp2(shift - top) * inverse
+    low = tl.max((inside & (weight > 1.0 / LEAST)).to(tl.int32))
+    # all who write here write the same
+    if low != 0:
+        tl.store(flag_ptr, 1)
+    tl.store(weight_ptr + at, coefficient * weight, mask=inside)
+    share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0)
+    tl.store(spread_ptr + at, coefficient * share * smoothing, mask=inside)

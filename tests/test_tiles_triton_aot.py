@@ -1,0 +1,124 @@
+"""Every kernel compiles for every chip, ahead of time and without one, and fits its shared memory.
+
+Compiled in a process of its own: in this one kernels are interpreted. Run as a program, this file compiles all
+kernels for the capability it is given and prints what each takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from contrastile.tiles.triton_device import SHAPES
+
+# bytes of shared memory that one program may have, by compute capability
+SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+# bytes of it that a multiprocessor keeps of each program
+KEPT = 1_024
+PRODUCTS = ("totals", "maxima", "gradient", "careful_gradient")
+# six products of three pieces
+SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
+# strides and sizes that are multiples of 16 where features are
+ALIGNED = ("D", "q_stride", "k_stride", "out_stride")
+# the kernels most of the time goes to: several programs of them share a multiprocessor
+BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("capability", SHARED)
+def test_every_kernel_compiles_and_fits(capability: int, tmp_path: Any) -> None:
+    taken = _compiled(str(capability), tmp_path)
+    assert {name.split()[0] for name in taken} >= {*PRODUCTS, "split", "norms", "merge_sums", "listed_gradient"}
+    assert max(taken.values()) <= SHARED[capability]
+    programs = SHAPES[capability].programs
+    assert programs * (max(taken[name] for name in BUSY) + KEPT) <= SHARED[capability] + KEPT
+
+
+def _compiled(capability: str, cache: Any) -> dict[str, int]:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, __file__, capability], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    taken: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return taken
+
+
+def _type(name: str, shape: Any) -> str:
+    """Triton's name for the type of an argument."""
+    descriptors = {"q_mem": (shape.rows, shape.depth), "k_mem": (shape.cols, shape.depth)}
+    descriptors["out_mem"] = (shape.rows, shape.cols // 2)
+    if name in descriptors:
+        return f"tensordesc<bf16[{descriptors[name][0]},{descriptors[name][1]}]>" if shape.tma else "*bf16"
+    if name in ("q_ptr", "k_ptr", "x_ptr"):
+        return "*bf16"
+    if name.endswith(("ids_ptr", "labels_ptr", "places_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
+        return "*i64"
+    if name == "flag_ptr":
+        return "*i32"
+    return "*fp32" if name.endswith("_ptr") else "fp32" if name == "smoothing" else "i32"
+
+
+def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    """The kernels, and what each is compiled for."""
+    from contrastile.tiles import triton_kernels, triton_listed, triton_vectors
+
+    plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
+    sigmoid = {"SIGMOID": True, "COLUMNS": False}
+    for name in PRODUCTS:
+        kernel = getattr(triton_kernels, name)
+        yield kernel, f"{name} plain", plain
+        if name in ("totals", "gradient"):
+            yield kernel, f"{name} sigmoid", plain | sigmoid
+        if capability == 90:
+            yield kernel, f"{name} six products", plain | SIX
+            yield kernel, f"{name} ids", plain | {"IDS": True}
+    for module, names in (
+        (triton_vectors, ("split", "norms", "numbers", "merge_sums", "merge_maxima", "prepare")),
+        (triton_listed, ("listed_totals", "listed_gradient", "add_pairs")),
+    ):
+        for name in names:
+            yield getattr(module, name), name, plain | {"U": True, "V": True}
+
+
+def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    shape = SHAPES[capability]
+    fixed = {
+        "BM": shape.rows,
+        "BN": shape.cols,
+        "BK": shape.depth,
+        "GROUP": 16,
+        "FLATTEN": shape.flatten,
+        "TMA": shape.tma,
+    }
+    fixed |= {"BLOCK": 128, "TILES": 16, "ROWS": 16}
+    names = kernel.arg_names
+    constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
+    constants |= {name: value for name, value in (fixed | chosen).items() if name in constants}
+    signature = {name: "constexpr" if name in constants else _type(name, shape) for name in names}
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, name in enumerate(names)
+        if signature[name].startswith("*") or name in ALIGNED
+    }
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    options = {"num_warps": shape.warps if "BM" in constants else 4, "num_stages": shape.stages}
+    shared: int = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+    return shared
+
+
+if __name__ == "__main__":
+    asked = int(sys.argv[1])
+    print(json.dumps({name: _shared(kernel, chosen, asked) for kernel, name, chosen in _variants(asked)}))  # noqa: T201

@@ -1,0 +1,356 @@
+"""The fused kernels, interpreted on the CPU: every option, odd shapes, poisoned memory, and hostile features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import PROBLEMS, distance
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from contrastile import contrast
+from contrastile.losses.base import Finished, Side
+from contrastile.losses.dense import dense_softmax
+from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.softmax import Softmax
+from contrastile.tiles import triton_device
+from contrastile.tiles import triton_launch as launch
+from contrastile.tiles import triton_operands as operands
+from contrastile.tiles.eager import Eager
+from contrastile.tiles.triton import Triton
+from contrastile.tiles.triton_device import SHAPE_INTERPRETED, interpreting
+from contrastile.tiles.triton_launch import Merge
+from contrastile.tiles.triton_operands import Masks, Operand
+
+pytestmark = [
+    pytest.mark.skipif(not interpreting(), reason="kernels are compiled here, and the tensors are on the CPU"),
+    # numpy's casts and exponentials warn where a float32 unit returns infinity or 0
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+SYMMETRIC = Softmax(symmetric=True)
+# tiles of 32: three rows of them, the last one short
+N, D = 70, 40
+
+
+def _tiles(scale: float = 20.0, loss: Softmax = SYMMETRIC, workspace: int = 2**30) -> Triton:
+    return Triton(loss, torch.tensor(scale), None, workspace)
+
+
+def _unit(n: int, dtype: torch.dtype = torch.float16, features: int = D) -> Tensor:
+    return F.normalize(torch.randn(n, features), dim=-1).to(dtype)
+
+
+def _finished(tiles: Triton | Eager, rows: Side, cols: Side) -> tuple[Finished, Finished]:
+    row_stats, col_stats = tiles.stats(rows, cols)
+    assert col_stats is not None
+    return tiles.loss.finish(row_stats), tiles.loss.finish(col_stats)
+
+
+def _gradients(tiles: Triton | Eager, rows: Side, cols: Side) -> tuple[Tensor, Tensor]:
+    """u and v of the mean of both directions' losses."""
+    of_rows, of_cols = _finished(tiles, rows, cols)
+    rows = replace(rows, state=of_rows.state, coefficient=of_rows.counts / (2 * len(rows)))
+    cols = replace(cols, state=of_cols.state, coefficient=of_cols.counts / (2 * len(cols)))
+    u, v = (torch.zeros(side.features.shape, dtype=tiles.scale.dtype) for side in (rows, cols))
+    tiles.grads(rows, cols, u, v)
+    return u, v
+
+
+def _exact(tiles: Triton, rows: Side, cols: Side) -> tuple[Eager, Side, Side]:
+    """The same in float64, by plain PyTorch."""
+    wide = (replace(side, features=side.features.double()) for side in (rows, cols))
+    return Eager(tiles.loss, tiles.scale.double(), None, 2**30), *wide
+
+
+def _pair(q: Tensor, k: Tensor) -> tuple[Side, Side]:
+    return Side(q, diagonal=0), Side(k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(name: str, dtype: torch.dtype) -> None:
+    problem = PROBLEMS[name](45, 70)
+    tensors = problem.tensors(dtype)
+    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
+    truth, true_gradients = problem.by_formula(exact)
+    dense, dense_gradients = problem.by_formula(tensors)
+    loss, gradients = problem.by_tiles(tensors, backend="triton")
+    assert distance(loss, truth) <= max(2 * distance(dense, truth), 1e-6)
+    for key, gradient in gradients.items():
+        # a single number can be right by luck in the dense formula
+        least = 1e-6 if gradient.ndim else 1e-4
+        allowed = max(2 * distance(dense_gradients[key], true_gradients[key]), least)
+        assert distance(gradient, true_gradients[key]) <= allowed, key
+
+
+@pytest.mark.parametrize(("precision", "error"), [("highest", 1e-6), ("high", 1e-4)])
+def test_float32_follows_the_precision_of_matrix_products(precision: str, error: float) -> None:
+    torch.set_float32_matmul_precision(precision)
+    try:
+        tiles, (rows, cols) = _tiles(), _pair(_unit(N, torch.float32), _unit(N, torch.float32))
+        found, truth = _gradients(tiles, rows, cols), _gradients(*_exact(tiles, rows, cols))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert error / 1000 < max(distance(x, y) for x, y in zip(found, truth, strict=True)) <= error
+
+
+@pytest.mark.parametrize("scale", [10.0, 100.0])
+def test_fp16_gradients_before_the_final_cast(scale: float) -> None:
+    tiles, (rows, cols) = _tiles(scale), _pair(_unit(N), _unit(N))
+    for found, truth in zip(_gradients(tiles, rows, cols), _gradients(*_exact(tiles, rows, cols)), strict=True):
+        assert distance(found, truth) <= 3e-4
+
+
+@pytest.mark.parametrize("features", [1, 7, 33, 100])
+def test_any_number_of_features(features: int) -> None:
+    tiles = _tiles(5.0)
+    rows, cols = _pair(_unit(33, features=features), _unit(33, features=features))
+    for found, truth in zip(_gradients(tiles, rows, cols), _gradients(*_exact(tiles, rows, cols)), strict=True):
+        assert distance(found, truth) <= 3e-4
+
+
+def test_any_strides() -> None:
+    q, k = _unit(N), _unit(N)
+    straight = _gradients(_tiles(), *_pair(q, k))
+    apart = torch.full((N, 2 * D), torch.nan, dtype=q.dtype)
+    apart[:, ::2] = q
+    strided = _gradients(_tiles(), *_pair(apart[:, ::2], k.T.contiguous().T))
+    assert all(torch.equal(x, y) for x, y in zip(strided, straight, strict=True))
+
+
+@pytest.mark.parametrize("loss", [SYMMETRIC, Softmax(symmetric=True, label_smoothing=0.1)], ids=["plain", "smooth"])
+def test_the_workspace_changes_nothing(loss: Softmax) -> None:
+    rows, cols = _pair(_unit(150), _unit(150))
+    wide, narrow = (_tiles(loss=loss, workspace=workspace) for workspace in (2**30, 30_000))
+    assert (
+        narrow.workspace_bytes(150, 150, D, torch.float16) <= 30_000 < wide.workspace_bytes(150, 150, D, torch.float16)
+    )
+    for one, other in zip(_gradients(narrow, rows, cols), _gradients(wide, rows, cols), strict=True):
+        assert distance(one, other) <= 1e-6
+
+
+def test_the_same_bits_every_time() -> None:
+    rows, cols = _pair(_unit(N), _unit(N))
+    first, again = _gradients(_tiles(), rows, cols), _gradients(_tiles(), rows, cols)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_shards_of_columns_merge_into_the_whole() -> None:
+    tiles, (rows, cols) = _tiles(), _pair(_unit(N), _unit(N))
+    shards = [cols.narrow(0, 41), cols.narrow(41, N)]
+    (one, left), (other, right) = (tiles.stats(rows, shard) for shard in shards)
+    assert left is not None
+    assert right is not None
+    whole, whole_cols = tiles.stats(rows, cols)
+    assert whole_cols is not None
+    merged = tiles.loss.finish(tiles.loss.merge(one, other))
+    assert distance(merged.loss, tiles.loss.finish(whole).loss) <= 1e-6
+    met = tiles.loss.finish(torch.cat([left, right], dim=1))
+    assert distance(met.loss, tiles.loss.finish(whole_cols).loss) <= 1e-6
+
+
+def test_a_shard_that_has_travelled() -> None:
+    tiles, (rows, cols) = _tiles(), _pair(_unit(N), _unit(N))
+    of_rows, of_cols = _finished(tiles, rows, cols)
+    rows = replace(rows, state=of_rows.state, coefficient=of_rows.counts)
+    straight = replace(cols, state=of_cols.state, coefficient=of_cols.counts)
+    travelled = replace(straight, state=of_cols.state.T.contiguous().T)
+    u, again = torch.zeros(N, D), torch.zeros(N, D)
+    tiles.grads(rows, straight, u, None)
+    tiles.grads(rows, travelled, again, None)
+    assert torch.equal(u, again)
+
+
+def _collapsed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q[:1].expand_as(q).clone(), q[:1].expand_as(k).clone()
+
+
+def _opposed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q[:1].expand_as(q).clone(), -q[:1].expand_as(k).clone()
+
+
+def _duplicated(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q.roll(1, 0), torch.cat([q[: len(q) // 2], q[: len(q) - len(q) // 2]])
+
+
+def _one_far_out(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = q.clone(), k.clone()
+    q[3] *= 30
+    k[5] *= 30
+    return q, k
+
+
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+@pytest.mark.parametrize("hostile", [_collapsed, _opposed, _duplicated, _one_far_out])
+def test_hostile_features(hostile: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], scale: float) -> None:
+    tiles, (rows, cols) = _tiles(scale), _pair(*hostile(_unit(N), _unit(N)))
+    exact = _exact(tiles, rows, cols)
+    for found, truth in zip(_finished(tiles, rows, cols), _finished(*exact), strict=True):
+        # logits of this size are rounded to scale · 2⁻²⁴, and more where norms are large
+        assert distance(found.loss, truth.loss) <= 1e-6 * max(1.0, scale)
+    for found, truth in zip(_gradients(tiles, rows, cols), _gradients(*exact), strict=True):
+        # where all pulls cancel, compare with what one pair pulls
+        assert (found - truth).norm() <= 1e-3 * max(1.0, scale / 100) * max(truth.norm(), N**-0.5)
+
+
+def test_the_flag_goes_up_where_the_fast_sums_would_be_lost() -> None:
+    q, k = _opposed(_unit(N), _unit(N))
+    for scale, expected in ((1000.0, 1), (20.0, 0)):
+        numbers, flag = _fast_totals(q, k, torch.tensor(scale))
+        assert flag.item() == expected
+        assert numbers[1] >= 0
+
+
+def _fast_totals(q: Tensor, k: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    numbers, flag = launch.softmax_numbers(q, k, scale), torch.zeros(1, dtype=torch.int32)
+    row_part = torch.empty(1, operands.tiles_of(len(k), SHAPE_INTERPRETED.cols), len(q))
+    launch.totals(_operand(q), _operand(k), Masks(), numbers, row_part, None, smooth=False, sigmoid=False)
+    stats = SYMMETRIC.init(len(q), dtype=torch.float32, device=q.device)
+    launch.merge_sums(Merge(row_part, stats, first=True, last=True), None, numbers, flag, sigmoid=False)
+    return numbers, flag
+
+
+def _operand(x: Tensor) -> Operand:
+    return operands.operand(x, 1, SHAPE_INTERPRETED)
+
+
+@pytest.mark.parametrize("masks", [Masks(), Masks(diagonal=3), Masks(itself=-5), Masks(diagonal=0, itself=7)], ids=repr)
+def test_integers_are_summed_exactly(masks: Masks) -> None:
+    q, k = (torch.randint(-1, 2, (n, D)).half() for n in (N, 45))
+    # factor 1, no shift: every term is a power of two, every sum a number of at most 24 bits
+    numbers = torch.tensor([1.0, 6.0, 1.0, 0.0])
+    row_part, col_part = torch.empty(1, 2, N), torch.empty(1, 3, 45)
+    launch.totals(_operand(q), _operand(k), masks, numbers, row_part, col_part, smooth=False, sigmoid=False)
+    exact = torch.exp2(q.double() @ k.double().T - 6)
+    for offset in (masks.diagonal, masks.itself):
+        if offset is not None:
+            exact.diagonal(offset).zero_()
+    kept = exact * (exact >= 2.0**-20) * (exact <= 2.0**3)
+    assert (kept == exact).float().mean() > 0.5
+    assert (
+        torch.equal(row_part.sum((0, 1)).double(), exact.sum(1)) or distance(row_part.sum((0, 1)), exact.sum(1)) < 1e-7
+    )
+    assert (
+        torch.equal(col_part.sum((0, 1)).double(), exact.sum(0)) or distance(col_part.sum((0, 1)), exact.sum(0)) < 1e-7
+    )
+
+
+def test_a_strip_of_integers_is_written_exactly() -> None:
+    q, k = (F.one_hot(torch.randint(D, (n,)), D).half() for n in (N, 45))
+    a, b = (torch.randint(1, 9, (n,)).float() for n in (N, 45))
+    numbers, flag = torch.tensor([3.0, 1.0, 1.0, 0.0]), torch.zeros(1, dtype=torch.int32)
+    left, right = _operand(q), _operand(k)
+    out = operands.strip(left, right)
+    out.fill_(torch.nan)
+    launch.gradient(
+        left, right, Masks(diagonal=2), numbers, flag, [(a, a), (b, b)], out, smooth=False, sums=None, row_part=None
+    )
+    exact = torch.exp2(3 * q.float() @ k.float().T - 1) * (a[:, None] + b[None, :])
+    exact.diagonal(2).zero_()
+    (written,) = operands.pieces(out, left, right)
+    assert torch.equal(written.float(), exact)
+
+
+@pytest.mark.parametrize("gap", [0.1, 0.2])
+def test_confident_models_keep_their_digits(gap: float) -> None:
+    k = F.one_hot(torch.arange(32), 64).half()
+    q = (k + gap * F.one_hot(torch.arange(32, 64), 64)).half()
+    tiles, (rows, cols) = _tiles(25.0), _pair(q, k)
+    exact = _exact(tiles, rows, cols)
+    found, truth = _finished(tiles, rows, cols)[0].loss, _finished(*exact)[0].loss
+    assert truth.max() < 1e-8
+    assert distance(found, truth) <= 1e-4
+    for found, truth in zip(_gradients(tiles, rows, cols), _gradients(*exact), strict=True):
+        assert distance(found, truth) <= 1e-2
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_features_that_are_not_finite_give_nan(value: float) -> None:
+    q, k = _unit(N), _unit(N)
+    k[60, 3] = value
+    assert contrast(q, k, scale=10.0, backend="triton").isnan()
+
+
+def test_what_is_not_asked_for_is_not_computed() -> None:
+    tiles, (rows, cols) = _tiles(), _pair(_unit(N), _unit(N))
+    of_rows, of_cols = _finished(tiles, rows, cols)
+    rows = replace(rows, state=of_rows.state, coefficient=of_rows.counts)
+    cols = replace(cols, state=of_cols.state, coefficient=of_cols.counts)
+    both, alone = (torch.zeros(N, D), torch.zeros(N, D)), torch.zeros(N, D)
+    tiles.grads(rows, cols, *both)
+    tiles.grads(rows, cols, None, alone)
+    assert torch.equal(alone, both[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_sigmoid_in_one_sweep_equals_two(dtype: torch.dtype) -> None:
+    tiles = Triton(Sigmoid(), torch.tensor(10.0), torch.tensor(-4.0), 60_000)
+    rows, cols = _pair(_unit(N, dtype), _unit(N, dtype))
+    rows = replace(rows, state=torch.empty(0, N), coefficient=torch.rand(N))
+    once, twice = ((torch.zeros(N, D), torch.zeros(N, D)) for _ in range(2))
+    stats, total = tiles.stats_and_grads(rows, cols, *once)
+    assert distance(stats, tiles.stats(rows, cols)[0]) <= 1e-6
+    assert torch.equal(total, tiles.grads(rows, cols, *twice))
+    assert all(torch.equal(one, two) for one, two in zip(once, twice, strict=True))
+
+
+@pytest.mark.parametrize("name", ["clip_ids_weights_smoothing", "sup_con", "siglip"])
+def test_chips_without_a_copy_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PROBLEMS[name](45, 70)
+    tensors = problem.tensors(torch.float32)
+    loss, gradients = problem.by_tiles(tensors, backend="triton")
+    monkeypatch.setattr(triton_device, "SHAPE_INTERPRETED", replace(SHAPE_INTERPRETED, tma=False))
+    again, gradients_again = problem.by_tiles(tensors, backend="triton")
+    assert torch.equal(loss, again)
+    assert all(torch.equal(gradient, gradients_again[key]) for key, gradient in gradients.items())
+
+
+def test_gradients_are_added_to_what_is_there() -> None:
+    tiles, (rows, cols) = _tiles(), _pair(_unit(N), _unit(N))
+    of_rows, of_cols = _finished(tiles, rows, cols)
+    rows = replace(rows, state=of_rows.state, coefficient=of_rows.counts / N)
+    cols = replace(cols, state=of_cols.state, coefficient=of_cols.counts / N)
+    fresh, added = torch.zeros(N, D), torch.ones(N, D)
+    tiles.grads(rows, cols, fresh, None)
+    tiles.grads(rows, cols, added, None)
+    assert (added - 1 - fresh).abs().max() <= 1e-6
+
+
+def test_no_rows_and_no_columns() -> None:
+    tiles = _tiles()
+    empty = Side(torch.empty(0, D, dtype=torch.float16), diagonal=0)
+    stats, col_stats = tiles.stats(empty, Side(_unit(5)))
+    assert stats.shape == (8, 0)
+    assert col_stats is not None
+    assert torch.equal(col_stats, tiles.init(Side(_unit(5))))
+
+
+def test_symmetric_smoothing_equals_the_dense_formula_over_many_super_tiles() -> None:
+    q, k = _unit(90, torch.float32), _unit(90, torch.float32)
+    loss = contrast(q, k, scale=20.0, label_smoothing=0.1, backend="triton", workspace=2**20)
+    truth = dense_softmax(q.double(), k.double(), 20.0, symmetric=True, label_smoothing=0.1)
+    assert distance(loss, truth) <= 1e-6
+
+
+def test_float64_is_declined_with_its_reason() -> None:
+    rows, cols = _pair(_unit(5, torch.float64), _unit(5, torch.float64))
+    assert Triton.declines(SYMMETRIC, rows, cols) == "no kernel for torch.float64"
+
+
+def test_the_cpu_is_declined_where_kernels_are_not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("contrastile.tiles.triton.interpreting", lambda: False)
+    rows, cols = _pair(_unit(5), _unit(5))
+    assert Triton.declines(SYMMETRIC, rows, cols) == "the features are on cpu, not on an NVIDIA device"
+
+
+def test_another_loss_is_declined() -> None:
+    class Mine(Softmax):
+        pass
+
+    rows, cols = _pair(_unit(5), _unit(5))
+    assert Triton.declines(Mine(), rows, cols) == "no kernel for Mine"
