@@ -1,0 +1,346 @@
+"""The losses measured: what is asked, whether it is right, how long it takes, and the table of it.
+
+    case ── gate: distance to float64 ── one run each: memory ── timed runs ── a line, a row
+
+Stands on `measure.py` and `peers.py`. A result that is wrong has no speed: where the gate is red, contrastile leaves
+the case. Peers are shown with their distance, for the reader to judge. What fails or does not fit is said by name and
+costs its own rows only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastile.bench.measure import Ledger, Machine, Row, Step, Timing, chip, commit, versions
+from contrastile.bench.peers import DENSE, PEERS, Case, Contestant, Loss
+from contrastile.losses.dense import dense_clip, dense_sigmoid, dense_softmax
+from contrastile.modules import ClipLoss, InfoNCELoss, SigLipLoss
+
+OURS = "contrastile"
+SCALE = 100.0
+# rows on which results are compared with float64, and how close a pair's features are: a loss neither 0 nor hopeless
+GATE_ROWS = {"cuda": 10048}
+GATE_ROWS_ELSEWHERE = 1000
+GATE_COSINE = 0.15
+# relative distances to float64 that are rounding, before the gradient's last cast
+LOSS_TOLERANCE, SCALAR_TOLERANCE = 1e-6, 1e-4
+GRADIENT_TOLERANCE = {("bfloat16", None): 1e-3, ("float16", None): 3e-4, ("float32", "high"): 1e-4}
+# and where none is given, and everywhere, this many times the dense formula's in the same dtype
+DENSE_FACTOR = 2.0
+# contrastile's workspaces on a GPU; a row at the first of them is not marked
+WORKSPACE, SMALL_WORKSPACE = 2 * 2**30, 192 * 2**20
+BACKENDS = {"cuda": "triton"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loss: what is true, what is ours, and the operations per b² · d that it cannot do without.
+
+    A softmax needs its logits twice, before and after the normaliser is known, and two products for the gradients;
+    a sigmoid could do with its logits once.
+    """
+
+    truth: Loss
+    ours: Callable[..., torch.nn.Module]
+    operations: int
+    bias: float | None = None
+
+
+SUBJECTS = {
+    "clip": Subject(dense_clip, ClipLoss, 8),
+    "siglip": Subject(dense_sigmoid, SigLipLoss, 6, bias=-10.0),
+    "infonce": Subject(dense_softmax, InfoNCELoss, 8),
+}
+
+
+def suite(device: torch.device, *, quick: bool) -> list[Case]:
+    """What is measured where nothing particular is asked for."""
+    if device.type != "cuda":
+        sizes, features = ((512,), 32) if quick else ((4096, 8192), 128)
+        return [Case(loss, b, features, "float32") for loss in SUBJECTS for b in sizes]
+    if quick:
+        return [Case("clip", b, 512, "bfloat16", (WORKSPACE,)) for b in (8192, 32768)]
+    both = (WORKSPACE, SMALL_WORKSPACE)
+    return [
+        *(Case("clip", b, d, "bfloat16", both) for b in (65536, 262144) for d in (512, 768, 1024)),
+        Case("siglip", 65536, 768, "bfloat16", (WORKSPACE,)),
+        *(Case("clip", 32768, 512, "float32", (WORKSPACE,), precision) for precision in ("high", "highest")),
+        *(Case("clip", b, 512, "bfloat16", (WORKSPACE,)) for b in (4096, 8192, 32768)),
+    ]
+
+
+def contestants(case: Case, device: torch.device, *, peers: bool) -> list[Contestant]:
+    """The dense formula, contrastile with each workspace, and the peers that have this loss."""
+    ours = [_contrastile(case.loss, device, workspace) for workspace in case.workspaces]
+    others = [*DENSE, *ours, *(PEERS if peers else ())]
+    return [one for one in others if one.offers(case)]
+
+
+def _contrastile(loss: str, device: torch.device, workspace: int | None) -> Contestant:
+    backend = BACKENDS.get(device.type, "eager")
+    marked = "" if workspace in (None, WORKSPACE) else f", workspace {workspace // 2**20} MiB"
+    module = SUBJECTS[loss].ours(backend=backend, workspace=workspace)
+    return Contestant(OURS, backend + marked, {loss: module})
+
+
+def problem(case: Case, device: torch.device, *, cosine: float = 0.0) -> list[Tensor]:
+    """Random unit features of both sides, pairs that close, the scale and, if the loss has one, the bias."""
+    generator = torch.Generator(device).manual_seed(case.b + case.d)
+    wide = torch.float64 if case.dtype == "float64" else torch.float32
+    k, noise = (
+        F.normalize(torch.randn(case.b, case.d, generator=generator, dtype=wide, device=device), dim=-1)
+        for _ in range(2)
+    )
+    # adding nothing at all keeps the largest problems within memory
+    q = noise if cosine == 0 else F.normalize(cosine * k + math.sqrt(1 - cosine**2) * noise, dim=-1)
+    bias = SUBJECTS[case.loss].bias
+    scalars = [torch.tensor(number, dtype=wide, device=device) for number in (SCALE, bias) if number is not None]
+    narrow = getattr(torch, case.dtype)
+    return [x.requires_grad_() for x in (q.to(narrow), k.to(narrow), *scalars)]
+
+
+def step(loss: Loss, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """Forward and backward: the loss, and the gradients of all leaves."""
+    value = loss(*leaves)
+    return (value.detach(), *torch.autograd.grad(value, leaves))
+
+
+@contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """torch's float32 products in a precision, and then as they were."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a result is from float64, relatively: the loss, the worse of the features' gradients, the scalars'."""
+
+    loss: float
+    gradient: float
+    scalar: float
+
+
+class Gate:
+    """A case made small, its true result, and what the dense formula makes of it in the case's dtype."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        rows = GATE_ROWS.get(device.type, GATE_ROWS_ELSEWHERE)
+        small = Case(case.loss, min(case.b, rows), case.d, case.dtype)
+        truth = SUBJECTS[case.loss].truth
+        self.leaves = problem(small, device, cosine=GATE_COSINE)
+        self.true = step(truth, [leaf.detach().double().requires_grad_() for leaf in self.leaves])
+        narrow = self.leaves[0].dtype
+        self.cast = max(_relative(gradient.to(narrow), gradient) for gradient in self.true[1:3])
+        self.dense = self.distance(truth).gradient
+        precision = case.precision if case.dtype == "float32" else None
+        self.tolerance = GRADIENT_TOLERANCE.get((case.dtype, precision), math.inf)
+
+    def distance(self, loss: Loss) -> Distance:
+        value, *gradients = (_relative(x, true) for x, true in zip(step(loss, self.leaves), self.true, strict=True))
+        # a NaN must not hide behind a number
+        return Distance(value, _worst(gradients[:2]), _worst(gradients[2:]))
+
+    def red(self, distance: Distance) -> str | None:
+        """What is further from float64 than rounding explains; None if nothing is."""
+        for what, found, allowed in (
+            ("the loss", distance.loss, LOSS_TOLERANCE),
+            ("a gradient", distance.gradient, min(self.tolerance + self.cast, DENSE_FACTOR * self.dense)),
+            ("the scale's or the bias's gradient", distance.scalar, SCALAR_TOLERANCE),
+        ):
+            if not found <= allowed:
+                return f"{what} is {found:.1e} from float64, and {allowed:.1e} is allowed: no speed for a wrong result"
+        return None
+
+
+def _relative(x: Tensor, true: Tensor) -> float:
+    return float((x.double() - true).norm() / true.norm())
+
+
+def _worst(distances: Iterable[float]) -> float:
+    return float(torch.tensor(list(distances)).max())
+
+
+@dataclass(frozen=True)
+class Line:
+    """A result."""
+
+    case: Case
+    contestant: Contestant
+    distance: Distance
+    peak_bytes: int
+    timing: Timing
+
+    @property
+    def rate(self) -> float:
+        """Operations per second, of those that the loss cannot do without."""
+        return SUBJECTS[self.case.loss].operations * self.case.b**2 * self.case.d / (self.timing.ms / 1e3)
+
+    @property
+    def backend(self) -> str:
+        marked = self.case.dtype == "float32" and self.case.precision != "highest"
+        return f"{self.contestant.backend}, precision {self.case.precision}" if marked else self.contestant.backend
+
+    def text(self, dense_ms: float | None) -> str:
+        case, timing = self.case, self.timing
+        times = "" if dense_ms is None else f"{dense_ms / timing.ms:.2f}"
+        return (
+            f"{case.loss:8} {case.b:>8} {case.d:>5} {case.dtype:9} {f'{self.contestant.name} ({self.backend})':44} "
+            f"{timing.ms:>10.2f} {self.rate / 1e12:>8.3g} {self.rate / timing.product_rate:>6.3f} {times:>11} "
+            f"{self.peak_bytes / 2**20:>9,.0f} {self.distance.loss:>8.0e} {self.distance.gradient:>8.0e}"
+        )
+
+    def row(self, machine: Machine) -> Row:
+        return Row(
+            impl=self.contestant.name,
+            loss=self.case.loss,
+            backend=self.backend,
+            b=self.case.b,
+            d=self.case.d,
+            dtype=self.case.dtype,
+            world=1,
+            ms=round(self.timing.ms, 3),
+            effective_tflops=round(self.rate / 1e12, 4),
+            ratio=round(self.rate / self.timing.product_rate, 4),
+            peak_bytes=self.peak_bytes,
+            chip=chip(machine.device),
+            versions=versions(self.contestant.name),
+            date=date.today().isoformat(),
+            commit=commit(),
+        )
+
+
+HEADER = (
+    f"{'loss':8} {'b':>8} {'d':>5} {'dtype':9} {'implementation':44} {'ms':>10} {'TFLOP/s':>8} {'ratio':>6} "
+    f"{'times dense':>11} {'extra MiB':>9} {'loss':>8} {'gradient':>8}"
+)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Someone who takes part in a case."""
+
+    contestant: Contestant
+    step: Step
+    distance: Distance
+    peak_bytes: int
+
+
+@dataclass
+class Bench:
+    """Where results go, and whether all of contrastile's own came through."""
+
+    machine: Machine
+    peers: bool
+    say: Callable[[str], None]
+    ledger: Ledger | None = None
+    right: bool = True
+    _said: set[str] = field(default_factory=set)
+
+    def measure(self, cases: Iterable[Case]) -> None:
+        """Every case: a line and a row for each result, as soon as it is there."""
+        self.say(HEADER)
+        for case in cases:
+            with float32_products(case.precision):
+                dense_ms: float | None = None
+                for line in self._results(case):
+                    if line.contestant.name == "dense" and dense_ms is None:
+                        dense_ms = line.timing.ms
+                    self.say(line.text(dense_ms))
+                    if self.ledger is not None:
+                        self.ledger.write(line.row(self.machine))
+
+    def _results(self, case: Case) -> Iterator[Line]:
+        gate = Gate(case, self.machine.device)
+        leaves = problem(case, self.machine.device)
+        entered: dict[str, _Entry] = {}
+        for one in contestants(case, self.machine.device, peers=self.peers):
+            with self._spared(one, case):
+                entry = self._enter(one, case, gate, leaves)
+                if entry is not None:
+                    entered[one.label] = entry
+        self.machine.load()
+        for turn in self.machine.turns(list(entered)):
+            timings: dict[str, Timing] = {}
+            with self._spared(entered[turn[0]].contestant, case):
+                timings = self.machine.race({label: entered[label].step for label in turn})
+            for label, timing in timings.items():
+                entry = entered[label]
+                yield Line(case, entry.contestant, entry.distance, entry.peak_bytes, timing)
+
+    def _enter(self, one: Contestant, case: Case, gate: Gate, leaves: list[Tensor]) -> _Entry | None:
+        reason = one.declines(case, self.machine)
+        if reason is not None:
+            self._note(f"{one.label}: {reason}")
+            return None
+        loss = one.losses[case.loss]
+        distance = gate.distance(loss)
+        red = gate.red(distance) if one.name == OURS else None
+        if red is not None:
+            self.right = False
+            self._note(f"{one.label}, {case.loss}, {case.d} features, {case.dtype} {case.precision}: {red}")
+            return None
+
+        def run() -> object:
+            return step(loss, leaves)
+
+        apart = self.machine.device.type == "cpu"
+        peak = peak_apart(case, one.label) if apart else self.machine.peak(run)
+        return _Entry(one, run, distance, peak)
+
+    @contextmanager
+    def _spared(self, one: Contestant, case: Case) -> Iterator[None]:
+        """What fails is said by name, and the others go on: a peer may raise anything, and so may a full memory."""
+        try:
+            yield
+        except Exception as error:
+            self.right = self.right and one.name != OURS
+            sentence = str(error).strip().split("\n")[0]
+            self._note(f"{one.label}, {case.loss}, {case.b} x {case.d}: {type(error).__name__}: {sentence}")
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self.say(f"  {sentence}")
+
+
+def peak_apart(case: Case, label: str) -> int:
+    """The peak of one step in a process of its own, where nothing else has left room or taken any."""
+    question = json.dumps({"case": asdict(case), "label": label})
+    # memory that was freed goes back to the system, and is not counted as room for what follows
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
+    command = [sys.executable, "-m", "contrastile.bench.peak", question]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip().split("\n")[-1] or f"ended with code {done.returncode}")
+    return int(done.stdout)
+
+
+def peak_here(question: str) -> int:
+    """The answer to `peak_apart`'s question, on the CPU."""
+    asked = json.loads(question)
+    asked["case"]["workspaces"] = tuple(asked["case"]["workspaces"])
+    case, device = Case(**asked["case"]), torch.device("cpu")
+    one = next(one for one in contestants(case, device, peers=True) if one.label == asked["label"])
+    loss = one.losses[case.loss]
+    with float32_products(case.precision):
+        # libraries are loaded at the first call
+        step(loss, problem(replace(case, b=600), device))
+        leaves = problem(case, device)
+        return Machine.of(device, seconds=0).peak(lambda: step(loss, leaves))

@@ -1,0 +1,121 @@
+"""`contrastile bench loss`: time and memory of the losses beside the dense formula and public packages."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from contrastile.bench.peers import Case
+
+UNITS = {"": 1, "k": 2**10, "M": 2**20, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+LOSSES = ("clip", "siglip", "infonce")
+SECONDS, SECONDS_QUICK = 4.0, 0.5
+
+
+def add_to(verbs: Any) -> None:
+    """Declare the verb, its sub-verb and its arguments."""
+    bench = verbs.add_parser("bench", help="time and memory, beside what people run today")
+    kinds = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
+    parser = kinds.add_parser(
+        "loss",
+        help="the losses, forward and backward",
+        description="Without sizes, features, dtype, losses or workspace: everything that this device is judged by.",
+    )
+    parser.add_argument("--csv", metavar="FILE", help="write rows there, behind those that it has")
+    parser.add_argument("--sizes", nargs="+", metavar="B", help="rows, such as 64k or 1M")
+    parser.add_argument("--features", nargs="+", type=int, metavar="D", help="features per row")
+    parser.add_argument("--dtype", help="bf16, fp16, fp32 or fp64")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, metavar="LOSS", help=", ".join(LOSSES))
+    parser.add_argument("--workspace", nargs="+", metavar="BYTES", help="contrastile's, such as 2GiB")
+    parser.add_argument("--precision", choices=("high", "highest"), help="of float32 products (default: highest)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="public packages too")
+    parser.add_argument("--seconds", type=float, help="how long each may be measured (default: 4)")
+    parser.add_argument("--quick", action="store_true", help="few and small sizes, half a second for each")
+    parser.set_defaults(verb=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, printing each result when it is there; 1 if a result of contrastile's own was wrong or failed."""
+    from contextlib import nullcontext
+
+    import torch
+
+    from contrastile.bench.loss import Bench
+    from contrastile.bench.measure import Ledger, Machine, chip, versions
+
+    device = torch.device(_device(arguments.device))
+    cases = _cases(arguments, device)
+    seconds = arguments.seconds or (SECONDS_QUICK if arguments.quick else SECONDS)
+    with Ledger(Path(arguments.csv)) if arguments.csv else nullcontext() as ledger:
+        print(f"{chip(device)}; {versions()}")
+        bench = Bench(Machine.of(device, seconds), arguments.peers, lambda line: print(line, flush=True), ledger)
+        bench.measure(cases)
+    if arguments.csv:
+        print(f"rows: {arguments.csv}")
+    return 0 if bench.right else 1
+
+
+def _device(name: str) -> str:
+    import torch
+
+    from contrastile._check import one_of, wrong
+
+    one_of("device", name, ("auto", "cpu", "cuda"), "Leave it out for the default.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise wrong("device", "be one that torch sees", "cuda", "Install torch for CUDA, or take cpu.")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _cases(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
+    """The device's own list, or everything that was named, crossed with the defaults of what was not."""
+    from contrastile.bench.loss import suite
+    from contrastile.bench.peers import Case
+
+    asked = (
+        arguments.sizes,
+        arguments.features,
+        arguments.dtype,
+        arguments.losses,
+        arguments.workspace,
+        arguments.precision,
+    )
+    standard = suite(device, quick=arguments.quick)
+    if asked == (None,) * len(asked):
+        return standard
+    sizes = [_number("sizes", size) for size in arguments.sizes or ()]
+    workspaces = tuple(_number("workspace", size) for size in arguments.workspace or ())
+    return [
+        Case(loss, b, d, _dtype(arguments.dtype or standard[0].dtype), workspaces or standard[0].workspaces, precision)
+        for loss in arguments.losses or ["clip"]
+        for b in sizes or sorted({case.b for case in standard if case.loss == loss})
+        for d in arguments.features or sorted({case.d for case in standard if case.loss == loss})
+        for precision in [arguments.precision or "highest"]
+    ]
+
+
+def _number(name: str, text: str) -> int:
+    """A size as people write it.
+
+    >>> _number("sizes", "64k"), _number("workspace", "2GiB")
+    (65536, 2147483648)
+    """
+    from contrastile._check import wrong
+
+    digits = text.rstrip("kMGKiB")
+    unit = text[len(digits) :]
+    if not digits.isdecimal() or int(digits) == 0 or unit not in UNITS:
+        raise wrong(name, "be whole numbers, perhaps with a unit", repr(text), "Such as 4096, 64k, 1M, 192MiB or 2GiB.")
+    return int(digits) * UNITS[unit]
+
+
+def _dtype(name: str) -> str:
+    from contrastile._check import one_of
+
+    one_of("dtype", name, (*DTYPES, *DTYPES.values()), "bf16 is what most training uses.")
+    return DTYPES.get(name, name)

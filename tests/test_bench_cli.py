@@ -1,0 +1,98 @@
+"""`contrastile bench loss`: words into cases, results into a table and a file."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from contrastile.bench.peers import Case
+from contrastile.cli import bench
+from contrastile.cli.main import build_parser, main
+
+CUDA = torch.device("cuda")
+SMALL = ["bench", "loss", "--device", "cpu", "--sizes", "64", "--features", "8", "--losses", "clip", "--no-peers"]
+
+
+@pytest.fixture(autouse=True)
+def peaks_at_once(monkeypatch):
+    """A process for each peak takes seconds; the tests of the measurement take them."""
+    monkeypatch.setattr("contrastile.bench.loss.peak_apart", lambda case, label: 4096)
+
+
+def cases(*words, device=CUDA):
+    return bench._cases(build_parser().parse_args(["bench", "loss", *words]), device)
+
+
+def test_a_size_as_people_write_it():
+    assert [bench._number("sizes", text) for text in ("96", "4k", "64k", "1M")] == [96, 4096, 65536, 2**20]
+    assert [bench._number("workspace", text) for text in ("192MiB", "2GiB")] == [192 * 2**20, 2**31]
+
+
+@pytest.mark.parametrize("text", ["", "k", "0", "-4k", "1.5k", "64kk", "64q"])
+def test_what_is_no_size_is_refused(text, capsys):
+    assert main(["bench", "loss", "--device", "cpu", f"--sizes={text}"]) == 2
+    assert capsys.readouterr().err == (
+        f"`sizes` must be whole numbers, perhaps with a unit; got {text!r}. Such as 4096, 64k, 1M, 192MiB or 2GiB.\n"
+    )
+
+
+def test_an_unknown_dtype_is_refused(capsys):
+    assert main(["bench", "loss", "--device", "cpu", "--dtype", "int8"]) == 2
+    assert "`dtype` must be one of bf16, fp16, fp32, fp64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["tpu", *([] if torch.cuda.is_available() else ["cuda"])])
+def test_a_device_that_is_not_there_is_refused(device, capsys):
+    assert main(["bench", "loss", "--device", device]) == 2
+    assert capsys.readouterr().err.startswith("`device` must be one")
+
+
+def test_what_was_named_is_crossed():
+    asked = cases("--sizes", "4k", "1M", "--features", "512", "768", "--losses", "siglip", "--workspace", "1GiB")
+    assert asked == [Case("siglip", b, d, "bfloat16", (2**30,)) for b in (4096, 2**20) for d in (512, 768)]
+
+
+def test_what_was_not_named_is_the_devices_own():
+    asked = cases("--dtype", "fp32", "--precision", "high")
+    assert {case.d for case in asked} == {512, 768, 1024}
+    assert {(case.dtype, case.precision, case.loss) for case in asked} == {("float32", "high", "clip")}
+
+
+def test_nothing_named_is_the_whole_list():
+    assert {case.loss for case in cases(device=torch.device("cpu"))} == {"clip", "siglip", "infonce"}
+    assert len(cases("--quick")) < len(cases())
+
+
+def test_a_table_and_a_file(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    assert main([*SMALL, "--seconds", "0.01", "--csv", str(path)]) == 0
+    said = capsys.readouterr().out
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["impl"], row["loss"], row["b"], row["d"]) for row in rows] == [
+        ("dense", "clip", "64", "8"),
+        ("contrastile", "clip", "64", "8"),
+    ]
+    assert "times dense" in said
+    assert said.endswith(f"rows: {path}\n")
+
+
+def test_a_result_that_is_wrong_is_an_exit_code(monkeypatch):
+    monkeypatch.setattr("contrastile.bench.loss.LOSS_TOLERANCE", -1.0)
+    assert main([*SMALL, "--seconds", "0.01"]) == 1
+
+
+def test_its_help_loads_nothing_heavy():
+    program = (
+        "import sys\n"
+        "from contrastile.cli.main import main\n"
+        "try:\n"
+        "    main(['bench', 'loss', '--help'])\n"
+        "except SystemExit:\n"
+        "    print('LOADED', [name for name in ('torch', 'numpy', 'triton') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "--workspace" in done.stdout
+    assert done.stdout.endswith("LOADED []\n")

@@ -1,0 +1,199 @@
+"""What is measured: right results only, each row for itself, and the cases that a device is judged by."""
+
+import csv
+from dataclasses import replace
+
+import pytest
+import torch
+
+from contrastile import ClipLoss
+from contrastile.bench import loss as bench_loss
+from contrastile.bench.loss import GATE_COSINE, SUBJECTS, Bench, Gate, peak_apart, problem, suite
+from contrastile.bench.measure import Ledger, Machine
+from contrastile.bench.peers import DENSE, Case, Contestant
+from contrastile.losses.dense import dense_clip
+
+CPU = torch.device("cpu")
+CASE = Case("clip", 96, 16, "float32")
+
+
+@pytest.fixture(autouse=True)
+def peaks_at_once(request, monkeypatch):
+    """A process for each peak takes seconds; one test takes them."""
+    if "real_peaks" not in request.fixturenames:
+        monkeypatch.setattr(bench_loss, "peak_apart", lambda case, label: 4096)
+
+
+@pytest.fixture
+def real_peaks():
+    return None
+
+
+def machine():
+    x = torch.randn(64, 64)
+    return Machine(CPU, 0.01, lambda: x @ x, 2 * 64**3)
+
+
+def run(monkeypatch, *entered, cases=(CASE,), ledger=None):
+    """Lines said, and the bench, with these contestants."""
+    if entered:
+        monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: list(entered))
+    lines = []
+    bench = Bench(machine(), peers=False, say=lines.append, ledger=ledger)
+    bench.measure(cases)
+    return lines[1:], bench
+
+
+def ours(loss):
+    return Contestant("contrastile", "eager", {"clip": loss})
+
+
+def other(loss, name="somebody"):
+    return Contestant(name, "a way", {"clip": loss})
+
+
+def fail(*_):
+    raise RuntimeError("the first line\nand a long trace")
+
+
+def full(*_):
+    raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_contrastile_passes_the_gate(name):
+    gate = Gate(replace(CASE, loss=name, b=300), CPU)
+    subject = SUBJECTS[name]
+    assert gate.red(gate.distance(subject.ours())) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong_loss", "what"),
+    [
+        (lambda q, k, s: dense_clip(q, k, s) * (1 + 1e-5), "the loss is 1.0e-05 from float64, and 1.0e-06 is allowed"),
+        (lambda q, k, s: dense_clip(q, k, s) * float("nan"), "the loss is nan from float64"),
+        (lambda q, k, s: dense_clip(q, k, s) + 1e-2 * (k - k.detach()).sum(), "a gradient is"),
+        (lambda q, k, s: dense_clip(q, k, s) + (s - s.detach()), "the scale's or the bias's gradient is"),
+    ],
+)
+def test_what_is_wrong_is_red(wrong_loss, what):
+    gate = Gate(CASE, CPU)
+    assert gate.red(gate.distance(wrong_loss)).startswith(what)
+
+
+def test_a_gradient_in_16_bits_may_be_as_far_as_its_cast_and_no_further():
+    gate = Gate(replace(CASE, dtype="bfloat16"), CPU)
+    assert 1e-3 < gate.cast < 3e-3
+    assert gate.red(gate.distance(ClipLoss())) is None
+    assert "a gradient is" in gate.red(replace(gate.distance(ClipLoss()), gradient=gate.cast + 1.1e-3))
+
+
+def test_a_wrong_result_has_no_speed(monkeypatch):
+    lines, bench = run(monkeypatch, ours(lambda q, k, s: 2 * dense_clip(q, k, s)))
+    assert not bench.right
+    assert len(lines) == 1
+    assert lines[0].endswith("no speed for a wrong result")
+
+
+def test_a_peers_distance_is_shown_and_not_judged(monkeypatch):
+    lines, bench = run(monkeypatch, other(lambda q, k, s: 2 * dense_clip(q, k, s)))
+    assert bench.right
+    assert lines[0].split()[-2:] == ["1e+00", "1e+00"]
+
+
+def test_what_fails_is_named_and_costs_its_own_row_only(monkeypatch, tmp_path):
+    with Ledger(tmp_path / "rows.csv") as ledger:
+        entered = (other(fail), ours(ClipLoss()), other(full, "greedy"), *DENSE)
+        lines, bench = run(monkeypatch, *entered, ledger=ledger)
+    assert bench.right
+    assert "  somebody (a way), clip, 96 x 16: RuntimeError: the first line" in lines
+    assert "  greedy (a way), clip, 96 x 16: OutOfMemoryError: no room" in lines
+    with (tmp_path / "rows.csv").open() as file:
+        assert [row["impl"] for row in csv.DictReader(file)] == ["contrastile", "dense"]
+
+
+def test_failing_while_timed_keeps_the_other_cases(monkeypatch):
+    calls = []
+
+    def late(*leaves):
+        calls.append(leaves)
+        return fail() if len(calls) == 2 else dense_clip(*leaves)
+
+    lines, bench = run(monkeypatch, ours(late), cases=(CASE, replace(CASE, b=97)))
+    assert not bench.right
+    assert [line.split()[0] for line in lines] == ["contrastile", "clip"]
+
+
+def test_a_failure_of_ours_is_not_passed_over(monkeypatch):
+    assert not run(monkeypatch, ours(fail))[1].right
+
+
+def test_who_declines_says_so_once(monkeypatch):
+    absent = replace(other(fail), missing=lambda: "is not installed")
+    lines, _ = run(monkeypatch, absent, cases=(CASE, replace(CASE, b=97)))
+    assert lines == ["  somebody (a way): is not installed"]
+
+
+def test_times_dense_and_the_ratio_come_from_the_times(monkeypatch, tmp_path):
+    timing = {"dense (one dtype)": 6.0, "contrastile (eager)": 2.0}
+    monkeypatch.setattr(
+        Machine, "race", lambda self, steps: {name: bench_loss.Timing(timing[name], 1e9) for name in steps}
+    )
+    with Ledger(tmp_path / "rows.csv") as ledger:
+        lines, _ = run(monkeypatch, ledger=ledger)
+    assert [line.split()[-4] for line in lines] == ["1.00", "3.00"]
+    with (tmp_path / "rows.csv").open() as file:
+        row = list(csv.DictReader(file))[1]
+    rate = 8 * 96 * 96 * 16 / 2e-3
+    assert float(row["effective_tflops"]) == pytest.approx(rate / 1e12, abs=1e-4)
+    assert float(row["ratio"]) == pytest.approx(rate / 1e9, abs=1e-3)
+    assert (row["impl"], row["loss"], row["backend"], row["b"], row["peak_bytes"]) == (
+        "contrastile",
+        "clip",
+        "eager",
+        "96",
+        "4096",
+    )
+
+
+def test_the_precision_of_float32_products_is_given_back():
+    before = torch.get_float32_matmul_precision()
+    with bench_loss.float32_products("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_features_are_of_unit_length_and_pairs_as_close_as_asked():
+    q, k, scale = problem(replace(CASE, b=4000, d=64), CPU, cosine=GATE_COSINE)
+    assert torch.allclose(q.norm(dim=1), torch.ones(4000), atol=1e-5)
+    assert (q * k).sum(1).mean().item() == pytest.approx(GATE_COSINE, abs=0.01)
+    assert scale.item() == 100
+
+
+def test_a_gpu_is_judged_by_all_that_is_promised():
+    cases = suite(torch.device("cuda"), quick=False)
+    both = (2 * 2**30, 192 * 2**20)
+    for b in (2**16, 2**18):
+        for d in (512, 768, 1024):
+            assert Case("clip", b, d, "bfloat16", both) in cases
+    for b, d, loss in ((4096, 512, "clip"), (8192, 512, "clip"), (32768, 512, "clip"), (65536, 768, "siglip")):
+        assert Case(loss, b, d, "bfloat16", both[:1]) in cases
+    assert {case.precision for case in cases if case.dtype == "float32"} == {"high", "highest"}
+
+
+def test_rows_name_what_was_not_left_at_the_standard():
+    case = Case("clip", 96, 16, "float32", (None, 2 * 2**30, 192 * 2**20), "high")
+    entered = [one for one in bench_loss.contestants(case, torch.device("cuda"), peers=False) if one.name != "dense"]
+    assert [one.backend for one in entered] == ["triton", "triton", "triton, workspace 192 MiB"]
+    line = bench_loss.Line(case, entered[2], bench_loss.Distance(0, 0, 0), 0, bench_loss.Timing(1.0, 1.0))
+    assert line.backend == "triton, workspace 192 MiB, precision high"
+
+
+def test_peaks_are_taken_in_a_process_of_their_own(real_peaks):
+    case = Case("clip", 3000, 16, "float32")
+    assert 2 * peak_apart(case, "contrastile (eager)") < peak_apart(case, "dense (one dtype)")
+
+
+def test_a_process_that_fails_says_its_last_line(real_peaks):
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        peak_apart(CASE, "nobody")

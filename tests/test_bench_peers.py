@@ -1,0 +1,104 @@
+"""The peers: called as they document it, left out by name where they cannot run."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from contrastile.bench import peers
+from contrastile.bench.loss import GATE_COSINE, problem, step
+from contrastile.bench.measure import Machine
+from contrastile.bench.peers import DENSE, PEERS, Case, Contestant
+from contrastile.losses.dense import dense_clip, dense_sigmoid
+
+CPU = Machine(torch.device("cpu"), 0.0, lambda: None, 1)
+CASE = Case("clip", 24, 8, "float32")
+
+
+def peer(name, backend=None):
+    return next(one for one in PEERS if one.name == name and backend in (None, one.backend))
+
+
+def leaves(loss="clip", dtype="float32"):
+    return problem(Case(loss, 24, 8, dtype), torch.device("cpu"), cosine=GATE_COSINE)
+
+
+def close(results, truths):
+    for result, truth in zip(results, truths, strict=True):
+        torch.testing.assert_close(result, truth, rtol=1e-4, atol=1e-6)
+
+
+def one_way(embeddings, classes, targets, **options):
+    assert options in ({}, {"filter_eps": None})
+    return F.cross_entropy(embeddings @ classes.T, targets)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "module", "function", "stand_in"),
+    [
+        ("cut-cross-entropy", "default", "cut_cross_entropy", "linear_cross_entropy", one_way),
+        ("cut-cross-entropy", "exact", "cut_cross_entropy", "linear_cross_entropy", one_way),
+        ("inf-cl", None, "inf_cl", "cal_inf_loss", lambda q, k: one_way(q, k, torch.arange(len(q)))),
+    ],
+)
+def test_a_one_way_peer_called_twice_is_the_symmetric_loss(name, backend, module, function, stand_in, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: stand_in}))
+    close(step(peer(name, backend).losses["clip"], leaves()), step(dense_clip, leaves()))
+
+
+def test_the_exact_way_leaves_no_gradient_out(monkeypatch):
+    seen = []
+    stand_in = SimpleNamespace(linear_cross_entropy=lambda e, c, t, **options: seen.append(options) or (e @ c.T).sum())
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", stand_in)
+    for backend in ("default", "exact"):
+        peer("cut-cross-entropy", backend).losses["infonce"](*leaves())
+    assert seen == [{}, {"filter_eps": None}]
+
+
+def test_the_sigmoid_peer_gets_the_logarithm_of_the_scale(monkeypatch):
+    def stand_in(q, k, log_scale, bias):
+        return dense_sigmoid(q, k, log_scale.exp(), bias)
+
+    monkeypatch.setitem(sys.modules, "siglip_kernel", SimpleNamespace(fused_siglip_loss=stand_in))
+    close(step(peer("siglip-kernel").losses["siglip"], leaves("siglip")), step(dense_sigmoid, leaves("siglip")))
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.skipif(peers._not_in_torch() is not None, reason="this torch has no linear_cross_entropy")
+def test_torchs_own_is_called_right(loss):
+    close(step(peer("linear_cross_entropy").losses[loss], leaves()), step(peers.FORMULAS[loss], leaves()))
+
+
+def test_under_autocast_the_cross_entropy_is_in_float32():
+    q, k, scale = leaves(dtype="bfloat16")
+    assert DENSE[0].losses["clip"](q, k, scale).dtype == torch.float32
+    assert DENSE[1].losses["clip"](q, k, scale).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"missing": lambda: "is not installed", "only_on": "cuda"}, "is not installed"),
+        ({"only_on": "cuda"}, "needs a cuda device"),
+        ({"most_rows": 23}, "left out above 23 rows, where it is slow"),
+        ({"most_rows": 24}, None),
+        ({"pair_bytes": 2**60}, "needs about 618,475,290,624 GiB at 24 rows, and "),
+        ({}, None),
+    ],
+)
+def test_who_cannot_run_says_why(settings, reason):
+    declined = Contestant("somebody", "a way", {}, **settings).declines(CASE, CPU)
+    assert declined == reason or declined.startswith(reason)
+
+
+def test_a_package_that_is_not_there_is_not_installed():
+    assert peers._not_installed("surely_not_installed") == "is not installed"
+    assert peers._not_installed("torch") is None
+
+
+def test_nobody_is_entered_for_a_loss_or_a_dtype_it_has_not():
+    assert not peer("siglip-kernel").offers(CASE)
+    assert not peer("cut-cross-entropy").offers(CASE)
+    assert peer("inf-cl").offers(CASE)
