@@ -27,8 +27,8 @@ format: $(VENV)/.dev ## put the code into the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.train ## time and memory of the losses beside the dense formula
-	$(BIN)/python benchmarks/cpu_loss.py
+bench: $(VENV)/.train ## time and memory of the losses beside the dense formula and other libraries
+	$(BIN)/contrastile bench loss
 
 clean: ## remove the environment, caches and runs
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache

@@ -8,7 +8,7 @@ import torch
 
 from contrastile import ClipLoss
 from contrastile.bench import loss as bench_loss
-from contrastile.bench.loss import GATE_COSINE, SUBJECTS, Bench, Gate, peak_apart, problem, suite
+from contrastile.bench.loss import SUBJECTS, Bench, Gate, peak_apart, problem, suite
 from contrastile.bench.measure import Ledger, Machine
 from contrastile.bench.peers import DENSE, Case, Contestant
 from contrastile.losses.dense import dense_clip
@@ -163,10 +163,10 @@ def test_the_precision_of_float32_products_is_given_back():
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_features_are_of_unit_length_and_pairs_as_close_as_asked():
-    q, k, scale = problem(replace(CASE, b=4000, d=64), CPU, cosine=GATE_COSINE)
+def test_features_are_of_unit_length():
+    q, k, scale = problem(replace(CASE, b=4000, d=64), CPU)
     assert torch.allclose(q.norm(dim=1), torch.ones(4000), atol=1e-5)
-    assert (q * k).sum(1).mean().item() == pytest.approx(GATE_COSINE, abs=0.01)
+    assert torch.allclose(k.norm(dim=1), torch.ones(4000), atol=1e-5)
     assert scale.item() == 100
 
 

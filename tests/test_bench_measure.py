@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from contrastile.bench.measure import Ledger, Machine, Row, chip, versions
+from contrastile.bench.measure import Ledger, Machine, Row, busy, chip, versions
 
 COLUMNS = "impl,loss,backend,b,d,dtype,world,ms,effective_tflops,ratio,peak_bytes,chip,versions,date,commit"
 ROW = Row(
@@ -107,3 +107,24 @@ def test_versions_name_what_is_installed_and_nothing_else():
 
 def test_the_chip_says_how_many_threads():
     assert f"{torch.get_num_threads()} threads" in chip(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("device", "load", "said"), [("cpu", 3.0, True), ("cpu", 0.5, False), ("cuda", 3.0, False)])
+def test_a_cpu_that_has_other_work_is_spoken_of(device, load, said, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert (busy(torch.device(device)) is not None) == said
+
+
+def test_products_between_long_steps_last_as_long():
+    ran = []
+
+    def product():
+        ran.append("product")
+        time.sleep(0.01)
+
+    machine(0.1, product).race({"step": lambda: ran.append("step") or time.sleep(0.1)})
+    # one of each to see how long they take
+    assert ran[:3] == ["step", "product", "product"]
+    # as many as take a tenth of a second, or fewer where sleeping takes longer
+    assert 3 <= ran[2:].count("product") <= 11

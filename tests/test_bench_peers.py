@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from contrastile.bench import peers
-from contrastile.bench.loss import GATE_COSINE, problem, step
+from contrastile.bench.loss import problem, step
 from contrastile.bench.measure import Machine
 from contrastile.bench.peers import DENSE, PEERS, Case, Contestant
 from contrastile.losses.dense import dense_clip, dense_sigmoid
@@ -22,7 +22,7 @@ def peer(name, backend=None):
 
 
 def leaves(loss="clip", dtype="float32"):
-    return problem(Case(loss, 24, 8, dtype), torch.device("cpu"), cosine=GATE_COSINE)
+    return problem(Case(loss, 24, 8, dtype), torch.device("cpu"))
 
 
 def close(results, truths):

@@ -30,10 +30,9 @@ from contrastile.modules import ClipLoss, InfoNCELoss, SigLipLoss
 
 OURS = "contrastile"
 SCALE = 100.0
-# rows on which results are compared with float64, and how close a pair's features are: a loss neither 0 nor hopeless
+# rows on which results are compared with float64
 GATE_ROWS = {"cuda": 10048}
 GATE_ROWS_ELSEWHERE = 1000
-GATE_COSINE = 0.15
 # relative distances to float64 that are rounding, before the gradient's last cast
 LOSS_TOLERANCE, SCALAR_TOLERANCE = 1e-6, 1e-4
 GRADIENT_TOLERANCE = {("bfloat16", None): 1e-3, ("float16", None): 3e-4, ("float32", "high"): 1e-4}
@@ -95,16 +94,14 @@ def _contrastile(loss: str, device: torch.device, workspace: int | None) -> Cont
     return Contestant(OURS, backend + marked, {loss: module})
 
 
-def problem(case: Case, device: torch.device, *, cosine: float = 0.0) -> list[Tensor]:
-    """Random unit features of both sides, pairs that close, the scale and, if the loss has one, the bias."""
+def problem(case: Case, device: torch.device) -> list[Tensor]:
+    """Random unit features of both sides, the scale and, if the loss has one, the bias."""
     generator = torch.Generator(device).manual_seed(case.b + case.d)
     wide = torch.float64 if case.dtype == "float64" else torch.float32
-    k, noise = (
+    q, k = (
         F.normalize(torch.randn(case.b, case.d, generator=generator, dtype=wide, device=device), dim=-1)
         for _ in range(2)
     )
-    # adding nothing at all keeps the largest problems within memory
-    q = noise if cosine == 0 else F.normalize(cosine * k + math.sqrt(1 - cosine**2) * noise, dim=-1)
     bias = SUBJECTS[case.loss].bias
     scalars = [torch.tensor(number, dtype=wide, device=device) for number in (SCALE, bias) if number is not None]
     narrow = getattr(torch, case.dtype)
@@ -144,7 +141,7 @@ class Gate:
         rows = GATE_ROWS.get(device.type, GATE_ROWS_ELSEWHERE)
         small = Case(case.loss, min(case.b, rows), case.d, case.dtype)
         truth = SUBJECTS[case.loss].truth
-        self.leaves = problem(small, device, cosine=GATE_COSINE)
+        self.leaves = problem(small, device)
         self.true = step(truth, [leaf.detach().double().requires_grad_() for leaf in self.leaves])
         narrow = self.leaves[0].dtype
         self.cast = max(_relative(gradient.to(narrow), gradient) for gradient in self.true[1:3])

@@ -31,6 +31,8 @@ Step = Callable[[], object]
 
 # what is shorter is repeated until it takes this long: the clock is read from the host
 LEAST_SECONDS = 0.01
+# products between two runs of a step last as long as the step, up to this: at first they would run at its clocks
+MOST_PRODUCT_SECONDS = 0.25
 MOST_ROUNDS = 25
 # side and dtype of the product that times are compared with
 PRODUCTS = {"cuda": (8192, torch.bfloat16), "cpu": (2048, torch.float32)}
@@ -87,12 +89,16 @@ class Machine:
         once = {name: self._time(step, 1) for name, step in steps.items()}
         rounds = max(1, min(MOST_ROUNDS, int(self.seconds * len(once) / sum(once.values()))))
         repeats = {name: max(1, round(LEAST_SECONDS / seconds)) for name, seconds in once.items()}
-        product_repeats = max(1, round(LEAST_SECONDS / self._time(self.product, 1)))
+        product_once = self._time(self.product, 1)
+        products_between = {
+            name: max(1, round(min(max(seconds, LEAST_SECONDS), MOST_PRODUCT_SECONDS) / product_once))
+            for name, seconds in once.items()
+        }
         taken: dict[str, list[float]] = {name: [] for name in steps}
         products: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(rounds):
             for name, step in steps.items():
-                products[name].append(self._time(self.product, product_repeats))
+                products[name].append(self._time(self.product, products_between[name]))
                 taken[name].append(self._time(step, repeats[name]))
         return {
             name: Timing(
@@ -178,6 +184,14 @@ class Ledger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def busy(device: torch.device) -> str | None:
+    """What to know before a CPU is timed that has other work: threads of a step wait for each other many times over."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if device.type != "cpu" or load < cores / 2:
+        return None
+    return f"other programs keep {load:.1f} of {cores} cores busy: times will be long, and ratios wrong"
 
 
 def chip(device: torch.device) -> str:

@@ -47,13 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from contrastile.bench.loss import Bench
-    from contrastile.bench.measure import Ledger, Machine, chip, versions
+    from contrastile.bench.measure import Ledger, Machine, busy, chip, versions
 
     device = torch.device(_device(arguments.device))
     cases = _cases(arguments, device)
     seconds = arguments.seconds or (SECONDS_QUICK if arguments.quick else SECONDS)
     with Ledger(Path(arguments.csv)) if arguments.csv else nullcontext() as ledger:
-        print(f"{chip(device)}; {versions()}")
+        print("\n".join(filter(None, (f"{chip(device)}; {versions()}", busy(device)))))
         bench = Bench(Machine.of(device, seconds), arguments.peers, lambda line: print(line, flush=True), ledger)
         bench.measure(cases)
     if arguments.csv:

@@ -23,7 +23,7 @@ from contrastile.train.evaluation import encode_held_out, evaluate
 from contrastile.train.facts import Trained, describe, versions
 from contrastile.train.feed import Materials, open_materials
 from contrastile.train.folder import RECIPE, RunFolder, new_run
-from contrastile.train.log import Metrics, size
+from contrastile.train.log import Metrics
 from contrastile.train.loop import train
 from contrastile.train.recipe import to_toml
 
@@ -46,10 +46,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run that was made: what it took, and the recall at 1 of each headline test.
-
-    `peak_bytes` are those above what was there before the first step.
-    """
+    """One run that was made: what it took, and the recall at 1 of each headline test."""
 
     budget: str
     way: str
@@ -57,7 +54,6 @@ class Trial:
     examples: int
     steps: int
     seconds: float
-    peak_bytes: int
     recall: dict[str, float]
 
 
@@ -119,7 +115,8 @@ def _plans(
                 if budget == "time":
                     taken = [trial.seconds for trial in trials if trial.way == "sequential"]
                     length = {"examples": NO_END, "minutes": statistics.mean(taken[:seeds]) / 60}
-                settings = recipe.train.model_copy(update={"epochs": None, **length, **change})
+                # the activations of one sub-batch, whatever the recipe can afford
+                settings = recipe.train.model_copy(update={"epochs": None, "retain": 1, **length, **change})
                 yield Plan(budget, way, recipe.model_copy(update={"train": settings, "seed": seed}))
 
 
@@ -132,8 +129,7 @@ def _run(plan: Plan, materials: Materials, folder: RunFolder, trials: list[Trial
     if trained.stopped_by is None:
         results = evaluate(run, encode_held_out(run, materials.pairs))
         recall = {row["test"]: row["recall"]["1"] for row in results if row["headline"]}
-        above = trained.peak_bytes - trained.base_bytes
-        took = (trained.examples, trained.steps, round(trained.seconds, 1), above)
+        took = (trained.examples, trained.steps, round(trained.seconds, 1))
         trials.append(Trial(plan.budget, plan.way, recipe.seed, *took, recall))
     return trained
 
@@ -154,7 +150,7 @@ def table(trials: Sequence[Trial]) -> str:
     if not trials:
         return "nothing was finished"
     tests = list(trials[0].recall)
-    heads = ["equal", "way", "steps", "pairs", "seconds", "memory above the start", *(f"{test}, @1" for test in tests)]
+    heads = ["equal", "way", "steps", "pairs", "seconds", *(f"{test}, @1" for test in tests)]
     lines = [_line(heads), _line(["---"] * len(heads))]
     for budget, way in dict.fromkeys((trial.budget, trial.way) for trial in trials):
         same = [trial for trial in trials if (trial.budget, trial.way) == (budget, way)]
@@ -162,7 +158,6 @@ def table(trials: Sequence[Trial]) -> str:
             f"{statistics.mean(trial.steps for trial in same):,.0f}",
             f"{statistics.mean(trial.examples for trial in same):,.0f}",
             f"{statistics.mean(trial.seconds for trial in same):,.0f}",
-            size(max(trial.peak_bytes for trial in same)),
         ]
         lines.append(_line([budget, way, *spent, *(_spread([trial.recall[test] for trial in same]) for test in tests)]))
     return "\n".join(lines)
