@@ -58,7 +58,7 @@ def _by_parts(tower: Tower, x: Tensor, sub_batch: int) -> Tensor:
     return torch.cat([tower(part) for part in x.split(sub_batch)])
 
 
-def _same(found: dict[str, Tensor | None], truth: dict[str, Tensor | None], allowed: float = 1e-5) -> None:
+def _check_equal(found: dict[str, Tensor | None], truth: dict[str, Tensor | None], allowed: float = 1e-5) -> None:
     assert found.keys() == truth.keys()
     for name, expected in truth.items():
         if expected is None:
@@ -80,7 +80,7 @@ def test_equals_the_big_batch_with_dropout(tower: Tower, sub_batch: int, retain:
     features = encode(tower, x, sub_batch=sub_batch, retain=retain)
     (features * seeds).sum().backward()
     assert torch.equal(features, truth)
-    _same(_gradients(tower), true_gradients)
+    _check_equal(_gradients(tower), true_gradients)
     # the random numbers that follow are those that would have followed
     assert torch.rand(()) == after
 
@@ -91,7 +91,7 @@ def test_equals_the_plain_batch_in_float64(tower: Tower) -> None:
     tower(x).square().sum().backward()
     truth = _gradients(tower)
     encode(tower, x, sub_batch=7).square().sum().backward()
-    _same(_gradients(tower), truth, 1e-12)
+    _check_equal(_gradients(tower), truth, 1e-12)
 
 
 def test_two_towers_shared_and_a_learned_scale(tower: Tower) -> None:
@@ -105,7 +105,7 @@ def test_two_towers_shared_and_a_learned_scale(tower: Tower) -> None:
     truth = _gradients(tower)
     torch.manual_seed(3)
     loss(encode(tower, x, sub_batch=8), encode(tower, y, sub_batch=5)).backward()
-    _same(_gradients(tower), truth)
+    _check_equal(_gradients(tower), truth)
 
 
 def test_accumulation_over_backwards(tower: Tower) -> None:
@@ -116,7 +116,7 @@ def test_accumulation_over_backwards(tower: Tower) -> None:
     torch.manual_seed(3)
     for seed in (5, 6):
         encode(tower, _inputs(seed), sub_batch=8).square().sum().backward()
-    _same(_gradients(tower), truth)
+    _check_equal(_gradients(tower), truth)
 
 
 def test_a_backward_can_be_repeated(tower: Tower) -> None:
@@ -125,7 +125,7 @@ def test_a_backward_can_be_repeated(tower: Tower) -> None:
     out.backward(retain_graph=True)
     once = _gradients(tower)
     out.backward()
-    _same(_gradients(tower), once)
+    _check_equal(_gradients(tower), once)
 
 
 def test_autocast_is_restored(tower: Tower) -> None:
@@ -145,7 +145,7 @@ def test_autocast_is_restored(tower: Tower) -> None:
             features.float().square().sum().backward()
         assert torch.equal(features, truth)
         # bf16 gradients of sub-batches, summed in another order
-        _same(_gradients(tower), true_gradients, 1e-2)
+        _check_equal(_gradients(tower), true_gradients, 1e-2)
 
 
 def test_bf16_gradients_are_summed_in_float32() -> None:
@@ -188,7 +188,7 @@ def test_what_goes_in_and_what_comes_out(tower: Tower, kind: str) -> None:
     found = _total(features)
     found.backward()
     assert distance(found.detach(), total.detach()) <= 1e-6
-    _same(_gradients(tower), truth)
+    _check_equal(_gradients(tower), truth)
 
 
 def _total(tree: Any) -> Tensor:
@@ -223,7 +223,7 @@ def test_any_way_to_name_the_encoder(tower: Tower, make: Any) -> None:
     truth = _gradients(tower)
     torch.manual_seed(3)
     encode(make(tower), _inputs(), sub_batch=8).square().sum().backward()
-    _same(_gradients(tower), truth)
+    _check_equal(_gradients(tower), truth)
 
 
 def test_a_parameters_hook_fires_once_with_the_whole_gradient(tower: Tower) -> None:
