@@ -56,6 +56,16 @@ class Options:
     reduction: Reduction = "mean"
     workspace: int | None = None
 
+    @classmethod
+    def of(cls, how: dict[str, Any]) -> Options:
+        """The options of a call's keywords; a keyword that is none of them is an error."""
+        unknown = [name for name in how if name not in cls.__dataclass_fields__]
+        if unknown:
+            raise wrong(
+                "how", f"be made of {', '.join(cls.__dataclass_fields__)}", ", ".join(unknown), "Check the spelling."
+            )
+        return cls(**how)
+
     def __post_init__(self) -> None:
         for name, words in (
             ("backend", Backend),
@@ -101,6 +111,7 @@ def _statement(options: Options, loss: PairLoss, rows: Side, cols: Side) -> dict
     """What the ranks must have in common, and how much each has."""
     return {
         "loss": repr(loss),
+        "backend": options.backend,
         "exchange": options.exchange,
         "gradient": options.gradient,
         "reduction": options.reduction,

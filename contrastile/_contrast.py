@@ -74,23 +74,12 @@ def contrast(
     >>> contrast(q, k, scale=20.0).shape
     torch.Size([])
     """
-    options = Options(**how)
+    options = Options.of(how)
     try:
         rows, cols, loss, k = _prepare(
-            q,
-            k,
-            scale,
-            bias,
-            loss,
-            options,
-            positives,
-            negatives,
-            query_labels,
-            key_labels,
-            query_ids,
-            key_ids,
-            weights,
-        )
+            q, k, scale, bias, loss, options, positives, negatives,
+            query_labels, key_labels, query_ids, key_ids, weights,
+        )  # fmt: skip
     except ValueError as error:
         # the other ranks must not wait for one that is wrong
         if comm.size(options.group) > 1:
@@ -98,11 +87,11 @@ def contrast(
         raise
     exchange = choose_exchange(options, loss, rows, cols)
     rows, cols = exchange.shards.place(rows, cols)
+    scale, bias = _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q)
+    if torch.compiler.is_compiling() and traceable(loss, exchange):
+        return traced(q, k, scale, bias, loss, rows, cols, weights, options)
     tiles = choose_tiles(options.backend, loss, rows, cols)
     call = Call(loss, tiles, exchange, rows, cols, weights, options.reduction, options.workspace)
-    scale, bias = _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q)
-    if torch.compiler.is_compiling() and traceable(call):
-        return traced(q, k, scale, bias, call)
     wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, scale, bias))
     operation = _ContrastAtOnce if wants and at_once(call) else _Contrast
     result: Tensor = operation.apply(q, k, scale, bias, call)

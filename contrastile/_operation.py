@@ -9,16 +9,16 @@ a graph cannot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from contrastile import _check
-from contrastile._choose import TILES
+from contrastile._choose import Options, choose_tiles
 from contrastile._sweep import Call, backward, forward
-from contrastile._types import accumulator
-from contrastile.exchange.base import Shards
+from contrastile._types import Backend, Gradient, Reduction, accumulator
+from contrastile.exchange.base import Exchange, Shards
 from contrastile.exchange.single import Single
 from contrastile.losses.base import PairLoss, Side
 from contrastile.losses.sigmoid import Sigmoid
@@ -27,22 +27,29 @@ from contrastile.losses.softmax import Softmax, SoftmaxState
 NO_DIAGONAL = -(2**40)
 
 
-def traceable(call: Call) -> bool:
+def traceable(loss: PairLoss, exchange: Exchange) -> bool:
     """Whether a call can be written down as tensors, numbers and words."""
-    return isinstance(call.exchange, Single) and isinstance(call.loss, (Softmax, Sigmoid))
+    return isinstance(exchange, Single) and isinstance(loss, (Softmax, Sigmoid))
 
 
-def traced(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """The call as one operation."""
-    rows, cols = call.rows, call.cols
-    groups = [rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, call.weights]
-    loss = call.loss
+def traced(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    loss: PairLoss,
+    rows: Side,
+    cols: Side,
+    weights: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """The call as one operation. How tiles are computed is chosen when it runs: a graph cannot ask the device."""
+    groups = [rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, weights]
     smoothing = loss.label_smoothing if isinstance(loss, Softmax) else 0.0
     flags = f"{loss.symmetric} {loss.exclude_self}"
-    tiles = next(name for name, load in TILES.items() if load() is call.tiles)
-    words = f"{type(loss).__name__} {flags} {tiles} {call.exchange.gradient} {call.reduction}"
+    words = f"{type(loss).__name__} {flags} {options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
-    value, *_ = sweep_forward(q, k, scale, bias, *groups, words, smoothing, [diagonal, call.workspace or 0])
+    value, *_ = sweep_forward(q, k, scale, bias, *groups, words, smoothing, [diagonal, options.workspace or 0])
     return value
 
 
@@ -106,19 +113,15 @@ def _call(
     q: Tensor, k: Tensor, groups: Sequence[Tensor | None], words: str, smoothing: float, numbers: Sequence[int]
 ) -> Call:
     positives, row_labels, row_ids, col_labels, col_ids, weights = groups
-    *_, tiles, gradient, reduction = words.split()
+    *_, backend, gradient, reduction = words.split()
     first, workspace = numbers
     diagonal = None if first == NO_DIAGONAL else first
-    return Call(
-        _loss(words, smoothing),
-        TILES[tiles](),
-        Single(gradient, Shards(None, 0, (len(q),), (len(k),))),  # type: ignore[arg-type]
-        Side(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids),
-        Side(k, labels=col_labels, ids=col_ids),
-        weights,
-        reduction,  # type: ignore[arg-type]
-        workspace or None,
-    )
+    loss = _loss(words, smoothing)
+    rows = Side(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids)
+    cols = Side(k, labels=col_labels, ids=col_ids)
+    tiles = choose_tiles(cast(Backend, backend), loss, rows, cols)
+    exchange = Single(cast(Gradient, gradient), Shards(None, 0, (len(q),), (len(k),)))
+    return Call(loss, tiles, exchange, rows, cols, weights, cast(Reduction, reduction), workspace or None)
 
 
 @sweep_forward.register_fake

@@ -30,11 +30,7 @@ class _Loss(nn.Module):
 
     def __init__(self, **how: Any) -> None:
         super().__init__()
-        try:
-            self.options = Options(**how)
-        except TypeError as error:
-            known = ", ".join(Options.__dataclass_fields__)
-            raise wrong("how", f"be made of {known}", ", ".join(how), "Check the spelling.") from error
+        Options.of(how)
         self.how = how
         self._lengths_seen = False
 

@@ -9,6 +9,8 @@ from problems import PROBLEMS, distance
 from torch import Tensor, nn
 
 from contrastile import ClipLoss, contrast
+from contrastile._choose import TILES
+from contrastile.tiles.eager import Eager
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -84,3 +86,20 @@ def test_positives_out_of_range_are_found_when_the_graph_runs() -> None:
     )
     with pytest.raises(ValueError, match="`positives` must index this rank's 3 keys, or be -1; got 7"):
         step(torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0, 1, 7]))
+
+
+def test_the_way_of_computing_tiles_is_not_chosen_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking a device, or Triton, breaks a graph; the operation asks when it runs."""
+    torch._dynamo.reset()
+    asked: list[bool] = []
+
+    def eager() -> type[Eager]:
+        asked.append(torch.compiler.is_compiling())
+        return Eager
+
+    monkeypatch.setitem(TILES, "eager", eager)
+    q, k = torch.randn(2, 9, 4)
+    compiled = torch.compile(lambda q, k: contrast(q, k, scale=1.0), backend="eager", fullgraph=True)
+    assert compiled(q, k) == contrast(q, k, scale=1.0)
+    assert asked
+    assert not any(asked)
