@@ -14,8 +14,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+# pairs are named one by one up to this share of a tile; a mask is quicker where they are more
+FEW = 1 / 32
 
 
 @dataclass(frozen=True)
@@ -79,19 +83,51 @@ class Side:
         )
 
 
+@dataclass(frozen=True)
+class Diagonal:
+    """The pairs (r, r + offset) of a tile."""
+
+    offset: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """A view of these pairs."""
+        return x.diagonal(self.offset)
+
+    def along(self, x: Tensor) -> tuple[slice, slice]:
+        """Their rows and their columns."""
+        first = max(0, -self.offset)
+        stop = min(x.shape[0], x.shape[1] - self.offset)
+        return slice(first, stop), slice(first + self.offset, stop + self.offset)
+
+
+# pairs of a tile: a diagonal, a mask [I, J], or the row and the column of each
+Where = Diagonal | Tensor | tuple[Tensor, Tensor]
+
+
+def fill(x: Tensor, where: Where | None, value: float) -> Tensor:
+    """`x` [I, J] with `value` at these pairs, in place."""
+    if isinstance(where, Diagonal):
+        where.of(x).fill_(value)
+    elif isinstance(where, Tensor):
+        x.masked_fill_(where, value)
+    elif where is not None:
+        x[where] = value
+    return x
+
+
 class Marks(NamedTuple):
     """Which pairs of a tile are positive, and which do not count; None where the tile has none."""
 
-    positive: Tensor | None  # [I, J] bool
-    excluded: Tensor | None  # [I, J] bool
+    positive: Diagonal | Tensor | None
+    excluded: Where | None
 
 
 class Tile(NamedTuple):
     """A tile of logits with its marks; the logits of pairs that do not count are −∞."""
 
     x: Tensor  # [I, J]
-    positive: Tensor | None
-    excluded: Tensor | None
+    positive: Diagonal | Tensor | None
+    excluded: Where | None
     # lowest and highest logit of the tile, where asking costs nothing: on a CPU
     bounds: tuple[float, float] | None
 
@@ -104,18 +140,20 @@ def mark(rows: Side, cols: Side, *, exclude_self: bool) -> Marks:
     """
     itself = _diagonal(rows, cols, rows.start) if exclude_self else None
     positive = _positive(rows, cols)
-    if positive is not None and itself is not None:
-        positive = positive & ~itself
-    excluded = itself
-    if rows.ids is not None and cols.ids is not None:
-        same = rows.ids[:, None] == cols.ids[None, :]
-        if positive is not None:
-            same = same & ~positive
-        excluded = same if excluded is None else excluded | same
-    return Marks(positive, excluded)
+    if isinstance(positive, Tensor):
+        fill(positive, itself, False)
+    elif positive == itself:
+        positive = None
+    if rows.ids is None or cols.ids is None:
+        return Marks(positive, itself)
+    few = _few_equal(rows.ids, cols.ids) if itself is None else None
+    if few is not None:
+        return Marks(positive, _without(few, positive))
+    same = fill(rows.ids[:, None] == cols.ids[None, :], positive, False)
+    return Marks(positive, fill(same, itself, True))
 
 
-def _positive(rows: Side, cols: Side) -> Tensor | None:
+def _positive(rows: Side, cols: Side) -> Diagonal | Tensor | None:
     if rows.diagonal is not None:
         return _diagonal(rows, cols, rows.diagonal)
     if rows.positives is not None:
@@ -125,14 +163,37 @@ def _positive(rows: Side, cols: Side) -> Tensor | None:
     return None
 
 
-def _diagonal(rows: Side, cols: Side, first: int) -> Tensor | None:
-    """True where row r meets global column first + r; None where the tile lies beside that diagonal."""
+def _diagonal(rows: Side, cols: Side, first: int) -> Diagonal | None:
+    """Where row r meets global column first + r; None where the tile lies beside that diagonal."""
     offset = first - cols.start
-    if not -len(rows) < offset < len(cols):
+    return Diagonal(offset) if -len(rows) < offset < len(cols) else None
+
+
+def _few_equal(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Row and column of every pair of equal ids; None where they are many, or where counting them costs a wait."""
+    if a.device.type != "cpu":
         return None
-    marks = torch.zeros(len(rows), len(cols), dtype=torch.bool, device=rows.features.device)
-    marks.diagonal(offset).fill_(True)
-    return marks
+    # in NumPy: torch would wake its threads for every one of these small steps
+    left, right = a.numpy(), b.numpy()
+    order = right.argsort()
+    right = right[order]
+    first = right.searchsorted(left)
+    counts = right.searchsorted(left, side="right") - first
+    found = int(counts.sum())
+    if found > FEW * len(left) * len(right):
+        return None
+    row = np.repeat(np.arange(len(left)), counts)
+    # the how-manyth of its row each pair is, counted from the row's first in the order
+    place = np.arange(found) + (first - (counts.cumsum() - counts))[row]
+    return torch.from_numpy(row), torch.from_numpy(order[place])
+
+
+def _without(pairs: tuple[Tensor, Tensor], positive: Diagonal | Tensor | None) -> tuple[Tensor, Tensor]:
+    row, column = pairs
+    if positive is None:
+        return pairs
+    kept = column - row != positive.offset if isinstance(positive, Diagonal) else ~positive[pairs]
+    return row[kept], column[kept]
 
 
 def _indexed(column: Tensor, listed: Tensor, J: int) -> Tensor | None:
@@ -180,7 +241,10 @@ class PairLoss(ABC):
 
     @abstractmethod
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
-        """The statistics of a tile: its rows' [K, I] and, if symmetric, its columns' [K, J]."""
+        """The statistics of a tile: its rows' [K, I] and, if symmetric, its columns' [K, J].
+
+        Uses the tile up, unless the loss is pairwise.
+        """
 
     @abstractmethod
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
@@ -192,4 +256,4 @@ class PairLoss(ABC):
 
     @abstractmethod
     def pair_grad(self, tile: Tile, rows: Side, cols: Side) -> Tensor:
-        """∂loss/∂x [I, J], with the coefficients and states that both sides carry."""
+        """∂loss/∂x [I, J], with the coefficients and states that both sides carry. Uses the tile up."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from contrastile._check import wrong
-from contrastile.losses.base import Finished, PairLoss, Side, Tile
+from contrastile.losses.base import Diagonal, Finished, PairLoss, Side, Tile
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,13 @@ class Sigmoid(PairLoss):
         return torch.zeros(1, n, dtype=dtype, device=device)
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
-        signed = tile.x if tile.positive is None else torch.where(tile.positive, -tile.x, tile.x)
-        return (torch.logaddexp(signed, tile.x.new_zeros(())).sum(1)[None],)
+        losses = torch.logaddexp(tile.x, tile.x.new_zeros(()))
+        if isinstance(tile.positive, Diagonal):
+            at_positive = tile.positive.of(tile.x)
+            tile.positive.of(losses).copy_(torch.logaddexp(-at_positive, at_positive.new_zeros(())))
+        elif tile.positive is not None:
+            losses = torch.logaddexp(torch.where(tile.positive, -tile.x, tile.x), tile.x.new_zeros(()))
+        return (losses.sum(1)[None],)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -48,7 +53,9 @@ class Sigmoid(PairLoss):
         del cols
         assert rows.coefficient is not None
         grad = torch.sigmoid(tile.x)
-        if tile.positive is not None:
-            # −σ(−x), not σ(x) − 1, which would cancel
+        # −σ(−x), not σ(x) − 1, which would cancel
+        if isinstance(tile.positive, Diagonal):
+            tile.positive.of(grad).copy_(torch.sigmoid(-tile.positive.of(tile.x)).neg_())
+        elif tile.positive is not None:
             grad = torch.where(tile.positive, torch.sigmoid(-tile.x).neg_(), grad)
         return grad.mul_(rows.coefficient[:, None])

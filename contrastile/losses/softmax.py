@@ -13,12 +13,12 @@ confident to 1e-8 keeps all digits of its loss, and of its gradient, where `lse 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from contrastile.losses.base import Finished, PairLoss, Side, Tile
+from contrastile.losses.base import Diagonal, Finished, PairLoss, Side, Tile, fill
 
 # exp(−60) is still a normal number in float32, with room for a sum below it
 SPREAD = 60.0
@@ -77,32 +77,28 @@ class Softmax(PairLoss):
         return stats
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
-        x, positive = tile.x, tile.positive
+        x = tile.x
         dims = (1, 0) if self.symmetric else (1,)
-        sides = [self.init(x.shape[1 - dim], dtype=x.dtype, device=x.device) for dim in dims]
-        others = x if positive is None else x.masked_fill(positive, -torch.inf)
-        # where no logit lies far under the highest one, rows and columns share their exponentials
-        shared = None
-        if tile.bounds is not None and tile.bounds[1] - tile.bounds[0] <= SPREAD:
-            shared = (others - tile.bounds[1]).exp_()
-        for dim, stats in zip(dims, sides, strict=True):
-            named = SoftmaxStats(*stats)
-            if shared is not None:
-                torch.sum(shared, dim, out=named.total)
-                named.top.fill_(tile.bounds[1] if tile.bounds else 0.0).masked_fill_(named.total == 0, -torch.inf)
-            else:
-                _exponential_sum(others, dim, named.top, named.total)
-            if positive is not None:
-                _exponential_sum(x.masked_fill(~positive, -torch.inf), dim, named.positive_top, named.positive_total)
-                torch.sum(x.masked_fill(~positive, 0.0), dim, out=named.positive_sum)
-                torch.sum(positive, dim, dtype=x.dtype, out=named.positive_count)
+        stats = [self.init(x.shape[1 - dim], dtype=x.dtype, device=x.device) for dim in dims]
+        sides = [SoftmaxStats(*side) for side in stats]
+        for dim, named in zip(dims, sides, strict=True):
+            if tile.positive is not None:
+                _absorb_positives(x, tile.positive, dim, named)
             if self.label_smoothing:
-                counted = x if tile.excluded is None else x.masked_fill(tile.excluded, 0.0)
-                torch.sum(counted, dim, out=named.logit_sum)
-                named.kept.fill_(x.shape[dim])
-                if tile.excluded is not None:
-                    named.kept.sub_(tile.excluded.sum(dim))
-        return tuple(sides)
+                torch.sum(fill(x.clone(), tile.excluded, 0.0), dim, out=named.logit_sum)
+                torch.sum(fill(torch.ones_like(x), tile.excluded, 0.0), dim, out=named.kept)
+        fill(x, tile.positive, -torch.inf)
+        # where no logit lies far under the highest one, rows and columns share their exponentials
+        top = tile.bounds[1] if tile.bounds is not None and tile.bounds[1] - tile.bounds[0] <= SPREAD else None
+        if top is not None:
+            x.sub_(top).exp_()
+        for dim, named in zip(dims, sides, strict=True):
+            if top is not None:
+                torch.sum(x, dim, out=named.total)
+                named.top.fill_(top).masked_fill_(named.total == 0, -torch.inf)
+            else:
+                _exponential_sum(x, dim, named.top, named.total)
+        return tuple(stats)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         merged = a + b
@@ -146,23 +142,34 @@ class Softmax(PairLoss):
         return Finished(torch.where(counts > 0, loss, zero), counts, torch.stack(state))
 
     def pair_grad(self, tile: Tile, rows: Side, cols: Side) -> Tensor:
-        x = tile.x
-        assert rows.state is not None
-        assert rows.coefficient is not None
-        directions = [(SoftmaxState(*rows.state[:, :, None]), rows.coefficient[:, None])]
-        if self.symmetric:
-            assert cols.state is not None
-            assert cols.coefficient is not None
-            directions.append((SoftmaxState(*cols.state[:, None, :]), cols.coefficient[None, :]))
-        grad = self._negative_grad(tile, directions)
-        if tile.positive is not None:
-            grad = torch.where(tile.positive, self._positive_grad(x, directions), grad)
+        x, positive = tile.x, tile.positive
+        directions = self._directions(rows, cols, (slice(None), None), (None, slice(None)))
+        if isinstance(positive, Diagonal):
+            along = positive.along(x)
+            on_diagonal = self._positive_grad(positive.of(x), self._directions(rows, cols, along[:1], along[1:]))
+            grad = self._negative_grad(tile, directions)
+            positive.of(grad).copy_(on_diagonal)
+        elif positive is not None:
+            at_positive = self._positive_grad(x, directions)
+            grad = torch.where(positive, at_positive, self._negative_grad(tile, directions))
+        else:
+            grad = self._negative_grad(tile, directions)
         if self.label_smoothing:
             for state, coefficient in directions:
                 grad.sub_(state.share * coefficient * self.label_smoothing)
-            if tile.excluded is not None:
-                grad.masked_fill_(tile.excluded, 0.0)
+            fill(grad, tile.excluded, 0.0)
         return grad
+
+    def _directions(
+        self, rows: Side, cols: Side, row_index: tuple[Any, ...], col_index: tuple[Any, ...]
+    ) -> list[tuple[SoftmaxState, Tensor]]:
+        """State and coefficient of the rows and, if symmetric, of the columns, indexed to meet each other's."""
+        found = []
+        for side, index in [(rows, row_index), (cols, col_index)][: 1 + self.symmetric]:
+            assert side.state is not None
+            assert side.coefficient is not None
+            found.append((SoftmaxState(*side.state[(slice(None), *index)]), side.coefficient[index]))
+        return found
 
     def _negative_grad(self, tile: Tile, directions: list[tuple[SoftmaxState, Tensor]]) -> Tensor:
         """Σ over directions of p · coefficient, with one exponential for all of them where no logit lies far below."""
@@ -177,7 +184,7 @@ class Softmax(PairLoss):
                     ),
                     x.new_zeros(()),
                 )
-                return (x - top).exp_().mul_(weight)
+                return x.sub_(top).exp_().mul_(weight)
         (state, coefficient), *more = directions
         grad = (x - state.top).exp_().mul_(state.inverse * coefficient)
         for state, coefficient in more:
@@ -195,6 +202,18 @@ class Softmax(PairLoss):
                 value = value + self.label_smoothing * state.positive_share
             grad.addcmul_(value, coefficient)
         return grad
+
+
+def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: SoftmaxStats) -> None:
+    if isinstance(positive, Diagonal):
+        # one at most to a row and to a column
+        along = positive.along(x)[1 - dim]
+        named.positive_top[along] = named.positive_sum[along] = positive.of(x)
+        named.positive_total[along] = named.positive_count[along] = 1.0
+    else:
+        _exponential_sum(x.masked_fill(~positive, -torch.inf), dim, named.positive_top, named.positive_total)
+        torch.sum(x.masked_fill(~positive, 0.0), dim, out=named.positive_sum)
+        torch.sum(positive, dim, dtype=x.dtype, out=named.positive_count)
 
 
 def _finite(top: Tensor) -> Tensor:

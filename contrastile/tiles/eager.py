@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from contrastile._types import accumulator
-from contrastile.losses.base import PairLoss, Side, Tile, mark
+from contrastile.losses.base import PairLoss, Side, Tile, fill, mark
 from contrastile.tiles.base import Tiles
 
 # tiles of this size stay in a core's cache; on an accelerator they fill it
-SIDE_CPU = 512
+SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
 # a tile, its exponentials, its gradient, one temporary, and the masks
 TILES_HELD = 5
@@ -36,9 +36,10 @@ class Eager(Tiles):
     def stats(self, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
         row_stats = self.init(rows)
         col_stats = self.init(cols) if self.loss.symmetric else None
+        room = self._room(rows, cols)
         for along_i, row_tile in self._tiles(rows):
             for along_j, col_tile in self._tiles(cols):
-                met = self.loss.absorb(self._tile(row_tile, col_tile))
+                met = self.loss.absorb(self._tile(row_tile, col_tile, room))
                 row_stats[:, along_i] = self.loss.merge(row_stats[:, along_i], met[0])
                 if col_stats is not None:
                     col_stats[:, along_j] = self.loss.merge(col_stats[:, along_j], met[1])
@@ -46,17 +47,19 @@ class Eager(Tiles):
 
     def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
         total = torch.zeros_like(self.scale)
+        room = self._room(rows, cols)
         for along_i, row_tile in self._tiles(rows):
             for along_j, col_tile in self._tiles(cols):
                 pieces = (None if u is None else u[along_i], None if v is None else v[along_j])
-                total += self._add_grads(self._tile(row_tile, col_tile), row_tile, col_tile, *pieces)
+                total += self._add_grads(self._tile(row_tile, col_tile, room), row_tile, col_tile, *pieces)
         return total
 
     def stats_and_grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
         row_stats, total = self.init(rows), torch.zeros_like(self.scale)
+        room = self._room(rows, cols)
         for along_i, row_tile in self._tiles(rows):
             for along_j, col_tile in self._tiles(cols):
-                tile = self._tile(row_tile, col_tile)
+                tile = self._tile(row_tile, col_tile, room)
                 (met,) = self.loss.absorb(tile)
                 row_stats[:, along_i] = self.loss.merge(row_stats[:, along_i], met)
                 pieces = (None if u is None else u[along_i], None if v is None else v[along_j])
@@ -78,9 +81,10 @@ class Eager(Tiles):
         rows, cols = min(N, side), min(M, side)
         return size * (TILES_HELD * rows * cols + 2 * (rows + cols) * D)
 
-    def _tile(self, rows: Side, cols: Side) -> Tile:
+    def _tile(self, rows: Side, cols: Side, room: Tensor) -> Tile:
         # scaled afterwards: scaled features would be rounded once more
-        x = _product(rows.features, cols.features.T).mul_(self.scale)
+        out = room[: len(rows) * len(cols)].view(len(rows), len(cols))
+        x = _product(rows.features, cols.features.T, out).mul_(self.scale)
         if self.bias is not None:
             x += self.bias
         bounds = None
@@ -88,9 +92,12 @@ class Eager(Tiles):
             least, most = torch.aminmax(x)
             bounds = float(least), float(most)
         marks = mark(rows, cols, exclude_self=self.loss.exclude_self)
-        if marks.excluded is not None:
-            x.masked_fill_(marks.excluded, -torch.inf)
-        return Tile(x, *marks, bounds)
+        return Tile(fill(x, marks.excluded, -torch.inf), *marks, bounds)
+
+    def _room(self, rows: Side, cols: Side) -> Tensor:
+        """For the logits of any tile: taken once, because new memory costs as much as a product."""
+        side = self._side(rows.features.dtype)
+        return self.scale.new_empty(min(len(rows), side) * min(len(cols), side))
 
     def _tiles(self, side: Side) -> Iterator[tuple[slice, Side]]:
         step = self._side(side.features.dtype)
@@ -106,12 +113,11 @@ class Eager(Tiles):
         return max(16, min(most, fit))
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """a @ b with products accumulated, and the result kept, in the accumulator's type."""
     if _narrow_on_accelerator(a):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    wide = accumulator(a.dtype)
-    return a.to(wide) @ b.to(wide)
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def _add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
