@@ -11,8 +11,8 @@ loop work with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,16 +21,19 @@ from torch.utils import _pytree as pytree
 
 from contrastile._check import wrong
 from contrastile._types import accumulator
+from contrastile.lengths import Cut, cut, cut_by_tokens
 from contrastile.offload import Bounds, stream
-from contrastile.reach import Autocast, RandomState, graph_leaves, reach, refusing_batch_norm, silent
+from contrastile.reach import Autocast, RandomState, Reached, graph_leaves, reach, refusing_batch_norm, silent
+from contrastile.retention import AUTO, Retention, largest_sub_batch
 
 
 def encode(
     encoder: Callable[..., Any],
     inputs: Any,
     *,
-    sub_batch: int,
-    retain: int = 0,
+    sub_batch: int | Literal["auto"] | None = None,
+    sub_batch_tokens: int | None = None,
+    retain: int | Literal["auto"] = 0,
     device: torch.device | str | None = None,
 ) -> Any:
     """The features of a batch of any size, with the activations of one sub-batch at a time.
@@ -43,8 +46,13 @@ def encode(
         inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nested as
             you like. Every leaf is None or a tensor whose first axis is the batch, on the device or in (pinned)
             host memory.
-        sub_batch: examples encoded at once. The last sub-batch may be shorter.
+        sub_batch: examples encoded at once. The last sub-batch may be shorter. "auto": as many as fit into memory,
+            found at the first call for an encoder and kept.
+        sub_batch_tokens: tokens encoded at once, padding included, of a mapping with an `attention_mask` [batch,
+            length]. Texts are sorted by length, so that short ones travel together, and trimmed to the longest of their
+            sub-batch. With `sub_batch` too, both are limits.
         retain: sub-batches, the last ones, whose graph is kept from the first pass; they need no second forward.
+            "auto": as many as memory allows; with room for all, caching costs nothing.
         device: where the encoder computes; by default where its parameters are.
 
     Returns what the encoder returns (tensor, tuple, dict, nested), each leaf for the whole batch.
@@ -58,20 +66,61 @@ def encode(
     """
     if not callable(encoder):
         raise wrong("encoder", "be callable", type(encoder).__name__, "Pass a module, a method of one, or a function.")
-    for name, value, least in (("sub_batch", sub_batch, 1), ("retain", retain, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise wrong(name, f"be a whole number of at least {least}", repr(value), "Count examples, or sub-batches.")
+    _check_sizes(sub_batch, sub_batch_tokens, retain)
     leaves, structure = pytree.tree_flatten(_arguments(inputs))
     batch = _batch_size(leaves)
-    bounds = [(start, min(start + sub_batch, batch)) for start in range(0, batch, sub_batch)] or [(0, 0)]
     reached = reach(encoder, leaves, structure, torch.device(device) if device is not None else None)
-    job = _Job(encoder, structure, bounds, retain, reached.device, Autocast.current(reached.device))
+    job = _Job(encoder, structure, Cut([(0, batch)]), retain, reached.device, Autocast.current(reached.device))
     with refusing_batch_norm(reached.modules):
+        if sub_batch == AUTO:
+            sub_batch = _fitting(job, leaves, reached)
+        if sub_batch_tokens is None:
+            planned = cut(batch, sub_batch or batch)
+        else:
+            planned = cut_by_tokens(inputs, sub_batch_tokens, sub_batch)
+        job, leaves = replace(job, cut=planned), planned.sort(leaves)
         if reached.parameters or any(leaf is not None and leaf.requires_grad for leaf in leaves):
             features = _Encode.apply(job, leaves, *reached.parameters, *_differentiable(leaves))
         else:
-            features = job.first_pass(leaves, _Kept())
-    return pytree.tree_unflatten(list(features), job.output_structure[0])
+            features = job.first_pass(leaves, _Kept(), grad=False)
+    return pytree.tree_unflatten(planned.unsort(features), job.output_structure[0])
+
+
+def _check_sizes(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
+    if sub_batch is None and sub_batch_tokens is None:
+        raise wrong("sub_batch", "be given, or sub_batch_tokens", None, 'Say how much is encoded at once, or "auto".')
+    remedy = "Count examples, tokens, or sub-batches."
+    for name, value, least, words in (
+        ("sub_batch", sub_batch, 1, (None, AUTO)),
+        ("sub_batch_tokens", sub_batch_tokens, 1, (None,)),
+        ("retain", retain, 0, (AUTO,)),
+    ):
+        if value not in words and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise wrong(name, f"be a whole number of at least {least}", repr(value), remedy)
+
+
+def _fitting(job: _Job, leaves: Sequence[Tensor | None], reached: Reached) -> int:
+    """The largest sub-batch whose forward and backward fit into memory."""
+    wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
+    values = [None if leaf is None else leaf.detach() for leaf in leaves]
+
+    def work(n: int, backward: bool) -> object:
+        (rows,) = stream(values, [(0, n)], job.device)
+        outputs, inputs = job.run_with_graph(0, rows, wanted)
+        outs = [out for out in outputs if out is not None and out.requires_grad]
+        if backward and outs:
+            torch.autograd.grad(
+                outs, [*reached.parameters, *inputs], [torch.zeros_like(out) for out in outs], allow_unused=True
+            )
+        return outputs
+
+    key = next(iter(reached.parameters), None)
+    shapes = tuple(None if leaf is None else (leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    before = RandomState.capture(job.device)
+    try:
+        return largest_sub_batch(work, _batch_size(leaves), job.device, key=key, shapes=shapes)
+    finally:
+        before.restore()
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -99,13 +148,17 @@ def _differentiable(leaves: Sequence[Tensor | None]) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
 
 
+# a sub-batch's outputs with their graph, and the inputs that want a gradient
+Graph = tuple[list[Any], list[Tensor]]
+
+
 @dataclass
 class _Kept:
     """What the first pass keeps for the backward."""
 
     random: list[RandomState] = field(default_factory=list)
-    # by sub-batch: its outputs with their graph, and the inputs that want a gradient
-    graphs: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
+    # by sub-batch
+    graphs: dict[int, Graph] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,47 +167,79 @@ class _Job:
 
     encoder: Callable[..., Any]
     structure: Any
-    bounds: list[Bounds]
-    retain: int
+    cut: Cut
+    retain: int | Literal["auto"]
     device: torch.device | None
     autocast: Autocast
     # filled by the first pass, and compared by the second
     output_structure: list[Any] = field(default_factory=list)
+    # shape of one row of each output
+    tails: list[torch.Size | None] = field(default_factory=list)
 
-    def run(self, rows: Sequence[Tensor | None]) -> list[Any]:
-        args, kwargs = pytree.tree_unflatten(list(rows), self.structure)
+    @property
+    def bounds(self) -> list[Bounds]:
+        return self.cut.bounds
+
+    def run(self, index: int, rows: Sequence[Tensor | None]) -> list[Any]:
+        """What the encoder returns for a sub-batch."""
+        args, kwargs = pytree.tree_unflatten(self.cut.trim(index, rows), self.structure)
         outputs, structure = pytree.tree_flatten(self.encoder(*args, **kwargs))
         if not self.output_structure:
             self.output_structure.append(structure)
+            self.tails.extend(out.shape[1:] if isinstance(out, Tensor) else None for out in outputs)
         if structure != self.output_structure[0]:
             raise wrong("encoder", "return the same structure each time", structure, "Check what depends on the input.")
-        return outputs
+        return [self.cut.pad(index, out, tail) for out, tail in zip(outputs, self.tails, strict=True)]
 
-    def run_with_graph(self, rows: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[list[Any], list[Tensor]]:
+    def run_with_graph(self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool]) -> Graph:
         """The outputs, and the inputs that want a gradient as leaves of the outputs' graph."""
         rows = [
             row.detach().requires_grad_() if want and row is not None else row
             for row, want in zip(rows, wanted, strict=True)
         ]
         with torch.enable_grad():
-            return self.run(rows), [row for row, want in zip(rows, wanted, strict=True) if want and row is not None]
+            return self.run(index, rows), [
+                row for row, want in zip(rows, wanted, strict=True) if want and row is not None
+            ]
 
-    def first_pass(self, leaves: Sequence[Tensor | None], kept: _Kept) -> list[Any]:
-        """Act 1: features of the whole batch, the graph of the last `retain` sub-batches only."""
+    def first_pass(self, leaves: Sequence[Tensor | None], kept: _Kept, *, grad: bool) -> list[Any]:
+        """Act 1: features of the whole batch, the graph of the last sub-batches only."""
         wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
         gathered: list[Any] = []
-        first_kept = len(self.bounds) - self.retain
+        # what nobody will back-propagate needs no graph
+        retain = self.retain if grad else 0
+        retention = Retention(retain, len(self.bounds), self.device)
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
         with torch.no_grad():
             for index, rows in enumerate(stream(values, self.bounds, self.device)):
                 kept.random.append(RandomState.capture(self.device))
-                if index >= first_kept:
-                    outputs, inputs = self.run_with_graph(rows, wanted)
-                    kept.graphs[index] = (outputs, inputs)
+                if retention.keeps(index):
+                    outputs = self._keep_graph(index, rows, wanted, kept, retention)
                 else:
-                    outputs = self.run(rows)
+                    outputs = self.run(index, rows)
                 self._gather(gathered, outputs, self.bounds[index])
         return gathered
+
+    def _keep_graph(
+        self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool], kept: _Kept, retention: Retention
+    ) -> list[Any]:
+        """A sub-batch's outputs with their graph; of "auto", the oldest graphs give way where memory ends."""
+        while retention.keeps(index):
+            try:
+                with retention.weighing(index):
+                    graph = self.run_with_graph(index, rows, wanted)
+            except torch.OutOfMemoryError:
+                if not retention.auto:
+                    raise
+                oldest = min(kept.graphs, default=index)
+                kept.graphs.pop(oldest, None)
+                retention.gave_up(oldest)
+                kept.random[index].restore()
+            else:
+                if retention.keeps(index):
+                    kept.graphs[index] = graph
+                return graph[0]
+        return self.run(index, rows)
 
     def _gather(self, gathered: list[Any], outputs: Sequence[Any], bounds: Bounds) -> None:
         start, stop = bounds
@@ -193,7 +278,7 @@ class _Encode(torch.autograd.Function):
         ctx.parameters = inputs[: len(inputs) - sum(ctx.wanted)]
         ctx.versions = [parameter._version for parameter in ctx.parameters]
         ctx.save_for_backward(*leaves)
-        features = job.first_pass(leaves, ctx.kept)
+        features = job.first_pass(leaves, ctx.kept, grad=True)
         ctx.mark_non_differentiable(
             *(out for out in features if out is not None and not (out.is_floating_point() or out.is_complex()))
         )
@@ -223,7 +308,7 @@ class _Encode(torch.autograd.Function):
                 for index, rows in zip(again, stream(values, [job.bounds[i] for i in again], job.device), strict=True):
                     ctx.kept.random[index].restore()
                     with job.autocast.restored():
-                        outputs, inputs = job.run_with_graph(rows, ctx.wanted)
+                        outputs, inputs = job.run_with_graph(index, rows, ctx.wanted)
                     sums.add(index, outputs, inputs)
         finally:
             after.restore()

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from contrastile.train.memory import PeakMemory, bytes_per_example, dense_need, kept_bytes
+from contrastile.retention import bytes_per_example, kept_bytes
+from contrastile.train.memory import PeakMemory, dense_need
 
 
 def test_kept_bytes_are_those_that_autograd_saves():

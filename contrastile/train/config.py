@@ -236,10 +236,14 @@ AnyOptim = Annotated[
 
 
 class SubBatch(Settings):
-    """How many examples each encoder sees at once."""
+    """How many examples each encoder sees at once; of the texts, with `text_tokens`, as many as these tokens allow.
+
+    Texts then travel by length, and leave their padding behind.
+    """
 
     image: Count = 256
     text: Count = 256
+    text_tokens: Count | None = None
 
 
 def _constant_schedule(batch: Any) -> Any:
@@ -257,8 +261,9 @@ class TrainSettings(Settings):
     """How long (`examples` or `epochs`, and at most `minutes`), in which batches, at which precision.
 
     `batch` is a schedule of shares of the run and sizes, or one size. `retain` sub-batches of each tower keep their
-    activations and need no second forward: memory for time. With `accumulate = 4` a batch is four parts, each with its
-    own negatives only, whose gradients are averaged: the poorer way, there to be compared with.
+    activations and need no second forward: memory for time; "auto" keeps as many as fit. With `accumulate = 4` a batch
+    is four parts, each with its own negatives only, whose gradients are averaged: the poorer way, there to be compared
+    with.
     """
 
     examples: Count | None = None
@@ -266,7 +271,7 @@ class TrainSettings(Settings):
     minutes: Positive | None = None
     batch: Annotated[tuple[tuple[Share, Count], ...], BeforeValidator(_constant_schedule)] = ((0.0, 256),)
     sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = SubBatch()
-    retain: Annotated[int, Field(ge=0)] = 1
+    retain: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
     accumulate: Count = 1
     precision: Literal["float32", "bf16"] = "float32"
 

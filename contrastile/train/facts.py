@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from contrastile.retention import bytes_per_example
 from contrastile.train.checkpoint import Run
 from contrastile.train.feed import Materials
-from contrastile.train.memory import bytes_per_example, dense_need
+from contrastile.train.memory import dense_need
 
 
 @dataclass
@@ -35,7 +36,9 @@ def facts(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:
     """All that the report says beside curves and results; plain values, to be written as JSON."""
     recipe = run.recipe
     largest = max(trained.largest_batch, 1)
-    kept = recipe.train.sub_batch.image * max(recipe.train.retain, 1)
+    retain = recipe.train.retain
+    # "auto" is taken to have kept everything, so that the report never claims too much
+    kept = largest if retain == "auto" else recipe.train.sub_batch.image * max(retain, 1)
     need = dense_need(activations_per_pair(run, materials), largest, kept)
     return {
         "name": recipe.name,

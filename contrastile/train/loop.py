@@ -163,9 +163,17 @@ def step(run: Run, loss: Loss, optimizer: Optimizer, batch: Batch) -> tuple[floa
 def batch_loss(run: Run, loss: Loss, batch: Batch) -> Tensor:
     """The loss of a batch of any size; activations are kept of the retained sub-batches, or of one at a time."""
     model, settings = run.model, run.recipe.train
+    size = settings.sub_batch
+    texts, tokens = (size.text, None) if size.text_tokens is None else (None, size.text_tokens)
     with run.autocast():
         # with a sub-batch retained, a batch that fits into one is encoded once, in the plain way
-        image = encode(model.encode_image, batch.pixels, sub_batch=settings.sub_batch.image, retain=settings.retain)
-        text = encode(model.encode_text, batch.tokens, sub_batch=settings.sub_batch.text, retain=settings.retain)
+        image = encode(model.encode_image, batch.pixels, sub_batch=size.image, retain=settings.retain)
+        text = encode(
+            model.encode_text,
+            batch.tokens,
+            sub_batch=texts,
+            sub_batch_tokens=tokens,
+            retain=settings.retain,
+        )
     image, text = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
     return loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=batch.ids.to(run.device))

@@ -6,12 +6,10 @@ Stands beside `loop.py`, which asks for the peak at every step and for the dense
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 # Linux's account of this process, and the switch that sets its high-water mark back to the present
 STATUS = Path("/proc/self/status")
@@ -63,33 +61,6 @@ def _status(entry: str) -> int:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:"))
-
-
-def kept_bytes(forward: Callable[[], object]) -> int:
-    """The bytes that autograd keeps for the backward of `forward()`, every storage counted once."""
-    kept: dict[int, int] = {}
-
-    def note(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        # the graph lives until the sum is taken, so that no storage is freed and its address used again
-        graph = forward()
-    total = sum(kept.values())
-    del graph
-    return total
-
-
-def bytes_per_example(forward: Callable[[int], object], sub_batch: int) -> int:
-    """What one more example adds to the graph: the slope between half a sub-batch and a whole one.
-
-    `forward(n)` encodes n examples. What does not grow with n (parameters, their copies in another dtype) cancels.
-    """
-    whole = max(sub_batch, 2)
-    half = whole // 2
-    return (kept_bytes(lambda: forward(whole)) - kept_bytes(lambda: forward(half))) // (whole - half)
 
 
 def dense_need(per_example: int, batch: int, kept: int) -> DenseNeed:

@@ -1,0 +1,67 @@
+"""Pairs per second of whole training steps: small batches in the plain way beside large ones through the cache.
+
+    python benchmarks/steps.py [recipe] [key=value ...]
+
+Everything that a step does is in: augmentation, towers, loss, optimizer. Small and large steps take turns in one
+process, and the medians are compared, because a shared machine is faster now and slower then.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from statistics import median
+
+from contrastile.data.batches import Batches
+from contrastile.train.checkpoint import build_run
+from contrastile.train.feed import Feed, open_materials
+from contrastile.train.loop import LOSSES, step
+from contrastile.train.optim import build_optimizer
+from contrastile.train.recipe import load_recipe
+
+RECIPE = "recipes/glyphs.toml"
+ROUNDS = 6
+WAYS = (0, 8, "auto")
+
+
+def measure(path: str, words: list[str], retain: int | str) -> tuple[float, float]:
+    """Pairs per second of the schedule's first size in the plain way, and of its last with `retain` graphs kept."""
+    recipe = load_recipe(path, words)
+    ways = [
+        recipe.model_copy(update={"train": recipe.train.model_copy(update={"retain": kept})}) for kept in (1, retain)
+    ]
+    materials = open_materials(recipe)
+    run = build_run(recipe, materials.tokenizer)
+    optimizer, loss = build_optimizer(run.model, recipe.optim), LOSSES[recipe.loss.kind](**recipe.loss.words())
+    feed, sizes = Feed(materials, bend=recipe.data.augment, seed=0), []
+    batches = Batches(materials.pairs.splits["train"], sizes=sizes, seed=0)
+    (small, large) = (recipe.train.batch[place][1] for place in (0, -1))
+
+    def one(way: int, size: int) -> float:
+        sizes.append(size)
+        began = time.perf_counter()
+        step(replace(run, recipe=ways[way]), loss, optimizer, feed.batch(next(batches)))
+        return size / (time.perf_counter() - began)
+
+    for way, size in ((0, small), (0, small), (1, large)):
+        one(way, size)
+    plain, cached = [], []
+    for _ in range(ROUNDS):
+        plain += [one(0, small) for _ in range(large // small)]
+        cached.append(one(1, large))
+    return median(plain), median(cached)
+
+
+def main() -> None:
+    """The table."""
+    words = sys.argv[1:]
+    path = words.pop(0) if words and "=" not in words[0] else RECIPE
+    print("| retain | plain | cached | ratio |\n|---|---|---|---|")
+    for retain in WAYS:
+        plain, cached = measure(path, words, retain)
+        print(f"| {retain} | {plain:,.0f} | {cached:,.0f} | {cached / plain:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
