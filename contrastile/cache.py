@@ -23,7 +23,16 @@ from contrastile._check import wrong
 from contrastile._types import accumulator
 from contrastile.lengths import Cut, cut, cut_by_tokens
 from contrastile.offload import Bounds, stream
-from contrastile.reach import Autocast, RandomState, Reached, graph_leaves, reach, refusing_batch_norm, silent
+from contrastile.reach import (
+    Autocast,
+    RandomState,
+    Reached,
+    graph_leaves,
+    has_other_path,
+    reach,
+    refusing_batch_norm,
+    silent,
+)
 from contrastile.retention import AUTO, Retention, largest_sub_batch
 
 
@@ -70,7 +79,8 @@ def encode(
     leaves, structure = pytree.tree_flatten(_arguments(inputs))
     batch = _batch_size(leaves)
     reached = reach(encoder, leaves, structure, torch.device(device) if device is not None else None)
-    job = _Job(encoder, structure, Cut([(0, batch)]), retain, reached.device, Autocast.current(reached.device))
+    autocast, other = Autocast.current(reached.device), has_other_path(encoder, reached.modules)
+    job = _Job(encoder, structure, Cut([(0, batch)]), retain, reached.device, autocast, other)
     with refusing_batch_norm(reached.modules):
         if sub_batch == AUTO:
             sub_batch = _fitting(job, leaves, reached)
@@ -171,6 +181,8 @@ class _Job:
     retain: int | Literal["auto"]
     device: torch.device | None
     autocast: Autocast
+    # what is computed without a graph may differ: the first pass then builds it and drops it
+    other_path: bool
     # filled by the first pass, and compared by the second
     output_structure: list[Any] = field(default_factory=list)
     # shape of one row of each output
@@ -215,6 +227,8 @@ class _Job:
                 kept.random.append(RandomState.capture(self.device))
                 if retention.keeps(index):
                     outputs = self._keep_graph(index, rows, wanted, kept, retention)
+                elif grad and self.other_path:
+                    outputs, _ = self.run_with_graph(index, rows, wanted)
                 else:
                     outputs = self.run(index, rows)
                 self._gather(gathered, outputs, self.bounds[index])

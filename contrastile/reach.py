@@ -42,8 +42,8 @@ def reach(
 ) -> Reached:
     """The modules and parameters of an encoder: its own, its owner's, or those that a trial on two rows shows."""
     owner: Any = encoder
-    while isinstance(owner, partial):
-        owner = owner.func
+    while not isinstance(owner, nn.Module) and (inner := _wrapped(owner)) is not None:
+        owner = inner
     owner = getattr(owner, "__self__", owner)
     found: list[Tensor] = []
     if isinstance(owner, nn.Module):
@@ -60,6 +60,11 @@ def reach(
         # the part that is used is frozen: nothing will ever be back-propagated
         wanted = []
     return Reached(modules, wanted, device)
+
+
+def _wrapped(function: Any) -> Any:
+    """What a partial, or a compiled function, is made from."""
+    return function.func if isinstance(function, partial) else getattr(function, "_torchdynamo_orig_callable", None)
 
 
 def _trial(
@@ -85,6 +90,19 @@ def _trial(
     for module in ran.values():
         reached |= {id(p): p for p in module.parameters() if p.requires_grad}
     return list(ran.values()), list(reached.values()), any(out.requires_grad for out in outputs)
+
+
+def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
+    """Whether the encoder may compute something else where no graph is wanted: other bits, even other random numbers.
+
+    Compiled code does, and torch's attention modules in eval mode do.
+    """
+    return hasattr(encoder, "_torchdynamo_orig_callable") or any(
+        hasattr(module, "_torchdynamo_orig_callable")
+        or module._compiled_call_impl is not None
+        or (isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not module.training)
+        for module in modules
+    )
 
 
 def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

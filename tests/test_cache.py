@@ -373,3 +373,55 @@ def test_a_parameter_that_appears_later_is_refused() -> None:
     features = encode(encoder, torch.randn(8, D_IN), sub_batch=4)
     with pytest.raises(ValueError, match="`encoder` must own every parameter that it uses"):
         features.sum().backward()
+
+
+def _passes(encoder: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The features of the first pass and of the second, by sub-batch."""
+    seen: list[Tensor] = []
+
+    class Noted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = encoder
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.inner(x)
+            seen.append(out.detach().clone())
+            return out
+
+    encode(Noted().train(encoder.training), x, sub_batch=8).square().sum().backward()
+    count = len(seen) // 2
+    return seen[:count], seen[count:]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_computes_the_same_bits_in_both_passes(tower: Tower, training: bool) -> None:
+    # in eval mode torch's attention takes a path of its own where no graph is wanted
+    tower.train(training)
+    first, second = _passes(tower, _inputs())
+    assert len(first) == len(second) == 3
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("way", ["module", "method", "inside"])
+def test_compiled_encoders_draw_the_same_random_numbers_twice(tower: Tower, way: str) -> None:
+    x, seed = _inputs(), 5
+    expected_features, expected = _expect(tower, x, seed)
+    if way == "inside":
+        tower.mix.compile(backend="aot_eager")
+    compiled = torch.compile(tower if way == "module" else tower.forward, backend="aot_eager")
+    torch.manual_seed(seed)
+    features = encode(tower if way == "inside" else compiled, x, sub_batch=8)
+    features.square().sum().backward()
+    assert distance(features.detach(), expected_features) < 1e-6
+    for name, value in _gradients(tower).items():
+        if expected[name] is not None:
+            assert distance(value, expected[name]) < 1e-5
+    torch._dynamo.reset()
+
+
+def _expect(tower: Tower, x: Tensor, seed: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+    torch.manual_seed(seed)
+    features = _by_parts(tower, x, 8)
+    features.square().sum().backward()
+    return features.detach(), _gradients(tower)
