@@ -80,7 +80,7 @@ def encode(
     batch = _batch_size(leaves)
     reached = reach(encoder, leaves, structure, torch.device(device) if device is not None else None)
     autocast, other = Autocast.current(reached.device), has_other_path(encoder, reached.modules)
-    job = _Job(encoder, structure, Cut([(0, batch)]), retain, reached.device, autocast, other)
+    job = _Job(encoder, structure, Cut([(0, batch)]), retain, reached, autocast, other)
     with refusing_batch_norm(reached.modules):
         if sub_batch == AUTO:
             sub_batch = _fitting(job, leaves, reached)
@@ -179,7 +179,7 @@ class _Job:
     structure: Any
     cut: Cut
     retain: int | Literal["auto"]
-    device: torch.device | None
+    reached: Reached
     autocast: Autocast
     # what is computed without a graph may differ: the first pass then builds it and drops it
     other_path: bool
@@ -187,6 +187,10 @@ class _Job:
     output_structure: list[Any] = field(default_factory=list)
     # shape of one row of each output
     tails: list[torch.Size | None] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.reached.device
 
     @property
     def bounds(self) -> list[Bounds]:
@@ -220,12 +224,14 @@ class _Job:
         gathered: list[Any] = []
         # what nobody will back-propagate needs no graph
         retain = self.retain if grad else 0
-        retention = Retention(retain, len(self.bounds), self.device)
+        held = [leaf for leaf in (*self.reached.parameters, *leaves) if leaf is not None]
+        thrifty = grad and self.reached.partly_frozen
+        retention = Retention(retain, len(self.bounds), self.device, held=held, thrifty=thrifty)
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
         with torch.no_grad():
             for index, rows in enumerate(stream(values, self.bounds, self.device)):
                 kept.random.append(RandomState.capture(self.device))
-                if retention.keeps(index):
+                if retention.tries(index):
                     outputs = self._keep_graph(index, rows, wanted, kept, retention)
                 elif grad and self.other_path:
                     outputs, _ = self.run_with_graph(index, rows, wanted)
@@ -238,9 +244,10 @@ class _Job:
         self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool], kept: _Kept, retention: Retention
     ) -> list[Any]:
         """A sub-batch's outputs with their graph; of "auto", the oldest graphs give way where memory ends."""
-        while retention.keeps(index):
+        size = sum(row.nbytes for row in rows if row is not None)
+        while retention.tries(index):
             try:
-                with retention.weighing(index):
+                with retention.weighing(index, size):
                     graph = self.run_with_graph(index, rows, wanted)
             except torch.OutOfMemoryError:
                 if not retention.auto:

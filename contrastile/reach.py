@@ -35,6 +35,8 @@ class Reached:
     # those that want a gradient
     parameters: list[Tensor]
     device: torch.device | None
+    # others want none
+    partly_frozen: bool = False
 
 
 def reach(
@@ -59,7 +61,7 @@ def reach(
     elif 0 < len(wanted) < len(found) and not _trial(encoder, leaves, structure, device)[2]:
         # the part that is used is frozen: nothing will ever be back-propagated
         wanted = []
-    return Reached(modules, wanted, device)
+    return Reached(modules, wanted, device, 0 < len(wanted) < len(found))
 
 
 def _wrapped(function: Any) -> Any:

@@ -7,7 +7,7 @@ for everything that it saves; what is free is asked of the device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -28,29 +28,50 @@ logger = logging.getLogger("contrastile")
 
 
 class Retention:
-    """Which sub-batches of one call keep their graph: the last `retain`, or of "auto" as many as fit."""
+    """Which sub-batches of one call keep their graph: the last `retain`, or of "auto" as many as fit.
 
-    def __init__(self, retain: int | Literal["auto"], count: int, device: torch.device | None) -> None:
-        self.auto = retain == AUTO
+    `held` are tensors that stay in memory whatever happens: parameters and inputs. `thrifty`: graphs that are smaller
+    than a sub-batch's inputs are all kept. So are those of a tower whose trunk is frozen, because they begin behind it:
+    they hold the trunk's features, and no trunk runs twice.
+    """
+
+    def __init__(
+        self,
+        retain: int | Literal["auto"],
+        count: int,
+        device: torch.device | None,
+        *,
+        held: Sequence[Tensor] = (),
+        thrifty: bool = False,
+    ) -> None:
+        self.auto, self.thrifty = retain == AUTO, thrifty
         self.count, self.device = count, device
         self.first = 0 if retain == AUTO else count - retain
+        self.held = {tensor.untyped_storage().data_ptr() for tensor in held} if self.auto or thrifty else set()
 
     def keeps(self, index: int) -> bool:
         """Whether the sub-batch keeps its graph."""
         return index >= self.first
 
+    def tries(self, index: int) -> bool:
+        """Whether the sub-batch runs with a graph, to keep it or to see how large it is."""
+        return self.keeps(index) or (self.thrifty and index == 0)
+
     @contextmanager
-    def weighing(self, index: int) -> Iterator[None]:
-        """Run the first sub-batch in here, with its graph: it shows how many fit."""
-        if not self.auto or index > 0:
+    def weighing(self, index: int, inputs: int) -> Iterator[None]:
+        """Run the first sub-batch in here, with its graph: it shows how many fit. `inputs`: its inputs' bytes."""
+        if index > 0 or not (self.auto or self.thrifty):
             yield
             return
         free = spare_bytes(self.device)
         with counting() as kept:
             yield
-        each = max(1, sum(kept.values()))
-        # one more for the sub-batch that is being replayed or back-propagated
-        self.first = max(0, self.count - max(0, int(SHARE * free / each) - 1))
+        each = max(1, sum(size for address, size in kept.items() if address not in self.held))
+        if self.thrifty and each <= inputs:
+            self.first = 0
+        elif self.auto:
+            # one more for the sub-batch that is being replayed or back-propagated
+            self.first = max(0, self.count - max(0, int(SHARE * free / each) - 1))
 
     def gave_up(self, index: int) -> None:
         """There was no room after all: everything up to `index` goes without."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from problems import distance
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from contrastile import ClipLoss, encode
 
@@ -425,3 +426,92 @@ def _expect(tower: Tower, x: Tensor, seed: int) -> tuple[Tensor, dict[str, Tenso
     features = _by_parts(tower, x, 8)
     features.square().sum().backward()
     return features.detach(), _gradients(tower)
+
+
+class Locked(nn.Module):
+    """A frozen trunk, whose features are far smaller than its inputs, and a trained projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Flatten(), nn.Linear(300, 40), nn.Dropout(0.5), nn.Tanh()).requires_grad_(False)
+        self.project = nn.Linear(40, D)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.project(self.trunk(x))
+
+
+def test_a_frozen_trunk_runs_once_and_its_features_wait() -> None:
+    tower, x = Locked(), torch.randn(B, 3, 100, generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(7)
+    _by_parts(tower, x, 8).square().sum().backward()
+    expected, tower.runs = _gradients(tower), 0
+    torch.manual_seed(7)
+    encode(tower, x, sub_batch=8).square().sum().backward()
+    # one more shows whether the trained part is used at all
+    assert tower.runs == 3 + 1
+    found = _gradients(tower)
+    assert all(distance(found[name], expected[name]) < 1e-6 for name in ("project.weight", "project.bias"))
+
+
+def test_a_large_graph_behind_a_frozen_part_is_not_kept() -> None:
+    tower, x = Locked(), torch.randn(B, 3, 100, generator=torch.Generator().manual_seed(3))
+    tower.project = nn.Sequential(nn.Linear(40, 2000), nn.Tanh(), nn.Linear(2000, D))
+    encode(tower, x, sub_batch=8).square().sum().backward()
+    assert tower.runs == 1 + 3 + 3
+
+
+def test_checkpointed_tied_and_hooked(tower: Tower) -> None:
+    """Activation checkpointing inside, one weight in two places, and a hook that changes what passes."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(D_IN, D_IN), nn.Linear(D_IN, D_IN)
+            self.other.weight = self.one.weight
+            self.one.register_forward_hook(lambda _module, _args, out: out * 1.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            middle = checkpoint(lambda y: F.dropout(self.one(y).tanh(), 0.4), x, use_reentrant=False)
+            return self.other(middle).mean(1)
+
+    torch.manual_seed(8)
+    tied, x = Tied(), _inputs()
+    torch.manual_seed(9)
+    _by_parts(tied, x, 8).square().sum().backward()  # type: ignore[arg-type]
+    expected = _gradients(tied)
+    for retain in (0, 2, "auto"):
+        torch.manual_seed(9)
+        encode(tied, x, sub_batch=8, retain=retain).square().sum().backward()
+        found = _gradients(tied)
+        assert found.keys() == expected.keys()
+        assert all(distance(found[name], expected[name]) < 1e-6 for name in found)
+
+
+def test_float16_with_a_scaler_overflows_aloud() -> None:
+    """A scale too large gives infinite gradients, which the scaler sees; a fitting one gives the plain gradients."""
+    torch.manual_seed(1)
+    tower, x = nn.Linear(D_IN, D), torch.randn(B, D_IN)
+    optimizer = torch.optim.SGD(tower.parameters(), lr=0.0)
+
+    def step(scale: float, wrapped: bool) -> tuple[Tensor, float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        with torch.autocast("cpu", dtype=torch.float16):
+            features = encode(tower, x, sub_batch=8) if wrapped else tower(x)
+        assert features.dtype == torch.float16
+        scaler.scale(features.float().square().mean()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        found = _gradients(tower)["weight"]
+        assert found is not None
+        return found, scaler.get_scale()
+
+    ours, scale = step(2.0**10, True)
+    theirs, _ = step(2.0**10, False)
+    assert scale == 2.0**10
+    assert distance(ours, theirs) < 1e-3
+    ours, scale = step(2.0**24, True)
+    assert not ours.isfinite().all()
+    assert scale == 2.0**23
