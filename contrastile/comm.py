@@ -108,12 +108,17 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> list[Tensor]:
     return [part[: sizes[rank(group)]] for part in room.split(most)]
 
 
-def total(x: Tensor, group: Any, what: str = "sum over ranks") -> Tensor:
+def total(x: Tensor, group: Any) -> Tensor:
     """Σ over ranks of x, the same bits everywhere."""
     x = x.clone()
+    sum_into(x, group, "sum over ranks")
+    return x
+
+
+def sum_into(x: Tensor, group: Any, what: str) -> None:
+    """x becomes its sum over ranks."""
     with _together(what, group):
         dist.all_reduce(x, group=group)
-    return x
 
 
 def spread(x: Tensor, group: Any) -> None:

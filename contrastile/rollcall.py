@@ -22,7 +22,7 @@ import torch.distributed as dist
 from contrastile._check import wrong
 
 # seconds that the others have for saying that they see the failure too; and between two looks
-PATIENCE, LOOK = 2.0, 0.05
+PATIENCE, LOOK = 1.5, 0.05
 # of the message that never comes, see `hang_up`
 NOBODYS_TAG = 31337
 
@@ -92,7 +92,8 @@ def _named(missing: list[int] | None) -> tuple[str, str]:
         names = "the launcher" if by_the_launcher else "rank 0"
         return f"no answer from {names}, which keeps the store", f"See what {names} said last, and start again."
     if not missing:
-        return "a failure that every rank sees", "Look for ranks that differ in what they send."
+        remedy = "See whether one of them came late, or sends what the others do not expect."
+        return "a failure that every rank sees", remedy
     names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
     return f"no answer from {names}", f"See what {names} said last, and start all ranks again."
 

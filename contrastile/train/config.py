@@ -259,6 +259,8 @@ class TrainSettings(Settings):
     `batch` is a schedule of shares of the run and sizes, or one size. `retain` sub-batches of each tower keep their
     activations and need no second forward: memory for time. With `accumulate = 4` a batch is four parts, each with its
     own negatives only, whose gradients are averaged: the poorer way, there to be compared with.
+
+    Under torchrun `batch` is that of all ranks together; a rank that waits `timeout` seconds for another gives up.
     """
 
     examples: Count | None = None
@@ -269,6 +271,7 @@ class TrainSettings(Settings):
     retain: Annotated[int, Field(ge=0)] = 1
     accumulate: Count = 1
     precision: Literal["float32", "bf16"] = "float32"
+    timeout: Positive = 100.0
 
     @field_validator("batch")
     @classmethod
