@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo demo-ranks test lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,6 +14,10 @@ help: ## this list
 demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data (about 5 minutes on 2 cores)
 	$(BIN)/contrastile train recipes/glyphs.toml
 	$(BIN)/contrastile evaluate runs/glyphs
+
+demo-ranks: $(VENV)/.train ## a short run of the same on two ranks under torchrun (half a minute)
+	$(BIN)/torchrun --nproc-per-node 2 -m contrastile train recipes/glyphs.toml name=glyphs-ranks \
+		train.examples=10_000 train.batch=512 evaluate.every=1.0 evaluate.digits=false
 
 test: $(VENV)/.dev ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS)

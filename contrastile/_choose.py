@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
@@ -85,17 +85,26 @@ class Options:
 EXCHANGES: dict[str, type[Exchange]] = {"single": Single, "replicate": Replicate, "gather": Gather, "ring": Ring}
 
 
-def choose_exchange(options: Options, loss: PairLoss, rows: Side, cols: Side) -> Exchange:
-    """Where the columns come from: what was asked for, or what needs no more than a sixteenth of the memory."""
+def choose_exchange(
+    options: Options, loss: PairLoss, rows: Side, cols: Side, differentiated: Sequence[bool] = ()
+) -> Exchange:
+    """Where the columns come from: what was asked for, or what needs no more than a sixteenth of the memory.
+
+    differentiated: whether q, and whether k, will get a gradient, which the ranks exchange too.
+    """
     name, group = options.exchange, options.group
     W = comm.size(group)
     if W == 1:
         _check.not_empty(len(rows))
         return Single(options.gradient, Shards(group, 0, (len(rows),), (len(cols),)))
+    statement = _statement(options, loss, rows, cols, differentiated)
     if name == "single":
+        # nothing travels, and nothing else must be alike; but no rank may wait for one that is alone
+        if not torch.compiler.is_compiling():
+            comm.agree(group, statement, [entry for entry in statement if entry != "exchange"])
         return Single(options.gradient, Shards(None, 0, (len(rows),), (len(cols),)))
     free = ("rows", "columns")
-    stated = comm.agree(group, _statement(options, loss, rows, cols), free)
+    stated = comm.agree(group, statement, free)
     counted = (tuple(int(other[of]) for other in stated) for of in free)
     shards = Shards(group, comm.rank(group), *counted)
     _check.not_empty(sum(shards.rows))
@@ -107,17 +116,20 @@ def choose_exchange(options: Options, loss: PairLoss, rows: Side, cols: Side) ->
     return EXCHANGES[name](options.gradient, shards)
 
 
-def _statement(options: Options, loss: PairLoss, rows: Side, cols: Side) -> dict[str, Any]:
-    """What the ranks must have in common, and how much each has."""
+def _statement(
+    options: Options, loss: PairLoss, rows: Side, cols: Side, differentiated: Sequence[bool]
+) -> dict[str, Any]:
+    """What the ranks must have in common, and how much each has. The exchange first: it says what else must agree."""
     return {
+        "exchange": options.exchange,
         "loss": repr(loss),
         "backend": options.backend,
-        "exchange": options.exchange,
         "gradient": options.gradient,
         "reduction": options.reduction,
         "features": rows.features.shape[1],
         "dtype": str(rows.features.dtype),
         "device": rows.features.device.type,
+        "requires_grad": list(differentiated),
         "positives": None if rows.positives is None else rows.positives.shape[1],
         "labels": rows.labels is not None,
         "ids": rows.ids is not None,

@@ -85,7 +85,8 @@ def contrast(
         if comm.size(options.group) > 1:
             comm.agree(options.group, {"error": str(error)})
         raise
-    exchange = choose_exchange(options, loss, rows, cols)
+    differentiated = [torch.is_grad_enabled() and x.requires_grad for x in (q, k)]
+    exchange = choose_exchange(options, loss, rows, cols, differentiated)
     rows, cols = exchange.shards.place(rows, cols)
     scale, bias = _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q)
     if torch.compiler.is_compiling() and traceable(loss, exchange):

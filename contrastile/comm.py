@@ -1,13 +1,15 @@
 """All plumbing of process groups: who is here, what they agree on, what they hand to their neighbours.
 
-Ground of the house, used by `exchange/` and by `_contrast.py`. Everything is torch.distributed's; ranks are counted
-within the group. A message of no bytes is not sent: sender and receiver both know that it is empty.
+Ground of the house, used by `exchange/`, by `_contrast.py` and by `train/ranks.py`. Everything is
+torch.distributed's; ranks are counted within the group. A message of no bytes is not sent: sender and receiver both
+know that it is empty. What fails here is told by `rollcall.py`, with the rank, the step and the operation.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +18,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastile._check import wrong
+from contrastile.rollcall import here, lost
 
 # torch 2.13 gave these their new names, and warns at the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# bytes of what a rank says of itself before a step's first exchange
+# bytes of what a rank says of itself before a step's first exchange, and letters of a sentence in it
 STATEMENT = 2048
+SENTENCE = 320
+
+# by group: what has been posted and not waited for. It keeps the buffers alive, whatever becomes of the caller
+_under_way: dict[Any, Flight] = {}
 
 
 def size(group: Any) -> int:
     """The number of ranks in the group; 1 without torch.distributed."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
-    return dist.get_world_size(group)
+    ranks = dist.get_world_size(group)
+    if ranks < 1:
+        raise wrong("group", "have this rank in it", f"a group without rank {dist.get_rank()}", "Pass the rank's own.")
+    return ranks
 
 
 def rank(group: Any) -> int:
@@ -42,12 +52,16 @@ def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> li
     A rank whose own checks failed states {"error": its sentence}; every rank then raises it. So a rank that is
     wrong is an error on all of them, before any exchange could wait for ever.
     """
-    written = json.dumps(statement).encode()[:STATEMENT]
+    here.count()
+    if "error" in statement:
+        statement = {"error": statement["error"][:SENTENCE]}
+    written = json.dumps(statement).encode()
     mine = torch.zeros(STATEMENT, dtype=torch.uint8)
     mine[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
     device = _device(group)
     everyone = torch.empty(size(group) * STATEMENT, dtype=torch.uint8, device=device)
-    _all_gather(everyone, mine.to(device), group=group)
+    with _together("agreement", group):
+        _all_gather(everyone, mine.to(device), group=group)
     stated = [json.loads(bytes(part.tolist()).rstrip(b"\0")) for part in everyone.cpu().reshape(-1, STATEMENT).unbind()]
     for at, other in enumerate(stated):
         if "error" in other:
@@ -69,7 +83,8 @@ def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """The rows [Σ sizes, ...] of all ranks' x, in rank order; ranks may have different numbers of them."""
     most = max(sizes)
     room = x.new_empty((len(sizes) * most, *x.shape[1:]))
-    _all_gather(room, _padded(x, most), group=group)
+    with _together("gather of rows", group):
+        _all_gather(room, _padded(x, most), group=group)
     return torch.cat([part[:n] for part, n in zip(room.split(most), sizes, strict=True)])
 
 
@@ -78,7 +93,8 @@ def scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     most = max(sizes)
     parts = torch.cat([_padded(part, most) for part in x.split(list(sizes))])
     mine = x.new_empty((most, *x.shape[1:]))
-    _reduce_scatter(mine, parts, group=group)
+    with _together("sum of the ranks' parts", group):
+        _reduce_scatter(mine, parts, group=group)
     return mine[: sizes[rank(group)]]
 
 
@@ -87,43 +103,89 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> list[Tensor]:
     most = max(sizes)
     parts = torch.cat([_padded(part, most) for part in x.split(list(sizes))])
     room = torch.empty_like(parts)
-    dist.all_to_all_single(room, parts, group=group)
+    with _together("exchange of statistics", group):
+        dist.all_to_all_single(room, parts, group=group)
     return [part[: sizes[rank(group)]] for part in room.split(most)]
 
 
 def total(x: Tensor, group: Any) -> Tensor:
     """Σ over ranks of x, the same bits everywhere."""
     x = x.clone()
-    dist.all_reduce(x, group=group)
+    sum_into(x, group, "sum over ranks")
     return x
+
+
+def sum_into(x: Tensor, group: Any, what: str) -> None:
+    """x becomes its sum over ranks."""
+    with _together(what, group):
+        dist.all_reduce(x, group=group)
+
+
+def spread(x: Tensor, group: Any) -> None:
+    """x becomes what it is on the group's first rank."""
+    with _together("broadcast", group):
+        dist.broadcast(x, dist.get_global_rank(_default(group), 0), group=group)
 
 
 @dataclass
 class Flight:
-    """Tensors under way from the previous rank and to the next one."""
+    """Tensors under way from the previous rank and to the next one; waited for once, before anything else is sent."""
 
+    group: Any
     works: list[Any]
     arriving: list[Tensor]
     # must live until they have left
     leaving: list[Tensor]
 
     def wait(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()
+        if _under_way.pop(self.group, None) is not self:
+            raise _misused("that was waited for already")
+        with _together(RING, self.group):
+            for work in self.works:
+                work.wait()
         self.leaving = []
         return self.arriving
 
 
+RING = "ring exchange"
+
+
 def post(leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: Any) -> Flight:
-    """Sends tensors to the next rank of the ring and receives as many buffers from the previous one."""
-    ranks, here = size(group), rank(group)
-    following = dist.get_global_rank(_default(group), (here + 1) % ranks)
-    previous = dist.get_global_rank(_default(group), (here - 1) % ranks)
+    """Sends tensors to the next rank of the ring and receives as many buffers from the previous one.
+
+    Raises RuntimeError where something is under way in the group already.
+    """
+    group = _default(group)
+    ranks, me = size(group), rank(group)
+    following, previous = (dist.get_global_rank(group, (me + step) % ranks) for step in (1, -1))
     sent = [x.contiguous() for x in leaving]
     operations = [dist.P2POp(dist.isend, x, following, group) for x in sent if x.numel()]
     operations += [dist.P2POp(dist.irecv, x, previous, group) for x in arriving if x.numel()]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return Flight(works, list(arriving), sent)
+    with _together(RING, group):
+        works = dist.batch_isend_irecv(operations) if operations else []
+    _under_way[group] = Flight(group, works, list(arriving), sent)
+    return _under_way[group]
+
+
+@contextmanager
+def _together(operation: str, group: Any) -> Iterator[None]:
+    """Around what all ranks of the group carry out: where it fails, the error says who, when and what."""
+    group = _default(group)
+    if group in _under_way:
+        raise _misused(f"under way, which the {operation} would meet")
+    here.operation = operation
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise lost(operation, group, error) from error
+    here.operation = None
+
+
+def _misused(what: str) -> RuntimeError:
+    remedy = "An error or a second thread left it so; start all ranks again, and give each thread a group of its own."
+    return RuntimeError(str(wrong("group", "carry one exchange at a time", f"a {RING} {what}", remedy)))
 
 
 def _default(group: Any) -> Any:

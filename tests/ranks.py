@@ -58,14 +58,10 @@ class Pool:
 
 def _serve(rank: int, connection: Connection, rendezvous: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=PATIENCE),
-    )
-    groups = {W: dist.new_group(list(range(W))) for W in range(1, RANKS + 1)}
+    timeout = datetime.timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timeout)
+    # a group does not inherit the timeout
+    groups = {W: dist.new_group(list(range(W)), timeout=timeout) for W in range(1, RANKS + 1)}
     while (task := connection.recv()) is not None:
         function, W, arguments = task
         try:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from contrastile.bench.loss import suite
 from contrastile.bench.peers import Case
 from contrastile.cli import bench
 from contrastile.cli.main import build_parser, main
@@ -22,7 +23,8 @@ def peaks_at_once(monkeypatch):
 
 
 def cases(*words, device=CUDA):
-    return bench._cases(build_parser().parse_args(["bench", "loss", *words]), device)
+    arguments = build_parser().parse_args(["bench", "loss", *words])
+    return bench._cases(arguments, suite(device, quick=arguments.quick))
 
 
 def test_a_size_as_people_write_it():

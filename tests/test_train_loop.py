@@ -313,7 +313,7 @@ def test_minutes_end_a_run_that_is_not_through(tmp_path):
 def test_the_clock_goes_by_what_is_further():
     by_examples, by_time = Clock(100, minutes=None), Clock(10**9, minutes=1.0)
     by_examples.seen = 25
-    by_time.began -= 30.0
+    by_time.now = 30.0
     assert by_examples.share() == 0.25
     assert by_examples.share(ahead=5) == 0.3
     assert by_time.share() == pytest.approx(0.5, abs=0.01)
@@ -321,7 +321,7 @@ def test_the_clock_goes_by_what_is_further():
 
 def test_the_clock_foresees_the_end():
     clock = Clock(10**9, minutes=1.0, seen=1000)
-    clock.began -= 15.0
+    clock.now = 15.0
     assert clock.expected() == pytest.approx(4000, rel=0.02)
 
 

@@ -149,8 +149,10 @@ class Gate:
         precision = case.precision if case.dtype == "float32" else None
         self.tolerance = GRADIENT_TOLERANCE.get((case.dtype, precision), math.inf)
 
-    def distance(self, loss: Loss) -> Distance:
-        value, *gradients = (_relative(x, true) for x, true in zip(step(loss, self.leaves), self.true, strict=True))
+    def distance(self, found: Loss | tuple[Tensor, ...]) -> Distance:
+        """Of a loss, or of what `step` made of one."""
+        found = found if isinstance(found, tuple) else step(found, self.leaves)
+        value, *gradients = (_relative(x, true) for x, true in zip(found, self.true, strict=True))
         # a NaN must not hide behind a number
         return Distance(value, _worst(gradients[:2]), _worst(gradients[2:]))
 
@@ -183,11 +185,13 @@ class Line:
     distance: Distance
     peak_bytes: int
     timing: Timing
+    world: int = 1
 
     @property
     def rate(self) -> float:
-        """Operations per second, of those that the loss cannot do without."""
-        return SUBJECTS[self.case.loss].operations * self.case.b**2 * self.case.d / (self.timing.ms / 1e3)
+        """Operations per second and rank, of those that the loss cannot do without."""
+        operations = SUBJECTS[self.case.loss].operations * self.case.b**2 * self.case.d
+        return operations / self.world / (self.timing.ms / 1e3)
 
     @property
     def backend(self) -> str:
@@ -211,7 +215,7 @@ class Line:
             b=self.case.b,
             d=self.case.d,
             dtype=self.case.dtype,
-            world=1,
+            world=self.world,
             ms=round(self.timing.ms, 3),
             effective_tflops=round(self.rate / 1e12, 4),
             ratio=round(self.rate / self.timing.product_rate, 4),

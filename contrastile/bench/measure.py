@@ -81,15 +81,15 @@ class Machine:
         """Products for as long as the device needs to reach its steady state."""
         end = time.perf_counter() + LOAD_SECONDS.get(self.device.type, 0.0)
         while time.perf_counter() < end:
-            self._time(self.product, 8)
+            self.time(self.product, 8)
 
     def race(self, steps: Mapping[str, Step]) -> dict[str, Timing]:
         """Each step's time, all steps in turn, a product before each."""
         self.room()
-        once = {name: self._time(step, 1) for name, step in steps.items()}
+        once = {name: self.time(step, 1) for name, step in steps.items()}
         rounds = max(1, min(MOST_ROUNDS, int(self.seconds * len(once) / sum(once.values()))))
         repeats = {name: max(1, round(LEAST_SECONDS / seconds)) for name, seconds in once.items()}
-        product_once = self._time(self.product, 1)
+        product_once = self.time(self.product, 1)
         products_between = {
             name: max(1, round(min(max(seconds, LEAST_SECONDS), MOST_PRODUCT_SECONDS) / product_once))
             for name, seconds in once.items()
@@ -98,8 +98,8 @@ class Machine:
         products: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(rounds):
             for name, step in steps.items():
-                products[name].append(self._time(self.product, products_between[name]))
-                taken[name].append(self._time(step, repeats[name]))
+                products[name].append(self.time(self.product, products_between[name]))
+                taken[name].append(self.time(step, repeats[name]))
         return {
             name: Timing(
                 ms=statistics.median(taken[name]) * 1e3,
@@ -116,7 +116,7 @@ class Machine:
         self._wait()
         return memory.bytes() - before
 
-    def _time(self, step: Step, repeats: int) -> float:
+    def time(self, step: Step, repeats: int) -> float:
         """Seconds of one of `repeats` steps in a row."""
         self._wait()
         start = time.perf_counter()
@@ -135,8 +135,9 @@ class Row:
     """One line of a results file.
 
     impl: `contrastile`, `dense`, or the peer's name. backend: how it computes, and what was not left at the bench's
-    standard. b: rows of the global batch. effective_tflops: the operations that the loss needs at least, over the
-    time. ratio: that to the product measured in the same run.
+    standard. b: rows of the global batch. world: ranks that share it. effective_tflops: the operations that the loss
+    needs at least, over the time, for each rank. ratio: that to the product measured in the same run. peak_bytes: of
+    one rank, beside the features.
     """
 
     impl: str

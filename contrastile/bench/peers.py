@@ -113,6 +113,22 @@ def _inf_one_way(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return import_module("inf_cl").cal_inf_loss(scale * q, k)
 
 
+def _inf_across(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    return import_module("inf_cl").cal_inf_loss(q, k, scale=scale)
+
+
+def _open_clip(q: Tensor, k: Tensor, scale: Tensor, *, rank: int, world: int) -> Tensor:
+    """The way its own documentation recommends for many ranks."""
+    make = import_module("open_clip").ClipLoss
+    loss = make(local_loss=True, gather_with_grad=True, rank=rank, world_size=world)
+    return _autocast(loss, q, k, scale)
+
+
+def _open_clip_siglip(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, *, rank: int, world: int) -> Tensor:
+    loss = import_module("open_clip").SigLipLoss(rank=rank, world_size=world)
+    return _autocast(loss, q, k, scale, bias)
+
+
 def _siglip_kernel(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return import_module("siglip_kernel").fused_siglip_loss(q, k, scale.log(), bias)
 
@@ -189,3 +205,28 @@ PEERS = (
         missing=partial(_not_installed, "siglip_kernel"),
     ),
 )
+
+
+def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
+    """Those that compute the loss of a batch shared by ranks; each rank gets the mean over its own rows."""
+    return (
+        Contestant(
+            "inf-cl",
+            "ring",
+            _both(_inf_across),
+            only_on="cuda",
+            missing=partial(_not_installed, "inf_cl"),
+        ),
+        Contestant(
+            "open_clip",
+            "local loss, gathered gradients",
+            {
+                "clip": partial(_open_clip, rank=rank, world=world),
+                "siglip": partial(_open_clip_siglip, rank=rank, world=world),
+            },
+            dtypes=HALVES,
+            # two matrices of a rank's rows and all columns, of a logit in 16 bits and its float32 gradient
+            pair_bytes=max(1, 17 // world),
+            missing=partial(_not_installed, "open_clip"),
+        ),
+    )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
     from contrastile.bench.peers import Case
 
 UNITS = {"": 1, "k": 2**10, "M": 2**20, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -24,7 +23,8 @@ def add_to(verbs: Any) -> None:
     parser = kinds.add_parser(
         "loss",
         help="the losses, forward and backward",
-        description="Without sizes, features, dtype, losses or workspace: everything that this device is judged by.",
+        description="Without sizes, features, dtype, losses or workspace: everything that this device is judged by. "
+        "Under torchrun, the exchanges between its ranks.",
     )
     parser.add_argument("--csv", metavar="FILE", help="write rows there, behind those that it has")
     parser.add_argument("--sizes", nargs="+", metavar="B", help="rows, such as 64k or 1M")
@@ -46,11 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from contrastile.bench.loss import Bench
+    from contrastile.bench.loss import Bench, suite
     from contrastile.bench.measure import Ledger, Machine, busy, chip, versions
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _run_on_ranks(arguments)
     device = torch.device(_device(arguments.device))
-    cases = _cases(arguments, device)
+    cases = _cases(arguments, suite(device, quick=arguments.quick))
     seconds = arguments.seconds or (SECONDS_QUICK if arguments.quick else SECONDS)
     with Ledger(Path(arguments.csv)) if arguments.csv else nullcontext() as ledger:
         print("\n".join(filter(None, (f"{chip(device)}; {versions()}", busy(device)))))
@@ -58,6 +60,33 @@ def run(arguments: argparse.Namespace) -> int:
         bench.measure(cases)
     if arguments.csv:
         print(f"rows: {arguments.csv}")
+    return 0 if bench.right else 1
+
+
+def _run_on_ranks(arguments: argparse.Namespace) -> int:
+    """The same for several ranks, of which the first one speaks and writes."""
+    from contextlib import nullcontext
+
+    import torch
+
+    from contrastile.bench.measure import Ledger, Machine, chip, versions
+    from contrastile.bench.ranks import RankBench, grouped, suite
+    from contrastile.train.ranks import Ranks
+
+    device = torch.device(_device(arguments.device))
+    cases = _cases(arguments, suite(device, quick=arguments.quick))
+    ranks = Ranks.of_environment(device.type)
+    seconds = arguments.seconds or (SECONDS_QUICK if arguments.quick else SECONDS)
+    first = ranks.rank == 0
+
+    def say(line: str) -> None:
+        if first:
+            print(line, flush=True)
+
+    with grouped(device), Ledger(Path(arguments.csv)) if arguments.csv and first else nullcontext() as ledger:
+        say(f"{ranks.size} ranks on {chip(device)}; {versions()}")
+        bench = RankBench(Machine.of(device, seconds), ranks, arguments.peers, say, ledger)
+        bench.measure(cases)
     return 0 if bench.right else 1
 
 
@@ -72,9 +101,8 @@ def _device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
-def _cases(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
+def _cases(arguments: argparse.Namespace, standard: list[Case]) -> list[Case]:
     """The device's own list, or everything that was named, crossed with the defaults of what was not."""
-    from contrastile.bench.loss import suite
     from contrastile.bench.peers import Case
 
     asked = (
@@ -85,7 +113,6 @@ def _cases(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
         arguments.workspace,
         arguments.precision,
     )
-    standard = suite(device, quick=arguments.quick)
     if asked == (None,) * len(asked):
         return standard
     sizes = [_number("sizes", size) for size in arguments.sizes or ()]

@@ -24,6 +24,9 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.train.loop import run_recipe
 
     outcome = run_recipe(recipe, arguments.runs)
+    if outcome.folder is None:
+        # the first rank says how it ended; a launcher would stop it when this one said so before
+        return 0
     if outcome.stopped_by is not None:
         print(f"stopped after {outcome.examples:,} pairs; what was learned is in {outcome.folder}")
         print(f"to evaluate it: contrastile evaluate {outcome.folder}")

@@ -37,16 +37,35 @@ def prepare(images: Tensor) -> Tensor:
     return images.float() / 255
 
 
+@dataclass(frozen=True)
+class Lots:
+    """What fell to each picture: matrices `[B, 2, 3]` for affine_grid, and how much of it is blurred, `[B]`."""
+
+    matrices: Tensor
+    blur: Tensor
+
+    def __getitem__(self, some: slice) -> Lots:
+        return Lots(self.matrices[some], self.blur[some])
+
+
 def augment(images: Tensor, generator: torch.Generator, how: Augmentation = Augmentation()) -> Tensor:
     """uint8 `[B, C, S, S]` as float32 in [0, 1], each picture bent and blurred by its own lot.
 
     The generator lives on the images' device. What comes in from outside continues the picture's border.
     """
-    matrices = _matrices(len(images), generator, how)
-    grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
+    return bend(images, draw(len(images), generator, how))
+
+
+def draw(count: int, generator: torch.Generator, how: Augmentation = Augmentation()) -> Lots:
+    """Lots for `count` pictures."""
+    return Lots(_matrices(count, generator, how), _uniform(count, generator, 0.0, how.blur))
+
+
+def bend(images: Tensor, lots: Lots) -> Tensor:
+    """`augment` with lots that were drawn before."""
+    grid = F.affine_grid(lots.matrices, list(images.shape), align_corners=False)
     bent = F.grid_sample(prepare(images), grid, padding_mode="border", align_corners=False)
-    amount = _uniform(len(images), generator, 0.0, how.blur)[:, None, None, None]
-    return torch.lerp(bent, _smoothed(bent), amount)
+    return torch.lerp(bent, _smoothed(bent), lots.blur[:, None, None, None])
 
 
 def _uniform(count: int, generator: torch.Generator, low: float, high: float) -> Tensor:

@@ -264,6 +264,8 @@ class TrainSettings(Settings):
     activations and need no second forward: memory for time; "auto" keeps as many as fit. With `accumulate = 4` a batch
     is four parts, each with its own negatives only, whose gradients are averaged: the poorer way, there to be compared
     with.
+
+    Under torchrun `batch` is that of all ranks together; a rank that waits `timeout` seconds for another gives up.
     """
 
     examples: Count | None = None
@@ -274,6 +276,7 @@ class TrainSettings(Settings):
     retain: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
     accumulate: Count = 1
     precision: Literal["float32", "bf16"] = "float32"
+    timeout: Positive = 100.0
 
     @field_validator("batch")
     @classmethod

@@ -21,7 +21,7 @@ from contrastile.train.memory import dense_need
 
 @dataclass
 class Trained:
-    """How far the steps came, and what they took. `stopped_by`: the signal that ended them early."""
+    """How far the steps came, and what they took: memory is one rank's. `stopped_by`: the signal that ended them."""
 
     examples: int = 0
     steps: int = 0
@@ -29,6 +29,7 @@ class Trained:
     largest_batch: int = 0
     base_bytes: int = 0
     peak_bytes: int = 0
+    ranks: int = 1
     stopped_by: int | None = None
 
 

@@ -7,6 +7,7 @@ then, so that the log stays readable.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -25,6 +26,13 @@ class Bar(Protocol):
 
     def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
         """`n` more are done; `total` where the estimate changed; `facts` are shown behind the bar."""
+
+
+class NoBar:
+    """Shows nothing."""
+
+    def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
+        pass
 
 
 class TerminalBar:
@@ -87,7 +95,13 @@ class LineBar:
 
 @contextmanager
 def progress(total: int, what: str, unit: str) -> Iterator[Bar]:
-    """Show a wait of `total` units: `with progress(54_000, "rendering", "pictures") as bar: ... bar.update(1)`."""
+    """Show a wait of `total` units: `with progress(54_000, "rendering", "pictures") as bar: ... bar.update(1)`.
+
+    Of the ranks that torchrun starts, the first one alone shows it.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield NoBar()
+        return
     bar = (TerminalBar if sys.stderr.isatty() else LineBar)(total, what, unit)
     try:
         yield bar
@@ -112,10 +126,10 @@ def size(count: float) -> str:
 
 
 class Metrics:
-    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is written."""
+    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is written; without a path, nowhere."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+    def __init__(self, path: Path | None) -> None:
+        self._file = (path or Path(os.devnull)).open("a", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one line; `kind` is "step", "probe" or "end"."""

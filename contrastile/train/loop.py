@@ -1,7 +1,7 @@
 """The story of a run, top to bottom: data, towers, optimizer, steps, evaluation, report.
 
 `run_recipe` tells it for the command line; `train` is the part between the towers and the weights, which `compare`
-tells many times over.
+tells many times over. Under torchrun every rank tells it, on its share of each batch; see `ranks.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from contrastile.train.galleries import galleries
 from contrastile.train.log import Metrics, progress, size
 from contrastile.train.memory import PeakMemory
 from contrastile.train.optim import build_optimizer, clamp_scale, clip_gradients, learning_rate, set_learning_rate
+from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.report import table_text, write_report
 from contrastile.train.signals import StopRequest
 
@@ -38,9 +39,12 @@ LOSSES: dict[str, type[Loss]] = {"clip": ClipLoss, "siglip": SigLipLoss}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: its folder, the table of its results, and the signal that ended it early, if one did."""
+    """What a run came to: its folder, the table of its results, and the signal that ended it early, if one did.
 
-    folder: Path
+    Of several ranks the first one writes; the others have no folder.
+    """
+
+    folder: Path | None
     examples: int
     table: str
     stopped_by: int | None
@@ -48,16 +52,23 @@ class Outcome:
 
 def run_recipe(recipe: Recipe, runs: str | Path) -> Outcome:
     """Train what `recipe` describes into `runs/<its name>`, evaluate it, write its report."""
+    ranks = Ranks.of_environment(recipe.device)
     materials = open_materials(recipe)
     run = build_run(recipe, materials.tokenizer)
-    trained = Trained()
+    trained = Trained(ranks=ranks.size)
+    if ranks.rank > 0:
+        with Metrics(None) as metrics, ranks.joined(run, materials):
+            train(run, materials, metrics, trained, ranks)
+        return Outcome(None, trained.examples, "", trained.stopped_by)
     with new_run(runs, recipe.name) as folder:
         try:
-            with Metrics(folder / METRICS) as metrics:
-                train(run, materials, metrics, trained)
+            with Metrics(folder / METRICS) as metrics, ranks.joined(run, materials):
+                train(run, materials, metrics, trained, ranks)
         finally:
-            # after an error too: these are the weights of the last whole step
-            save_run(folder, run, facts(run, materials, trained))
+            # after an error too: these are the weights of the last whole step. A launcher that saw another rank end
+            # asks this one to, which has to wait
+            with StopRequest(patient=ranks.size > 1):
+                save_run(folder, run, facts(run, materials, trained))
         table = "" if trained.stopped_by is not None else evaluate_and_report(folder, run, materials)
     return Outcome(folder.path, trained.examples, table, trained.stopped_by)
 
@@ -78,7 +89,7 @@ def evaluate_and_report(folder: RunFolder, run: Run, materials: Materials) -> st
     return table_text(results)
 
 
-def train(run: Run, materials: Materials, metrics: Metrics, trained: Trained) -> None:
+def train(run: Run, materials: Materials, metrics: Metrics, trained: Trained, ranks: Ranks = ALONE) -> None:
     """All steps of the run's recipe. The model is trained in place, `trained` says how far it came."""
     recipe, rows = run.recipe, materials.pairs.splits["train"]
     optimizer = build_optimizer(run.model, recipe.optim)
@@ -92,14 +103,17 @@ def train(run: Run, materials: Materials, metrics: Metrics, trained: Trained) ->
     clock = Clock(recipe.train.length(len(rows)), recipe.train.minutes)
     next_probe = recipe.evaluate.every
     metrics.write("probe", examples=0, recall=probe(run, materials.pairs))
-    with progress(clock.examples, "training", "pairs") as bar, StopRequest() as stop:
-        while (done := clock.share()) < 1 and stop.signal is None:
+    with progress(clock.examples, "training", "pairs") as bar, StopRequest(patient=ranks.size > 1) as stop:
+        while True:
+            clock.now, trained.stopped_by = ranks.agree(len(sizes) + 1, clock.seconds(), stop.signal)
+            if (done := clock.share()) >= 1 or trained.stopped_by is not None:
+                break
             planned = recipe.train.batch_at(done)
             sizes.append(min(planned, clock.examples - clock.seen))
             rate = learning_rate(clock.share(ahead=sizes[-1] / 2), recipe.optim)
             set_learning_rate(optimizer, rate)
             began = time.monotonic()
-            value, norm = step(run, loss, optimizer, feed.batch(next(batches)))
+            value, norm = step(run, loss, optimizer, feed.batch(next(batches), ranks.share), ranks)
             seconds = time.monotonic() - began
             clock.seen += sizes[-1]
             trained.examples, trained.steps, trained.seconds = clock.seen, len(sizes), clock.seconds()
@@ -112,18 +126,21 @@ def train(run: Run, materials: Materials, metrics: Metrics, trained: Trained) ->
             if next_probe <= clock.share() < 1:
                 next_probe += recipe.evaluate.every
                 metrics.write("probe", examples=clock.seen, recall=probe(run, materials.pairs))
-        trained.stopped_by = stop.signal
     if trained.stopped_by is None:
         metrics.write("probe", examples=clock.seen, recall=probe(run, materials.pairs))
 
 
 @dataclass
 class Clock:
-    """How much of a run is done: of its examples or of its minutes, whichever is further."""
+    """How much of a run is done: of its examples or of its minutes, whichever is further.
+
+    `now` is the time, in seconds of the run, at which the present step is planned: the same for all ranks.
+    """
 
     examples: int
     minutes: float | None
     seen: int = 0
+    now: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
@@ -132,7 +149,7 @@ class Clock:
 
     def share(self, ahead: float = 0.0) -> float:
         """The share that is done, or will be when `ahead` more examples are seen."""
-        time_share = self.seconds() / (60 * self.minutes) if self.minutes is not None else 0.0
+        time_share = self.now / (60 * self.minutes) if self.minutes is not None else 0.0
         return max((self.seen + ahead) / self.examples, time_share)
 
     def expected(self) -> int:
@@ -140,15 +157,19 @@ class Clock:
         return round(self.seen / min(self.share(), 1.0))
 
 
-def step(run: Run, loss: Loss, optimizer: Optimizer, batch: Batch) -> tuple[float, float]:
-    """Encode, compare, back-propagate, clip, move the weights, clamp the scale. The loss and the gradient's norm."""
+def step(run: Run, loss: Loss, optimizer: Optimizer, batch: Batch, ranks: Ranks = ALONE) -> tuple[float, float]:
+    """Encode, compare, back-propagate, clip, move the weights, clamp the scale. The loss and the gradient's norm.
+
+    Both, and the weights, are those of the batch of all ranks, of which `batch` is this one's share.
+    """
     settings = run.recipe
     optimizer.zero_grad()
     total = torch.zeros((), device=run.device)
     for part in batch.parts(settings.train.accumulate):
-        value = batch_loss(run, loss, part) * (len(part) / len(batch))
+        value = batch_loss(run, loss, part) * (part.whole / batch.whole)
         value.backward()
         total += value.detach()
+    total = ranks.combine(run.model, total, settings.loss.gradient)
     value, norm = torch.stack([total, clip_gradients(run.model, settings.optim.clip_norm)]).tolist()
     if not math.isfinite(value + norm):
         raise FloatingPointError(

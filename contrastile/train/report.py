@@ -136,7 +136,8 @@ def _percent(share: float | None) -> str:
 
 def _subtitle(facts: Mapping[str, Any]) -> str:
     batches = " → ".join(f"{batch:,}" for batch in facts["batch"])
-    took = f"{facts['examples']:,} seen in {clock(facts['seconds'])} on {facts['device']}"
+    each = f"{facts['ranks']} ranks, each with " if facts.get("ranks", 1) > 1 else ""
+    took = f"{facts['examples']:,} seen in {clock(facts['seconds'])} on {each}{facts['device']}"
     millions = facts["parameters"] / 1e6
     skipped = "".join(f"; skipped: {count:,} × {reason}" for reason, count in facts["skipped"].items())  # noqa: RUF001
     return f"{facts['pairs']:,} training pairs, {took}; batch {batches}; {millions:.1f} million parameters{skipped}"

@@ -1,6 +1,7 @@
 """A run that is asked to stop finishes its step, keeps its weights and says so.
 
-Used by `loop.py` around its steps: the first Ctrl-C (or SIGTERM) is a request, the second one stops at once.
+Used by `loop.py` around its steps: the first Ctrl-C (or SIGTERM) is a request, the second one stops at once. A launcher
+of several ranks passes on a Ctrl-C that the terminal has sent to each of them already: there a second one says nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ ASKED = (signal.SIGINT, signal.SIGTERM)
 class StopRequest:
     """`with StopRequest() as stop:` turns the signals into `stop.signal`, which a loop looks at between two steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, patient: bool = False) -> None:
         self.signal: int | None = None
+        self._patient = patient
         self._before: dict[int, Any] = {}
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is not None and not self._patient:
             raise KeyboardInterrupt
-        self.signal = number
+        self.signal = self.signal or number
 
     def __enter__(self) -> StopRequest:
         try:

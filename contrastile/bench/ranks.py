@@ -1,0 +1,246 @@
+"""The losses across ranks, under torchrun: what it costs that the columns come from elsewhere.
+
+    case ── gate: what all ranks make of it together, against float64 ── memory ── timed runs ── a line, a row
+
+Beside `loss.py`, whose cases, gate and rows it shares. Every exchange is timed in turns with one process that has the
+whole batch: `share` is that process's time over (time × ranks), and 1 means that communication costs nothing. What a
+rank finds wrong, or has no room for, all leave out. Memory is measured on GPUs; `beside` is what is left of it without
+the gradients returned and the workspace.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contrastile import comm
+from contrastile.bench.loss import (
+    BACKENDS,
+    OURS,
+    SUBJECTS,
+    WORKSPACE,
+    Distance,
+    Gate,
+    Line,
+    float32_products,
+    problem,
+    step,
+)
+from contrastile.bench.measure import LEAST_SECONDS, MOST_PRODUCT_SECONDS, MOST_ROUNDS, Ledger, Machine, Step, Timing
+from contrastile.bench.peers import Case, Contestant, rank_peers
+from contrastile.train.ranks import Ranks
+
+# replicate does the work of all ranks on each
+EXCHANGES = {"gather": 2**62, "ring": 2**62, "replicate": 2**15}
+ALONE = "one process"
+# for how long a rank waits for another, which may be timing a slow peer
+TIMEOUT = timedelta(minutes=10)
+LEAST_ROUNDS = 3
+
+HEADER = (
+    f"{'loss':8} {'b':>8} {'d':>5} {'dtype':9} {'implementation':44} {'ms':>10} {'TFLOP/s':>8} {'ratio':>6} "
+    f"{'share':>6} {'extra MiB':>9} {'beside':>9} {'loss':>8} {'gradient':>8} {'scale':>8}"
+)
+
+
+def suite(device: torch.device, *, quick: bool) -> list[Case]:
+    """What is measured where nothing particular is asked for."""
+    if device.type != "cuda":
+        return [Case(loss, 512 if quick else 4096, 128, "float32") for loss in ("clip", "siglip")]
+    if quick:
+        return [Case("clip", 2**16, 768, "bfloat16", (WORKSPACE,))]
+    clip = [Case("clip", b, 768, "bfloat16", (WORKSPACE,)) for b in (2**16, 2**17, 2**18)]
+    return [*clip, Case("siglip", 2**16, 768, "bfloat16", (WORKSPACE,))]
+
+
+@contextmanager
+def grouped(device: torch.device) -> Iterator[None]:
+    """The default group, for as long as the bench runs."""
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=TIMEOUT,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Someone who takes part in a case, on all ranks or, as one process, on each."""
+
+    contestant: Contestant
+    step: Step
+    distance: Distance
+    peak_bytes: int
+    world: int
+
+
+@dataclass
+class RankBench:
+    """Where results go, and whether all of contrastile's own came through; the same on all ranks."""
+
+    machine: Machine
+    ranks: Ranks
+    peers: bool
+    say: Callable[[str], None]
+    ledger: Ledger | None = None
+    right: bool = True
+    _said: set[str] = field(default_factory=set)
+    _alone: Any = None
+
+    def __post_init__(self) -> None:
+        # all ranks make all groups
+        groups = [dist.new_group([rank]) for rank in range(self.ranks.size)]
+        self._alone = groups[self.ranks.rank]
+
+    def measure(self, cases: Iterable[Case]) -> None:
+        """Every case: a line and a row for each result, as soon as it is there."""
+        self.say(HEADER)
+        for case in cases:
+            with float32_products(case.precision):
+                for line, share, beside in self._results(case):
+                    self.say(_text(line, share, beside))
+                    if self.ledger is not None:
+                        self.ledger.write(line.row(self.machine))
+
+    def _results(self, case: Case) -> Iterator[tuple[Line, float | None, int]]:
+        size = self.ranks.size
+        if case.b % size:
+            self._note(f"{case.b} rows are left out: they cannot be shared evenly by {size} ranks")
+            return
+        gate, whole = Gate(case, self.machine.device), problem(case, self.machine.device)
+        share = _part(whole, self.ranks)
+        entered: dict[str, _Entry] = {}
+        for one in self._contestants(case):
+            entry = self._enter(one, case, gate, whole if one.backend.endswith(ALONE) else share)
+            if entry is not None:
+                entered[one.label] = entry
+        self.machine.load()
+        ours = [label for label, entry in entered.items() if entry.contestant.name == OURS]
+        alone: float | None = None
+        for turn in [ours, *([label] for label in entered if label not in ours)]:
+            timings = self._race({label: entered[label].step for label in turn})
+            for label, timing in timings.items():
+                entry = entered[label]
+                alone = timing.ms if entry.world == 1 else alone
+                gradients = sum(leaf.nbytes for leaf in (whole if entry.world == 1 else share))
+                workspace = (case.workspaces[0] or 0) if entry.contestant.name == OURS else 0
+                line = Line(case, entry.contestant, entry.distance, entry.peak_bytes, timing, entry.world)
+                costs = None if alone is None else alone / (entry.world * timing.ms)
+                yield line, costs, max(entry.peak_bytes - gradients - workspace, 0)
+
+    def _contestants(self, case: Case) -> list[Contestant]:
+        backend = BACKENDS.get(self.machine.device.type, "eager")
+        make, workspace = SUBJECTS[case.loss].ours, case.workspaces[0]
+
+        def ours(name: str, most_rows: int, **how: Any) -> Contestant:
+            loss = make(backend=backend, workspace=workspace, **how)
+            return Contestant(OURS, f"{backend}, {name}", {case.loss: loss}, most_rows=most_rows)
+
+        alone = ours(ALONE, 2**62, group=self._alone)
+        across = [ours(name, most_rows, exchange=name) for name, most_rows in EXCHANGES.items()]
+        others = rank_peers(self.ranks.rank, self.ranks.size) if self.peers else ()
+        return [one for one in (alone, *across, *others) if one.offers(case)]
+
+    def _enter(self, one: Contestant, case: Case, gate: Gate, leaves: list[Tensor]) -> _Entry | None:
+        loss, alone = one.losses[case.loss], one.backend.endswith(ALONE)
+        if not self._all_are_well(one, case, one.declines(case, self.machine)):
+            return None
+        small = gate.leaves if alone else _part(gate.leaves, self.ranks)
+        try:
+            found, trouble, peak = step(loss, small), None, 0
+            # what is loaded at the first call is not the loss's
+            step(loss, leaves)
+            if self.machine.device.type == "cuda":
+                peak = self.machine.peak(lambda: step(loss, leaves))
+        except Exception as error:
+            trouble = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        # before anything is put together that a rank does not have
+        well = self._all_are_well(one, case, trouble)
+        if well:
+            distance = gate.distance(found if alone else self._together(found))
+            well = self._all_are_well(one, case, gate.red(distance) if one.name == OURS else None)
+        if not well:
+            self.right = self.right and one.name != OURS
+            return None
+        world = 1 if alone else self.ranks.size
+        return _Entry(one, lambda: step(loss, leaves), distance, int(self._most(peak)), world)
+
+    def _together(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The mean of the ranks' losses, and their gradients as a wrapper that takes the mean has them.
+
+        A rank's features have W times the gradient of the whole, which that mean divides by W again.
+        """
+        size = self.ranks.size
+        value, dq, dk, *scalars = found
+        sizes = [int(rows) for rows in self._all(len(dq))]
+        rows = [comm.gather_rows(gradient, sizes, None) / size for gradient in (dq, dk)]
+        return (comm.total(value, None) / size, *rows, *(comm.total(x, None) / size for x in scalars))
+
+    def _all_are_well(self, one: Contestant, case: Case, trouble: str | None) -> bool:
+        """Whether no rank has any trouble; the first one's is said."""
+        trouble = None if trouble is None else trouble[:200]
+        stated = comm.agree(None, {"trouble": trouble}, free=["trouble"])
+        found = [f"rank {rank}: {said['trouble']}" for rank, said in enumerate(stated) if said["trouble"] is not None]
+        if found:
+            missing = "installed" in found[0]
+            self._note(f"{one.label}{'' if missing else f', {case.loss}, {case.b} x {case.d}'}: {found[0]}")
+        return not found
+
+    def _race(self, steps: Mapping[str, Step]) -> dict[str, Timing]:
+        """Each step's time, all in turn, a product before each; a step ends with its slowest rank."""
+        machine = self.machine
+        once = {name: self._most(machine.time(run, 1)) for name, run in steps.items()}
+        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(machine.seconds * len(once) / max(sum(once.values()), 1e-9))))
+        product_once = self._most(machine.time(machine.product, 1))
+        taken: dict[str, list[float]] = {name: [] for name in steps}
+        products: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(rounds):
+            for name, run in steps.items():
+                load = min(max(once[name], LEAST_SECONDS), MOST_PRODUCT_SECONDS)
+                products[name].append(machine.time(machine.product, max(1, round(load / product_once))))
+                comm.total(torch.zeros((), device=machine.device), None)
+                taken[name].append(self._most(machine.time(run, max(1, round(LEAST_SECONDS / once[name])))))
+        return {
+            name: Timing(statistics.median(taken[name]) * 1e3, machine.product_operations / statistics.median(rates))
+            for name, rates in products.items()
+        }
+
+    def _most(self, here: float) -> float:
+        """The largest of the ranks' numbers."""
+        return max(self._all(here))
+
+    def _all(self, here: float) -> list[float]:
+        return [float(said["here"]) for said in comm.agree(None, {"here": here}, free=["here"])]
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self.say(f"  {sentence}")
+
+
+def _part(leaves: list[Tensor], ranks: Ranks) -> list[Tensor]:
+    """A rank's rows of both sides, and the scalars."""
+    sides = [side.detach().tensor_split(ranks.size)[ranks.rank].clone().requires_grad_() for side in leaves[:2]]
+    return [*sides, *leaves[2:]]
+
+
+def _text(line: Line, share: float | None, beside: int) -> str:
+    name = f"{line.contestant.name} ({line.backend})"
+    shared = "" if share is None else f"{share:.3f}"
+    return (
+        f"{line.case.loss:8} {line.case.b:>8} {line.case.d:>5} {line.case.dtype:9} {name:44} "
+        f"{line.timing.ms:>10.2f} {line.rate / 1e12:>8.3g} {line.rate / line.timing.product_rate:>6.3f} {shared:>6} "
+        f"{line.peak_bytes / 2**20:>9,.0f} {beside / 2**20:>9,.0f} "
+        f"{line.distance.loss:>8.0e} {line.distance.gradient:>8.0e} {line.distance.scalar:>8.0e}"
+    )

@@ -1,0 +1,142 @@
+"""Several processes that train one model: who this one is, when all go on or stop, how their gradients become one.
+
+Beside `loop.py`, which tells the same story on every rank. A batch is shared out among the ranks; the losses meet by
+themselves; after the backward, one sum over ranks gives every rank the gradient of the whole batch. The first rank
+alone writes and shows. One process is a rank without others, and nothing here costs it anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
+
+from contrastile import comm
+from contrastile._check import wrong
+from contrastile._types import Gradient
+from contrastile.rollcall import here
+from contrastile.train.checkpoint import Run
+from contrastile.train.feed import Materials
+from contrastile.train.recipe import to_toml
+from contrastile.train.watch import Watch
+
+# for how long ranks that have opened their data wait for one that has not
+LOADING = timedelta(hours=1)
+LOADED = "contrastile/ranks that are loaded"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `size` that train together."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of_environment(cls, device: str) -> Ranks:
+        """What torchrun says; without it, one process. A rank on a GPU takes the one of its number on its node."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        if device != "cpu" and torch.cuda.is_available():
+            if ":" in device:
+                remedy = "Each rank takes a GPU of its own; CUDA_VISIBLE_DEVICES says which there are."
+                raise wrong("device", 'be "auto", "cpu" or "cuda" for several ranks', f'"{device}"', remedy)
+            local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if local >= gpus:
+                remedy = "Start as many ranks as there are GPUs."
+                raise wrong("nproc-per-node", f"be at most {gpus}, the GPUs that torch sees", local + 1, remedy)
+            torch.cuda.set_device(local)
+        return cls(int(os.environ["RANK"]), size)
+
+    @property
+    def share(self) -> slice:
+        """This rank's rows of any batch: every one in `size`, so that each part of it is shared out evenly."""
+        return slice(self.rank, None, self.size)
+
+    @contextmanager
+    def joined(self, run: Run, materials: Materials) -> Iterator[None]:
+        """Together with the others, all with the first one's weights; an error, where a rank is lost or not alike."""
+        if self.size == 1:
+            yield
+            return
+        store = self._met()
+        timeout = timedelta(seconds=run.recipe.train.timeout)
+        on_gpu = run.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timeout,
+            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
+        )
+        with Watch(timeout):
+            comm.agree(None, _statement(run, materials))
+            for tensor in run.model.state_dict().values():
+                comm.spread(tensor, None)
+            yield
+        dist.destroy_process_group()
+
+    def _met(self) -> Any:
+        """The store of the launcher, when all ranks have come there: some may still be reading their data."""
+        store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=LOADING))
+        if store.add(LOADED, 1) == self.size:
+            store.set(f"{LOADED}: all", "")
+        store.wait([f"{LOADED}: all"], LOADING)
+        return store
+
+    def agree(self, step: int, seconds: float, signal: int | None) -> tuple[float, int | None]:
+        """Before a step: the first rank's clock, and the signal that any of them got."""
+        if self.size == 1:
+            return seconds, signal
+        here.begin(step)
+        statement = {"step": step, "seconds": seconds, "signal": signal}
+        stated = comm.agree(None, statement, free=("seconds", "signal"))
+        signals = [other["signal"] for other in stated if other["signal"] is not None]
+        return stated[0]["seconds"], signals[0] if signals else None
+
+    @torch.no_grad()
+    def combine(self, model: nn.Module, loss: Tensor, how: Gradient) -> Tensor:
+        """Gives every parameter the ranks' mean (or sum) of its gradient, and returns the mean of the loss.
+
+        One sum over ranks, of everything in float32. A parameter that no rank has a gradient for gets none.
+        """
+        if self.size == 1:
+            return loss
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        there = torch.tensor([parameter.grad is not None for parameter in parameters], device=loss.device)
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        together = torch.cat([x.reshape(-1).float() for x in (loss, there, *flat)])
+        comm.sum_into(together, None, "sum of gradients")
+        loss, there, *flat = together.split([1, len(parameters), *(p.numel() for p in parameters)])
+        factor = 1 / self.size if how == "mean" else 1.0
+        for parameter, anywhere, gradient in zip(parameters, there.tolist(), flat, strict=True):
+            parameter.grad = (gradient * factor).view_as(parameter).to(parameter.dtype) if anywhere else None
+        return loss[0] / self.size
+
+
+ALONE = Ranks()
+
+
+def _statement(run: Run, materials: Materials) -> dict[str, str | int]:
+    """What ranks must have in common before the first step."""
+    data = hashlib.sha256(materials.pairs.ids.tobytes())
+    for tokens in materials.tokens.values():
+        data.update(tokens.numpy().tobytes())
+    return {
+        "device": run.device.type,
+        "pairs": len(materials.pairs),
+        "data": data.hexdigest()[:16],
+        "recipe": hashlib.sha256(to_toml(run.recipe).encode()).hexdigest()[:16],
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,115 @@
+"""The bench across ranks: everyone in turn, right results only, and what one rank cannot do nobody is measured at."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import RANKS, Pool
+
+from contrastile.bench import loss as bench_loss
+from contrastile.bench import ranks as bench_ranks
+from contrastile.bench.measure import Ledger, Machine
+from contrastile.bench.peers import Case, Contestant, rank_peers
+from contrastile.bench.ranks import RankBench, suite
+from contrastile.losses.dense import dense_clip
+from contrastile.train.ranks import Ranks
+
+CPU = torch.device("cpu")
+CASE = Case("clip", 96, 16, "float32")
+
+
+def _run(rank: int, group: Any, case: Case, path: Path | None, spoil: str) -> tuple[list[str], bool]:
+    lines: list[str] = []
+    x = torch.randn(64, 64)
+    ledger = Ledger(path) if path is not None and rank == 0 else None
+    bench = RankBench(Machine(CPU, 0.01, lambda: x @ x, 2 * 64**3), Ranks(rank, RANKS), False, lines.append, ledger)
+    kept, peers = bench_loss.LOSS_TOLERANCE, bench_ranks.rank_peers
+    if spoil == "gate":
+        bench_loss.LOSS_TOLERANCE = -1.0
+    if spoil == "peer":
+
+        def local(q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            if rank == 2:
+                raise RuntimeError("no room\nand a long trace")
+            return dense_clip(q, k, scale)
+
+        bench.peers = True
+        bench_ranks.rank_peers = lambda rank, world: (Contestant("somebody", "a way", {"clip": local}),)
+    try:
+        bench.measure([case])
+    finally:
+        bench_loss.LOSS_TOLERANCE, bench_ranks.rank_peers = kept, peers
+    return lines[1:], bench.right
+
+
+def _names(lines: list[str]) -> list[str]:
+    return [line[33:77].strip() for line in lines if not line.startswith("  ")]
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "infonce"])
+def test_every_exchange_beside_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "rows.csv"
+    answers = pool.run(_run, RANKS, Case(name, 96, 16, "float32"), path, "")
+    assert all(right for _, right in answers)
+    expected = [f"eager, {way}" for way in ("one process", "gather", "ring", "replicate")]
+    assert _names(answers[0][0]) == [f"contrastile ({way})" for way in expected]
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["backend"] for row in rows] == expected
+    assert [row["world"] for row in rows] == ["1", "4", "4", "4"]
+    # a share is one process's time over the ranks' together
+    shares = [float(line.split()[-6]) for line in answers[0][0]]
+    milliseconds = [float(row["ms"]) * int(row["world"]) for row in rows]
+    assert shares == pytest.approx([milliseconds[0] / ms for ms in milliseconds], rel=0.02, abs=0.002)
+
+
+def test_a_wrong_result_has_no_speed_on_any_rank(pool: Pool) -> None:
+    for lines, right in pool.run(_run, RANKS, CASE, None, "gate"):
+        assert not right
+        assert len(lines) == 4
+        assert all("no speed for a wrong result" in line for line in lines)
+
+
+def test_what_one_rank_cannot_do_all_leave_out(pool: Pool) -> None:
+    for lines, right in pool.run(_run, RANKS, CASE, None, "peer"):
+        assert right
+        assert lines[0] == "  somebody (a way), clip, 96 x 16: rank 2: RuntimeError: no room"
+        assert len(_names(lines)) == 4
+
+
+def test_rows_that_cannot_be_shared_are_left_out(pool: Pool) -> None:
+    (lines, right), *_ = pool.run(_run, RANKS, Case("clip", 98, 16, "float32"), None, "")
+    assert right
+    assert lines == ["  98 rows are left out: they cannot be shared evenly by 4 ranks"]
+
+
+def test_peers_are_told_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def make(**how: Any) -> Any:
+        seen.append(how)
+        return lambda *tensors: tensors[0].sum()
+
+    monkeypatch.setitem(sys.modules, "open_clip", SimpleNamespace(ClipLoss=make, SigLipLoss=make))
+    q = torch.eye(4, dtype=torch.bfloat16)
+    inf_cl, open_clip = rank_peers(1, 4)
+    open_clip.losses["clip"](q, q, torch.ones(()))
+    open_clip.losses["siglip"](q, q, torch.ones(()), torch.zeros(()))
+    where = {"rank": 1, "world_size": 4}
+    assert seen == [{"local_loss": True, "gather_with_grad": True, **where}, where]
+    stand_in = SimpleNamespace(cal_inf_loss=lambda q, k, scale: (q.sum() + 2 * k.sum()) * scale)
+    monkeypatch.setitem(sys.modules, "inf_cl", stand_in)
+    assert inf_cl.losses["clip"](torch.ones(2, 2), torch.zeros(2, 2), torch.tensor(3.0)) == 18.0
+
+
+def test_gpus_are_judged_by_all_that_is_promised() -> None:
+    cases = suite(torch.device("cuda"), quick=False)
+    for b in (2**16, 2**17, 2**18):
+        assert Case("clip", b, 768, "bfloat16", (2 * 2**30,)) in cases
+    assert len(suite(CPU, quick=True)) == 2

@@ -1,0 +1,223 @@
+"""Failure is an error, never a hang: ranks that die, stop, disagree or leave an exchange in the middle."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Pool
+
+from contrastile import ClipLoss, comm, rollcall
+
+W = 3
+# the step in which a rank fails, and seconds after which a rank that waits for another gives up
+STEP, TIMEOUT = 3, 2
+# seconds in which all others have to be gone
+SOON = 5
+
+
+def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Signals) -> None:
+    """A loop over a loss, in which one rank is struck by a signal."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", _port(folder, rank), W, rank == 0, datetime.timedelta(seconds=TIMEOUT))
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=W, timeout=timeout)
+    loss, features = ClipLoss(exchange=exchange), torch.eye(4, 8)
+    try:
+        for step in range(1, 10_000):
+            if (rank, step) == (victim, STEP):
+                # when it would wait for the others, having said that it is there
+                comm.Flight.wait = lambda flight: _struck_by(how)
+                if exchange == "gather":
+                    _struck_by(how)
+            loss(features.requires_grad_(), features, 10.0).backward()
+    except ConnectionError as error:
+        (folder / f"{rank}.txt").write_text(str(error))
+        raise SystemExit(1) from error
+
+
+def _struck_by(how: signal.Signals) -> None:
+    os.kill(os.getpid(), how)
+    # it may arrive a moment later
+    time.sleep(60)
+
+
+def _port(folder: Path, rank: int) -> int:
+    """A free port, the same for all."""
+    path = folder / "port"
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            (folder / "part").write_text(str(free.getsockname()[1]))
+        (folder / "part").rename(path)
+    while not path.exists():
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+def _struck(folder: Path, exchange: str, victim: int, how: signal.Signals) -> tuple[dict[int, str], float]:
+    """What the others said, and the seconds from the first rank's end, or from the start, to the last one's."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_train, args=(rank, folder, exchange, victim, how)) for rank in range(W)]
+    for process in processes:
+        process.start()
+    try:
+        began = time.monotonic()
+        if how == signal.SIGKILL:
+            processes[victim].join(30)
+            began = time.monotonic()
+        others = [rank for rank in range(W) if rank != victim]
+        for rank in others:
+            processes[rank].join(30)
+        took = time.monotonic() - began
+        assert [processes[rank].exitcode for rank in others] == [1, 1]
+        return {rank: (folder / f"{rank}.txt").read_text() for rank in others}, took
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize(("exchange", "victim"), [("ring", 1), ("gather", 2), ("ring", 0)])
+def test_a_killed_rank_ends_the_others(tmp_path: Path, exchange: str, victim: int) -> None:
+    said, took = _struck(tmp_path, exchange, victim, signal.SIGKILL)
+    assert took < SOON
+    operation = {"ring": "ring exchange", "gather": "agreement"}[exchange]
+    for rank, sentence in said.items():
+        assert re.fullmatch(
+            rf"`{operation}` must be carried out by all ranks; got no answer from rank {victim}"
+            rf"(, which keeps the store)?, on rank {rank} in step {STEP} \(.+\)\. "
+            rf"See what rank {victim} said last, and start (all ranks )?again\.",
+            sentence,
+        ), sentence
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_stopped_rank_ends_the_others(tmp_path: Path, victim: int) -> None:
+    said, took = _struck(tmp_path, "ring", victim, signal.SIGSTOP)
+    # the start of the processes is in it
+    assert took < TIMEOUT + SOON
+    for rank, sentence in said.items():
+        assert f"no answer from rank {victim}" in sentence
+        assert f"on rank {rank} in step {STEP} (" in sentence
+
+
+def _disagree(rank: int, group: Any, kind: str) -> str:
+    q = torch.eye(3, 4, requires_grad=kind != "requires_grad" or rank == 2)
+    exchange = "single" if kind == "exchange" and rank == 1 else "ring"
+    try:
+        ClipLoss(exchange=exchange, group=group)(q, q, 1.0)
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize(
+    ("kind", "got"),
+    [
+        ("exchange", "`exchange` must be the same on all ranks; got 'ring' on rank 0 and 'single' on rank 1. "),
+        (
+            "requires_grad",
+            "`requires_grad` must be the same on all ranks; got [False, False] on rank 0 and [True, True] on rank 2. ",
+        ),
+    ],
+)
+def test_what_would_leave_the_others_waiting_is_found_before(pool: Pool, kind: str, got: str) -> None:
+    assert pool.run(_disagree, 3, kind) == [got + "Build the loss and its inputs alike everywhere."] * 3
+
+
+def _alone(rank: int, group: Any) -> float:
+    q = torch.eye(3, 4 + rank)
+    return ClipLoss(exchange="single", group=group)(q, q, 1.0 + rank).item()
+
+
+def test_ranks_that_are_single_all_need_nothing_else_in_common(pool: Pool) -> None:
+    first, second = pool.run(_alone, 2)
+    assert first != second
+
+
+def _a_long_complaint(rank: int, group: Any) -> str:
+    try:
+        comm.agree(group, {"error": "⟨" * 5000} if rank == 1 else {})
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def test_a_long_complaint_is_cut(pool: Pool) -> None:
+    assert pool.run(_a_long_complaint, 2) == ["rank 1: " + "⟨" * comm.SENTENCE] * 2
+
+
+def _post_twice(rank: int, group: Any) -> list[str]:
+    def posted() -> comm.Flight:
+        return comm.post([torch.full((2,), float(rank))], [torch.empty(2)], group)
+
+    flight, said = posted(), []
+    for misuse in (posted, lambda: comm.total(torch.ones(1), group), lambda: comm.agree(group, {})):
+        with pytest.raises(RuntimeError) as caught:
+            misuse()
+        said.append(str(caught.value))
+    (arrived,) = flight.wait()
+    with pytest.raises(RuntimeError) as caught:
+        flight.wait()
+    # and the group is as good as before
+    assert comm.total(torch.ones(1), group).item() == 2
+    return [*said, str(caught.value), str(arrived.tolist())]
+
+
+def test_a_misused_group_says_so(pool: Pool) -> None:
+    start = "`group` must carry one exchange at a time; got a ring exchange "
+    end = "An error or a second thread left it so; start all ranks again, and give each thread a group of its own."
+    for rank, (*said, arrived) in enumerate(pool.run(_post_twice, 2)):
+        assert said == [
+            f"{start}under way, which the ring exchange would meet. {end}",
+            f"{start}under way, which the sum over ranks would meet. {end}",
+            f"{start}under way, which the agreement would meet. {end}",
+            f"{start}that was waited for already. {end}",
+        ]
+        assert arrived == str([1.0 - rank] * 2)
+
+
+def _dropped(rank: int, group: Any) -> list[float]:
+    comm.post([torch.full((1000,), float(rank))], [torch.empty(1000)], group)
+    # what was posted lives on, though nobody here holds it
+    trash = [torch.full((1000,), -1.0) for _ in range(100)]
+    (flight,) = comm._under_way.values()
+    (arrived,) = flight.wait()
+    return [*arrived.unique().tolist(), trash[0][0].item()]
+
+
+def test_buffers_live_until_they_are_used(pool: Pool) -> None:
+    assert pool.run(_dropped, 2) == [[1.0, -1.0], [0.0, -1.0]]
+
+
+def _two_groups(rank: int, group: Any) -> str:
+    q = torch.eye(3)
+    try:
+        if rank == 1:
+            # what a rank gets in the place of a new group that it is not in
+            ClipLoss(group=dist.GroupMember.NON_GROUP_MEMBER)(q, q, 1.0)
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def test_a_rank_outside_of_the_group_is_refused(pool: Pool) -> None:
+    sentence = "`group` must have this rank in it; got a group without rank 1. Pass the rank's own."
+    assert pool.run(_two_groups, 2)[1] == sentence
+
+
+def test_who_is_missing_is_named() -> None:
+    assert rollcall._named([1])[0] == "no answer from rank 1"
+    assert rollcall._named([1, 4])[0] == "no answer from ranks 1, 4"
+    assert rollcall._named([])[0] == "a failure that every rank sees"
+    assert rollcall._named(None)[0] == "no answer from rank 0, which keeps the store"

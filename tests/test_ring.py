@@ -1,0 +1,125 @@
+"""The ring simulated in one process, a thread for each rank: its arithmetic, told apart from the network's."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from problems import PROBLEMS, distance
+from ranks import Pool
+from test_exchange import SHARES, _on_a_rank, _whole
+from torch import Tensor
+
+from contrastile import comm
+
+# seconds after which a rank of the simulation that waits for another gives up
+PATIENCE = 20
+HOW = {"exchange": "ring", "backend": "eager"}
+
+
+@dataclass
+class Circle:
+    """What W simulated ranks share: a queue from each to the next, and one table for what all of them say."""
+
+    W: int
+    queues: list[SimpleQueue[list[Tensor]]] = field(init=False)
+    table: list[Any] = field(init=False)
+    barrier: Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.queues = [SimpleQueue() for _ in range(self.W)]
+        self.table = [None] * self.W
+        self.barrier = Barrier(self.W)
+
+    def everyone(self, rank: int, said: Any) -> list[Any]:
+        """What all ranks say."""
+        self.table[rank] = said
+        self.barrier.wait(PATIENCE)
+        heard = list(self.table)
+        self.barrier.wait(PATIENCE)
+        return heard
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A rank's place in the circle: what stands in for a process group."""
+
+    circle: Circle
+    rank: int
+
+
+@dataclass
+class Posted:
+    place: Place
+    arriving: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        arrived = self.place.circle.queues[self.place.rank].get(timeout=PATIENCE)
+        # exactly what room was made for
+        assert [x.shape for x in arrived] == [x.shape for x in self.arriving]
+        return arrived
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """comm's part of the ring, without torch.distributed."""
+
+    def post(leaving: list[Tensor], arriving: list[Tensor], group: Place) -> Posted:
+        following = (group.rank + 1) % group.circle.W
+        group.circle.queues[following].put([x.clone() for x in leaving])
+        return Posted(group, arriving)
+
+    def total(x: Tensor, group: Place) -> Tensor:
+        return torch.stack(group.circle.everyone(group.rank, x)).sum(0)
+
+    for name, stand_in in (
+        ("size", lambda group: group.circle.W if group else 1),
+        ("rank", lambda group: group.rank),
+        ("agree", lambda group, statement, free=(): group.circle.everyone(group.rank, statement)),
+        ("total", total),
+        ("post", post),
+    ):
+        monkeypatch.setattr(comm, name, stand_in)
+
+
+def _simulate(name: str, shares: list[tuple[int, int]]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    circle = Circle(len(shares))
+
+    def rank(place: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return _on_a_rank(place, Place(circle, place), name, shares, HOW)
+
+    with ThreadPoolExecutor(circle.W) as threads:
+        return list(threads.map(rank, range(circle.W)))
+
+
+NAMES = ["clip", "siglip", "info_nce_everything", "clip_ids_weights_smoothing", "sup_con"]
+
+
+@pytest.mark.parametrize("W", [2, 3, 5, 8])
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name in NAMES])
+def test_the_rings_arithmetic_is_that_of_one_process(simulated: None, name: str, W: int) -> None:
+    shares = [(3 + (2 * rank) % 5, 3 + (2 * rank) % 5) for rank in range(W)]
+    whole, leaves = _whole(name, shares)
+    truth, true_gradients = whole.by_tiles(leaves)
+    answers = _simulate(name, shares)
+    for loss, _ in answers:
+        assert distance(loss, truth) <= 1e-12
+    for key, true_gradient in true_gradients.items():
+        parts = [gradients[key] / W for _, gradients in answers]
+        combined = torch.cat(parts) if key in ("q", "k") else torch.stack(parts).sum(0)
+        assert distance(combined, true_gradient) <= 1e-12, key
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_the_network_changes_no_bit(pool: Pool, monkeypatch: pytest.MonkeyPatch, request: Any, name: str) -> None:
+    over_gloo = pool.run(_on_a_rank, 3, name, SHARES[3], HOW)
+    request.getfixturevalue("simulated")
+    for (loss, gradients), (same_loss, same_gradients) in zip(over_gloo, _simulate(name, SHARES[3]), strict=True):
+        assert distance(loss, same_loss) <= 1e-15
+        for key in ("q", "k"):
+            assert torch.equal(gradients[key], same_gradients[key]), key

@@ -1,0 +1,273 @@
+"""A run on several ranks: the curve of one process, one folder, the same steps, and an end for all or for none."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Pool
+from test_train_loop import weights
+from tiny_runs import tiny_recipe, write_recipe
+from torch import nn
+
+import contrastile
+from contrastile.cli.main import main
+from contrastile.train import loop
+from contrastile.train.feed import Feed, open_materials
+from contrastile.train.log import read_metrics
+from contrastile.train.loop import run_recipe
+from contrastile.train.ranks import Ranks
+from contrastile.train.watch import Watch
+
+# seconds after a rank's death in which all others have to be gone, and after which a rank that waits gives up
+SOON, TIMEOUT = 5, 2
+
+
+class Launched:
+    """Processes with the environment that torchrun gives them, each running a function of its rank."""
+
+    def __init__(self, size: int, folder: Path, run: Any, *arguments: Any) -> None:
+        with closing(socket.socket()) as free:
+            free.bind(("localhost", 0))
+            self.port = str(free.getsockname()[1])
+        self.folder = folder
+        context = multiprocessing.get_context("fork")
+        self.processes = [context.Process(target=self._one, args=(rank, size, run, *arguments)) for rank in range(size)]
+
+    def _one(self, rank: int, size: int, run: Any, *arguments: Any) -> None:
+        torch.set_num_threads(1)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": self.port}
+        with (self.folder / f"{rank}.err").open("w") as sys.stderr:
+            raise SystemExit(run(rank, *arguments))
+
+    def __enter__(self) -> Launched:
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def codes(self) -> list[int | None]:
+        """Exit codes, in the order of the ranks."""
+        for process in self.processes:
+            process.join(60)
+        return [process.exitcode for process in self.processes]
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"{rank}.err").read_text()
+
+
+def _main(rank: int, words: list[str]) -> int:
+    return main(words)
+
+
+def _words(folder: Path, *overrides: str) -> list[str]:
+    return ["train", str(write_recipe(folder)), *overrides, "--runs", str(folder / "runs")]
+
+
+def _trained(folder: Path, W: int, *overrides: str) -> Path:
+    with Launched(W, folder, _main, _words(folder, *overrides)) as launched:
+        assert launched.codes() == [0] * W
+    return folder / "runs" / "tiny"
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize(
+    ("W", "overrides"),
+    [
+        (2, ("train.examples=240",)),
+        # parts of each batch, the last batch a single pair: two ranks have nothing of it
+        (3, ("train.batch=23", "train.examples=93", "train.accumulate=2")),
+        (2, ("loss.kind=siglip", "loss.exchange=ring", "loss.gradient=sum", "train.examples=128")),
+    ],
+)
+def test_the_curve_is_that_of_one_process(tmp_path: Path, W: int, overrides: tuple[str, ...]) -> None:
+    (tmp_path / "alone").mkdir()
+    overrides = (*overrides, "evaluate.every=1.0")
+    alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
+    together = _trained(tmp_path, W, *overrides)
+    for one, same in zip(_steps(alone), _steps(together), strict=True):
+        assert (same["examples"], same["batch"], same["learning_rate"]) == (
+            one["examples"],
+            one["batch"],
+            one["learning_rate"],
+        )
+        assert same["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-4)
+        assert same["norm"] == pytest.approx(one["norm"], rel=1e-2, abs=1e-4)
+    assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
+    assert json.loads((together / "run.json").read_text())["ranks"] == W
+    assert contrastile.load(together).encode_text(["letter A"]).shape == (1, 16)
+
+
+def test_the_first_ranks_clock_is_everyones(tmp_path: Path) -> None:
+    folder = _trained(tmp_path, 2, "train.examples=10000000", "train.minutes=0.01")
+    assert 0 < _steps(folder)[-1]["examples"] < 10_000_000
+    assert "2 ranks, each with" in (folder / "report.html").read_text()
+
+
+def _late_signal(rank: int, words: list[str], how: int) -> int:
+    """Rank 1 gets a signal in its third step."""
+    real, calls = loop.step, []
+
+    def step(*arguments: Any) -> Any:
+        calls.append(1)
+        if (rank, len(calls)) == (1, 3):
+            os.kill(os.getpid(), how)
+            time.sleep(0.01 if how == signal.SIGTERM else 60)
+        return real(*arguments)
+
+    loop.step = step
+    return main(words)
+
+
+def test_who_is_asked_to_stop_stops_all(tmp_path: Path) -> None:
+    with Launched(3, tmp_path, _late_signal, _words(tmp_path), signal.SIGTERM) as launched:
+        # the first one says it for all: a launcher ends a run with the first rank that fails
+        assert launched.codes() == [128 + signal.SIGTERM, 0, 0]
+    folder = tmp_path / "runs" / "tiny"
+    assert json.loads((folder / "run.json").read_text())["examples"] == 48
+    assert len(_steps(folder)) == 3
+    assert "held-out pairs" in loop.evaluate_run(folder)
+
+
+def test_a_killed_rank_ends_the_run_and_the_weights_are_kept(tmp_path: Path) -> None:
+    with Launched(3, tmp_path, _late_signal, _words(tmp_path), signal.SIGKILL) as launched:
+        launched.processes[1].join(60)
+        began = time.monotonic()
+        assert launched.codes() == [1, -signal.SIGKILL, 1]
+        assert time.monotonic() - began < SOON
+        for rank in (0, 2):
+            assert f"got no answer from rank 1, on rank {rank} in step 3 (" in launched.said(rank)
+    assert json.loads((tmp_path / "runs" / "tiny" / "run.json").read_text())["examples"] == 32
+    assert weights(tmp_path / "runs" / "tiny")
+
+
+def _busy(rank: int, victim: int, how: int) -> int:
+    """No rank waits for another: all compute when one is struck."""
+    timeout = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", timeout=timeout)
+    with Watch(timeout):
+        if rank == victim:
+            os.kill(os.getpid(), how)
+        time.sleep(60)
+    return 0
+
+
+@pytest.mark.parametrize(("victim", "how"), [(1, signal.SIGKILL), (2, signal.SIGSTOP)])
+def test_ranks_that_compute_notice_too(tmp_path: Path, victim: int, how: signal.Signals) -> None:
+    with Launched(3, tmp_path, _busy, victim, how) as launched:
+        began = time.monotonic()
+        others = [rank for rank in range(3) if rank != victim]
+        for rank in others:
+            launched.processes[rank].join(60)
+        assert time.monotonic() - began < SOON + (TIMEOUT if how == signal.SIGSTOP else 0)
+        assert [launched.processes[rank].exitcode for rank in others] == [1, 1]
+        for rank in others:
+            sentence = f"`training` must be carried out by all ranks; got no answer from rank {victim}, on rank {rank}"
+            assert launched.said(rank).startswith(sentence)
+
+
+def _another_recipe(rank: int, words: list[str]) -> int:
+    return main([*words[:2], f"seed={rank}", *words[2:]])
+
+
+def test_ranks_with_other_recipes_are_refused(tmp_path: Path) -> None:
+    with Launched(2, tmp_path, _another_recipe, _words(tmp_path)) as launched:
+        assert launched.codes() == [2, 2]
+        for rank in range(2):
+            assert launched.said(rank).splitlines()[-1].startswith("`recipe` must be the same on all ranks; got ")
+
+
+def _combined(rank: int, group: Any, how: str) -> tuple[float, list[Any]]:
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("all", "none", "one")})
+    model["all"].grad = torch.tensor([rank, 1.0])
+    if rank == 3:
+        model["one"].grad = torch.tensor([4.0, 8.0])
+    loss = Ranks(rank, 4).combine(model, torch.tensor(float(rank)), how)
+    return loss.item(), [None if parameter.grad is None else parameter.grad.tolist() for parameter in model.values()]
+
+
+@pytest.mark.parametrize(("how", "factor"), [("mean", 1), ("sum", 4)])
+def test_gradients_are_combined_as_the_loss_was_told(pool: Pool, how: str, factor: int) -> None:
+    expected = [[1.5 * factor, 1.0 * factor], None, [1.0 * factor, 2.0 * factor]]
+    assert pool.run(_combined, 4, how) == [(1.5, expected)] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16])
+def test_shares_are_the_whole(tmp_path: Path, size: int) -> None:
+    materials = open_materials(tiny_recipe(tmp_path))
+    rows = torch.arange(14)
+    whole = Feed(materials, bend=True, seed=3).batch(rows)
+    shares = [Feed(materials, bend=True, seed=3).batch(rows, Ranks(rank, size).share) for rank in range(size)]
+    assert sum(map(len, shares)) == len(whole) == shares[0].whole == shares[-1].whole
+    for rank, share in enumerate(shares):
+        assert torch.equal(share.pixels, whole.pixels[rank::size])
+        assert torch.equal(share.ids, whole.ids[rank::size])
+    for count in (1, 3, 4, 20):
+        parts = [list(share.parts(count)) for share in shares]
+        assert len({len(each) for each in parts}) == 1
+        for place, part in enumerate(whole.parts(count)):
+            mine = [each[place] for each in parts]
+            assert {one.whole for one in mine} == {part.whole}
+            found = torch.cat([one.pixels for one in mine])
+            order = torch.cat([torch.arange(part.whole)[one.places.start :: size] for one in mine])
+            assert torch.equal(found, part.pixels[order])
+
+
+def test_one_process_is_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert Ranks.of_environment("auto") == Ranks(0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Ranks.of_environment("cuda:1") == Ranks(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        (
+            "cuda:1",
+            '`device` must be "auto", "cpu" or "cuda" for several ranks; got "cuda:1". Each rank takes a GPU of its '
+            "own; CUDA_VISIBLE_DEVICES says which there are.",
+        ),
+        (
+            "auto",
+            "`nproc-per-node` must be at most 2, the GPUs that torch sees; got 4. Start as many ranks as there are "
+            "GPUs.",
+        ),
+    ],
+)
+def test_a_rank_without_a_gpu_of_its_own_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, sentence: str
+) -> None:
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "3")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError) as caught:
+        Ranks.of_environment(device)
+    assert str(caught.value) == sentence
+    assert Ranks.of_environment("cpu") == Ranks(3, 4)
+
+
+def test_the_loss_of_a_rank_without_rows_is_everyones(tmp_path: Path) -> None:
+    folder = _trained(tmp_path, 3, "train.batch=2", "train.examples=4")
+    assert all(math.isfinite(line["loss"]) for line in _steps(folder))
