@@ -87,7 +87,7 @@ def contrast(
         raise
     exchange = choose_exchange(options, loss, rows, cols)
     rows, cols = exchange.shards.place(rows, cols)
-    scale, bias = _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q)
+    scale, bias = (None if x is None else comm.whole(_as_tensor(x, q), options.gradient) for x in (scale, bias))
     if torch.compiler.is_compiling() and traceable(loss, exchange):
         return traced(q, k, scale, bias, loss, rows, cols, weights, options)
     tiles = choose_tiles(options.backend, loss, rows, cols)

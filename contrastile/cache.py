@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from contrastile._check import wrong
 from contrastile._types import accumulator
 from contrastile.offload import Bounds, stream
 from contrastile.reach import Autocast, RandomState, graph_leaves, reach, refusing_batch_norm, silent
+from contrastile.wrappers import Sharding, inside, refuse_bypass, unwrap
 
 
 def encode(
@@ -56,6 +58,7 @@ def encode(
     >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
     >>> features.sum().backward()
     """
+    encoder, wrapper = unwrap(encoder)
     if not callable(encoder):
         raise wrong("encoder", "be callable", type(encoder).__name__, "Pass a module, a method of one, or a function.")
     for name, value, least in (("sub_batch", sub_batch, 1), ("retain", retain, 0)):
@@ -65,10 +68,14 @@ def encode(
     batch = _batch_size(leaves)
     bounds = [(start, min(start + sub_batch, batch)) for start in range(0, batch, sub_batch)] or [(0, 0)]
     reached = reach(encoder, leaves, structure, torch.device(device) if device is not None else None)
-    job = _Job(encoder, structure, bounds, retain, reached.device, Autocast.current(reached.device))
+    refuse_bypass(encoder, wrapper, reached.modules, reached.parameters)
+    sharding = Sharding.of(encoder, reached.modules)
+    parameters = sharding.unsharded(reached.modules, reached.parameters)
+    job = _Job(encoder, structure, sharding.agree(bounds), retain, reached.device, Autocast.current(reached.device), sharding)
     with refusing_batch_norm(reached.modules):
-        if reached.parameters or any(leaf is not None and leaf.requires_grad for leaf in leaves):
-            features = _Encode.apply(job, leaves, *reached.parameters, *_differentiable(leaves))
+        if parameters or any(leaf is not None and leaf.requires_grad for leaf in leaves):
+            apply = partial(_Encode.apply, job, leaves, *parameters, *_differentiable(leaves))
+            features = inside(wrapper, apply) if wrapper is not None and parameters else apply()
         else:
             features = job.first_pass(leaves, _Kept())
     return pytree.tree_unflatten(list(features), job.output_structure[0])
@@ -118,6 +125,7 @@ class _Job:
     retain: int
     device: torch.device | None
     autocast: Autocast
+    sharding: Sharding
     # filled by the first pass, and compared by the second
     output_structure: list[Any] = field(default_factory=list)
 
@@ -216,7 +224,7 @@ class _Encode(torch.autograd.Function):
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
         after = RandomState.capture(job.device)
         try:
-            with silent(ctx.parameters):
+            with silent(ctx.parameters), job.sharding.holding_back():
                 # those that still have their graph first: each gives memory back
                 for index in sorted(graphs, reverse=True):
                     sums.add(index, *graphs.pop(index))
@@ -260,6 +268,7 @@ class _Sums:
         outs, gradients = zip(*pairs, strict=True)
         self._refuse_strangers(outs, inputs)
         found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
+        self.job.sharding.settle()
         for place, gradient in enumerate(found[: len(self.parameters)]):
             if gradient is not None:
                 self._accumulate(place, gradient)

@@ -7,6 +7,7 @@ within the group. A message of no bytes is not sent: sender and receiver both kn
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastile._check import wrong
+from contrastile._types import Gradient
 
 # torch 2.13 gave these their new names, and warns at the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -96,6 +98,30 @@ def total(x: Tensor, group: Any) -> Tensor:
     x = x.clone()
     dist.all_reduce(x, group=group)
     return x
+
+
+def whole(x: Tensor, combined: Gradient) -> Tensor:
+    """A sharded number (FSDP2's scale, used before the module that owns it has run) as all ranks see it.
+
+    Its gradient is combined here as the wrapper would: by the ranks' mean, or by their sum.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None or not isinstance(x, tensor.DTensor):
+        return x
+    mesh = x.device_mesh
+    full: Tensor = x.full_tensor(grad_placements=[tensor.Partial("sum")] * mesh.ndim)
+    if combined == "mean" and full.requires_grad:
+        full.register_hook(lambda gradient: gradient / mesh.size())
+    return full
+
+
+def most(number: int, group: Any) -> int:
+    """The largest of the ranks' whole numbers."""
+    if size(group) == 1:
+        return number
+    largest = torch.tensor(number, device=_device(group))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return int(largest)
 
 
 @dataclass
