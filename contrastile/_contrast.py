@@ -87,7 +87,8 @@ def contrast(
         raise
     exchange = choose_exchange(options, loss, rows, cols)
     rows, cols = exchange.shards.place(rows, cols)
-    scale, bias = (None if x is None else comm.whole(_as_tensor(x, q), options.gradient) for x in (scale, bias))
+    scale = comm.whole(_as_tensor(scale, q), options.gradient)
+    bias = None if bias is None else comm.whole(_as_tensor(bias, q), options.gradient)
     if torch.compiler.is_compiling() and traceable(loss, exchange):
         return traced(q, k, scale, bias, loss, rows, cols, weights, options)
     tiles = choose_tiles(options.backend, loss, rows, cols)

@@ -68,10 +68,11 @@ def encode(
     batch = _batch_size(leaves)
     bounds = [(start, min(start + sub_batch, batch)) for start in range(0, batch, sub_batch)] or [(0, 0)]
     reached = reach(encoder, leaves, structure, torch.device(device) if device is not None else None)
-    refuse_bypass(encoder, wrapper, reached.modules, reached.parameters)
+    refuse_bypass(wrapper, reached.modules, reached.parameters)
     sharding = Sharding.of(encoder, reached.modules)
-    parameters = sharding.unsharded(reached.modules, reached.parameters)
-    job = _Job(encoder, structure, sharding.agree(bounds), retain, reached.device, Autocast.current(reached.device), sharding)
+    parameters = sharding.wholes(reached.modules, reached.parameters)
+    bounds, autocast = sharding.agree(bounds), Autocast.current(reached.device)
+    job = _Job(encoder, structure, bounds, retain, reached.device, autocast, sharding)
     with refusing_batch_norm(reached.modules):
         if parameters or any(leaf is not None and leaf.requires_grad for leaf in leaves):
             apply = partial(_Encode.apply, job, leaves, *parameters, *_differentiable(leaves))

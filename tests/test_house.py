@@ -18,7 +18,8 @@ GROUND = {"_types", "_check", "comm", "offload"}
 BELOW = {
     "losses": GROUND,
     "reach": GROUND,
-    "cache": GROUND | {"reach"},
+    "wrappers": GROUND,
+    "cache": GROUND | {"reach", "wrappers"},
     "models": GROUND,
     "data": GROUND,
 }
