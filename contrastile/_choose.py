@@ -97,14 +97,11 @@ def choose_exchange(
     if W == 1:
         _check.not_empty(len(rows))
         return Single(options.gradient, Shards(group, 0, (len(rows),), (len(cols),)))
-    statement = _statement(options, loss, rows, cols, differentiated)
     if name == "single":
-        # nothing travels, and nothing else must be alike; but no rank may wait for one that is alone
-        if not torch.compiler.is_compiling():
-            comm.agree(group, statement, [entry for entry in statement if entry != "exchange"])
+        # nothing travels: one rank may compute a loss of its own, for validation, while the others do not
         return Single(options.gradient, Shards(None, 0, (len(rows),), (len(cols),)))
     free = ("rows", "columns")
-    stated = comm.agree(group, statement, free)
+    stated = comm.agree(group, _statement(options, loss, rows, cols, differentiated), free)
     counted = (tuple(int(other[of]) for other in stated) for of in free)
     shards = Shards(group, comm.rank(group), *counted)
     _check.not_empty(sum(shards.rows))

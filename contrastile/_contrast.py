@@ -88,7 +88,8 @@ def contrast(
     differentiated = [torch.is_grad_enabled() and x.requires_grad for x in (q, k)]
     exchange = choose_exchange(options, loss, rows, cols, differentiated)
     rows, cols = exchange.shards.place(rows, cols)
-    scale, bias = _as_tensor(scale, q), None if bias is None else _as_tensor(bias, q)
+    scale = comm.whole(_as_tensor(scale, q), options.gradient)
+    bias = None if bias is None else comm.whole(_as_tensor(bias, q), options.gradient)
     if torch.compiler.is_compiling() and traceable(loss, exchange):
         return traced(q, k, scale, bias, loss, rows, cols, weights, options)
     tiles = choose_tiles(options.backend, loss, rows, cols)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,7 @@ from contrastile.reach import (
     silent,
 )
 from contrastile.retention import AUTO, Retention, largest_sub_batch
+from contrastile.wrappers import Sharding, inside, refuse_bypass, unwrap
 
 
 def encode(
@@ -73,24 +75,30 @@ def encode(
     >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
     >>> features.sum().backward()
     """
+    encoder, wrapper = unwrap(encoder)
     if not callable(encoder):
         raise wrong("encoder", "be callable", type(encoder).__name__, "Pass a module, a method of one, or a function.")
     _check_sizes(sub_batch, sub_batch_tokens, retain)
     leaves, structure = pytree.tree_flatten(_arguments(inputs))
     batch = _batch_size(leaves)
     reached = reach(encoder, leaves, structure, torch.device(device) if device is not None else None)
+    refuse_bypass(wrapper, reached.modules, reached.parameters)
+    sharding = Sharding.of(encoder, reached.modules)
+    reached = replace(reached, parameters=sharding.wholes(reached.modules, reached.parameters))
     autocast, other = Autocast.current(reached.device), has_other_path(encoder, reached.modules)
-    job = _Job(encoder, structure, Cut([(0, batch)]), retain, reached, autocast, other)
+    job = _Job(encoder, structure, Cut([(0, batch)]), retain, reached, autocast, sharding, other)
     with refusing_batch_norm(reached.modules):
         if sub_batch == AUTO:
-            sub_batch = _fitting(job, leaves, reached)
+            sub_batch = _fitting(job, leaves)
         if sub_batch_tokens is None:
             planned = cut(batch, sub_batch or batch)
         else:
             planned = cut_by_tokens(inputs, sub_batch_tokens, sub_batch)
+        planned = planned.extended(sharding.most(len(planned.bounds)))
         job, leaves = replace(job, cut=planned), planned.sort(leaves)
         if reached.parameters or any(leaf is not None and leaf.requires_grad for leaf in leaves):
-            features = _Encode.apply(job, leaves, *reached.parameters, *_differentiable(leaves))
+            apply = partial(_Encode.apply, job, leaves, *reached.parameters, *_differentiable(leaves))
+            features = inside(wrapper, apply) if wrapper is not None and reached.parameters else apply()
         else:
             features = job.first_pass(leaves, _Kept(), grad=False)
     return pytree.tree_unflatten(planned.unsort(features), job.output_structure[0])
@@ -109,7 +117,7 @@ def _check_sizes(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
             raise wrong(name, f"be a whole number of at least {least}", repr(value), remedy)
 
 
-def _fitting(job: _Job, leaves: Sequence[Tensor | None], reached: Reached) -> int:
+def _fitting(job: _Job, leaves: Sequence[Tensor | None]) -> int:
     """The largest sub-batch whose forward and backward fit into memory."""
     wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
     values = [None if leaf is None else leaf.detach() for leaf in leaves]
@@ -120,15 +128,15 @@ def _fitting(job: _Job, leaves: Sequence[Tensor | None], reached: Reached) -> in
         outs = [out for out in outputs if out is not None and out.requires_grad]
         if backward and outs:
             torch.autograd.grad(
-                outs, [*reached.parameters, *inputs], [torch.zeros_like(out) for out in outs], allow_unused=True
+                outs, [*job.reached.parameters, *inputs], [torch.zeros_like(out) for out in outs], allow_unused=True
             )
         return outputs
 
-    key = next(iter(reached.parameters), None)
+    key = next(iter(job.reached.parameters), None)
     shapes = tuple(None if leaf is None else (leaf.shape[1:], leaf.dtype) for leaf in leaves)
     before = RandomState.capture(job.device)
     try:
-        return largest_sub_batch(work, _batch_size(leaves), job.device, key=key, shapes=shapes)
+        return largest_sub_batch(work, _batch_size(leaves), job.device, key=key, shapes=shapes, most=job.sharding.most)
     finally:
         before.restore()
 
@@ -181,6 +189,7 @@ class _Job:
     retain: int | Literal["auto"]
     reached: Reached
     autocast: Autocast
+    sharding: Sharding
     # what is computed without a graph may differ: the first pass then builds it and drops it
     other_path: bool
     # filled by the first pass, and compared by the second
@@ -226,7 +235,9 @@ class _Job:
         retain = self.retain if grad else 0
         held = [leaf for leaf in (*self.reached.parameters, *leaves) if leaf is not None]
         thrifty = grad and self.reached.partly_frozen
-        retention = Retention(retain, len(self.bounds), self.device, held=held, thrifty=thrifty)
+        retention = Retention(
+            retain, len(self.bounds), self.device, held=held, thrifty=thrifty, most=self.sharding.most
+        )
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
         with torch.no_grad():
             for index, rows in enumerate(stream(values, self.bounds, self.device)):
@@ -250,7 +261,8 @@ class _Job:
                 with retention.weighing(index, size):
                     graph = self.run_with_graph(index, rows, wanted)
             except torch.OutOfMemoryError:
-                if not retention.auto:
+                # what one rank runs again, all would have to
+                if not retention.auto or self.sharding.modules:
                     raise
                 oldest = min(kept.graphs, default=index)
                 kept.graphs.pop(oldest, None)
@@ -322,7 +334,7 @@ class _Encode(torch.autograd.Function):
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
         after = RandomState.capture(job.device)
         try:
-            with silent(ctx.parameters):
+            with silent(ctx.parameters), job.sharding.holding_back():
                 # those that still have their graph first: each gives memory back
                 for index in sorted(graphs, reverse=True):
                     sums.add(index, *graphs.pop(index))
@@ -366,6 +378,7 @@ class _Sums:
         outs, gradients = zip(*pairs, strict=True)
         self._refuse_strangers(outs, inputs)
         found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
+        self.job.sharding.settle()
         for place, gradient in enumerate(found[: len(self.parameters)]):
             if gradient is not None:
                 self._accumulate(place, gradient)

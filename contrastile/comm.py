@@ -8,6 +8,7 @@ know that it is empty. What fails here is told by `rollcall.py`, with the rank, 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastile._check import wrong
+from contrastile._types import Gradient
 from contrastile.rollcall import here, lost
 
 # torch 2.13 gave these their new names, and warns at the old ones
@@ -125,6 +127,31 @@ def spread(x: Tensor, group: Any) -> None:
     """x becomes what it is on the group's first rank."""
     with _together("broadcast", group):
         dist.broadcast(x, dist.get_global_rank(_default(group), 0), group=group)
+
+
+def whole(x: Tensor, combined: Gradient) -> Tensor:
+    """A sharded number (FSDP2's scale, used before the module that owns it has run) as all ranks see it.
+
+    Its gradient is combined here as the wrapper would: by the ranks' mean, or by their sum.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None or not isinstance(x, tensor.DTensor):
+        return x
+    mesh = x.device_mesh
+    full: Tensor = x.full_tensor(grad_placements=[tensor.Partial("sum")] * mesh.ndim)
+    if combined == "mean" and full.requires_grad:
+        full.register_hook(lambda gradient: gradient / mesh.size())
+    return full
+
+
+def most(number: int, group: Any) -> int:
+    """The largest of the ranks' whole numbers."""
+    if size(group) == 1:
+        return number
+    largest = torch.tensor(number, device=_device(group))
+    with _together("agreement on a number", group):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return int(largest)
 
 
 @dataclass

@@ -7,7 +7,7 @@ padding behind: the last positions of a sub-batch that none of its texts uses ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ class Cut:
     # positions that each sub-batch computes, of the `length` that the inputs have
     widths: Sequence[int] = ()
     length: int = 0
+
+    def extended(self, count: int) -> Cut:
+        """With empty sub-batches at the end, until there are `count`."""
+        more = count - len(self.bounds)
+        end = self.bounds[-1][1]
+        widths = [*self.widths, *[self.length] * more] if self.widths else self.widths
+        return replace(self, bounds=[*self.bounds, *[(end, end)] * more], widths=widths)
 
     def sort(self, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Inputs, in the order of encoding."""

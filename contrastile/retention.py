@@ -32,7 +32,8 @@ class Retention:
 
     `held` are tensors that stay in memory whatever happens: parameters and inputs. `thrifty`: graphs that are smaller
     than a sub-batch's inputs are all kept. So are those of a tower whose trunk is frozen, because they begin behind it:
-    they hold the trunk's features, and no trunk runs twice.
+    they hold the trunk's features, and no trunk runs twice. `most`: the largest of a number over ranks that must run
+    equally often.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class Retention:
         *,
         held: Sequence[Tensor] = (),
         thrifty: bool = False,
+        most: Callable[[int], int] = int,
     ) -> None:
+        self.most = most
         self.auto, self.thrifty = retain == AUTO, thrifty
         self.count, self.device = count, device
         self.first = 0 if retain == AUTO else count - retain
@@ -72,6 +75,7 @@ class Retention:
         elif self.auto:
             # one more for the sub-batch that is being replayed or back-propagated
             self.first = max(0, self.count - max(0, int(SHARE * free / each) - 1))
+        self.first = self.most(self.first)
 
     def gave_up(self, index: int) -> None:
         """There was no room after all: everything up to `index` goes without."""
@@ -144,12 +148,19 @@ _found = WeakIdKeyDictionary()
 
 
 def largest_sub_batch(
-    work: Callable[[int, bool], object], batch: int, device: torch.device | None, *, key: Tensor | None, shapes: object
+    work: Callable[[int, bool], object],
+    batch: int,
+    device: torch.device | None,
+    *,
+    key: Tensor | None,
+    shapes: object,
+    most: Callable[[int], int] = int,
 ) -> int:
     """The largest sub-batch whose forward and backward fit, found once for an encoder and its inputs' shapes.
 
     `work(n, backward)` encodes the first n examples with a graph, and back-propagates if asked. The size comes from
-    what an example adds to the graph; on a CUDA device it is then tried, and halved until it fits.
+    what an example adds to the graph; on a CUDA device it is then tried, and halved until it fits. Of several ranks that
+    must run equally often, the smallest size is everybody's.
     """
     known = _found.setdefault(key, {}) if key is not None else {}
     size = known.get(shapes)
@@ -165,6 +176,6 @@ def largest_sub_batch(
                 if size == 1:
                     raise
                 size //= 2
-        known[shapes] = size
+        known[shapes] = size = -most(-size)
         logger.info("encode: sub-batches of %d", size)
     return min(size, max(batch, 1))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 RANKS = 4
 # seconds after which a rank that waits for another gives up
-PATIENCE = 10
+PATIENCE = 40
 
 
 class Pool:

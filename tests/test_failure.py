@@ -113,7 +113,7 @@ def test_a_stopped_rank_ends_the_others(tmp_path: Path, victim: int) -> None:
 
 def _disagree(rank: int, group: Any, kind: str) -> str:
     q = torch.eye(3, 4, requires_grad=kind != "requires_grad" or rank == 2)
-    exchange = "single" if kind == "exchange" and rank == 1 else "ring"
+    exchange = "gather" if kind == "exchange" and rank == 1 else "ring"
     try:
         ClipLoss(exchange=exchange, group=group)(q, q, 1.0)
     except ValueError as error:
@@ -124,7 +124,7 @@ def _disagree(rank: int, group: Any, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "got"),
     [
-        ("exchange", "`exchange` must be the same on all ranks; got 'ring' on rank 0 and 'single' on rank 1. "),
+        ("exchange", "`exchange` must be the same on all ranks; got 'ring' on rank 0 and 'gather' on rank 1. "),
         (
             "requires_grad",
             "`requires_grad` must be the same on all ranks; got [False, False] on rank 0 and [True, True] on rank 2. ",
@@ -140,9 +140,19 @@ def _alone(rank: int, group: Any) -> float:
     return ClipLoss(exchange="single", group=group)(q, q, 1.0 + rank).item()
 
 
-def test_ranks_that_are_single_all_need_nothing_else_in_common(pool: Pool) -> None:
+def test_ranks_that_are_single_need_nothing_in_common(pool: Pool) -> None:
     first, second = pool.run(_alone, 2)
     assert first != second
+
+
+def _alone_while_others_are_elsewhere(rank: int, group: Any) -> float | None:
+    return _alone(rank, group) if rank == 1 else None
+
+
+def test_a_single_rank_waits_for_nobody(pool: Pool) -> None:
+    none, value = pool.run(_alone_while_others_are_elsewhere, 2)
+    assert none is None
+    assert value is not None
 
 
 def _a_long_complaint(rank: int, group: Any) -> str:

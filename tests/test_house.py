@@ -20,7 +20,8 @@ BELOW = {
     "reach": GROUND,
     "lengths": GROUND,
     "retention": GROUND,
-    "cache": GROUND | {"reach", "lengths", "retention"},
+    "wrappers": GROUND,
+    "cache": GROUND | {"reach", "wrappers", "lengths", "retention"},
     "models": GROUND,
     "data": GROUND,
 }

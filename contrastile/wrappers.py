@@ -1,0 +1,199 @@
+"""What `encode` owes the data-parallel wrappers: one reduction per parameter and step, however many sub-batches.
+
+Beside `cache.py`. DistributedDataParallel reduces the gradients of what passes through its forward: so the whole of
+`encode` becomes one forward of the wrapper, in which the wrapped module runs on sub-batch after sub-batch. FSDP2
+gathers a module's parameters whenever it runs and scatters their gradients whenever it is back-propagated: so every
+rank runs equally often, and no replay leaves a gradient for FSDP2 to scatter. The sums reach the whole parameters
+through autograd, and FSDP2 scatters them where the backward around all of it ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from contrastile import comm
+from contrastile._check import wrong
+
+Result = TypeVar("Result")
+
+# DistributedDataParallel leaves no mark on the module inside: remember each one that is made
+_wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+
+
+def _note(module: nn.Module, _name: str, _inside: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _wrappers.add(module)
+
+
+register_module_module_registration_hook(_note)
+
+
+def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
+    """What runs on each sub-batch, and the DistributedDataParallel around it if there is one."""
+    if isinstance(encoder, partial):
+        inside, wrapper = unwrap(encoder.func)
+        return partial(inside, *encoder.args, **encoder.keywords), wrapper
+    module, name = encoder if isinstance(encoder, tuple) and len(encoder) == 2 else (encoder, "forward")
+    wrapper = module if isinstance(module, DistributedDataParallel) else None
+    module = module if wrapper is None else wrapper.module
+    if name == "forward":
+        return module, wrapper
+    if not isinstance(module, nn.Module) or not callable(getattr(module, str(name), None)):
+        got = f"({type(module).__name__}, {name!r})"
+        raise wrong("encoder", "be callable, or a module and the name of its method", got, "Check the name.")
+    if isinstance(module, _sharded_kind()) and name not in vars(module):
+        sys.modules["torch.distributed.fsdp"].register_fsdp_forward_method(module, name)
+    return getattr(module, name), wrapper
+
+
+class _Stage(nn.Module):
+    def forward(self, run: Callable[[], Result]) -> Result:
+        return run()
+
+
+def inside(wrapper: DistributedDataParallel, run: Callable[[], Result]) -> Result:
+    """run() as the wrapper's forward: it sees one forward of what it wraps, and reduces once in the backward."""
+    wrapped, wrapper.module = wrapper.module, _Stage()
+    try:
+        return wrapper(run)
+    finally:
+        wrapper.module = wrapped
+
+
+def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
+    """Raises where no wrapper would reduce the gradients, though there is one, or where one would do so too often."""
+    fully_sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for module in modules if parameters else []:
+        if isinstance(module, (DistributedDataParallel, fully_sharded)):
+            got = f"one that runs {type(module).__name__} inside"
+            remedy = "Pass the DistributedDataParallel itself, or (it, 'method'); or shard with fully_shard (FSDP2)."
+            raise wrong("encoder", "run without a data-parallel wrapper on each sub-batch", got, remedy)
+    if wrapper is not None or not _unreduced(parameters):
+        return
+    # a wrapper is part of reference cycles: one that was given up may still be there
+    gc.collect()
+    if _unreduced(parameters):
+        raise wrong(
+            "encoder",
+            "be reached through its DistributedDataParallel",
+            "the module inside, whose gradients would not be reduced",
+            "Pass the wrapper, or (wrapper, 'method'), or call encode in the forward of the wrapped module.",
+        )
+
+
+def _unreduced(parameters: Sequence[Tensor]) -> bool:
+    """Whether a wrapper that means to reduce some of these is not in its forward now."""
+    wanted = {id(parameter) for parameter in parameters}
+    running = DistributedDataParallel._get_active_ddp_module()
+    if running is not None:
+        wanted -= {id(parameter) for parameter in running.module.parameters()}
+    return bool(wanted) and any(
+        id(parameter) in wanted
+        for wrapper in list(_wrappers)
+        if wrapper.require_backward_grad_sync
+        for parameter in wrapper.module.parameters()
+    )
+
+
+def _sharded_kind() -> Any:
+    """The class of FSDP2's modules; of nothing where it was never imported, for then there are none."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """FSDP2's own records of the modules that an encoder runs; nothing to do where there are none.
+
+    FSDP2 keeps a state for each module; in it, groups of parameters that travel together; of each parameter, the
+    shard, which the optimizer knows, and the whole, which the module has while it is gathered.
+    """
+
+    modules: list[Any]
+
+    @classmethod
+    def of(cls, encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> Sharding:
+        while isinstance(encoder, partial):
+            encoder = encoder.func
+        owner, name = getattr(encoder, "__self__", None), getattr(encoder, "__name__", "")
+        if isinstance(owner, _sharded_kind()) and name not in vars(owner):
+            got = f"{name} of {type(owner).__name__}, which does not gather its parameters"
+            raise wrong("encoder", "be a forward method that FSDP2 knows", got, f"Pass (module, {name!r}).")
+        return cls([module for module in modules if isinstance(module, _sharded_kind())])
+
+    def wholes(self, reached: Sequence[nn.Module], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters that the encoder computes with: for shards, the wholes behind them."""
+        for module in self.modules:
+            if not all(hasattr(each, "_unsharded_param") for each in _parameters(module._get_fsdp_state())):
+                # made when they are gathered for the first time
+                module.unshard()
+                module.reshard()
+        wholes = {
+            id(each.sharded_param): each._unsharded_param for state in self._states() for each in _parameters(state)
+        }
+        found = [wholes[id(p)].requires_grad_() if id(p) in wholes else p for p in parameters]
+        if any(hasattr(p, "device_mesh") for p in found) and any(
+            hasattr(m, "_is_fsdp_managed_module") for m in reached
+        ):
+            got = "a part of one, whose parameters it would not gather"
+            raise wrong("encoder", "be a module that FSDP2 shards, or its method", got, "Pass (module, 'method').")
+        return list(dict.fromkeys(found))
+
+    def most(self, value: int) -> int:
+        """The largest value of any rank: what a rank runs, all must run, because each run is an exchange among them."""
+        meshes = [each.sharded_param.device_mesh for state in self._states() for each in _parameters(state)]
+        for mesh in dict.fromkeys(meshes):
+            for axis in range(mesh.ndim):
+                value = comm.most(value, mesh.get_group(axis))
+        return value
+
+    @contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """Around the replays: no gradient leaves this rank before the end of the backward that they are part of."""
+        groups = [group for state in self._states() for group in _groups(state)]
+        before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+        for state in self._states():
+            state._register_root_post_backward_final_callback()
+        for group in groups:
+            group.reduce_grads = group.all_reduce_grads = False
+        try:
+            yield
+        finally:
+            for group, (reduce, all_reduce) in zip(groups, before, strict=True):
+                group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+
+    def settle(self) -> None:
+        """After a replay, as FSDP2 does after a backward: every group is sharded and ready for the next one."""
+        for state in self._states():
+            idle = type(state._training_state).IDLE
+            for group in _groups(state):
+                if group._training_state != idle:
+                    group.post_backward()
+                    group._training_state = idle
+            state._training_state = idle
+
+    def _states(self) -> list[Any]:
+        # one may serve several modules
+        return list(dict.fromkeys(module._get_fsdp_state() for module in self.modules))
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        # torch 2.11 has one or none
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return list(groups)
+
+
+def _parameters(state: Any) -> list[Any]:
+    return [each for group in _groups(state) for each in group.fsdp_params]

@@ -1,0 +1,35 @@
+"""The gradient convention: W ranks, whatever wraps their model, have the gradients of one process with all examples."""
+
+from __future__ import annotations
+
+import pytest
+from gradient_table import EXCHANGES, LOSSES, WRAPPERS, Row, every, measure, summary
+from ranks import Pool
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("W", [1, 2, 3, 4])
+def test_every_gradient_is_that_of_one_process(pool: Pool, W: int, wrapper: str) -> None:
+    rows = list(measure(pool, [W], [wrapper]))
+    assert len(rows) == W * len(LOSSES) * len(EXCHANGES) * 4
+    for row in rows:
+        assert set(row.parts) == {"towers", "scale"} | ({"bias"} if row.loss == "SigLipLoss" else set())
+        for ratio, cosine in row.parts.values():
+            assert abs(ratio - 1) <= 1e-12, row
+            assert abs(cosine - 1) <= 1e-12, row
+
+
+def test_the_table_shows_the_worst() -> None:
+    good = {"towers": (1.0, 1.0), "scale": (1.0, 1.0), "bias": (1.0, 1.0)}
+    rows = [
+        Row(loss, exchange, 2, w, False, False, good) for loss in LOSSES for exchange in EXCHANGES for w in WRAPPERS
+    ]
+    rows.append(Row("ClipLoss", "ring", 3, "DDP", True, False, {"towers": (1 / 3, 0.975), "scale": (3.0, 1.0)}))
+    line = next(line for line in summary(rows).splitlines() if line.startswith("| ClipLoss | ring"))
+    ok = "1.000, 1.000000"
+    assert line == f"| ClipLoss | ring | {ok} | {ok} | 0.333, 0.975000 | 3.000, 1.000000 | {ok} | {ok} |"
+    assert (
+        every(rows)
+        .splitlines()[-1]
+        .endswith("| ring | 3 | DDP | True | False | 0.333, 0.975000 | 3.000, 1.000000 |  |")
+    )

@@ -1,0 +1,425 @@
+"""encode under DistributedDataParallel and FSDP2: true gradients, one reduction, and no way around the wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradient_table import D_IN, SHARES, D, Pair, batch, loss_of, shard
+from problems import distance
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from contrastile import encode
+
+STEPS = 3
+
+
+def _truth(model: Pair, micro_batches: int = 1) -> dict[str, Tensor]:
+    for micro_batch in range(micro_batches):
+        x, y, labels = batch(1, micro_batch)
+        loss_of("ClipLoss", model(x, y), labels, exchange="single").backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _found(model: nn.Module) -> dict[str, Tensor]:
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+
+
+def _compare(found: dict[str, Tensor], truth: dict[str, Tensor], allowed: float = 1e-12) -> None:
+    for name, gradient in truth.items():
+        assert distance(found[name], gradient) <= allowed, name
+    for name in found.keys() - truth.keys():
+        assert not found[name].any(), name
+
+
+def _mine(rank: int, group: Any, micro_batch: int = 0) -> tuple[Tensor, ...]:
+    W = dist.get_world_size(group)
+    return tuple(whole.split(SHARES[W])[rank] for whole in batch(W, micro_batch))
+
+
+def _both(wrapped: Any, x: Tensor, y: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    image = encode((wrapped, "encode_image"), x, sub_batch=2, **how)
+    return image, encode((wrapped, "encode_text"), y, sub_batch=3, **how)
+
+
+# the ways in which users call encode; each returns what the loss takes
+WAYS: dict[str, Callable[[Any, Pair, Tensor, Tensor], Any]] = {
+    "in the forward": lambda wrapped, model, x, y: wrapped(x, y),
+    "by the method's name": lambda wrapped, model, x, y: (*_both(wrapped, x, y), *model.numbers()),
+    "text first, image kept": lambda wrapped, model, x, y: (
+        (
+            *(
+                encode((wrapped, name), z, sub_batch=2, retain=2)
+                for name, z in (("encode_text", y), ("encode_image", x))
+            ),
+            *model.numbers(),
+        )[1::-1]
+        + model.numbers()
+    ),
+}
+
+
+def _wrapped_ddp(model: nn.Module, group: Any, **how: Any) -> tuple[DDP, list[int]]:
+    """The wrapper, and the number of elements in each of its reductions."""
+    wrapped = DDP(model, process_group=group, **how)
+    reduced: list[int] = []
+
+    # torch wants its own annotations here, or none
+    def count(state, bucket):  # type: ignore[no-untyped-def]
+        reduced.append(bucket.buffer().numel())
+        return allreduce_hook(group, bucket)
+
+    wrapped.register_comm_hook(None, count)
+    return wrapped, reduced
+
+
+def _ddp_steps(rank: int, group: Any, way: str, how: dict[str, Any]) -> None:
+    model = Pair(shape=(), sub_batch=2 if way == "in the forward" else None)
+    truth = _truth(Pair(shape=()))
+    wrapped, reduced = _wrapped_ddp(model, group, bucket_cap_mb=0.0002, **how)
+    x, y, labels = _mine(rank, group)
+    for step in range(STEPS):
+        wrapped.zero_grad()
+        reduced.clear()
+        loss_of("ClipLoss", WAYS[way](wrapped, model, x, y), labels, group=group).backward()
+        _compare(_found(model), truth)
+        # each parameter once; DDP begins with one bucket for all of them
+        assert sum(reduced) == sum(p.numel() for p in model.parameters())
+        assert step < STEPS - 1 or len(reduced) > 1
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_ddp_reduces_each_gradient_once(pool: Pool, way: str, how: dict[str, Any]) -> None:
+    pool.run(_ddp_steps, 3, way, how)
+
+
+def _each_tower(rank: int, group: Any) -> None:
+    model, reference = Pair(shape=()), Pair(shape=())
+    x, y, labels = batch(1, 0)
+    loss_of("ClipLoss", (reference.image(x), reference.text(y), 4.5, None), labels, exchange="single").backward()
+    image, image_reduced = _wrapped_ddp(model.image, group)
+    text, text_reduced = _wrapped_ddp(model.text, group)
+    x, y, labels = _mine(rank, group)
+    features = encode(image, x, sub_batch=2), encode(partial(text), (y,), sub_batch=2, retain=1)
+    loss_of("ClipLoss", (*features, 4.5, None), labels, group=group).backward()
+    assert image_reduced == text_reduced == [sum(p.numel() for p in model.text.parameters())]
+    _compare(_found(model), _found(reference))
+
+
+def test_each_tower_wrapped_for_itself(pool: Pool) -> None:
+    pool.run(_each_tower, 3)
+
+
+def _shared_tower(rank: int, group: Any, kind: str) -> None:
+    model, reference = Pair(depth=2).image, Pair(depth=2).image
+    x, y, labels = batch(1, 0)
+    loss_of("ClipLoss", (reference(x), reference(y), 4.5, None), labels, exchange="single").backward()
+    with _scatters() as scattered:
+        wrapped, reduced = _wrapped_ddp(model, group) if kind == "DDP" else (_shard_blocks(model, group), scattered)
+        x, y, labels = _mine(rank, group)
+        for _ in range(2):
+            wrapped.zero_grad()
+            reduced.clear()
+            features = encode(wrapped, x, sub_batch=2), encode(wrapped, y, sub_batch=3)
+            loss_of("ClipLoss", (*features, 4.5, None), labels, group=group).backward()
+            _compare(_found(model), _found(reference))
+            assert len(reduced) == (1 if kind == "DDP" else 3)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_one_tower_for_both_sides_is_reduced_once(pool: Pool, kind: str) -> None:
+    pool.run(_shared_tower, 3, kind)
+
+
+def _accumulate(rank: int, group: Any, kind: str, way: str) -> None:
+    """Two micro-batches, the loss scaled as a GradScaler scales it; only the second is reduced."""
+    model = Pair(sub_batch=2 if way == "in the forward" else None)
+    truth = _truth(Pair(), 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with _scatters() as scattered:
+        wrapped, reduced = _wrapped_ddp(model, group) if kind == "DDP" else (shard(model, group), scattered)
+        for micro_batch in range(2):
+            x, y, labels = _mine(rank, group, micro_batch)
+            if kind == "FSDP2":
+                wrapped.set_requires_gradient_sync(micro_batch == 1)
+                wrapped.set_is_last_backward(micro_batch == 1)
+            elif micro_batch == 0:
+                with wrapped.no_sync():
+                    out = WAYS[way](wrapped, model, x, y)
+            if kind == "FSDP2" or micro_batch == 1:
+                out = WAYS[way](wrapped, model, x, y)
+            scaler.scale(loss_of("ClipLoss", out, labels, group=group)).backward()
+            assert len(reduced) == (0 if micro_batch == 0 else 1 if kind == "DDP" else 3)
+        if kind == "DDP":
+            # the scaler knows sharded parameters too, once the optimizer does: it was made before the shards
+            scaler.unscale_(optimizer)
+            _compare(_found(model), truth)
+        else:
+            _compare({name: g / 1024 for name, g in _found(model).items()}, truth)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_accumulation_reduces_with_the_last_micro_batch(pool: Pool, kind: str, way: str) -> None:
+    pool.run(_accumulate, 3, kind, way)
+
+
+def _partly_trained(rank: int, group: Any, kind: str, way: str, what: str, how: dict[str, Any]) -> None:
+    def prepared() -> Pair:
+        model = Pair(sub_batch=2 if way == "in the forward" else None)
+        if what == "frozen tower":
+            model.image.requires_grad_(False)
+        if what == "frozen layer":
+            model.text.blocks.requires_grad_(False)
+        if what == "unused":
+            model.text.unused = nn.Linear(2, 2).double()
+        return model
+
+    reference, model = prepared(), prepared()
+    reference.sub_batch = None
+    truth = _truth(reference)
+    wrapped = DDP(model, process_group=group, **how) if kind == "DDP" else shard(model, group)
+    x, y, labels = _mine(rank, group)
+    for _ in range(STEPS):
+        wrapped.zero_grad()
+        loss_of("ClipLoss", WAYS[way](wrapped, model, x, y), labels, group=group).backward()
+        _compare(_found(model), truth)
+
+
+@pytest.mark.parametrize("what", ["frozen tower", "frozen layer", "unused"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("DDP", {}), ("DDP", {"find_unused_parameters": True}), ("DDP", {"static_graph": True}), ("FSDP2", {})],
+    ids=str,
+)
+def test_frozen_and_unused_parameters(pool: Pool, kind: str, how: dict[str, Any], way: str, what: str) -> None:
+    pool.run(_partly_trained, 2, kind, way, what, how)
+
+
+@contextmanager
+def _scatters() -> Iterator[list[str]]:
+    """Notes each reduce-scatter of FSDP2."""
+    scattered: list[str] = []
+    plain = _fsdp_param_group.foreach_reduce
+
+    def counted(parameters: list[Any], *rest: Any, **named: Any) -> Any:
+        scattered.append(parameters[0]._param_fqn)
+        return plain(parameters, *rest, **named)
+
+    _fsdp_param_group.foreach_reduce = counted
+    try:
+        yield scattered
+    finally:
+        _fsdp_param_group.foreach_reduce = plain
+
+
+def _shard_blocks(tower: Any, group: Any, **how: Any) -> Any:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in tower.blocks:
+        fully_shard(block, mesh=mesh, **how)
+    return fully_shard(tower, mesh=mesh, **how)
+
+
+def _scale_first(wrapped: Any, model: Pair, x: Tensor, y: Tensor) -> Any:
+    numbers = model.numbers()
+    return *_both(wrapped, x, y), *numbers
+
+
+def _scale_by_method(wrapped: Any, model: Pair, x: Tensor, y: Tensor) -> Any:
+    if "numbers" not in vars(model):
+        register_fsdp_forward_method(model, "numbers")
+    return *_both(wrapped, x, y), *model.numbers()
+
+
+def _by_function(wrapped: Any, model: Pair, x: Tensor, y: Tensor) -> Any:
+    for name in ("encode_image", "encode_text"):
+        if name not in vars(model):
+            register_fsdp_forward_method(model, name)
+    return (
+        encode(lambda z: model.encode_image(z), x, sub_batch=2),
+        encode(model.encode_text, y, sub_batch=3),
+        *model.numbers(),
+    )
+
+
+SHARDED_WAYS = WAYS | {
+    "scale first": _scale_first,
+    "scale by method": _scale_by_method,
+    "by a function": _by_function,
+}
+
+
+def _sharded_steps(rank: int, group: Any, way: str, how: str) -> None:
+    model = Pair(depth=2, sub_batch=2 if way == "in the forward" else None)
+    truth = _truth(Pair(depth=2))
+    if how == "blocks":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        _shard_blocks(model.image, group)
+        _shard_blocks(model.text, group)
+        fully_shard(model, mesh=mesh)
+    elif how == "towers":
+        shard(model, group, reshard_after_forward=True)
+    else:
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    groups = {"blocks": 7, "towers": 3, "all at once": 1}[how]
+    x, y, labels = _mine(rank, group)
+    with _scatters() as scattered:
+        for _ in range(STEPS):
+            model.zero_grad()
+            scattered.clear()
+            loss_of("ClipLoss", SHARDED_WAYS[way](model, model, x, y), labels, group=group).backward()
+            _compare(_found(model), truth)
+            assert len(set(scattered)) == len(scattered)
+            # a scale that was taken while it was sharded is combined on its own
+            assert groups - len(scattered) in ((0, 1) if way == "scale first" or how == "towers" else (0,))
+
+
+@pytest.mark.parametrize("how", ["blocks", "towers", "all at once"])
+@pytest.mark.parametrize("way", SHARDED_WAYS)
+def test_fsdp2_scatters_each_group_once(pool: Pool, way: str, how: str) -> None:
+    pool.run(_sharded_steps, 3, way, how)
+
+
+def _mixed(rank: int, group: Any) -> None:
+    """bfloat16 parameters, float32 shards and reduction: sums of sub-batches are rounded once."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = []
+    for cached in (False, True):
+        model = shard(Pair().float(), group, mp_policy=policy)
+        for micro_batch in range(2):
+            model.set_requires_gradient_sync(micro_batch == 1)
+            x, y, labels = _mine(rank, group, micro_batch)
+            features = _both(model, x, y) if cached else model(x, y)[:2]
+            loss_of("ClipLoss", (*features, 4.5, None), labels, group=group).backward()
+        found.append(_found(model))
+    for name, gradient in found[0].items():
+        if name != "logit_scale":
+            assert found[1][name].dtype == torch.float32
+            assert distance(found[1][name], gradient) <= 2e-2, name
+
+
+def test_fsdp2_in_mixed_precision(pool: Pool) -> None:
+    pool.run(_mixed, 2)
+
+
+def _hybrid(rank: int, group: Any) -> None:
+    """Two replicas of two shards; the second replica runs more sub-batches than the first."""
+    model = Pair(depth=2)
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicas", "shards"))
+    for part in (model.image, model.text, model):
+        fully_shard(part, mesh=mesh)
+    x, y, labels = _mine(rank, group)
+    with _scatters() as scattered:
+        features = _both(model, x, y)
+        loss_of("ClipLoss", (*features, *model.numbers()), labels, group=group).backward()
+    _compare(_found(model), _truth(Pair(depth=2)))
+    assert len(scattered) == 3
+
+
+def test_hybrid_sharding(pool: Pool) -> None:
+    pool.run(_hybrid, 4)
+
+
+def _sentences(rank: int, group: Any) -> dict[str, str]:
+    """What is said of each way that would not be right."""
+    model, x = Pair(shape=()), torch.ones(4, D_IN, dtype=torch.float64)
+    wrapped = DDP(model, process_group=group)
+    holder = nn.ModuleDict({"tower": wrapped})
+    flat = fully_shard(Pair(), mesh=DeviceMesh.from_group(group, "cpu"))
+    wrong = {
+        "module inside": model.encode_image,
+        "a part of it": model.image,
+        "function around it": lambda x: model.encode_image(x),
+        "holds a wrapper": lambda x: holder["tower"](x, x)[0],
+        "no such method": (wrapped, "encode_sound"),
+        "not a method": (wrapped, "sub_batch"),
+        "not a module": ("model", "encode_image"),
+        "not registered": flat.encode_image,
+        "not registered, bound": partial(flat.encode_image),
+        "part of a shard": flat.image,
+    }
+    said = {}
+    for name, encoder in wrong.items():
+        try:
+            encode(encoder, x, sub_batch=2)
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+BYPASS = (
+    "`encoder` must be reached through its DistributedDataParallel; got the module inside, whose gradients would not be "
+    "reduced. Pass the wrapper, or (wrapper, 'method'), or call encode in the forward of the wrapped module."
+)
+NESTED = (
+    "`encoder` must run without a data-parallel wrapper on each sub-batch; got one that runs DistributedDataParallel "
+    "inside. Pass the DistributedDataParallel itself, or (it, 'method'); or shard with fully_shard (FSDP2)."
+)
+NAMES = "`encoder` must be callable, or a module and the name of its method; got "
+UNKNOWN = (
+    "`encoder` must be a forward method that FSDP2 knows; got encode_image of FSDPPair, which does not gather its "
+    "parameters. Pass (module, 'encode_image')."
+)
+
+
+def test_what_would_not_be_reduced_is_refused(pool: Pool) -> None:
+    first, second = pool.run(_sentences, 2)
+    assert first == second
+    assert first == {
+        "module inside": BYPASS,
+        "a part of it": BYPASS,
+        "function around it": BYPASS,
+        "holds a wrapper": NESTED,
+        "no such method": NAMES + "(Pair, 'encode_sound'). Check the name.",
+        "not a method": NAMES + "(Pair, 'sub_batch'). Check the name.",
+        "not a module": NAMES + "(str, 'encode_image'). Check the name.",
+        "not registered": UNKNOWN,
+        "not registered, bound": UNKNOWN,
+        "part of a shard": "`encoder` must be a module that FSDP2 shards, or its method; got a part of one, whose "
+        "parameters it would not gather. Pass (module, 'method').",
+    }
+
+
+def _allowed(rank: int, group: Any) -> None:
+    model, x = Pair(shape=()), torch.ones(4, D_IN, dtype=torch.float64)
+    wrapped = DDP(model, process_group=group)
+    with torch.no_grad():
+        # on one rank only: evaluation exchanges nothing
+        if rank == 0:
+            assert encode(model.encode_image, x, sub_batch=3).shape == (4, D)
+            assert encode((wrapped, "encode_image"), x, sub_batch=3).shape == (4, D)
+    with wrapped.no_sync():
+        encode(model.encode_image, x, sub_batch=3).sum().backward()
+    assert model.image.project.weight.grad is not None
+    # wrapped anew, and given up
+    again = DDP(model, process_group=group)
+    del wrapped
+    encode((again, "encode_image"), x, sub_batch=3)
+    del again
+    encode(model.encode_image, x, sub_batch=3)
+    # a pair is right without any wrapper, too
+    plain = Pair().encode_image(x).detach()
+    assert distance(encode((Pair(), "encode_image"), x, sub_batch=3).detach(), plain) <= 1e-15
+    assert distance(encode((model.image, "forward"), x, sub_batch=3).detach(), plain) <= 1e-15
+
+
+def test_what_needs_no_reduction_is_allowed(pool: Pool) -> None:
+    pool.run(_allowed, 2)
