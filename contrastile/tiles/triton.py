@@ -29,6 +29,15 @@ from contrastile.tiles import triton_conclude as conclude
 from contrastile.tiles import triton_launch as launch
 from contrastile.tiles import triton_operands as operands
 from contrastile.tiles.base import Tiles
+from contrastile.tiles.triton_budget import (
+    CHANNELS,
+    CHANNELS_CAREFUL,
+    CHANNELS_LABELS,
+    CHANNELS_SMOOTH,
+    PIECES,
+    Budget,
+    Cost,
+)
 from contrastile.tiles.triton_device import interpreting, on, shape_for
 from contrastile.tiles.triton_kernels import UNIT
 from contrastile.tiles.triton_launch import Listed, Merge
@@ -36,23 +45,11 @@ from contrastile.tiles.triton_operands import Masks, Pair, tiles_of
 
 # the oldest chip whose matrix units take bf16
 LEAST_CAPABILITY = 8, 0
-# 16-bit pieces of a float32 number, by the precision of torch's float32 products
-PIECES_FLOAT32 = {"bf16": 1, "tf32": 2, "ieee": 3, "none": 3}
-# the same of each type that has kernels
-PIECES: dict[torch.dtype, Callable[[], int]] = {
-    torch.bfloat16: lambda: 1,
-    torch.float16: lambda: 1,
-    torch.float32: lambda: PIECES_FLOAT32[torch.backends.cuda.matmul.fp32_precision],
-}
 # terms of a product that the matrix units may add up by themselves where float32's own precision is asked for: they
 # cut their sums off, by a few parts in 10^8 for every 16 terms
 INNER = 1024
 # a strip in fp16 holds gradients up to 2 to this power
 UNIT_POWER = 14
-# numbers per tile and row: the sum; with smoothing; top and total; all statistics, with positives by label
-CHANNELS, CHANNELS_SMOOTH, CHANNELS_CAREFUL, CHANNELS_LABELS = 1, 3, 2, 8
-# bytes of a super-tile of height × width of D features in a dtype
-Cost = Callable[[int, int, int, torch.dtype], int]
 
 
 @dataclass(frozen=True)
@@ -167,13 +164,14 @@ class Triton(Tiles):
             return out, conclude.scaled(x, total, self.scale, times, out=out, inner=inner)
 
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
-        costs = (self._forward_bytes, self._label_bytes, self._backward_bytes)
-        # whether the features will have to be copied depends on their strides
-        cuts = ((cost, copied, self._cut(N, M, copied, dtype, cost)) for cost in costs for copied in (0, D))
-        return max(cost(*cut, copied, dtype) for cost, copied, cut in cuts)
+        return self._budget.most(N, M, D, dtype)
 
     def _room(self, side: Side) -> Tensor:
         return self.scale.new_empty(1 if self._sigmoid else len(SoftmaxStats._fields), len(side))
+
+    @property
+    def _budget(self) -> Budget:
+        return Budget(self.loss, self.scale.device, self.workspace)
 
     @property
     def _sigmoid(self) -> bool:
@@ -197,7 +195,7 @@ class Triton(Tiles):
         features = block.rows.features
         N, M = len(block.rows), len(block.cols)
         direct = all(operands.readable(side.features) for side in (block.rows, block.cols))
-        height, width = self._cut(N, M, 0 if direct else features.shape[1], features.dtype, cost)
+        height, width = self._budget.cut(N, M, 0 if direct else features.shape[1], features.dtype, cost)
         for i in range(0, N, height):
             for j in range(0, M, width):
                 yield self._super_tile(block, slice(i, min(i + height, N)), slice(j, min(j + width, M)))
@@ -233,7 +231,7 @@ class Triton(Tiles):
     def _sums(self, block: Block, row_stats: Tensor, col_stats: Tensor | None) -> None:
         """Statistics of the pairs that are not listed, by one exponential per pair."""
         smooth = bool(self._smoothing)
-        for tile in self._super_tiles(block, self._forward_bytes):
+        for tile in self._super_tiles(block, self._budget.forward):
             row_part, col_part = self._partial(tile, CHANNELS_SMOOTH if smooth else CHANNELS)
             launch.totals(tile.pair, block.numbers, row_part, col_part, smooth=smooth, sigmoid=self._sigmoid)
             merges = _merges(tile, row_part, col_part, row_stats, col_stats)
@@ -241,7 +239,7 @@ class Triton(Tiles):
 
     def _maxima(self, block: Block, row_stats: Tensor, col_stats: Tensor | None, *, labels: bool) -> None:
         """The same the careful way, on the device's own decision, and with positives by label."""
-        for tile in self._super_tiles(block, self._label_bytes if labels else self._forward_bytes):
+        for tile in self._super_tiles(block, self._budget.labels if labels else self._budget.forward):
             row_part, col_part = self._partial(tile, CHANNELS_LABELS if labels else CHANNELS_CAREFUL)
             launch.maxima(tile.pair, block.numbers, row_part, col_part)
             merges = _merges(tile, row_part, col_part, row_stats, col_stats)
@@ -290,7 +288,7 @@ class Triton(Tiles):
             return total
         out: Tensor | None = None
         vectors = self._vectors(block)
-        for tile in self._super_tiles(block, self._backward_bytes):
+        for tile in self._super_tiles(block, self._budget.backward):
             q, k = tile.pair.q, tile.pair.k
             if out is None:
                 out = operands.strip(q, k)
@@ -377,43 +375,6 @@ class Triton(Tiles):
             there &= columns != torch.arange(rows.start, rows.start + N, device=columns.device)[:, None]
         return Listed(torch.where(there, columns - cols.start, -1), None, itself, N)
 
-    # super-tiles
-
-    def _forward_bytes(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """The tiles' numbers, and the operands' pieces."""
-        return self._partial_bytes(height, width, CHANNELS_SMOOTH) + self._operand_bytes(height, width, D, dtype)
-
-    def _label_bytes(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """The same for positives by label."""
-        return self._partial_bytes(height, width, CHANNELS_LABELS) + self._operand_bytes(height, width, D, dtype)
-
-    def _partial_bytes(self, height: int, width: int, channels: int) -> int:
-        shape = shape_for(self.scale.device)
-        numbers = tiles_of(width, shape.cols) * height + self.loss.symmetric * tiles_of(height, shape.rows) * width
-        return 4 * channels * numbers
-
-    def _backward_bytes(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """The strip, and the operands' pieces."""
-        strip = operands.strip_bytes(height, width, PIECES[dtype](), self.scale.device)
-        # a sigmoid's sums of the gradient, and of the loss
-        sums = self._partial_bytes(height, width, 2 * CHANNELS) if self._sigmoid else 0
-        return strip + sums + self._operand_bytes(height, width, D, dtype)
-
-    def _operand_bytes(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """Copies of the features; none where D is 0."""
-        return operands.operand_bytes(height + width, D, PIECES[dtype](), self.scale.device)
-
-    def _cut(self, N: int, M: int, D: int, dtype: torch.dtype, cost: Cost) -> tuple[int, int]:
-        """Rows and columns of a super-tile: the longer side halved until it fits the workspace."""
-        shape = shape_for(self.scale.device)
-        height, width = N, M
-        while cost(height, width, D, dtype) > self.workspace and max(height, width) > shape.rows:
-            if height >= width:
-                height = _halved(height, shape.rows)
-            else:
-                width = _halved(width, shape.cols)
-        return height, width
-
 
 def _by_label(rows: Side) -> bool:
     return rows.diagonal is None and rows.positives is None and rows.labels is not None
@@ -478,8 +439,3 @@ def _along(x: Tensor, at: slice, axis: int = -1) -> Tensor:
 
 def _narrow(side: Side, at: slice) -> Side:
     return side if at.stop - at.start == len(side) else side.narrow(at.start, at.stop)
-
-
-def _halved(n: int, step: int) -> int:
-    """Half of n, in whole steps."""
-    return -(-n // (2 * step)) * step
