@@ -32,6 +32,12 @@ from contrastile.tiles.eager import Eager
 log = logging.getLogger("contrastile")
 
 LEAST_WORKSPACE = 2**20
+WORDS = {
+    "backend": get_args(Backend),
+    "exchange": get_args(ExchangeName),
+    "gradient": get_args(Gradient),
+    "reduction": get_args(Reduction),
+}
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,8 @@ class Options:
         return cls(**how)
 
     def __post_init__(self) -> None:
-        for name, words in (
-            ("backend", Backend),
-            ("exchange", ExchangeName),
-            ("gradient", Gradient),
-            ("reduction", Reduction),
-        ):
-            _check.one_of(name, getattr(self, name), get_args(words), "Leave it out for the default.")
+        for name, words in WORDS.items():
+            _check.one_of(name, getattr(self, name), words, "Leave it out for the default.")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise wrong("label_smoothing", "be at least 0 and below 1", self.label_smoothing, "0.1 is usual.")
         if self.workspace is not None and self.workspace < LEAST_WORKSPACE:

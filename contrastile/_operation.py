@@ -142,7 +142,7 @@ def _shapes_backward(
     del upstream
     *_, wanted = rest
     return [
-        torch.empty_like(x) if want and x is not None else q.new_empty(0)
+        x.new_empty(x.shape) if want and x is not None else q.new_empty(0)
         for x, want in zip((q, k, scale, bias), wanted, strict=True)
     ]
 

@@ -7,7 +7,8 @@ exchange walks over the columns, tiles compute blocks, the loss ends the statist
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,6 @@ from contrastile.tiles.base import Tiles
 
 # the default workspace is the device's memory by this
 DEFAULT_SHARE = 64
-# rows multiplied at once where a product with float32 copies is summed up
-ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,16 @@ class Call:
     reduction: Reduction
     # None: the device's default
     workspace: int | None
+    # the tiles, once made: what they know of the forward serves the backward
+    made: list[Tiles] = field(default_factory=list)
 
     def arithmetic(self, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tiles:
         """The tiles of this call, with its numbers in the accumulator's type."""
-        wide = accumulator(dtype)
+        if not self.made:
+            self.made.append(self._make(scale, bias, accumulator(dtype)))
+        return self.made[0]
+
+    def _make(self, scale: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tiles:
         used = None if bias is None or not self.loss.uses_bias else _scalar(bias, wide)
         workspace = device_memory(scale.device) // DEFAULT_SHARE if self.workspace is None else self.workspace
         return self.tiles(self.loss, _scalar(scale, wide), used, workspace)
@@ -67,11 +72,15 @@ class Gradients(NamedTuple):
 
 def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> Swept:
     """The statistics of all rows and columns, and the loss they come to."""
-    with torch.autocast(q.device.type, enabled=False):
+    with _as_given(q):
         tiles = call.arithmetic(scale, bias, q.dtype)
         rows, cols = replace(call.rows, features=q), replace(call.cols, features=k)
         stats = call.exchange.stats(tiles, rows, cols)
-        directions = [call.loss.finish(side) for side in stats if side is not None]
+        there = [side for side in stats if side is not None]
+        ended = tiles.ended(there, call.weights, call.reduction, call.exchange.total)
+        if ended is not None:
+            return Swept(*ended)
+        directions = [call.loss.finish(side) for side in there]
         value, coefficients = _reduce(call, directions, _poison(q, k, tiles.scale))
     return Swept(value, [direction.state for direction in directions], coefficients)
 
@@ -79,8 +88,11 @@ def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None
 def forward_with_gradients(
     call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Gradients]:
-    """The loss and, from the same sweep, its gradients for an upstream of 1; see `at_once`."""
-    with torch.autocast(q.device.type, enabled=False):
+    """The loss and its gradients for an upstream of 1, from the same sweep where a loss is pairwise."""
+    if not call.loss.pairwise:
+        swept = forward(call, q, k, scale, bias)
+        return swept.value, _gradients(call, q, k, scale, bias, swept.states, swept.coefficients, wanted)
+    with _as_given(q):
         tiles = call.arithmetic(scale, bias, q.dtype)
         weights = tiles.scale.new_ones(len(q)) if call.weights is None else call.weights.to(tiles.scale.dtype)
         poison = _poison(q, k, tiles.scale)
@@ -109,17 +121,34 @@ def backward(
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """The gradients of q, k, scale and bias, of those that are wanted."""
-    with torch.autocast(q.device.type, enabled=False):
+    states, coefficients = swept
+    upstream = upstream.to(accumulator(q.dtype)) * call.exchange.gradient_factor()
+    coefficients = [coefficient * upstream for coefficient in coefficients]
+    found = _gradients(call, q, k, scale, bias, states, coefficients, wanted)
+    return hand_back(call, found, None, q, k, scale, bias, wanted)
+
+
+def _gradients(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    states: Sequence[Tensor],
+    coefficients: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> Gradients:
+    """The second sweep."""
+    with _as_given(q):
         tiles = call.arithmetic(scale, bias, q.dtype)
-        upstream = upstream.to(tiles.scale.dtype) * call.exchange.gradient_factor()
         carried: list[dict[str, Any]] = [
-            {"state": state, "coefficient": coefficient * upstream} for state, coefficient in zip(*swept, strict=True)
+            {"state": state, "coefficient": coefficient}
+            for state, coefficient in zip(states, coefficients, strict=True)
         ]
         rows = replace(call.rows, features=q, **carried[0])
         cols = replace(call.cols, features=k, **(carried[1] if call.loss.symmetric else {}))
         u, v = _room(q, k, wanted)
-        total = call.exchange.grads(tiles, rows, cols, u, v)
-    return hand_back(call, Gradients(u, v, total), None, q, k, scale, bias, wanted)
+        return Gradients(u, v, call.exchange.grads(tiles, rows, cols, u, v))
 
 
 def hand_back(
@@ -135,22 +164,21 @@ def hand_back(
     """What was accumulated, as gradients in their own types; times `upstream`, where that is not in yet."""
     want_q, want_k, want_scale, want_bias = wanted
     u, v, total = found
-    with torch.autocast(q.device.type, enabled=False):
-        factor = _scalar(scale, total.dtype)
-        times = torch.ones_like(factor) if upstream is None else upstream.to(total.dtype)
-        dscale = dbias = None
-        if want_scale:
-            dscale = (_inner(q, u) if u is not None else _inner(k, v)) * times
+    keep = upstream is not None
+    with _as_given(q):
+        tiles = call.arithmetic(scale, bias, q.dtype)
+        times = None if upstream is None else upstream.to(total.dtype)
+        dq = dk = dscale = dbias = None
+        if u is not None:
+            dq, dscale = tiles.scaled(q, u, times, gradient=want_q, inner=want_scale, keep=keep)
+        if v is not None:
+            dk, other = tiles.scaled(k, v, times, gradient=want_k, inner=want_scale and u is None, keep=keep)
+            dscale = other if dscale is None else dscale
+        if dscale is not None:
             dscale = dscale.to(scale.dtype).reshape(scale.shape)
         if want_bias and bias is not None:
-            used = total * times if call.loss.uses_bias else torch.zeros_like(total)
+            used = (total if times is None else total * times) if call.loss.uses_bias else torch.zeros_like(total)
             dbias = used.to(bias.dtype).reshape(bias.shape)
-        # in place where nothing will be asked for them again
-        scaled = [None if x is None else (x.mul_(factor) if upstream is None else x * (factor * times)) for x in (u, v)]
-    dq, dk = (
-        None if x is None or not want else x.to(like.dtype)
-        for x, want, like in zip(scaled, (want_q, want_k), (q, k), strict=True)
-    )
     return [dq, dk, dscale, dbias]
 
 
@@ -158,8 +186,9 @@ def _room(q: Tensor, k: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, 
     """Accumulators of what is wanted; the scale's gradient can be read off either."""
     want_q, want_k, want_scale, _ = wanted
     wide = accumulator(q.dtype)
-    u = torch.zeros_like(q, dtype=wide) if want_q or (want_scale and not want_k) else None
-    return u, torch.zeros_like(k, dtype=wide) if want_k else None
+    # rows one after the other, whatever the strides of the features
+    u = torch.zeros(q.shape, dtype=wide, device=q.device) if want_q or (want_scale and not want_k) else None
+    return u, torch.zeros(k.shape, dtype=wide, device=k.device) if want_k else None
 
 
 def _reduce(call: Call, directions: list[Finished], poison: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -198,14 +227,10 @@ def _poison(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return poison
 
 
-def _inner(x: Tensor, gradient: Tensor | None) -> Tensor:
-    """Σ ⟨x_i, gradient_i⟩ in the accumulator's type, some rows at a time."""
-    assert gradient is not None
-    parts = [
-        torch.linalg.vecdot(some.to(gradient.dtype), other).sum()
-        for some, other in zip(x.split(ROWS_AT_ONCE), gradient.split(ROWS_AT_ONCE), strict=True)
-    ]
-    return torch.stack(parts).sum()
+def _as_given(x: Tensor) -> AbstractContextManager[object]:
+    """No autocast inside; entering it anyway takes longer than asking."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _scalar(x: Tensor, dtype: torch.dtype) -> Tensor:

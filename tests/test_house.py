@@ -30,7 +30,8 @@ BELOW["exchange"] = BELOW["tiles"] | {"tiles"}
 BELOW["_choose"] = BELOW["exchange"] | {"exchange"}
 BELOW["_sweep"] = BELOW["_choose"] | {"_choose"}
 BELOW["_operation"] = BELOW["_choose"] | {"_choose", "_sweep"}
-BELOW["_contrast"] = BELOW["_operation"] | {"_operation"}
+BELOW["_replay"] = BELOW["_operation"]
+BELOW["_contrast"] = BELOW["_operation"] | {"_operation", "_replay"}
 BELOW["modules"] = BELOW["_contrast"] | {"_contrast"}
 BELOW["plan"] = BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
 BELOW["train"] = BELOW["plan"] | {"plan", "evaluate", "retention"}

@@ -26,6 +26,9 @@ KEPT = 1_024
 PRODUCTS = ("totals", "maxima", "gradient", "careful_gradient")
 # six products of three pieces
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
+# all that the small kernels may be asked for
+EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
+EVERYTHING |= {"MEAN": True, "TIMES": True, "OUT": True, "INNER": True}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "q_stride", "k_stride", "out_stride")
 # the kernels most of the time goes to: several programs of them share a multiprocessor
@@ -62,14 +65,12 @@ def _type(name: str, shape: Any) -> str:
         return "*bf16"
     if name.endswith(("ids_ptr", "labels_ptr", "places_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
         return "*i64"
-    if name == "flag_ptr":
-        return "*i32"
-    return "*fp32" if name.endswith("_ptr") else "fp32" if name == "smoothing" else "i32"
+    return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "cut") else "i32"
 
 
 def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """The kernels, and what each is compiled for."""
-    from contrastile.tiles import triton_kernels, triton_listed, triton_vectors
+    from contrastile.tiles import triton_ends, triton_kernels, triton_listed, triton_vectors
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SIGMOID": True, "COLUMNS": False}
@@ -84,9 +85,10 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     for module, names in (
         (triton_vectors, ("split", "norms", "numbers", "merge_sums", "merge_maxima", "prepare")),
         (triton_listed, ("listed_totals", "listed_gradient", "add_pairs")),
+        (triton_ends, ("finish", "share", "scaled")),
     ):
         for name in names:
-            yield getattr(module, name), name, plain | {"U": True, "V": True}
+            yield getattr(module, name), name, plain | EVERYTHING
 
 
 def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:

@@ -24,8 +24,9 @@ from contrastile.tiles import triton_operands as operands
 from contrastile.tiles.eager import Eager
 from contrastile.tiles.triton import Triton
 from contrastile.tiles.triton_device import SHAPE_INTERPRETED, interpreting
+from contrastile.tiles.triton_kernels import FLAG, SHIFT
 from contrastile.tiles.triton_launch import Merge
-from contrastile.tiles.triton_operands import Masks, Operand
+from contrastile.tiles.triton_operands import Masks, Pair
 
 pytestmark = [
     pytest.mark.skipif(not interpreting(), reason="kernels are compiled here, and the tensors are on the CPU"),
@@ -201,31 +202,36 @@ def test_hostile_features(hostile: Callable[[Tensor, Tensor], tuple[Tensor, Tens
 def test_the_flag_goes_up_where_the_fast_sums_would_be_lost() -> None:
     q, k = _opposed(_unit(N), _unit(N))
     for scale, expected in ((1000.0, 1), (20.0, 0)):
-        numbers, flag = _fast_totals(q, k, torch.tensor(scale))
-        assert flag.item() == expected
-        assert numbers[1] >= 0
+        numbers = _fast_totals(q, k, torch.tensor(scale))
+        assert numbers[int(FLAG.value)] == expected
+        assert numbers[int(SHIFT.value)] >= 0
 
 
-def _fast_totals(q: Tensor, k: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    numbers, flag = launch.softmax_numbers(q, k, scale), torch.zeros(1, dtype=torch.int32)
+def _fast_totals(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    numbers = launch.numbers(q, k, scale, None, sigmoid=False)
     row_part = torch.empty(1, operands.tiles_of(len(k), SHAPE_INTERPRETED.cols), len(q))
-    launch.totals(_operand(q), _operand(k), Masks(), numbers, row_part, None, smooth=False, sigmoid=False)
+    launch.totals(_as_pair(q, k), numbers, row_part, None, smooth=False, sigmoid=False)
     stats = SYMMETRIC.init(len(q), dtype=torch.float32, device=q.device)
-    launch.merge_sums(Merge(row_part, stats, first=True, last=True), None, numbers, flag, sigmoid=False)
-    return numbers, flag
+    launch.merge_sums(Merge(row_part, stats, first=True, last=True), None, numbers, sigmoid=False)
+    return numbers
 
 
-def _operand(x: Tensor) -> Operand:
-    return operands.operand(x, 1, SHAPE_INTERPRETED)
+def _as_pair(q: Tensor, k: Tensor, masks: Masks = Masks()) -> Pair:  # noqa: B008 (a frozen value)
+    return Pair(*(operands.operand(x, 1, SHAPE_INTERPRETED) for x in (q, k)), masks)
+
+
+def _numbers(factor: float, shift: float) -> Tensor:
+    """Those of a softmax whose flag is down."""
+    return torch.tensor([factor, shift, 1.0, 0.0, factor, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("masks", [Masks(), Masks(diagonal=3), Masks(itself=-5), Masks(diagonal=0, itself=7)], ids=repr)
 def test_integers_are_summed_exactly(masks: Masks) -> None:
     q, k = (torch.randint(-1, 2, (n, D)).half() for n in (N, 45))
     # factor 1, no shift: every term is a power of two, every sum a number of at most 24 bits
-    numbers = torch.tensor([1.0, 6.0, 1.0, 0.0])
+    numbers = _numbers(1.0, 6.0)
     row_part, col_part = torch.empty(1, 2, N), torch.empty(1, 3, 45)
-    launch.totals(_operand(q), _operand(k), masks, numbers, row_part, col_part, smooth=False, sigmoid=False)
+    launch.totals(_as_pair(q, k, masks), numbers, row_part, col_part, smooth=False, sigmoid=False)
     exact = torch.exp2(q.double() @ k.double().T - 6)
     for offset in (masks.diagonal, masks.itself):
         if offset is not None:
@@ -243,16 +249,13 @@ def test_integers_are_summed_exactly(masks: Masks) -> None:
 def test_a_strip_of_integers_is_written_exactly() -> None:
     q, k = (F.one_hot(torch.randint(D, (n,)), D).half() for n in (N, 45))
     a, b = (torch.randint(1, 9, (n,)).float() for n in (N, 45))
-    numbers, flag = torch.tensor([3.0, 1.0, 1.0, 0.0]), torch.zeros(1, dtype=torch.int32)
-    left, right = _operand(q), _operand(k)
-    out = operands.strip(left, right)
+    pair = _as_pair(q, k, Masks(diagonal=2))
+    out = operands.strip(pair.q, pair.k)
     out.fill_(torch.nan)
-    launch.gradient(
-        left, right, Masks(diagonal=2), numbers, flag, [(a, a), (b, b)], out, smooth=False, sums=None, row_part=None
-    )
+    launch.gradient(pair, _numbers(3.0, 1.0), [(a, a), (b, b)], out, smooth=False, sums=None, row_part=None)
     exact = torch.exp2(3 * q.float() @ k.float().T - 1) * (a[:, None] + b[None, :])
     exact.diagonal(2).zero_()
-    (written,) = operands.pieces(out, left, right)
+    (written,) = operands.pieces(out, pair.q, pair.k)
     assert torch.equal(written.float(), exact)
 
 

@@ -8,13 +8,17 @@ workspace.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from contrastile._types import accumulator
+from contrastile._types import Reduction, accumulator
 from contrastile.losses.base import PairLoss, Side
+
+# rows multiplied at once where a product with float32 copies is summed up
+ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,44 @@ class Tiles(ABC):
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         """The most that a block of N × M of D features in `dtype` takes beside inputs, outputs and accumulators."""
 
+    def ended(
+        self,
+        stats: Sequence[Tensor],
+        weights: Tensor | None,
+        reduction: Reduction,
+        total: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
+        """The loss of all rows, and each direction's state and coefficients, from the statistics of a call's sweep.
+
+        None where these tiles have no shorter way than `PairLoss.finish` and the formulas of `_sweep.py`.
+        """
+        del stats, weights, reduction, total
+        return None
+
+    def scaled(
+        self, x: Tensor, total: Tensor, times: Tensor | None, *, gradient: bool, inner: bool, keep: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """total · scale · times in the type of x, and Σ ⟨x_i, total_i⟩ · times, what is asked for; times is 1 if None.
+
+        Overwrites `total` if it need not be kept.
+        """
+        summed = out = None
+        if inner:
+            summed = _inner(x, total) if times is None else _inner(x, total) * times
+        if gradient:
+            factor = self.scale if times is None else self.scale * times
+            out = (total * factor if keep else total.mul_(factor)).to(x.dtype)
+        return out, summed
+
     def init(self, side: Side) -> Tensor:
         """Statistics of rows that have met no column."""
         return self.loss.init(len(side), dtype=accumulator(side.features.dtype), device=side.features.device)
+
+
+def _inner(x: Tensor, total: Tensor) -> Tensor:
+    """Σ ⟨x_i, total_i⟩ in the accumulator's type, some rows at a time."""
+    parts = [
+        torch.linalg.vecdot(some.to(total.dtype), other).sum()
+        for some, other in zip(x.split(ROWS_AT_ONCE), total.split(ROWS_AT_ONCE), strict=True)
+    ]
+    return torch.stack(parts).sum()

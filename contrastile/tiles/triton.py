@@ -15,38 +15,41 @@ then compute three or six products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Side
 from contrastile.losses.sigmoid import Sigmoid
-from contrastile.losses.softmax import Softmax
+from contrastile.losses.softmax import Softmax, SoftmaxStats
+from contrastile.tiles import triton_conclude as conclude
 from contrastile.tiles import triton_launch as launch
 from contrastile.tiles import triton_operands as operands
 from contrastile.tiles.base import Tiles
+from contrastile.tiles.triton_budget import (
+    CHANNELS,
+    CHANNELS_CAREFUL,
+    CHANNELS_LABELS,
+    CHANNELS_SMOOTH,
+    PIECES,
+    Budget,
+    Cost,
+)
 from contrastile.tiles.triton_device import interpreting, on, shape_for
+from contrastile.tiles.triton_kernels import UNIT
 from contrastile.tiles.triton_launch import Listed, Merge
-from contrastile.tiles.triton_operands import Masks, Operand, tiles_of
+from contrastile.tiles.triton_operands import Masks, Pair, tiles_of
 
 # the oldest chip whose matrix units take bf16
 LEAST_CAPABILITY = 8, 0
-# 16-bit pieces of a float32 number, by the precision of torch's float32 products
-PIECES_FLOAT32 = {"bf16": 1, "tf32": 2, "ieee": 3, "none": 3}
-# the same of each type that has kernels
-PIECES: dict[torch.dtype, Callable[[], int]] = {
-    torch.bfloat16: lambda: 1,
-    torch.float16: lambda: 1,
-    torch.float32: lambda: PIECES_FLOAT32[torch.backends.cuda.matmul.fp32_precision],
-}
+# terms of a product that the matrix units may add up by themselves where float32's own precision is asked for: they
+# cut their sums off, by a few parts in 10^8 for every 16 terms
+INNER = 1024
 # a strip in fp16 holds gradients up to 2 to this power
 UNIT_POWER = 14
-# numbers per tile and row: the sum; with smoothing; top and total; all statistics, with positives by label
-CHANNELS, CHANNELS_SMOOTH, CHANNELS_CAREFUL, CHANNELS_LABELS = 1, 3, 2, 8
-# bytes of a super-tile of height × width of D features in a dtype
-Cost = Callable[[int, int, int, torch.dtype], int]
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,7 @@ class SuperTile:
     along_j: slice
     rows: Side
     cols: Side
-    q: Operand
-    k: Operand
-    masks: Masks
+    pair: Pair
     # no super-tile below it, or to its right, is left
     last_i: bool
     last_j: bool
@@ -71,15 +72,18 @@ class Block:
 
     rows: Side
     cols: Side
-    # see triton_launch.softmax_numbers
+    # see triton_kernels.py
     numbers: Tensor
-    # 1 where the careful kernels must run
-    flag: Tensor
+    # the super-tile of the last pass: often there is only one
+    last: list[SuperTile]
 
 
 @dataclass(frozen=True)
 class Triton(Tiles):
     """Super-tiles of fused kernels."""
+
+    # of each block that this call has seen, by where it lies: found in the forward, they serve the backward
+    numbers: dict[tuple[int, int, int, int], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def declines(cls, loss: PairLoss, rows: Side, cols: Side) -> str | None:
@@ -98,10 +102,11 @@ class Triton(Tiles):
         return None
 
     def stats(self, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
-        row_stats = self.init(rows)
-        col_stats = self.init(cols) if self.loss.symmetric else None
+        symmetric = self.loss.symmetric
         if not len(rows) or not len(cols):
-            return row_stats, col_stats
+            return self.init(rows), self.init(cols) if symmetric else None
+        # the first merge fills all rows of them
+        row_stats, col_stats = self._room(rows), self._room(cols) if symmetric else None
         with on(self.scale.device):
             block = self._block(rows, cols)
             labels = _by_label(rows)
@@ -123,20 +128,50 @@ class Triton(Tiles):
 
         `rows` carry their coefficients already. Returns the statistics of the rows, and Σ_ij g_ij.
         """
-        row_stats = self.init(rows)
         if not len(rows) or not len(cols):
-            return row_stats, torch.zeros_like(self.scale)
+            return self.init(rows), torch.zeros_like(self.scale)
+        row_stats = self._room(rows)
         with on(self.scale.device):
             block = self._block(rows, cols)
             total = self._grads(block, u, v, row_stats)
             self._listed_stats(block, row_stats, None)
         return row_stats, total
 
+    def ended(
+        self,
+        stats: Sequence[Tensor],
+        weights: Tensor | None,
+        reduction: Reduction,
+        total: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
+        blocks = list(self.numbers.values())
+        if self._sigmoid or reduction == "none" or len(blocks) != 1:
+            return None
+        weights = None if weights is None else weights.to(torch.float32).contiguous()
+        with on(self.scale.device):
+            mean, smoothing = reduction == "mean", self._smoothing
+            return conclude.ended(stats, weights, blocks[0], total, mean=mean, smoothing=smoothing)
+
+    def scaled(
+        self, x: Tensor, total: Tensor, times: Tensor | None, *, gradient: bool, inner: bool, keep: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        out = None
+        if gradient:
+            out = total if x.dtype == total.dtype and not keep else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if not total.numel():
+            return out, total.sum() if inner else None
+        with on(self.scale.device):
+            return out, conclude.scaled(x, total, self.scale, times, out=out, inner=inner)
+
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
-        costs = (self._forward_bytes, self._label_bytes, self._backward_bytes)
-        # whether the features will have to be copied depends on their strides
-        cuts = ((cost, copied, self._cut(N, M, copied, dtype, cost)) for cost in costs for copied in (0, D))
-        return max(cost(*cut, copied, dtype) for cost, copied, cut in cuts)
+        return self._budget.most(N, M, D, dtype)
+
+    def _room(self, side: Side) -> Tensor:
+        return self.scale.new_empty(1 if self._sigmoid else len(SoftmaxStats._fields), len(side))
+
+    @property
+    def _budget(self) -> Budget:
+        return Budget(self.loss, self.scale.device, self.workspace)
 
     @property
     def _sigmoid(self) -> bool:
@@ -147,32 +182,38 @@ class Triton(Tiles):
         return self.loss.label_smoothing if isinstance(self.loss, Softmax) else 0.0
 
     def _block(self, rows: Side, cols: Side) -> Block:
-        if self._sigmoid:
-            numbers = launch.sigmoid_numbers(self.scale, self.bias)
-        else:
-            numbers = launch.softmax_numbers(rows.features, cols.features, self.scale)
-        # positives by label need maxima of their own
-        careful = _by_label(rows) and not self._sigmoid
-        flag = torch.full_like(numbers[:1], careful, dtype=torch.int32)
-        return Block(_laid_out(rows), _laid_out(cols), numbers, flag)
+        place = rows.start, len(rows), cols.start, len(cols)
+        if place not in self.numbers:
+            self.numbers[place] = launch.numbers(
+                rows.features, cols.features, self.scale, self.bias, sigmoid=self._sigmoid,
+                # positives by label need maxima of their own
+                careful=_by_label(rows) and not self._sigmoid,
+            )  # fmt: skip
+        return Block(_laid_out(rows), _laid_out(cols), self.numbers[place], [])
 
     def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         features = block.rows.features
-        shape = shape_for(features.device)
-        parts = PIECES[features.dtype]()
         N, M = len(block.rows), len(block.cols)
         direct = all(operands.readable(side.features) for side in (block.rows, block.cols))
-        height, width = self._cut(N, M, 0 if direct else features.shape[1], features.dtype, cost)
+        height, width = self._budget.cut(N, M, 0 if direct else features.shape[1], features.dtype, cost)
         for i in range(0, N, height):
-            along_i = slice(i, min(i + height, N))
-            rows = block.rows.narrow(along_i.start, along_i.stop)
-            q = operands.operand(rows.features, parts, shape)
             for j in range(0, M, width):
-                along_j = slice(j, min(j + width, M))
-                cols = block.cols.narrow(along_j.start, along_j.stop)
-                k = operands.operand(cols.features, parts, shape)
-                masks = self._masks(rows, cols)
-                yield SuperTile(along_i, along_j, rows, cols, q, k, masks, along_i.stop == N, along_j.stop == M)
+                yield self._super_tile(block, slice(i, min(i + height, N)), slice(j, min(j + width, M)))
+
+    def _super_tile(self, block: Block, along_i: slice, along_j: slice) -> SuperTile:
+        last = block.last.pop() if block.last else None
+        if last is None or (last.along_i, last.along_j) != (along_i, along_j):
+            shape = shape_for(self.scale.device)
+            parts = PIECES[block.rows.features.dtype]()
+            same = last is not None and last.along_i == along_i
+            rows = last.rows if last is not None and same else _narrow(block.rows, along_i)
+            cols = _narrow(block.cols, along_j)
+            q = last.pair.q if last is not None and same else operands.operand(rows.features, parts, shape)
+            pair = Pair(q, operands.operand(cols.features, parts, shape), self._masks(rows, cols))
+            ends = along_i.stop == len(block.rows), along_j.stop == len(block.cols)
+            last = SuperTile(along_i, along_j, rows, cols, pair, *ends)
+        block.last.append(last)
+        return last
 
     def _masks(self, rows: Side, cols: Side) -> Masks:
         listed = not _by_label(rows)
@@ -190,26 +231,24 @@ class Triton(Tiles):
     def _sums(self, block: Block, row_stats: Tensor, col_stats: Tensor | None) -> None:
         """Statistics of the pairs that are not listed, by one exponential per pair."""
         smooth = bool(self._smoothing)
-        for tile in self._super_tiles(block, self._forward_bytes):
+        for tile in self._super_tiles(block, self._budget.forward):
             row_part, col_part = self._partial(tile, CHANNELS_SMOOTH if smooth else CHANNELS)
-            launch.totals(
-                tile.q, tile.k, tile.masks, block.numbers, row_part, col_part, smooth=smooth, sigmoid=self._sigmoid
-            )
+            launch.totals(tile.pair, block.numbers, row_part, col_part, smooth=smooth, sigmoid=self._sigmoid)
             merges = _merges(tile, row_part, col_part, row_stats, col_stats)
-            launch.merge_sums(*merges, block.numbers, block.flag, sigmoid=self._sigmoid)
+            launch.merge_sums(*merges, block.numbers, sigmoid=self._sigmoid)
 
     def _maxima(self, block: Block, row_stats: Tensor, col_stats: Tensor | None, *, labels: bool) -> None:
         """The same the careful way, on the device's own decision, and with positives by label."""
-        for tile in self._super_tiles(block, self._label_bytes if labels else self._forward_bytes):
+        for tile in self._super_tiles(block, self._budget.labels if labels else self._budget.forward):
             row_part, col_part = self._partial(tile, CHANNELS_LABELS if labels else CHANNELS_CAREFUL)
-            launch.maxima(tile.q, tile.k, tile.masks, block.numbers, block.flag, row_part, col_part)
+            launch.maxima(tile.pair, block.numbers, row_part, col_part)
             merges = _merges(tile, row_part, col_part, row_stats, col_stats)
-            launch.merge_maxima(*merges, block.flag, labels=labels)
+            launch.merge_maxima(*merges, block.numbers, labels=labels)
 
     def _partial(self, tile: SuperTile, channels: int) -> tuple[Tensor, Tensor | None]:
         """Room for the tiles' numbers: [channels, col tiles, height] and [channels, row tiles, width]."""
         shape = shape_for(self.scale.device)
-        height, width = len(tile.q), len(tile.k)
+        height, width = len(tile.rows), len(tile.cols)
         row_part = self.scale.new_empty(channels, tiles_of(width, shape.cols), height)
         if not self.loss.symmetric:
             return row_part, None
@@ -231,13 +270,16 @@ class Triton(Tiles):
         unit = None
         if block.rows.features.dtype == torch.float16:
             unit = _unit([coefficient for _, coefficient in self._states(block.rows, block.cols)])
-            block.numbers[2] = unit
+            block.numbers[int(UNIT.value)] = unit
             _multiply((u, v), unit)
         total = self._strips(block, u, v, row_stats)
         if unit is not None:
             _multiply((u, v, total), 1 / unit)
         pairs = self._listed(block)
-        return total if pairs is None else total + self._listed_grads(block, pairs, u, v)
+        if pairs is not None:
+            g_NP = self._listed_grads(block, pairs, u, v)
+            total = total + g_NP.sum() if self._sigmoid else total
+        return total
 
     def _strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
         """The gradient of the pairs that are not listed, one strip of the matrix at a time."""
@@ -246,29 +288,29 @@ class Triton(Tiles):
             return total
         out: Tensor | None = None
         vectors = self._vectors(block)
-        for tile in self._super_tiles(block, self._backward_bytes):
+        for tile in self._super_tiles(block, self._budget.backward):
+            q, k = tile.pair.q, tile.pair.k
             if out is None:
-                out = operands.strip(tile.q, tile.k)
-            total += self._fill(block, tile, vectors, out, row_stats)
-            g = operands.pieces(out, tile.q, tile.k)
+                out = operands.strip(q, k)
+            total = self._fill(block, tile, vectors, out, row_stats, total)
+            g = operands.pieces(out, q, k)
             D = tile.rows.features.shape[1]
-            for of_g, of_x in operands.products(tile.q.parts):
+            for of_g, of_x in operands.products(q.parts):
+                # of three pieces the first must be summed up as exactly as the last are small
+                inner = INNER if q.parts == 3 and of_g == of_x == 0 else None
                 if u is not None:
-                    _add_product(u[tile.along_i], g[of_g], tile.k.piece(of_x, D))
+                    _add_product(_along(u, tile.along_i, 0), g[of_g], k.piece(of_x, D), inner)
                 if v is not None:
-                    _add_product(v[tile.along_j], g[of_g].T, tile.q.piece(of_x, D))
+                    _add_product(_along(v, tile.along_j, 0), g[of_g].T, q.piece(of_x, D), inner)
         return total
 
     def _vectors(self, block: Block) -> list[tuple[Tensor, Tensor]]:
         """What the kernel multiplies a pair's exponential with, and subtracts, for each direction."""
         if self._sigmoid:
             _, coefficient = _state(block.rows)
-            weight = coefficient * block.numbers[2]
+            weight = coefficient * block.numbers[int(UNIT.value)]
             return [(weight, weight)]
-        return [
-            launch.prepare(state, coefficient, block.numbers, block.flag, self._smoothing)
-            for state, coefficient in self._states(block.rows, block.cols)
-        ]
+        return launch.prepare(self._states(block.rows, block.cols), block.numbers, self._smoothing)
 
     def _fill(
         self,
@@ -277,26 +319,27 @@ class Triton(Tiles):
         vectors: list[tuple[Tensor, Tensor]],
         out: Tensor,
         row_stats: Tensor | None,
+        total: Tensor,
     ) -> Tensor:
-        """Writes the super-tile's gradient into `out`; returns its sum where the loss asks for it."""
+        """Writes the super-tile's gradient into `out`; returns `total`, with its sum where the loss asks for it."""
         along = (tile.along_i, tile.along_j)
-        cut = [(weight[at], spread[at]) for (weight, spread), at in zip(vectors, along, strict=False)]
-        common = (tile.q, tile.k, tile.masks, block.numbers, block.flag)
+        cut = [(_along(a, at), _along(c, at)) for (a, c), at in zip(vectors, along, strict=False)]
+        common = (tile.pair, block.numbers)
         if self._sigmoid:
             sums, _ = self._partial(tile, CHANNELS)
             row_part = None if row_stats is None else self._partial(tile, CHANNELS)[0]
             launch.gradient(*common, cut, out, smooth=False, sums=sums, row_part=row_part)
             if row_part is not None and row_stats is not None:
                 merges = _merges(tile, row_part, None, row_stats, None)
-                launch.merge_sums(*merges, block.numbers, block.flag, sigmoid=True)
-            return sums.sum()
+                launch.merge_sums(*merges, block.numbers, sigmoid=True)
+            return total + sums.sum()
         if not _by_label(block.rows):
             launch.gradient(*common, cut, out, smooth=bool(self._smoothing), sums=None, row_part=None)
         launch.careful_gradient(*common, self._states(tile.rows, tile.cols), out, smoothing=self._smoothing)
-        return torch.zeros_like(self.scale)
+        return total
 
     def _listed_grads(self, block: Block, pairs: Listed, u: Tensor | None, v: Tensor | None) -> Tensor:
-        """Adds the listed positives' gradient in float32; returns its sum where the loss asks for it."""
+        """Adds the listed positives' gradient in float32; returns that of each pair."""
         q, k = block.rows.features, block.cols.features
         g_NP = launch.listed_gradient(
             q, k, pairs, block.numbers, self._states(block.rows, block.cols), u, v,
@@ -307,7 +350,7 @@ class Triton(Tiles):
             columns, order = torch.where(pairs.columns < 0, len(v), pairs.columns).flatten().sort(stable=True)
             starts = torch.searchsorted(columns, torch.arange(len(v) + 1, device=v.device))
             launch.add_pairs(v, q, starts, order // pairs.per_row, g_NP.flatten()[order])
-        return g_NP.sum() if self._sigmoid else torch.zeros_like(self.scale)
+        return g_NP
 
     def _states(self, rows: Side, cols: Side) -> list[tuple[Tensor, Tensor]]:
         """State and coefficient of each direction."""
@@ -332,43 +375,6 @@ class Triton(Tiles):
             there &= columns != torch.arange(rows.start, rows.start + N, device=columns.device)[:, None]
         return Listed(torch.where(there, columns - cols.start, -1), None, itself, N)
 
-    # super-tiles
-
-    def _forward_bytes(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """The tiles' numbers, and the operands' pieces."""
-        return self._partial_bytes(height, width, CHANNELS_SMOOTH) + self._operand_bytes(height, width, D, dtype)
-
-    def _label_bytes(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """The same for positives by label."""
-        return self._partial_bytes(height, width, CHANNELS_LABELS) + self._operand_bytes(height, width, D, dtype)
-
-    def _partial_bytes(self, height: int, width: int, channels: int) -> int:
-        shape = shape_for(self.scale.device)
-        numbers = tiles_of(width, shape.cols) * height + self.loss.symmetric * tiles_of(height, shape.rows) * width
-        return 4 * channels * numbers
-
-    def _backward_bytes(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """The strip, and the operands' pieces."""
-        strip = operands.strip_bytes(height, width, PIECES[dtype](), self.scale.device)
-        # a sigmoid's sums of the gradient, and of the loss
-        sums = self._partial_bytes(height, width, 2 * CHANNELS) if self._sigmoid else 0
-        return strip + sums + self._operand_bytes(height, width, D, dtype)
-
-    def _operand_bytes(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """Copies of the features; none where D is 0."""
-        return operands.operand_bytes(height + width, D, PIECES[dtype](), self.scale.device)
-
-    def _cut(self, N: int, M: int, D: int, dtype: torch.dtype, cost: Cost) -> tuple[int, int]:
-        """Rows and columns of a super-tile: the longer side halved until it fits the workspace."""
-        shape = shape_for(self.scale.device)
-        height, width = N, M
-        while cost(height, width, D, dtype) > self.workspace and max(height, width) > shape.rows:
-            if height >= width:
-                height = _halved(height, shape.rows)
-            else:
-                width = _halved(width, shape.cols)
-        return height, width
-
 
 def _by_label(rows: Side) -> bool:
     return rows.diagonal is None and rows.positives is None and rows.labels is not None
@@ -382,7 +388,8 @@ def _laid_out(side: Side) -> Side:
     """All but the features as the kernels read it: the last axis dense. A shard that has travelled is not."""
     travelled = ("positives", "labels", "ids", "state", "coefficient")
     given = {name: getattr(side, name) for name in travelled}
-    return replace(side, **{name: x.contiguous() for name, x in given.items() if x is not None})
+    apart = {name: x for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
+    return replace(side, **{name: x.contiguous() for name, x in apart.items()}) if apart else side
 
 
 def _state(side: Side) -> tuple[Tensor, Tensor]:
@@ -395,10 +402,10 @@ def _merges(
     tile: SuperTile, row_part: Tensor, col_part: Tensor | None, row_stats: Tensor, col_stats: Tensor | None
 ) -> tuple[Merge, Merge | None]:
     i, j = tile.along_i, tile.along_j
-    rows = Merge(row_part, row_stats[:, i], first=j.start == 0, last=tile.last_j)
+    rows = Merge(row_part, _along(row_stats, i), first=j.start == 0, last=tile.last_j)
     if col_part is None or col_stats is None:
         return rows, None
-    return rows, Merge(col_part, col_stats[:, j], first=i.start == 0, last=tile.last_i)
+    return rows, Merge(col_part, _along(col_stats, j), first=i.start == 0, last=tile.last_i)
 
 
 def _unit(coefficients: list[Tensor]) -> Tensor:
@@ -414,14 +421,21 @@ def _multiply(totals: Iterable[Tensor | None], factor: Tensor) -> None:
             total.mul_(factor)
 
 
-def _add_product(total: Tensor, g: Tensor, x: Tensor) -> None:
-    """total += g @ x in float32, from 16-bit operands."""
-    if total.is_cuda:
+def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None = None) -> None:
+    """total += g @ x in float32, from 16-bit operands; if asked, so many terms of the inner sum at once."""
+    if inner is not None and len(x) > inner:
+        for start in range(0, len(x), inner):
+            _add_product(total, g[:, start : start + inner], x[start : start + inner])
+    elif total.is_cuda:
         torch.addmm(total, g, x, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(g.float(), x.float())
 
 
-def _halved(n: int, step: int) -> int:
-    """Half of n, in whole steps."""
-    return -(-n // (2 * step)) * step
+def _along(x: Tensor, at: slice, axis: int = -1) -> Tensor:
+    """x[at] along an axis; x itself where that is all of it."""
+    return x if at.stop - at.start == x.shape[axis] else x.narrow(axis, at.start, at.stop - at.start)
+
+
+def _narrow(side: Side, at: slice) -> Side:
+    return side if at.stop - at.start == len(side) else side.narrow(at.start, at.stop)

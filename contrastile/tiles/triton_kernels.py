@@ -12,7 +12,8 @@ that multiply have the shape of a matrix product, and differ in what their epilo
 In exponentials x is counted in binary: t = ⟨q, k⟩ · factor − shift with factor = scale · log2(e), so that
 exp(x) = 2^shift · 2^t. The shift is chosen from the largest norms so that t ≤ 100: nothing can overflow, no maximum
 is needed, and 226 binades lie between the largest term and the first that is lost. A sum that ends below 2^−60
-raises a flag on the device, which lets the careful kernels run; otherwise they return at once.
+raises a flag on the device, which lets the careful kernels run; otherwise they return at once. The factor makes good
+what the matrix units cut off (docs/numerics.md).
 
 Suffixes: `tl` tensors are [I, J] tiles unless named otherwise; `_ptr` points to memory; sizes N, M are those of the
 super-tile in hand, D is the padded feature size.
@@ -31,6 +32,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 CEILING = tl.constexpr(100.0)
 # a sum below this may have lost terms that mattered
 LEAST = tl.constexpr(2.0**-60)
+# the numbers of a call, by their place: what a product of the tiles is multiplied with, and what is then taken off; the
+# unit of a 16-bit strip; bias and scale, for logits that are computed apart; whether the careful kernels must run;
+# 0, or NaN if a feature or the scale is not finite
+FACTOR, SHIFT, UNIT, BIAS, SCALE, FLAG, POISON = (tl.constexpr(place) for place in range(7))
 # rows of a softmax's statistics, and of its state
 TOP = tl.constexpr(SoftmaxStats._fields.index("top"))
 STATE_TOP, INVERSE, STATE_POSITIVE_TOP, POSITIVE_INVERSE, MISSING, POSITIVE_SHARE, SHARE = (
@@ -178,8 +183,8 @@ def totals(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, ro
     labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
-    factor = tl.load(numbers_ptr)
-    shift = tl.load(numbers_ptr + 1)
+    factor = tl.load(numbers_ptr + FACTOR)
+    shift = tl.load(numbers_ptr + SHIFT)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         i, j = _place(tile, row_tiles, col_tiles, GROUP)
         acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
@@ -238,7 +243,7 @@ def _absorb(x, negative, hot, at, stride, inside, axis: tl.constexpr, LABELS: tl
 
 
 @triton.jit(do_not_specialize=ANY)
-def maxima(q_mem, k_mem, numbers_ptr, flag_ptr, row_part_ptr, col_part_ptr, places_ptr, row_ids_ptr, col_ids_ptr,
+def maxima(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, row_ids_ptr, col_ids_ptr,
            row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
@@ -253,8 +258,8 @@ def maxima(q_mem, k_mem, numbers_ptr, flag_ptr, row_part_ptr, col_part_ptr, plac
     labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
-    factor = tl.load(numbers_ptr)
-    wanted = tl.where(tl.load(flag_ptr) != 0, row_tiles * col_tiles, 0)
+    factor = tl.load(numbers_ptr + FACTOR)
+    wanted = tl.where(tl.load(numbers_ptr + FLAG) != 0, row_tiles * col_tiles, 0)
     for tile in tl.range(tl.program_id(0), wanted, tl.num_programs(0)):
         i, j = _place(tile, row_tiles, col_tiles, GROUP)
         acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
@@ -297,7 +302,7 @@ def _store_tile(out_mem, out_stride, g, i, j, part_stride, BM: tl.constexpr, BN:
 
 
 @triton.jit(do_not_specialize=ANY)
-def gradient(q_mem, k_mem, out_mem, numbers_ptr, flag_ptr, row_a_ptr, col_b_ptr, row_c_ptr, col_d_ptr, sum_ptr,
+def gradient(q_mem, k_mem, out_mem, numbers_ptr, row_a_ptr, col_b_ptr, row_c_ptr, col_d_ptr, sum_ptr,
              row_part_ptr, places_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
              q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start, part_stride, out_stride,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -315,9 +320,9 @@ def gradient(q_mem, k_mem, out_mem, numbers_ptr, flag_ptr, row_a_ptr, col_b_ptr,
     labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
-    factor = tl.load(numbers_ptr)
-    shift = tl.load(numbers_ptr + 1)
-    wanted = tl.where(tl.load(flag_ptr) == 0, row_tiles * col_tiles, 0)
+    factor = tl.load(numbers_ptr + FACTOR)
+    shift = tl.load(numbers_ptr + SHIFT)
+    wanted = tl.where(tl.load(numbers_ptr + FLAG) == 0, row_tiles * col_tiles, 0)
     for tile in tl.range(tl.program_id(0), wanted, tl.num_programs(0), flatten=FLATTEN):
         i, j = _place(tile, row_tiles, col_tiles, GROUP)
         acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
@@ -384,7 +389,7 @@ def _softmax_gradient(x, hot, state_ptr, state_stride, coefficient_ptr, unit, at
 
 
 @triton.jit(do_not_specialize=ANY)
-def careful_gradient(q_mem, k_mem, out_mem, numbers_ptr, flag_ptr, row_state_ptr, row_coefficient_ptr,
+def careful_gradient(q_mem, k_mem, out_mem, numbers_ptr, row_state_ptr, row_coefficient_ptr,
                      col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride,
                      places_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
                      q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start, part_stride,
@@ -398,9 +403,9 @@ def careful_gradient(q_mem, k_mem, out_mem, numbers_ptr, flag_ptr, row_state_ptr
     labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
-    factor = tl.load(numbers_ptr)
-    unit = tl.load(numbers_ptr + 2)
-    wanted = tl.where(tl.load(flag_ptr) != 0, row_tiles * col_tiles, 0)
+    factor = tl.load(numbers_ptr + FACTOR)
+    unit = tl.load(numbers_ptr + UNIT)
+    wanted = tl.where(tl.load(numbers_ptr + FLAG) != 0, row_tiles * col_tiles, 0)
     for tile in tl.range(tl.program_id(0), wanted, tl.num_programs(0)):
         i, j = _place(tile, row_tiles, col_tiles, GROUP)
         acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,

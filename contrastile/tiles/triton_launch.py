@@ -16,49 +16,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from contrastile.tiles import triton_kernels as kernels
 from contrastile.tiles import triton_listed as listed
 from contrastile.tiles import triton_vectors as vectors
-from contrastile.tiles.triton_device import Shape, interpreting, multiprocessors, run, shape_for
-from contrastile.tiles.triton_operands import Masks, Operand, coded, products, tiles_of
+from contrastile.tiles.triton_device import Shape, run, shape_for
+from contrastile.tiles.triton_operands import Operand, Pair, tiles_of
 
 # rows of one program, and tiles added at once, in the kernels along one dimension
 BLOCK, TILES = 128, 16
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
-# row tiles that are worked on together
-GROUP = 16
-# programs of an interpreted kernel
-PROGRAMS_INTERPRETED = 3
-
-
-def _programs(q: Operand, k: Operand, shape: Shape) -> tuple[int]:
-    """As many as fit the device at once: each takes one tile after the other."""
-    tiles = tiles_of(len(q), shape.rows) * tiles_of(len(k), shape.cols)
-    most = PROGRAMS_INTERPRETED if interpreting() else shape.programs * multiprocessors(q.data.device)
-    return (min(most, tiles),)
-
-
-def _tiling(q: Operand, k: Operand, shape: Shape) -> dict[str, Any]:
-    """What all kernels of the shape of a matrix product are told."""
-    pairs = products(q.parts)
-    return {
-        "q_mem": q.memory(shape.rows, shape),
-        "k_mem": k.memory(shape.cols, shape),
-        "q_stride": q.data.stride(0),
-        "k_stride": k.data.stride(0),
-        "N": len(q),
-        "M": len(k),
-        "D": q.width,
-        "BM": shape.rows,
-        "BN": shape.cols,
-        "BK": shape.depth,
-        "GROUP": GROUP,
-        "LEFT": coded([left for left, _ in pairs]),
-        "RIGHT": coded([right for _, right in pairs]),
-        "PRODUCTS": len(pairs),
-        "TMA": shape.tma,
-        "UPCAST": interpreting(),
-        "warps": shape.warps,
-        "stages": shape.stages,
-    }
+# numbers of a call
+NUMBERS = 7
+# products of fp16 have more bits, and lose more than those of bf16
+CUT_FLOAT16 = 1.25
 
 
 def _features(q: Tensor, k: Tensor) -> dict[str, Any]:
@@ -74,38 +42,33 @@ def _features(q: Tensor, k: Tensor) -> dict[str, Any]:
     }
 
 
-def softmax_numbers(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """[factor, shift, unit, 0] for x = scale · ⟨q, k⟩, with the shift under which nothing overflows."""
+def numbers(
+    q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *, sigmoid: bool, careful: bool = False
+) -> Tensor:
+    """The numbers of x = scale · ⟨q, k⟩ + bias, as `triton_kernels.py` counts them; for a softmax with its shift.
+
+    careful: the flag is up from the start.
+    """
     N, M = len(q), len(k)
-    q_blocks, k_blocks = triton.cdiv(N, 16), triton.cdiv(M, 16)
-    largest = torch.empty(q_blocks + k_blocks, dtype=torch.float32, device=q.device)
+    q_blocks, k_blocks = tiles_of(N, ROWS), tiles_of(M, ROWS)
     blocks = q_blocks + k_blocks
-    run(vectors.norms, (blocks,), out_ptr=largest, N=N, M=M, q_blocks=q_blocks, **_features(q, k), ROWS=16, BLOCK=BLOCK)
-    out = torch.empty(4, dtype=torch.float32, device=q.device)
+    largest = torch.empty(2, blocks, dtype=torch.float32, device=q.device)
     run(
-        vectors.numbers,
-        (1,),
-        norms_ptr=largest,
-        scale_ptr=scale,
-        out_ptr=out,
-        q_blocks=q_blocks,
-        blocks=blocks,
-        BLOCK=1024,
-    )
+        vectors.norms, (blocks,), out_ptr=largest, N=N, M=M, q_blocks=q_blocks, blocks=blocks, **_features(q, k),
+        ROWS=ROWS, BLOCK=BLOCK,
+    )  # fmt: skip
+    out = torch.empty(NUMBERS, dtype=torch.float32, device=q.device)
+    cut = shape_for(q.device).cut * q.shape[1] * (CUT_FLOAT16 if q.dtype == torch.float16 else 1.0)
+    run(
+        vectors.numbers, (1,), norms_ptr=largest, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
+        out_ptr=out, q_blocks=q_blocks, blocks=blocks, cut=cut, careful=int(careful), BIASED=bias is not None,
+        SIGMOID=sigmoid, BLOCK=1024,
+    )  # fmt: skip
     return out
 
 
-def sigmoid_numbers(scale: Tensor, bias: Tensor | None) -> Tensor:
-    """[factor, shift, unit, shift] for x = scale · ⟨q, k⟩ + bias."""
-    binary = float(kernels.LOG2E.value)
-    shift = torch.zeros_like(scale) if bias is None else -bias * binary
-    return torch.stack([scale * binary, shift, torch.ones_like(scale), shift]).float()
-
-
 def totals(
-    q: Operand,
-    k: Operand,
-    masks: Masks,
+    pair: Pair,
     numbers: Tensor,
     row_part: Tensor,
     col_part: Tensor | None,
@@ -117,7 +80,7 @@ def totals(
     shape = shape_for(numbers.device)
     run(
         kernels.totals,
-        _programs(q, k, shape),
+        pair.programs,
         numbers_ptr=numbers,
         row_part_ptr=row_part,
         col_part_ptr=numbers if col_part is None else col_part,
@@ -125,32 +88,25 @@ def totals(
         SMOOTH=smooth,
         SIGMOID=sigmoid,
         FLATTEN=shape.flatten,
-        **masks.arguments(numbers),
-        **_tiling(q, k, shape),
+        **pair.arguments,
     )
 
 
 def maxima(
-    q: Operand,
-    k: Operand,
-    masks: Masks,
+    pair: Pair,
     numbers: Tensor,
-    flag: Tensor,
     row_part: Tensor,
     col_part: Tensor | None,
 ) -> None:
     """The careful form: [2 or 8, tiles, n] of tops and totals, and with labels all statistics, if the flag is up."""
-    shape = shape_for(numbers.device)
     run(
         kernels.maxima,
-        _programs(q, k, shape),
+        pair.programs,
         numbers_ptr=numbers,
-        flag_ptr=flag,
         row_part_ptr=row_part,
         col_part_ptr=numbers if col_part is None else col_part,
         COLUMNS=col_part is not None,
-        **masks.arguments(numbers),
-        **_tiling(q, k, shape),
+        **pair.arguments,
     )
 
 
@@ -180,36 +136,40 @@ class Merge:
 def _merging(rows: Merge, cols: Merge | None) -> tuple[tuple[int, int], dict[str, Any]]:
     """Grid and arguments: a program for each block of rows, and of columns."""
     other = cols or rows
-    blocks = triton.cdiv(max(rows.part.shape[2], other.part.shape[2]), BLOCK)
+    blocks = tiles_of(max(rows.part.shape[2], other.part.shape[2]), BLOCK)
     sides = rows.arguments("row", "col", "N") | other.arguments("col", "row", "M")
     return (blocks, 1 if cols is None else 2), sides | {"BLOCK": BLOCK, "TILES": TILES}
 
 
-def merge_sums(rows: Merge, cols: Merge | None, numbers: Tensor, flag: Tensor, *, sigmoid: bool) -> None:
+def merge_sums(rows: Merge, cols: Merge | None, numbers: Tensor, *, sigmoid: bool) -> None:
     """Adds the tiles' sums to the statistics of both sides, in a fixed order."""
     grid, given = _merging(rows, cols)
     last = {"row_last": int(rows.last), "col_last": int((cols or rows).last)}
     channels = rows.part.shape[0]
-    run(vectors.merge_sums, (*grid, channels), numbers_ptr=numbers, flag_ptr=flag, SIGMOID=sigmoid, **last, **given)
+    run(vectors.merge_sums, (*grid, channels), numbers_ptr=numbers, SIGMOID=sigmoid, **last, **given)
 
 
-def merge_maxima(rows: Merge, cols: Merge | None, flag: Tensor, *, labels: bool) -> None:
+def merge_maxima(rows: Merge, cols: Merge | None, numbers: Tensor, *, labels: bool) -> None:
     """The careful form of it, if the flag is up."""
     grid, given = _merging(rows, cols)
-    run(vectors.merge_maxima, grid, flag_ptr=flag, LABELS=labels, **given)
+    run(vectors.merge_maxima, grid, numbers_ptr=numbers, LABELS=labels, **given)
 
 
-def prepare(
-    state: Tensor, coefficient: Tensor, numbers: Tensor, flag: Tensor, smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """A side's vectors for `gradient`, times the unit; raises the flag where the careful form is needed."""
-    weight, spread = torch.empty_like(coefficient), torch.empty_like(coefficient)
-    n = len(coefficient)
+def prepare(sides: list[tuple[Tensor, Tensor]], numbers: Tensor, smoothing: float) -> list[tuple[Tensor, Tensor]]:
+    """Each side's vectors for `gradient`, times the unit; raises the flag where the careful form is needed."""
+    lengths = [len(coefficient) for _, coefficient in sides]
+    (N, M), n = ((*lengths, 0)[:2]), sum(lengths)
+    (row_state, row_coefficient), (col_state, col_coefficient) = sides[0], sides[-1]
+    out = numbers.new_empty(2 if smoothing else 1, n)
     run(
-        vectors.prepare, (triton.cdiv(n, BLOCK),), state_ptr=state, stride=state.stride(0), coefficient_ptr=coefficient,
-        numbers_ptr=numbers, flag_ptr=flag, weight_ptr=weight, spread_ptr=spread, n=n, smoothing=smoothing, BLOCK=BLOCK,
+        vectors.prepare, (tiles_of(max(lengths), BLOCK), len(sides)), row_state_ptr=row_state,
+        row_state_stride=row_state.stride(0), row_coefficient_ptr=row_coefficient, N=N, col_state_ptr=col_state,
+        col_state_stride=col_state.stride(0), col_coefficient_ptr=col_coefficient, M=M, numbers_ptr=numbers,
+        out_ptr=out, smoothing=smoothing, SMOOTH=bool(smoothing), BLOCK=BLOCK,
     )  # fmt: skip
-    return weight, spread
+    # what is not smoothed is not spread
+    weights, spreads = out[0].split(lengths), out[-1].split(lengths)
+    return list(zip(weights, spreads, strict=True))
 
 
 def _strip(out: Tensor, q: Operand, shape: Shape) -> dict[str, Any]:
@@ -223,11 +183,8 @@ def _strip(out: Tensor, q: Operand, shape: Shape) -> dict[str, Any]:
 
 
 def gradient(
-    q: Operand,
-    k: Operand,
-    masks: Masks,
+    pair: Pair,
     numbers: Tensor,
-    flag: Tensor,
     vectors_of: list[tuple[Tensor, Tensor]],
     out: Tensor,
     *,
@@ -243,9 +200,8 @@ def gradient(
     (a, c), (b, d) = vectors_of[0], vectors_of[-1]
     run(
         kernels.gradient,
-        _programs(q, k, shape),
+        pair.programs,
         numbers_ptr=numbers,
-        flag_ptr=flag,
         row_a_ptr=a,
         row_c_ptr=c,
         col_b_ptr=b,
@@ -257,18 +213,14 @@ def gradient(
         SIGMOID=sums is not None,
         LOSS=row_part is not None,
         FLATTEN=shape.flatten,
-        **_strip(out, q, shape),
-        **masks.arguments(numbers),
-        **_tiling(q, k, shape),
+        **_strip(out, pair.q, shape),
+        **pair.arguments,
     )
 
 
 def careful_gradient(
-    q: Operand,
-    k: Operand,
-    masks: Masks,
+    pair: Pair,
     numbers: Tensor,
-    flag: Tensor,
     sides: list[tuple[Tensor, Tensor]],
     out: Tensor,
     *,
@@ -279,9 +231,8 @@ def careful_gradient(
     (row_state, row_coefficient), (col_state, col_coefficient) = sides[0], sides[-1]
     run(
         kernels.careful_gradient,
-        _programs(q, k, shape),
+        pair.programs,
         numbers_ptr=numbers,
-        flag_ptr=flag,
         row_state_ptr=row_state,
         row_coefficient_ptr=row_coefficient,
         col_state_ptr=col_state,
@@ -290,9 +241,8 @@ def careful_gradient(
         col_state_stride=col_state.stride(0),
         smoothing=smoothing,
         COLUMNS=len(sides) == 2,
-        **_strip(out, q, shape),
-        **masks.arguments(numbers),
-        **_tiling(q, k, shape),
+        **_strip(out, pair.q, shape),
+        **pair.arguments,
     )
 
 
@@ -325,7 +275,7 @@ class Listed:
             "ROWS": ROWS,
             "BLOCK": BLOCK,
         }
-        return (triton.cdiv(self.rows, ROWS),), given
+        return (tiles_of(self.rows, ROWS),), given
 
 
 def listed_totals(
@@ -379,7 +329,7 @@ def add_pairs(total: Tensor, x: Tensor, starts: Tensor, sources: Tensor, values:
     n, D = total.shape
     block = min(1024, triton.next_power_of_2(D))
     run(
-        listed.add_pairs, (n, triton.cdiv(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
+        listed.add_pairs, (n, tiles_of(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
         row_stride=x.stride(0), feature_stride=x.stride(1), starts_ptr=starts, sources_ptr=sources, values_ptr=values,
         D=D, BLOCK=block,
     )  # fmt: skip

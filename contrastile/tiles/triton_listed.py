@@ -14,10 +14,11 @@ import triton.language as tl
 
 from contrastile.losses.softmax import SoftmaxStats
 from contrastile.tiles.triton_kernels import (
-    LN2,
+    BIAS,
     MISSING,
     POSITIVE_INVERSE,
     POSITIVE_SHARE,
+    SCALE,
     SHARE,
     STATE_POSITIVE_TOP,
     log1p,
@@ -59,7 +60,7 @@ def _logit(q_ptr, k_ptr, row, col, there, numbers_ptr, D, q_row_stride, q_stride
         q = tl.load(q_ptr + row.to(tl.int64)[:, None] * q_row_stride + feature * q_stride, mask=inside, other=0.0)
         k = tl.load(k_ptr + col[:, None] * k_row_stride + feature * k_stride, mask=inside, other=0.0)
         total += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
-    return (total * tl.load(numbers_ptr) - tl.load(numbers_ptr + 3)) * LN2
+    return total * tl.load(numbers_ptr + SCALE) + tl.load(numbers_ptr + BIAS)
 
 
 @triton.jit

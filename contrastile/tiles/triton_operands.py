@@ -6,21 +6,26 @@ Stands between `triton.py`, which cuts the block, and `triton_launch.py`, which 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.tiles import triton_vectors as vectors
-from contrastile.tiles.triton_device import ALIGNMENT, Shape, run, shape_for
+from contrastile.tiles.triton_device import ALIGNMENT, Shape, interpreting, multiprocessors, run, shape_for
 
 # rows, and features, of one program of `split`
 ROWS, BLOCK = 16, 128
+# row tiles that are worked on together
+GROUP = 16
+# programs of an interpreted kernel
+PROGRAMS_INTERPRETED = 3
 
 
 def tiles_of(n: int, side: int) -> int:
+    """How many pieces of `side` cover n; Triton's own cdiv takes longer than some kernels."""
     return -(-n // side)
 
 
@@ -72,7 +77,7 @@ def operand(x: Tensor, parts: int, shape: Shape) -> Operand:
     width = padded(D, shape)
     dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
     data = torch.empty(n, parts * width, dtype=dtype, device=x.device)
-    grid = (triton.cdiv(n, ROWS), triton.cdiv(width, BLOCK))
+    grid = (tiles_of(n, ROWS), tiles_of(width, BLOCK))
     run(
         vectors.split, grid, x_ptr=x, out_ptr=data, n=n, D=D, row_stride=x.stride(0), feature_stride=x.stride(1),
         width=width, PARTS=parts, ROWS=ROWS, BLOCK=BLOCK,
@@ -82,7 +87,7 @@ def operand(x: Tensor, parts: int, shape: Shape) -> Operand:
 
 def padded(features: int, shape: Shape) -> int:
     """The width of a piece: whole steps of the kernels' loop."""
-    return triton.cdiv(features, shape.depth) * shape.depth
+    return tiles_of(features, shape.depth) * shape.depth
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,49 @@ class Masks:
             "IDS": self.ids is not None,
             "LABELS": self.labels is not None,
         }
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What all kernels of the shape of a matrix product are told of a super-tile."""
+
+    q: Operand
+    k: Operand
+    masks: Masks
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        q, k = self.q, self.k
+        shape, pairs = shape_for(q.data.device), products(q.parts)
+        return self.masks.arguments(q.data) | {
+            "q_mem": q.memory(shape.rows, shape),
+            "k_mem": k.memory(shape.cols, shape),
+            "q_stride": q.data.stride(0),
+            "k_stride": k.data.stride(0),
+            "N": len(q),
+            "M": len(k),
+            "D": q.width,
+            "BM": shape.rows,
+            "BN": shape.cols,
+            "BK": shape.depth,
+            "GROUP": GROUP,
+            "LEFT": coded([left for left, _ in pairs]),
+            "RIGHT": coded([right for _, right in pairs]),
+            "PRODUCTS": len(pairs),
+            "TMA": shape.tma,
+            "UPCAST": interpreting(),
+            "warps": shape.warps,
+            "stages": shape.stages,
+        }
+
+    @cached_property
+    def programs(self) -> tuple[int]:
+        """As many as fit the device at once: each takes one tile after the other."""
+        device = self.q.data.device
+        shape = shape_for(device)
+        tiles = tiles_of(len(self.q), shape.rows) * tiles_of(len(self.k), shape.cols)
+        most = PROGRAMS_INTERPRETED if interpreting() else shape.programs * multiprocessors(device)
+        return (min(most, tiles),)
 
 
 def _strip_shape(N: int, M: int, parts: int, shape: Shape) -> tuple[int, int]:
