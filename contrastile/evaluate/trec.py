@@ -23,11 +23,24 @@ def write_run(path: Path, run: Run, *, tag: str = "contrastile") -> None:
     with path.open("w", encoding="utf-8") as file:
         for query, scores in run.items():
             for rank, passage in enumerate(ranking(scores), start=1):
-                for name in (query, passage, tag):
-                    if len(name.split()) != 1:
-                        remedy = "A run file separates its fields by blanks; rename the id."
-                        raise wrong("run", "have ids without blanks", f'"{name}"', remedy)
+                _without_blanks(query, passage, tag)
                 file.write(f"{query} Q0 {passage} {rank} {scores[passage]!r} {tag}\n")
+
+
+def write_judgements(path: Path, judgements: Judgements) -> None:
+    """Lines of `query 0 passage grade`. Raises ValueError for ids with blanks."""
+    with path.open("w", encoding="utf-8") as file:
+        for query, grades in judgements.items():
+            for passage, grade in grades.items():
+                _without_blanks(query, passage)
+                file.write(f"{query} 0 {passage} {grade}\n")
+
+
+def _without_blanks(*names: str) -> None:
+    for name in names:
+        if len(name.split()) != 1:
+            remedy = "The file separates its fields by blanks; rename the id."
+            raise wrong("run", "have ids without blanks", f'"{name}"', remedy)
 
 
 def read_run(path: str | Path) -> dict[str, dict[str, float]]:

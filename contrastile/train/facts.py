@@ -12,8 +12,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from torch import nn
 
 from contrastile.train.checkpoint import Run
+from contrastile.train.config import AnyRecipe
 from contrastile.train.feed import Materials
 from contrastile.train.memory import bytes_per_example, dense_need
 
@@ -36,17 +38,23 @@ def facts(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:
     recipe = run.recipe
     largest = max(trained.largest_batch, 1)
     kept = recipe.train.sub_batch.image * max(recipe.train.retain, 1)
-    need = dense_need(activations_per_pair(run, materials), largest, kept)
     return {
-        "name": recipe.name,
+        **run_facts(run.recipe, run.model, run.device, trained),
         "pairs": len(materials.pairs.splits["train"]),
         "skipped": materials.pairs.skipped,
-        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
-        "device": describe(run.device),
         "loss": recipe.loss.kind,
         "batch": [batch for _, batch in recipe.train.batch],
+        "memory": asdict(dense_need(activations_per_pair(run, materials), largest, kept)),
+    }
+
+
+def run_facts(recipe: AnyRecipe, model: nn.Module, device: torch.device, trained: Trained) -> dict[str, Any]:
+    """What every run has to say of itself."""
+    return {
+        "name": recipe.name,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "device": describe(device),
         **asdict(trained),
-        "memory": asdict(need),
         "versions": versions(),
         "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
