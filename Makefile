@@ -41,9 +41,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.train pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search,dev]'
 	@touch $@

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from contrastile._contrast import contrast
     from contrastile.cache import encode
     from contrastile.modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
-    from contrastile.train.checkpoint import load
+    from contrastile.train.load import load
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ _HOMES = {
     "SupConLoss": "modules",
     "contrast": "_contrast",
     "encode": "cache",
-    "load": "train.checkpoint",
+    "load": "train.load",
 }
 
 

@@ -137,7 +137,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"kind": "letters"}, "`kind` must be one of words; got letters. Or load a tokenizer from a folder."),
+        ({"kind": "letters"}, "`kind` must be one of words, bpe; got letters. Or load a tokenizer from a folder."),
         (
             {"size": 2},
             "`size` must be at least 3 words; got 2. Two of them are for padding and for what is unknown.",

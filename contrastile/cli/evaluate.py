@@ -1,4 +1,7 @@
-"""`contrastile evaluate RUN`: measure the saved weights again, print the table, write the report again."""
+"""`contrastile evaluate RUN`: measure the saved weights again, print the table, write the report again.
+
+Of a ranking in TREC's form, any system's, it prints the measures: `contrastile evaluate x.trec --judgements x.qrels`.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,39 @@ from typing import Any
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
     parser = verbs.add_parser("evaluate", help="measure the saved weights of a run and write its report again")
-    parser.add_argument("run", help="a run folder, such as runs/glyphs")
+    parser.add_argument("run", help="a run folder, such as runs/glyphs, or a file of rankings in TREC's form")
+    parser.add_argument("--judgements", metavar="FILE", help="what is right, for rankings: TREC's or BEIR's qrels")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, evaluate, report."""
-    from contrastile.train.folder import finished_run
+    if arguments.judgements is not None:
+        return _measure(arguments.run, arguments.judgements)
 
-    folder = finished_run(arguments.run).path
+    from contrastile.train.config import Recipe
+    from contrastile.train.folder import RECIPE, finished_run
+    from contrastile.train.recipe import load_any_recipe
+
+    folder = finished_run(arguments.run)
+    recipe = load_any_recipe(folder / RECIPE, files=False)
 
     from contrastile.train.loop import evaluate_run
+    from contrastile.train.retriever.loop import evaluate_retriever
 
-    print(evaluate_run(folder, device=arguments.device))
+    measured = evaluate_run if isinstance(recipe, Recipe) else evaluate_retriever
+    print(measured(folder.path, device=arguments.device))
     print(f"report: {folder / 'report.html'}")
+    return 0
+
+
+def _measure(rankings: str, judgements: str) -> int:
+    from contrastile.evaluate.ranking import means, measure
+    from contrastile.evaluate.trec import judged_of, read_judgements, read_run
+
+    run, judged = read_run(rankings), read_judgements(judgements)
+    print(f"{len(judged):,} judged queries, {judged_of(run, judged):,} of them answered")
+    for name, value in means(measure(run, judged)).items():
+        print(f"{name:<12}{value:.4f}")
     return 0

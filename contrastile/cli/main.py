@@ -10,9 +10,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from contrastile.cli import bench, compare, evaluate, train
+from contrastile.cli import bench, compare, encode, evaluate, search, train
 
-VERBS = (train, evaluate, compare, bench)
+# what the extra "search" installs
+SEARCHING = {"bm25s", "regex", "pyarrow"}
+VERBS = (train, evaluate, encode, search, compare, bench)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if chosen.traceback or (error.name or "").startswith("contrastile"):
             raise
-        return _say(f'`{error.name}` is not installed; run: pip install "contrastile[train]"', 2)
+        extra = "train,search" if error.name in SEARCHING else "train"
+        return _say(f'`{error.name}` is not installed; run: pip install "contrastile[{extra}]"', 2)
     except (ValueError, FileNotFoundError) as error:
         if chosen.traceback:
             raise

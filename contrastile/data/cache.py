@@ -1,6 +1,7 @@
-"""A folder that is there whole or not at all: pictures made once, checked at every opening.
+"""A folder that is there whole or not at all: pictures or texts made once, checked at every opening.
 
-Between a source (glyphs, table) and the `PairSet`: the source says how to make the pictures, this says where they stay.
+Between a source (glyphs, table, docstrings) and its set: the source says how to make the files, this says where they
+stay.
 A folder is written beside its place and renamed, under a lock, so that neither a kill nor a second process can leave
 half of it; its checksums are compared whenever it is opened, and what does not agree is made anew, said aloud.
 """
@@ -13,8 +14,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +79,36 @@ def cached_pairs(
 
     `make(writer)` adds every picture and returns titles, ids, splits and the counts of what was skipped.
     """
+    name = f"{kind}-{shape[1]}px"
+    return _read(cached_folder(cache, name, settings, files=(IMAGES, LABELS), make=partial(_write_pairs, shape, make)))
+
+
+def _write_pairs(shape: tuple[int, int, int], make: Callable[[PictureWriter], Labels], folder: Path) -> None:
+    with PictureWriter(folder / IMAGES, shape) as writer:
+        titles, ids, splits, skipped = make(writer)
+    labels = {
+        "titles": titles,
+        "ids": ids.tolist(),
+        "splits": {name: rows.tolist() for name, rows in splits.items()},
+        "skipped": skipped,
+    }
+    write_text(folder / LABELS, json.dumps(labels))
+
+
+def cached_folder(
+    cache: Path, kind: str, settings: Mapping[str, Any], *, files: Sequence[str], make: Callable[[Path], None]
+) -> Path:
+    """The folder under `cache` that belongs to exactly these `settings`, with `files`, which `make(folder)` writes."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    folder = cache / f"{kind}-{shape[1]}px-{digest[:16]}"
+    folder = cache / f"{kind}-{digest[:16]}"
     with _locked(cache, folder.name):
-        damage = _damage(folder)
+        damage = _damage(folder, files)
         if damage is not None:
             if folder.exists():
                 logger.warning("the cache %s is damaged (%s) and is made again", folder, damage)
                 shutil.rmtree(folder)
-            _write_whole(folder, settings, shape, make)
-        return _read(folder)
+            _write_whole(folder, settings, files, make)
+    return folder
 
 
 @contextmanager
@@ -102,26 +124,16 @@ def _locked(cache: Path, name: str) -> Iterator[None]:
         yield
 
 
-def _write_whole(
-    folder: Path, settings: Mapping[str, Any], shape: tuple[int, int, int], make: Callable[[PictureWriter], Labels]
-) -> None:
+def _write_whole(folder: Path, settings: Mapping[str, Any], files: Sequence[str], make: Callable[[Path], None]) -> None:
     """Written beside its place, then renamed. What a killed process left there is ours: we hold the lock."""
     beside = folder.with_name(f".{folder.name}.making")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     try:
-        with PictureWriter(beside / IMAGES, shape) as writer:
-            titles, ids, splits, skipped = make(writer)
-        labels = {
-            "titles": titles,
-            "ids": ids.tolist(),
-            "splits": {name: rows.tolist() for name, rows in splits.items()},
-            "skipped": skipped,
-        }
-        _write_text(beside / LABELS, json.dumps(labels))
-        sums = {name: _checksum(beside / name) for name in (IMAGES, LABELS)}
+        make(beside)
+        sums = {name: _checksum(beside / name) for name in files}
         manifest = {"format": FORMAT, "settings": settings, "sha256": sums}
-        _write_text(beside / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+        write_text(beside / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
         _sync_folder(beside)
         beside.rename(folder)
         _sync_folder(folder.parent)
@@ -129,7 +141,8 @@ def _write_whole(
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """A file that is safe on the disk when this returns."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -149,13 +162,13 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _damage(folder: Path) -> str | None:
+def _damage(folder: Path, files: Sequence[str]) -> str | None:
     """What is wrong with a folder, in words; None where all is well."""
     if not folder.exists():
         return "it is not there"
     try:
         sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-        for name in (IMAGES, LABELS):
+        for name in files:
             if _checksum(folder / name) != sums[name]:
                 return f"the checksum of {name} does not agree"
     except FileNotFoundError as missing:

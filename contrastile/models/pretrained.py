@@ -26,8 +26,9 @@ TRIAL_LENGTH = 4
 class Library:
     """Where a model comes from: a local `folder`, or a `config` with its `model_type`; and how its features are taken.
 
-    `pooling` is one of `POOLINGS`: "mean" over the places that are no padding, "cls" the first place, "pooler" the
-    model's own. `mean` and `std` are what the pixels are normalised with; a folder's own unless given.
+    `pooling` is one of `POOLINGS`: "mean" over the places that are no padding, "cls" the first place, "last" the last
+    one that is no padding, "pooler" the model's own. `mean` and `std` are what the pixels are normalised with; a
+    folder's own unless given.
     """
 
     folder: str | None = None
@@ -94,6 +95,15 @@ def _cls(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
     return output.last_hidden_state[:, 0]
 
 
+def _last(output: Any, mask: Tensor | None) -> Tensor:
+    states = output.last_hidden_state
+    if mask is None or mask.shape[1] != states.shape[1]:
+        return states[:, -1]
+    places = torch.arange(mask.shape[1], device=mask.device)
+    last = (mask * (places + 1)).argmax(dim=1)
+    return states[torch.arange(len(states), device=states.device), last]
+
+
 def _pooler(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
     pooled = getattr(output, "pooler_output", None)
     if pooled is None:
@@ -101,7 +111,7 @@ def _pooler(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
     return pooled.flatten(1)
 
 
-POOLINGS = {"mean": _mean, "cls": _cls, "pooler": _pooler}
+POOLINGS = {"mean": _mean, "cls": _cls, "last": _last, "pooler": _pooler}
 
 
 class ImageTower(nn.Module):

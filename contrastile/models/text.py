@@ -1,4 +1,4 @@
-"""From titles to numbers: a word-level tokenizer trained on the run's own titles, or one from a local folder.
+"""From texts to numbers: a tokenizer of words or subwords trained on the run's own texts, or one from a local folder.
 
 Before the text tower in the flow's second box. A trained tokenizer is saved as one tokenizer.json, the format of the
 library `tokenizers`, and read again from there.
@@ -32,8 +32,8 @@ class Tokenizer(Protocol):
     def pad(self) -> int:
         """The number that fills up short texts."""
 
-    def tokenise(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """`input_ids` and `attention_mask`, int64 `[B, length]`; longer texts are cut."""
+    def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask`, int64 `[B, length]`, its own length by default; longer texts are cut."""
 
     def save(self, folder: Path) -> None:
         """Everything that `load_tokenizer` needs, into a folder."""
@@ -43,6 +43,7 @@ class WordTokenizer:
     """Words, single digits and marks, regardless of case; a word that training never saw becomes `[UNK]`.
 
     So BRAILLE PATTERN DOTS-12 reads `braille pattern dots - 1 2`, and a pattern never seen is made of parts that were.
+    Of the kind "bpe" a word never seen is made of subwords, and `snake_case` of its parts.
     """
 
     def __init__(self, described: str, *, length: int) -> None:
@@ -66,13 +67,12 @@ class WordTokenizer:
         """The number of `[PAD]`."""
         return self._pad
 
-    def tokenise(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask`, int64 `[B, length]`; longer texts are cut."""
         encoded = self._engine.encode_batch(list(texts))
-        return {
-            "input_ids": torch.tensor([text.ids for text in encoded]).view(len(encoded), self.length),
-            "attention_mask": torch.tensor([text.attention_mask for text in encoded]).view(len(encoded), self.length),
-        }
+        ids = torch.tensor([text.ids for text in encoded]).view(len(encoded), self.length)
+        mask = torch.tensor([text.attention_mask for text in encoded]).view(len(encoded), self.length)
+        return {"input_ids": ids[:, :length], "attention_mask": mask[:, :length]}
 
     def save(self, folder: Path) -> None:
         """As tokenizer.json, its length inside."""
@@ -100,13 +100,13 @@ class FolderTokenizer:
         """The number of the padding token."""
         return int(self._engine.pad_token_id)
 
-    def tokenise(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask`, int64 `[B, length]`; longer texts are cut.
 
         A model whose tokenizer gives no mask (SigLIP) was trained to see its padding, so everything is let through.
         """
         encoded = self._engine(
-            list(texts), padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
+            list(texts), padding="max_length", truncation=True, max_length=length or self.length, return_tensors="pt"
         )
         mask = encoded.get("attention_mask")
         return {
@@ -148,7 +148,22 @@ def _train_words(titles: Iterable[str], size: int) -> str:
     return str(engine.to_str())
 
 
-TRAINERS = {"words": _train_words}
+def _train_bpe(texts: Iterable[str], size: int) -> str:
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+    engine = Engine(models.BPE(unk_token=UNKNOWN))
+    engine.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    # marks stand alone, the underscore too, so that names in code come apart
+    engine.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[PAD, UNKNOWN], min_frequency=2, show_progress=False)
+    engine.train_from_iterator(texts, trainer)
+    return str(engine.to_str())
+
+
+TRAINERS = {"words": _train_words, "bpe": _train_bpe}
 
 
 def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:

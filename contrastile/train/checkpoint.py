@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastile._check import wrong
 from contrastile.cache import encode
@@ -24,7 +24,7 @@ from contrastile.data.augment import prepare
 from contrastile.data.table import squared
 from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.models.towers import DualEncoder, build_model
-from contrastile.train.config import Recipe
+from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.folder import FACTS, RECIPE, WEIGHTS, RunFolder, finished_run
 from contrastile.train.recipe import load_recipe, to_toml
 
@@ -80,22 +80,32 @@ def load(run: str | Path, *, device: str = "auto") -> Run:
     >>> run = load("runs/glyphs")                                                        # doctest: +SKIP
     >>> cosines = run.encode_image([picture]) @ run.encode_text(["digit one", "digit two"]).T    # doctest: +SKIP
     """
-    from safetensors.torch import load_model
-
     folder = finished_run(run)
     recipe = load_recipe(folder / RECIPE, files=False)
+    tokenizer = load_tokenizer(folder.path)
+    model = build_model(checked_towers(folder), tokenizer=tokenizer)
+    load_weights(model, folder)
+    return Run(recipe, model.to(choose_device(device)).eval(), tokenizer, choose_device(device))
+
+
+def checked_towers(folder: RunFolder) -> dict[str, Any]:
+    """The settings of a run's towers; raises ValueError where its weights are not the bytes that the run wrote."""
     facts = folder.read_json(FACTS)
     if folder.checksum(WEIGHTS) != facts["weights_sha256"]:
         remedy = "The file is damaged or another one; train again or restore it."
         raise wrong(WEIGHTS, "be the file that the run wrote", "another checksum", remedy)
-    tokenizer = load_tokenizer(folder.path)
-    model = build_model(facts["towers"], tokenizer=tokenizer)
+    return facts["towers"]
+
+
+def load_weights(model: nn.Module, folder: RunFolder) -> None:
+    """A run's weights into the towers that its settings made."""
+    from safetensors.torch import load_model
+
     try:
         load_model(model, folder / WEIGHTS)
     except RuntimeError as error:
         remedy = "Another version of contrastile wrote it; train again or install that version."
         raise wrong("run", "hold weights of these towers", f'"{folder.path}", whose shapes differ', remedy) from error
-    return Run(recipe, model.to(choose_device(device)).eval(), tokenizer, choose_device(device))
 
 
 def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
@@ -126,7 +136,23 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def save_run(folder: RunFolder, run: Run, facts: dict[str, Any]) -> None:
+class Saveable(Protocol):
+    """What `save_run` needs of a run."""
+
+    @property
+    def recipe(self) -> AnyRecipe:
+        """What it was told."""
+
+    @property
+    def model(self) -> Any:
+        """A module with `settings`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What it reads with."""
+
+
+def save_run(folder: RunFolder, run: Saveable, facts: dict[str, Any]) -> None:
     """Recipe, tokenizer, weights and facts into the folder, each file whole or not at all."""
     from safetensors.torch import save_model
 

@@ -67,6 +67,8 @@ class DataSettings(Settings):
     @field_validator("source")
     @classmethod
     def _source_is_known(cls, source: str, info: ValidationInfo) -> str:
+        if source == "docstrings":
+            raise ValueError('is a set of texts; set kind = "retriever" at the top of the recipe')
         if source != "glyphs" and not source.endswith(".tsv"):
             raise ValueError(f'must be "glyphs" or the path of a .tsv file; got "{source}"')
         if source != "glyphs" and _files_matter(info) and not os.path.isfile(source):
@@ -257,7 +259,7 @@ def _same_sub_batch(sub_batch: Any) -> Any:
     return {"image": sub_batch, "text": sub_batch} if whole else sub_batch
 
 
-class TrainSettings(Settings):
+class Steps(Settings):
     """How long (`examples` or `epochs`, and at most `minutes`), in which batches, at which precision.
 
     `batch` is a schedule of shares of the run and sizes, or one size. `retain` sub-batches of each tower keep their
@@ -272,7 +274,6 @@ class TrainSettings(Settings):
     epochs: Positive | None = None
     minutes: Positive | None = None
     batch: Annotated[tuple[tuple[Share, Count], ...], BeforeValidator(_constant_schedule)] = ((0.0, 256),)
-    sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = SubBatch()
     retain: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
     accumulate: Count = 1
     precision: Literal["float32", "bf16"] = "float32"
@@ -289,7 +290,7 @@ class TrainSettings(Settings):
         return batch
 
     @model_validator(mode="after")
-    def _one_length(self) -> TrainSettings:
+    def _one_length(self) -> Steps:
         if (self.examples is None) == (self.epochs is None):
             raise ValueError("must have either examples or epochs, and not both")
         return self
@@ -301,6 +302,12 @@ class TrainSettings(Settings):
     def length(self, pairs: int) -> int:
         """How many examples the run sees where the training split has `pairs`."""
         return self.examples if self.examples is not None else max(1, round((self.epochs or 0.0) * pairs))
+
+
+class TrainSettings(Steps):
+    """The steps of towers of pictures and texts."""
+
+    sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = SubBatch()
 
 
 class EvaluateSettings(Settings):
@@ -323,18 +330,12 @@ class EvaluateSettings(Settings):
         return prompts
 
 
-class Recipe(Settings):
-    """A whole run. `name` is that of its folder, the recipe file's own where the recipe does not say."""
+class AnyRecipe(Settings):
+    """What every run has. `name` is that of its folder, the recipe file's own where the recipe does not say."""
 
     name: str
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: str = "auto"
-    data: DataSettings = DataSettings()
-    model: ModelSettings = ModelSettings.model_validate({})
-    loss: AnyLoss = ClipSettings()
-    optim: AnyOptim = AdamWSettings()
-    train: TrainSettings
-    evaluate: EvaluateSettings = EvaluateSettings()
 
     @field_validator("name")
     @classmethod
@@ -349,3 +350,15 @@ class Recipe(Settings):
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", device):
             raise ValueError(f'must be "auto", "cpu", "cuda" or "cuda:1"; got {json.dumps(device)}')
         return device
+
+
+class Recipe(AnyRecipe):
+    """A whole run of pictures and texts."""
+
+    kind: Literal["image-text"] = "image-text"
+    data: DataSettings = DataSettings()
+    model: ModelSettings = ModelSettings.model_validate({})
+    loss: AnyLoss = ClipSettings()
+    optim: AnyOptim = AdamWSettings()
+    train: TrainSettings
+    evaluate: EvaluateSettings = EvaluateSettings()

@@ -9,12 +9,14 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from contrastile.retention import bytes_per_example
 from contrastile.train.checkpoint import Run
+from contrastile.train.config import AnyRecipe
 from contrastile.train.feed import Materials
 from contrastile.train.memory import dense_need
 
@@ -37,20 +39,29 @@ def facts(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:
     """All that the report says beside curves and results; plain values, to be written as JSON."""
     recipe = run.recipe
     largest = max(trained.largest_batch, 1)
-    retain = recipe.train.retain
-    # "auto" is taken to have kept everything, so that the report never claims too much
-    kept = largest if retain == "auto" else recipe.train.sub_batch.image * max(retain, 1)
-    need = dense_need(activations_per_pair(run, materials), largest, kept)
+    kept = kept_at_once(recipe.train.retain, recipe.train.sub_batch.image, largest)
     return {
-        "name": recipe.name,
+        **run_facts(run.recipe, run.model, run.device, trained),
         "pairs": len(materials.pairs.splits["train"]),
         "skipped": materials.pairs.skipped,
-        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
-        "device": describe(run.device),
         "loss": recipe.loss.kind,
         "batch": [batch for _, batch in recipe.train.batch],
+        "memory": asdict(dense_need(activations_per_pair(run, materials), largest, kept)),
+    }
+
+
+def kept_at_once(retain: int | Literal["auto"], sub_batch: int, batch: int) -> int:
+    """Examples whose activations a step keeps. "auto" is taken to keep all, so that no report claims too much."""
+    return batch if retain == "auto" else sub_batch * max(retain, 1)
+
+
+def run_facts(recipe: AnyRecipe, model: nn.Module, device: torch.device, trained: Trained) -> dict[str, Any]:
+    """What every run has to say of itself."""
+    return {
+        "name": recipe.name,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "device": describe(device),
         **asdict(trained),
-        "memory": asdict(need),
         "versions": versions(),
         "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }

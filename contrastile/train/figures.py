@@ -27,11 +27,15 @@ def curves(
     *,
     title: str,
     stages: Sequence[tuple[float, str]],
+    unit: str = "pairs",
     percent: bool = False,
     under: Mapping[str, Curve] | None = None,
 ) -> str:
-    """An SVG of `lines` over pairs seen; `stages` says where the batch changed, `under` holds faint lines beneath."""
-    figure, axes = _canvas(title)
+    """An SVG of `lines` over pairs, or another `unit`, seen.
+
+    `stages` says where the batch changed, `under` holds faint lines beneath.
+    """
+    figure, axes = _canvas(title, unit)
     for name, (seen, values) in (under or {}).items():
         axes.plot(seen, values, color=FAINT, linewidth=1.2, linestyle=(0, (3, 2)), label=name)
     for (name, (seen, values)), colour in zip(lines.items(), COLOURS, strict=False):
@@ -45,14 +49,14 @@ def curves(
     return _svg(figure)
 
 
-def _canvas(title: str) -> tuple[Figure, Axes]:
+def _canvas(title: str, unit: str) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(5.2, 3.1), layout="constrained")
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontsize=11, color=INK, pad=18)
-    axes.set_xlabel("pairs seen", fontsize=9, color=INK)
+    axes.set_xlabel(f"{unit} seen", fontsize=9, color=INK)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.tick_params(colors=INK, labelsize=9, color=FAINT)
     axes.grid(axis="y", color=FAINT, linewidth=0.5)

@@ -16,9 +16,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from contrastile.train.config import Recipe
+from contrastile.train.config import AnyRecipe, Recipe
+from contrastile.train.retriever.config import RetrieverRecipe
 
 Tables = dict[str, Any]
+
+# what a recipe may be, by its key `kind`; the first where it does not say
+KINDS: dict[str, type[AnyRecipe]] = {"image-text": Recipe, "retriever": RetrieverRecipe}
 
 RULES = {
     "string_type": "must be a text in quotes",
@@ -48,6 +52,14 @@ class RecipeError(ValueError):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe:
+    """The recipe of pictures and texts at `path`; as `load_any_recipe`, which reads the others too."""
+    recipe = load_any_recipe(path, overrides, files=files)
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f'{path}: kind: must be "image-text" here; got "{recipe.kind}"')
+    return recipe
+
+
+def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe | RetrieverRecipe:
     """The recipe at `path` with `overrides` ("optim.learning_rate=1e-3") put over it, checked.
 
     With `files` the files and folders that it names must be there.
@@ -108,13 +120,17 @@ def _value(text: str, override: str) -> Any:
     return text
 
 
-def _checked(tables: Tables, origin: str, origins: Mapping[str, str], files: bool) -> Recipe:
+def _checked(tables: Tables, origin: str, origins: Mapping[str, str], files: bool) -> Any:
+    kind = tables.get("kind", "image-text")
+    if not isinstance(kind, str) or kind not in KINDS:
+        known = ", ".join(f"'{name}'" for name in KINDS)
+        raise RecipeError(f"{origins.get('kind', origin)}: kind: must be one of {known}; got {_shown(kind)}")
     try:
-        return Recipe.model_validate(_frozen(tables), context={"files": files})
+        return KINDS[kind].model_validate(_frozen(tables), context={"files": files})
     except ValidationError as error:
         # an unknown key first: it is often why another one is missing
         mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
-        raise RecipeError(_one_line(mistakes[0], tables, origin, origins)) from None
+        raise RecipeError(_one_line(mistakes[0], tables, origin, origins, KINDS[kind])) from None
 
 
 def _frozen(value: Any) -> Any:
@@ -124,13 +140,15 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _one_line(error: ErrorDetails, tables: Tables, origin: str, origins: Mapping[str, str]) -> str:
+def _one_line(
+    error: ErrorDetails, tables: Tables, origin: str, origins: Mapping[str, str], recipe: type[AnyRecipe]
+) -> str:
     place = _place(error, tables)
     key = ".".join(place)
     # an override is to blame for the key that it set, for what lies in it and for the section it stands in
     related = (text for name, text in origins.items() if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."))
     blamed = next(related, origin)
-    return f"{blamed}: {key}: {_reason(error, place)}"
+    return f"{blamed}: {key}: {_reason(error, place, recipe)}"
 
 
 def _place(error: ErrorDetails, tables: Tables) -> list[str]:
@@ -149,10 +167,10 @@ def _place(error: ErrorDetails, tables: Tables) -> list[str]:
     return [*place, "kind"] if error["type"] == "union_tag_invalid" else place
 
 
-def _reason(error: ErrorDetails, place: Sequence[str]) -> str:
+def _reason(error: ErrorDetails, place: Sequence[str], recipe: type[AnyRecipe]) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return "unknown key" + _did_you_mean(place)
+        return "unknown key" + _did_you_mean(place, recipe)
     if kind == "missing":
         return "missing"
     if kind == "value_error":
@@ -168,9 +186,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _did_you_mean(place: Sequence[str]) -> str:
+def _did_you_mean(place: Sequence[str], recipe: type[AnyRecipe]) -> str:
     """The nearest known key: of the same section by its last word, else anywhere."""
-    known = list(known_keys(Recipe))
+    known = list(known_keys(recipe))
     if ".".join(place) in known:
         return " with this kind"
     section = ".".join(place[:-1])
@@ -203,7 +221,7 @@ def _sections(field: FieldInfo) -> Iterator[type[BaseModel]]:
             waiting.extend(get_args(kind))
 
 
-def to_toml(recipe: Recipe) -> str:
+def to_toml(recipe: AnyRecipe) -> str:
     """The recipe with every default filled in, as TOML that `load_recipe` reads back to an equal recipe."""
     return "\n".join(_table_lines(recipe.model_dump(mode="json", exclude_none=True), "")).lstrip("\n") + "\n"
 

@@ -11,6 +11,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,46 @@ class Gallery:
     finds: Sequence[Find]
 
 
+@dataclass(frozen=True)
+class FoundText:
+    """A passage that was found: its name, where it stands, its text in pieces, marked or not, and if it is right."""
+
+    name: str
+    source: str
+    score: float
+    pieces: Sequence[tuple[str, bool]]
+    right: bool
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question and the passages found for it, the best first; the place of the first right one, 0 where none is."""
+
+    question: str
+    found: Sequence[FoundText]
+    place: int
+
+
+@dataclass(frozen=True)
+class Asks:
+    """Questions of one part."""
+
+    title: str
+    sentence: str
+    asks: Sequence[Ask]
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What a job calls its things: the table's heads and rows, the title of the probes' curves, what is counted."""
+
+    heads: Sequence[str]
+    row: Callable[[Mapping[str, Any]], list[str]]
+    probes: str
+    legend: str
+    unit: str = "pairs"
+
+
 def picture_address(picture: Pictures) -> str:
     """A picture `[C, S, S]` uint8 as a data address, made small enough for a page."""
     from PIL import Image
@@ -70,22 +111,32 @@ def picture_address(picture: Pictures) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def write_report(folder: RunFolder, galleries: Sequence[Gallery]) -> Path:
-    """Write `report.html`; its path."""
+def write_report(
+    folder: RunFolder,
+    galleries: Sequence[Gallery] = (),
+    *,
+    questions: Sequence[Asks] = (),
+    wording: Wording | None = None,
+) -> Path:
+    """Write `report.html`; its path. The `wording` is that of pictures and names unless another is given."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     pages = Environment(loader=PackageLoader("contrastile.train", "."), autoescape=True, undefined=StrictUndefined)
+    wording = wording or IMAGE_TEXT
     facts, results = folder.read_json(FACTS), folder.read_json(EVALUATION)
     metrics = read_metrics(folder / METRICS)
     page = pages.get_template("report.html.jinja").render(
         name=facts["name"],
-        subtitle=_subtitle(facts),
+        subtitle=_subtitle(facts, wording.unit),
         cards=_cards(facts, results),
-        table={"heads": TABLE_HEADS, "rows": table_rows(results)},
-        figures=_figures(metrics, facts["loss"]),
+        legend=wording.legend,
+        table={"heads": wording.heads, "rows": [wording.row(row) for row in results]},
+        figures=_figures(metrics, facts["loss"], wording),
         learning=LEARNING,
         memory=_memory(facts),
+        unit=wording.unit,
         galleries=galleries,
+        questions=questions,
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
         footer=" · ".join((*(f"{name} {version}" for name, version in facts["versions"].items()), facts["ended"])),
     )
@@ -93,31 +144,34 @@ def write_report(folder: RunFolder, galleries: Sequence[Gallery]) -> Path:
     return folder / REPORT
 
 
-TABLE_HEADS = ("", "queries", "choices", "@1", "@5", "@10", "chance @1")
 LEARNING = (
     "Uprights mark where the batch size changes. A softmax over more negatives is harder, so the loss steps up there; "
     "the dashed line is what guessing would reach at that batch."
 )
 
 
-def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """One row of text per test: its name, how many queries and choices, recall at 1, 5 and 10, and chance."""
-    return [
-        [
-            row["test"],
-            f"{row['queries']:,}",
-            f"{row['choices']:,}",
-            *(_percent(row["recall"].get(str(k))) for k in (1, 5, 10)),
-            _percent(row["chance"]),
-        ]
-        for row in results
-    ]
+def _image_text_row(row: Mapping[str, Any]) -> list[str]:
+    """One test as text: its name, how many queries and choices, recall at 1, 5 and 10, and chance."""
+    return [*counted(row), *(percent(row["recall"].get(str(k))) for k in (1, 5, 10)), percent(row["chance"])]
 
 
-def table_text(results: Sequence[Mapping[str, Any]]) -> str:
+def counted(row: Mapping[str, Any]) -> list[str]:
+    """A test's name, and how many queries and choices it has."""
+    return [row["test"], f"{row['queries']:,}", f"{row['choices']:,}"]
+
+
+IMAGE_TEXT = Wording(
+    heads=("", "queries", "choices", "@1", "@5", "@10", "chance @1"),
+    row=_image_text_row,
+    probes="Recall, picture → name (a sample)",
+    legend="Recall@k: the share of queries with a right answer among the first k. Chance is what guessing would reach.",
+)
+
+
+def table_text(results: Sequence[Mapping[str, Any]], wording: Wording = IMAGE_TEXT) -> str:
     """The same table for a terminal."""
-    rows = [list(TABLE_HEADS), *table_rows(results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(TABLE_HEADS))]
+    rows = [list(wording.heads), *(wording.row(row) for row in results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(wording.heads))]
     lines = [
         "  ".join(
             cell.rjust(width) if place else cell.ljust(width)
@@ -128,24 +182,25 @@ def table_text(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
+    """A share as people read it; nothing where there is none."""
     if share is None:
         return ""
     return f"{share:.2%}" if share < 0.01 else f"{share:.1%}"
 
 
-def _subtitle(facts: Mapping[str, Any]) -> str:
+def _subtitle(facts: Mapping[str, Any], unit: str) -> str:
     batches = " → ".join(f"{batch:,}" for batch in facts["batch"])
     each = f"{facts['ranks']} ranks, each with " if facts.get("ranks", 1) > 1 else ""
     took = f"{facts['examples']:,} seen in {clock(facts['seconds'])} on {each}{facts['device']}"
     millions = facts["parameters"] / 1e6
     skipped = "".join(f"; skipped: {count:,} × {reason}" for reason, count in facts["skipped"].items())  # noqa: RUF001
-    return f"{facts['pairs']:,} training pairs, {took}; batch {batches}; {millions:.1f} million parameters{skipped}"
+    return f"{facts['pairs']:,} training {unit}, {took}; batch {batches}; {millions:.1f} million parameters{skipped}"
 
 
 def _cards(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     firsts = [
-        {"value": _percent(row["recall"]["1"]), "what": f"{row['test']}, @1 (chance {_percent(row['chance'])})"}
+        {"value": percent(row["recall"]["1"]), "what": f"{row['test']}, @1 (chance {percent(row['chance'])})"}
         for row in results
         if row.get("headline")
     ]
@@ -153,16 +208,16 @@ def _cards(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> li
     return [*firsts, {"value": peak, "what": f"peak memory; the dense way: {dense}"}]
 
 
-def _figures(metrics: Sequence[Line], loss: str) -> list[str]:
+def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
     steps = [line for line in metrics if line["kind"] == "step"]
     probes = [line for line in metrics if line["kind"] == "probe"]
     if not steps:
         return []
     stages = _stages(steps)
-    losses = curves(
+    draw = partial(curves, stages=stages, unit=wording.unit)
+    losses = draw(
         {"loss": averaged(steps, lambda line: line["loss"])},
         title="Loss",
-        stages=stages,
         # by chance every one of the b texts is as likely as the right one
         under={"guessing": averaged(steps, lambda line: math.log(line["planned"]))} if loss == "clip" else {},
     )
@@ -172,10 +227,10 @@ def _figures(metrics: Sequence[Line], loss: str) -> list[str]:
         for part in probes[0]["recall"]
         for k in ("1", "5")
     }
-    recall = curves(recalls, title="Recall, picture → name (a sample)", stages=stages, percent=True)
-    scale = curves({"scale": averaged(steps, lambda line: line["scale"])}, title="Learned scale", stages=stages)
+    recall = draw(recalls, title=wording.probes, percent=True)
+    scale = draw({"scale": averaged(steps, lambda line: line["scale"])}, title="Learned scale")
     speeds = averaged(steps, lambda line: line["batch"] / line["seconds"])
-    return [losses, recall, scale, curves({"speed": speeds}, title="Pairs per second", stages=stages)]
+    return [losses, recall, scale, draw({"speed": speeds}, title=f"{wording.unit.capitalize()} per second")]
 
 
 def _stages(steps: Sequence[Line]) -> list[tuple[float, str]]:

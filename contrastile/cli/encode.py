@@ -1,0 +1,48 @@
+"""`contrastile encode RUN [CORPUS]`: passages as features on the disk, to be searched."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_to(verbs: Any) -> None:
+    """Declare the verb and its arguments."""
+    parser = verbs.add_parser("encode", help="turn a corpus into features with a retriever's run, to be searched")
+    parser.add_argument("run", help="a retriever's run folder, such as runs/docstrings")
+    parser.add_argument(
+        "corpus",
+        nargs="?",
+        help="a BEIR folder, .jsonl, .tsv, or a folder of code (default: the run's own)",
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="where the index goes (default: RUN/index)")
+    parser.add_argument("--shard", type=int, default=65_536, metavar="N", help="passages a file (default: 65536)")
+    parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N features only")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.set_defaults(verb=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load, read, encode; what was done before is kept."""
+    from pathlib import Path
+
+    from contrastile.train.folder import finished_run
+
+    folder = finished_run(arguments.run)
+
+    from contrastile.train.retriever.search import encode_source
+
+    out = Path(arguments.out) if arguments.out else folder / "index"
+    index, skipped = encode_source(
+        folder,
+        arguments.corpus,
+        out,
+        shard=arguments.shard,
+        dimensions=arguments.dimensions,
+        device=arguments.device,
+    )
+    for reason, count in skipped.items():
+        print(f"skipped: {count:,} ({reason})")
+    print(f"{len(index):,} passages of {index.dimensions} features: {out}")
+    print(f"to search them: contrastile search {arguments.run}" + (f" --index {out}" if arguments.out else ""))
+    return 0

@@ -1,0 +1,47 @@
+"""`contrastile search RUN ["a question"]`: the best passages for a question, or for one after the other."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_to(verbs: Any) -> None:
+    """Declare the verb and its arguments."""
+    parser = verbs.add_parser("search", help="find the passages that answer a question; without one, ask for some")
+    parser.add_argument("run", help="a retriever's run folder, such as runs/docstrings")
+    parser.add_argument("question", nargs="?", help='such as "how do I bracket a minimum"')
+    parser.add_argument("-k", type=int, default=5, metavar="N", help="how many passages to show (default: 5)")
+    parser.add_argument("--index", metavar="FOLDER", help="what `contrastile encode` wrote (default: RUN/index)")
+    parser.add_argument("--engine", default="torch", help="torch, or faiss where it is installed (default: torch)")
+    parser.add_argument("--lines", type=int, default=4, metavar="N", help="lines shown of each (default: 4)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.set_defaults(verb=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer one question, or each that is typed until an empty line."""
+    from pathlib import Path
+
+    from contrastile.train.folder import finished_run
+
+    folder = finished_run(arguments.run)
+
+    from contrastile.train.retriever.search import open_search
+
+    index = Path(arguments.index) if arguments.index else folder / "index"
+    search = open_search(folder, index, engine=arguments.engine, device=arguments.device)
+    if arguments.question is not None:
+        print(search.text(arguments.question, arguments.k, lines=arguments.lines))
+        return 0
+    print(f"{len(search.index):,} passages; an empty line ends it")
+    while question := _asked():
+        print(search.text(question, arguments.k, lines=arguments.lines))
+    return 0
+
+
+def _asked() -> str:
+    try:
+        return input("? ").strip()
+    except EOFError:
+        return ""

@@ -1,0 +1,204 @@
+"""One's own questions and passages, in the formats that people have.
+
+A source of the flow's first box for retrieval. An entry is read by its keys: DPR (`question`, `positive_ctxs`,
+`hard_negative_ctxs`, `answers`), Tevatron (`query`, `positive_passages`, `negative_passages`, or ids into a corpus),
+FlagEmbedding (`query`, `pos`, `neg`); any other entry is a pair or triplet in the order of its columns, as in
+sentence-transformers: question, positive, negatives. A folder is in BEIR's format. What cannot be used is counted by
+its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from contrastile._check import wrong
+from contrastile.data.corpora import BEIR_CORPUS, first, read_corpus
+from contrastile.data.entries import Entry, Tally, Unusable, read_entries, reading, text_of
+from contrastile.data.pairs import Indices, ProgressFactory
+from contrastile.data.texts import Gathering, Passage, Query, TextSet, sorted_rows, split_by_lot
+
+# columns of a table of pairs that are no texts
+NUMBERS = {"label", "labels", "score", "scores"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one entry says: a question, its passages as (id, title, text), or their ids in a corpus."""
+
+    question: str
+    positives: Sequence[tuple[str, str, str]] = ()
+    negatives: Sequence[tuple[str, str, str]] = ()
+    positive_ids: Sequence[str] = ()
+    negative_ids: Sequence[str] = ()
+    answers: tuple[str, ...] = ()
+    id: str = ""
+
+
+def open_text_files(
+    source: Path, *, corpus: Path | None, test: Path | None, held_out: float, bad_rows: float, progress: ProgressFactory
+) -> TextSet:
+    """The texts of a file or of a BEIR folder; the splits are "train" and those held out."""
+    if source.is_dir():
+        return open_beir(source, bad_rows=bad_rows, progress=progress)
+    gathering = Gathering()
+    with reading([path for path in (source, corpus, test) if path is not None], progress) as tally:
+        read = read_corpus(corpus, tally) if corpus is not None else ()
+        by_id = {passage.id: gathering.add(passage) for passage in read}
+        train = _gathered(source, gathering, by_id, tally, answers_suffice=False)
+        tests = [] if test is None else _gathered(test, gathering, by_id, tally, answers_suffice=True)
+    skipped = tally.close(source, bad_rows)
+    if len(train) < 2:
+        got = f"{len(train)} that can be used"
+        raise wrong("source", f"hold at least two questions ({source})", got, "One to train on, one to be held out.")
+    if test is None:
+        return TextSet(gathering.passages, gathering.queries, split_by_lot(gathering.queries, held_out), skipped)
+    asked = set(tests)
+    splits = {"train": sorted_rows([row for row in train if row not in asked]), "held_out": sorted_rows(tests)}
+    return TextSet(gathering.passages, gathering.queries, splits, skipped)
+
+
+def _gathered(
+    path: Path, gathering: Gathering, by_id: dict[str, int], tally: Tally, *, answers_suffice: bool
+) -> list[int]:
+    """The rows of the queries of a file, each once."""
+    rows: dict[int, None] = {}
+    for line, entry in read_entries(path, tally):
+        try:
+            rows[_gather(interpret(entry), gathering, by_id, answers_suffice, f"{path}:{line}")] = None
+        except Unusable as reason:
+            tally.skip(str(reason), path, line)
+    return list(rows)
+
+
+def _gather(row: Row, gathering: Gathering, by_id: dict[str, int], answers_suffice: bool, place: str) -> int:
+    if not row.question.strip():
+        raise Unusable("empty question")
+    positives, negatives = (
+        [
+            *(by_id[identity] for identity in identities if identity in by_id),
+            *(
+                gathering.add(Passage(identity, text, title, place))
+                for identity, title, text in passages
+                if text.strip() or title.strip()
+            ),
+        ]
+        for passages, identities in ((row.positives, row.positive_ids), (row.negatives, row.negative_ids))
+    )
+    if not positives and not (answers_suffice and row.answers):
+        raise Unusable("positives not in the corpus" if row.positive_ids else "no positives")
+    right = tuple(dict.fromkeys(positives))
+    wrong_ones = tuple(dict.fromkeys(passage for passage in negatives if passage not in right))
+    return gathering.query(Query(row.id, row.question, right, negatives=wrong_ones, answers=row.answers))
+
+
+def interpret(entry: Entry) -> Row:
+    """What an entry says, by its keys. Raises `Unusable` with the reason."""
+    if "question" in entry and "positive_ctxs" in entry:
+        hard = entry.get("hard_negative_ctxs") or entry.get("negative_ctxs")
+        positives, negatives = _contexts(entry["positive_ctxs"]), _contexts(hard)
+        return Row(text_of(entry["question"]), positives, negatives, answers=_texts(entry.get("answers")))
+    question = first(entry, ("query", "query_text"))
+    if "positive_passages" in entry:
+        positives, negatives = _contexts(entry["positive_passages"]), _contexts(entry.get("negative_passages"))
+        answers = _texts(entry.get("answers"))
+        return Row(text_of(question), positives, negatives, answers=answers, id=str(entry.get("query_id", "")))
+    if "positive_document_ids" in entry:
+        ids = [[str(one) for one in entry.get(f"{side}_document_ids") or ()] for side in ("positive", "negative")]
+        return Row(text_of(question), positive_ids=ids[0], negative_ids=ids[1], id=str(entry.get("query_id", "")))
+    if "pos" in entry:
+        return Row(text_of(question), _plain(_texts(entry["pos"])), _plain(_texts(entry.get("neg"))))
+    return _columns(entry)
+
+
+def _columns(entry: Entry) -> Row:
+    """Question, positive, negatives, in this order; or a question and a list of its answers, as in DPR's test files."""
+    for name in NUMBERS & entry.keys():
+        if not float(entry[name] or 0) > 0:
+            raise Unusable("a pair that is no match")
+    texts = [value for name, value in entry.items() if name not in NUMBERS]
+    if len(texts) < 2:
+        raise Unusable("no positives")
+    question, positive, *negatives = texts
+    if isinstance(positive, str) and positive.startswith("[") and not negatives:
+        try:
+            return Row(text_of(question), answers=_texts(ast.literal_eval(positive)))
+        except (ValueError, SyntaxError):
+            pass
+    return Row(text_of(question), _plain([text_of(positive)]), _plain([text_of(one) for one in negatives]))
+
+
+def _contexts(entries: Any) -> list[tuple[str, str, str]]:
+    if not isinstance(entries, list | None) or not all(isinstance(entry, dict) for entry in entries or ()):
+        raise Unusable("passages that are no objects")
+    names = ("passage_id", "psg_id", "docid", "id", "_id")
+    return [
+        (str(first(entry, names) or ""), text_of(entry.get("title") or ""), text_of(entry.get("text")))
+        for entry in entries or ()
+    ]
+
+
+def _plain(texts: Sequence[str]) -> list[tuple[str, str, str]]:
+    return [("", "", text) for text in texts]
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return tuple(text_of(one) for one in (value if isinstance(value, list | tuple) else [value]))
+
+
+def open_beir(folder: Path, *, bad_rows: float, progress: ProgressFactory) -> TextSet:
+    """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name."""
+    judged = sorted((folder / "qrels").glob("*.tsv"))
+    missing = [name for name in (BEIR_CORPUS, "queries.jsonl") if not (folder / name).is_file()]
+    if missing or not judged:
+        got = f"{folder} without {', '.join(missing) or 'qrels/*.tsv'}"
+        raise wrong("source", "be a folder in BEIR's format", got, "It needs corpus.jsonl, queries.jsonl, qrels.")
+    with reading([folder], progress) as tally:
+        passages = list(read_corpus(folder, tally))
+        texts = {passage.id: passage.text for passage in read_corpus(folder / "queries.jsonl", tally)}
+        rows = {passage.id: row for row, passage in enumerate(passages)}
+        queries: list[Query] = []
+        splits: dict[str, Indices] = {"train": np.array([], dtype=np.int64)}
+        for path in judged:
+            start = len(queries)
+            queries.extend(_judged(path, texts, rows, tally))
+            splits[path.stem] = np.arange(start, len(queries))
+    return TextSet(passages, queries, splits, tally.close(folder, bad_rows))
+
+
+def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], tally: Tally) -> Iterator[Query]:
+    """The queries of one file of judgements, with what it calls right."""
+    grades: dict[str, dict[int, int]] = {}
+    for line, entry in read_entries(path, tally):
+        try:
+            query, passage, grade = _judgement(entry)
+            if query not in texts:
+                raise Unusable("query id not in queries.jsonl")
+            if passage not in rows:
+                raise Unusable("passage id not in corpus.jsonl")
+        except Unusable as reason:
+            tally.skip(str(reason), path, line)
+        else:
+            # judged and wrong: known, and nothing to be found
+            right = grades.setdefault(query, {})
+            if grade > 0:
+                right[rows[passage]] = grade
+    for query, right in grades.items():
+        if right:
+            plain = all(grade == 1 for grade in right.values())
+            yield Query(query, texts[query], tuple(right), () if plain else tuple(right.values()))
+
+
+def _judgement(entry: Entry) -> tuple[str, str, int]:
+    values = list(entry.values())
+    try:
+        return str(values[0]), str(values[1]), int(float(values[2]))
+    except (IndexError, ValueError):
+        raise Unusable("no judgement") from None

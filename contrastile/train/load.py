@@ -1,0 +1,28 @@
+"""`contrastile.load`: a finished run of either job, ready to encode.
+
+Beside the two checkpoints: it reads what kind of run a folder holds and asks the right one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from contrastile.train import checkpoint
+from contrastile.train.checkpoint import Run
+from contrastile.train.config import Recipe
+from contrastile.train.folder import RECIPE, finished_run
+from contrastile.train.recipe import load_any_recipe
+from contrastile.train.retriever.run import RetrieverRun, load_retriever
+
+
+def load(run: str | Path, *, device: str = "auto") -> Run | RetrieverRun:
+    """The encoders and tokenizer of a finished run, ready to encode; nothing of the data is needed.
+
+    Pictures and texts: `encode_image`, `encode_text`. A retriever: `encode_query`, `encode_passage`. Raises ValueError
+    where the folder is no run, or its weights are not the bytes that the run wrote.
+
+    >>> run = load("runs/glyphs")                                                        # doctest: +SKIP
+    >>> cosines = run.encode_image([picture]) @ run.encode_text(["digit one", "digit two"]).T    # doctest: +SKIP
+    """
+    recipe = load_any_recipe(finished_run(run) / RECIPE, files=False)
+    return (checkpoint.load if isinstance(recipe, Recipe) else load_retriever)(run, device=device)

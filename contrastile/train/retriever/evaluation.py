@@ -1,0 +1,157 @@
+"""What a retriever is worth: every held-out query answered from all passages, beside BM25; by trec_eval's measures.
+
+After the steps, and in small (`probe`) between them. The arithmetic is `evaluate/`'s; here is decided what is asked and
+where it is looked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contrastile.data.bm25 import BM25
+from contrastile.data.pairs import Indices
+from contrastile.data.texts import TextSet
+from contrastile.evaluate.answers import answer_hits
+from contrastile.evaluate.ranking import means, measure
+from contrastile.evaluate.retrieval import recall
+from contrastile.evaluate.top import top
+from contrastile.train.log import progress
+from contrastile.train.retriever.feed import TextMaterials
+from contrastile.train.retriever.run import RetrieverRun
+
+Row = dict[str, Any]
+
+KS = (1, 5, 20, 100)
+MEASURES = ("nDCG@10", "MRR@10", "MAP")
+PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A part's queries (rows of the set) with the passages found for each, best first: rows and scores `[n, depth]`."""
+
+    part: str
+    system: str
+    queries: Indices
+    found: Indices
+    scores: Any
+
+    @property
+    def title(self) -> str:
+        """As a table calls it."""
+        return f"{PARTS.get(self.part, self.part)}, {self.system}"
+
+
+def held_out(texts: TextSet) -> dict[str, Indices]:
+    """Every part of the set but the training's, where it has queries."""
+    return {name: rows for name, rows in texts.splits.items() if name != "train" and len(rows)}
+
+
+def answer_all(run: RetrieverRun, materials: TextMaterials) -> list[Answered]:
+    """All held-out queries answered by the retriever and, where the recipe wants it, by BM25."""
+    texts, settings = materials.texts, run.recipe.evaluate
+    depth = min(settings.depth, len(texts.passages))
+    passages = run.encode_tokens("passage", materials.passages, what="encoding passages")
+    answered = []
+    for part, rows in held_out(texts).items():
+        asked = run.encode_query([texts.queries[row].text for row in rows.tolist()])
+        scores, found = top(asked, passages, depth)
+        answered.append(Answered(part, "retriever", rows, found.cpu().numpy(), scores.cpu().numpy()))
+    if settings.bm25:
+        engine = BM25(texts.passages)
+        for part, rows in held_out(texts).items():
+            asked_texts = [texts.queries[row].text for row in rows.tolist()]
+            word_scores, found_rows = engine.search(asked_texts, depth, progress=progress)
+            answered.append(Answered(part, "BM25", rows, found_rows, word_scores))
+    return sorted(answered, key=lambda one: list(texts.splits).index(one.part))
+
+
+def run_of(answered: Answered, texts: TextSet) -> dict[str, dict[str, float]]:
+    """What was found, by ids, as run files and measures have it."""
+    return {
+        texts.queries[row].id: {texts.passages[passage].id: score for passage, score in zip(found, scores, strict=True)}
+        for row, found, scores in zip(
+            answered.queries.tolist(), answered.found.tolist(), answered.scores.tolist(), strict=True
+        )
+    }
+
+
+def judgements_of(rows: Indices, texts: TextSet) -> dict[str, dict[str, int]]:
+    """What is right for each of the queries at `rows` of which that is known."""
+    asked = [texts.queries[row] for row in rows.tolist()]
+    return {
+        query.id: {
+            texts.passages[passage].id: grade
+            for passage, grade in zip(query.positives, query.grades or (1,) * len(query.positives), strict=True)
+        }
+        for query in asked
+        if query.positives
+    }
+
+
+def evaluate(run: RetrieverRun, texts: TextSet, answered: list[Answered]) -> list[Row]:
+    """Every test as a row: name, queries, choices, hits at `KS`, the other measures; a `headline` leads the report."""
+    rows = []
+    for one in answered:
+        judged = judgements_of(one.queries, texts)
+        if judged:
+            cuts = [k for k in KS if k <= one.found.shape[1]]
+            values = means(measure(run_of(one, texts), judged, [*(f"hit@{k}" for k in cuts), *MEASURES]))
+            recalls = {str(k): values.pop(f"hit@{k}") for k in cuts}
+            rows.append(_row(one, len(judged), len(texts.passages), recalls, values))
+        answers = [row for row in one.queries.tolist() if texts.queries[row].answers]
+        if answers:
+            rows.append(_answers(run, texts, one))
+    return rows
+
+
+def _answers(run: RetrieverRun, texts: TextSet, one: Answered) -> Row:
+    """The questions with answers: how many find one among their first passages, whatever was listed as right."""
+    asked = [place for place, row in enumerate(one.queries.tolist()) if texts.queries[row].answers]
+    found = [
+        [f"{texts.passages[row].title} {texts.passages[row].text}" for row in one.found[place].tolist()]
+        for place in asked
+    ]
+    answers = [texts.queries[one.queries[place]].answers for place in asked]
+    hits = answer_hits(found, answers, match=run.recipe.evaluate.match, ks=[k for k in KS if k <= one.found.shape[1]])
+    row = _row(one, len(asked), len(texts.passages), {str(k): hit for k, hit in hits.items()}, {})
+    return {**row, "test": f"{row['test']}, answers"}
+
+
+def _row(one: Answered, queries: int, choices: int, recalls: dict[str, float], values: dict[str, float]) -> Row:
+    return {
+        "test": one.title,
+        "queries": queries,
+        "choices": choices,
+        "recall": recalls,
+        "measures": values,
+        "chance": 1 / choices,
+        "headline": one.system == "retriever",
+    }
+
+
+def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, float]]:
+    """Recall at 1 and 5 of a sample of each held-out part, among the right passages of that sample."""
+    recalls = {}
+    for name, rows in held_out(materials.texts).items():
+        known = [row for row in rows.tolist() if materials.texts.queries[row].positives]
+        sample = np.random.default_rng(0).permutation(known)[: run.recipe.evaluate.probe]
+        if len(sample) == 0:
+            continue
+        queries = [materials.texts.queries[row] for row in sample.tolist()]
+        rights = [int(materials.same[query.positives[0]]) for query in queries]
+        keys = sorted(set(rights))
+        asked = run.encode_query([query.text for query in queries])
+        passages = run.encode_passage([materials.texts.passages[row] for row in keys])
+        found = recall(asked, passages, *(_on(run, ids) for ids in (rights, keys)), ks=(1, 5))
+        recalls[name] = {str(k): share for k, share in found.items()}
+    return recalls
+
+
+def _on(run: RetrieverRun, ids: list[int]) -> Tensor:
+    return torch.tensor(ids, device=run.device)

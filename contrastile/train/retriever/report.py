@@ -1,0 +1,118 @@
+"""The last station of a retriever: its table, its run files, and a page of questions with what was found for them.
+
+Fills the page of `train/report.py` with questions instead of pictures.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from contrastile.data.bm25 import WORD, words
+from contrastile.data.texts import Passage, Query, TextSet
+from contrastile.evaluate.trec import write_judgements, write_run
+from contrastile.train.folder import EVALUATION, RunFolder
+from contrastile.train.report import Ask, Asks, FoundText, Wording, counted, percent, table_text, write_report
+from contrastile.train.retriever.evaluation import (
+    KS,
+    MEASURES,
+    PARTS,
+    Answered,
+    answer_all,
+    evaluate,
+    judgements_of,
+    run_of,
+)
+from contrastile.train.retriever.feed import TextMaterials
+from contrastile.train.retriever.run import RetrieverRun
+
+logger = logging.getLogger("contrastile")
+
+# questions shown of each part, passages shown to each, letters shown of each passage
+QUESTIONS, ANSWERS, LETTERS = 8, 4, 2400
+# a word of the question is marked in a passage from so many letters on
+MARKED = 3
+SENTENCE = (
+    "Questions drawn by lot and the best of all {:,} passages; words of the question are marked. A tick is on what the "
+    "data calls right; another passage may answer as well."
+)
+
+
+def evaluate_and_report(folder: RunFolder, run: RetrieverRun, materials: TextMaterials) -> str:
+    """Measure everything; write evaluation.json, the run files and report.html; the table of results as text."""
+    answered = answer_all(run, materials)
+    results = evaluate(run, materials.texts, answered)
+    folder.write_json(EVALUATION, results)
+    write_runs(folder, materials.texts, answered)
+    questions = [asks(one, materials.texts) for one in answered if one.system == "retriever"]
+    write_report(folder, questions=questions, wording=WORDING)
+    return table_text(results, WORDING)
+
+
+def write_runs(folder: RunFolder, texts: TextSet, answered: Sequence[Answered]) -> None:
+    """`<part>.<system>.trec` and `<part>.qrels`, for other tools."""
+    try:
+        for one in answered:
+            with folder.written_whole(f"{one.part}.qrels") as path:
+                write_judgements(path, judgements_of(one.queries, texts))
+            with folder.written_whole(f"{one.part}.{one.system}.trec") as path:
+                write_run(path, run_of(one, texts), tag=one.system)
+    except ValueError as reason:
+        # ids with blanks fit into no such file; everything else is there
+        logger.warning("run files are not written: %s", reason)
+
+
+def _row(row: Mapping[str, Any]) -> list[str]:
+    values = (percent(row["measures"].get(name)) for name in MEASURES)
+    return [*counted(row), *(percent(row["recall"].get(str(k))) for k in KS), *values]
+
+
+WORDING = Wording(
+    heads=("", "queries", "passages", *(f"@{k}" for k in KS), *MEASURES),
+    row=_row,
+    probes="Right passage first or among five (a sample among its own)",
+    legend="@k: the share of queries with a right passage among the first k. nDCG, MRR, MAP as trec_eval has them.",
+    unit="queries",
+)
+
+
+def asks(answered: Answered, texts: TextSet) -> Asks:
+    """Some questions of a part with the passages that were found first."""
+    chosen = np.random.default_rng(0).permutation(len(answered.queries))[:QUESTIONS]
+    made = []
+    for place in chosen.tolist():
+        query = texts.queries[answered.queries[place]]
+        found, scores = answered.found[place].tolist(), answered.scores[place].tolist()
+        right = set(query.positives)
+        first = next((rank for rank, row in enumerate(found, start=1) if row in right), 0)
+        shown = zip(found[:ANSWERS], scores[:ANSWERS], strict=True)
+        made.append(
+            Ask(query.text, [_found(query, texts.passages[row], score, row in right) for row, score in shown], first)
+        )
+    title = f"What it finds: {PARTS.get(answered.part, answered.part)}"
+    return Asks(title, SENTENCE.format(len(texts.passages)), made)
+
+
+def _found(query: Query, passage: Passage, score: float, right: bool) -> FoundText:
+    return FoundText(
+        passage.title or passage.id, passage.source, score, marked(passage.text[:LETTERS], query.text), right
+    )
+
+
+def marked(text: str, question: str) -> list[tuple[str, bool]]:
+    """`text` in pieces; those are marked that are words of the question.
+
+    >>> marked("the minimum_value", "find a minimum")
+    [('the ', False), ('minimum', True), ('_value', False)]
+    """
+    wanted = {word for word in words(question) if len(word) >= MARKED}
+    pieces: list[tuple[str, bool]] = []
+    done = 0
+    for match in WORD.finditer(text):
+        if match.group().lower() in wanted:
+            pieces += [(text[done : match.start()], False), (match.group(), True)]
+            done = match.end()
+    return [(piece, mark) for piece, mark in [*pieces, (text[done:], False)] if piece]

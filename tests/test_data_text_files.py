@@ -1,0 +1,313 @@
+"""Every format is read, and every kind of damage is counted with its reason and the place where it first happened."""
+
+import gzip
+import json
+import logging
+
+import pytest
+
+from contrastile.data.corpora import read_corpus
+from contrastile.data.entries import Tally, read_entries
+from contrastile.data.texts import open_texts
+
+
+def opened(tmp_path, source, **settings):
+    return open_texts(str(tmp_path / source), cache=tmp_path, **settings)
+
+
+def lines(path, entries):
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def known(texts):
+    """Each question with the texts of its positives and negatives."""
+    text = [passage.text for passage in texts.passages]
+    return {
+        query.text: ([text[row] for row in query.positives], [text[row] for row in query.negatives])
+        for query in texts.queries
+    }
+
+
+def dpr(number, **more):
+    return {
+        "question": f"q{number}",
+        "answers": [f"a{number}"],
+        "positive_ctxs": [{"title": "T", "text": f"p{number}", "passage_id": f"id{number}"}],
+        "negative_ctxs": [{"title": "", "text": "easy"}],
+        "hard_negative_ctxs": [{"title": "", "text": f"n{number}", "score": 3}],
+        **more,
+    }
+
+
+@pytest.mark.parametrize("form", ["list", "indented list", "lines", "lines.gz"])
+def test_dpr(tmp_path, form, monkeypatch):
+    # blocks that end within entries
+    monkeypatch.setattr("contrastile.data.entries.BLOCK", 37)
+    entries = [dpr(n) for n in range(3)]
+    name = {"lines": "x.jsonl", "lines.gz": "x.jsonl.gz"}.get(form, "x.json")
+    if "lines" in form:
+        text = "\n".join(map(json.dumps, entries)) + "\n"
+    else:
+        text = json.dumps(entries, indent=2 if "indented" in form else None)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if "gz" in form else text.encode())
+    texts = opened(tmp_path, name)
+    assert known(texts) == {f"q{n}": ([f"p{n}"], [f"n{n}"]) for n in range(3)}
+    assert texts.queries[1].answers == ("a1",)
+    assert (texts.passages[0].id, texts.passages[0].title) == ("id0", "T")
+
+
+def test_dpr_falls_back_to_its_easy_negatives(tmp_path):
+    lines(tmp_path / "x.jsonl", [dpr(0, hard_negative_ctxs=[]), dpr(1)])
+    assert known(opened(tmp_path, "x.jsonl"))["q0"] == (["p0"], ["easy"])
+
+
+def test_tevatron(tmp_path):
+    entries = [
+        {
+            "query_id": f"7{n}",
+            "query": f"q{n}",
+            "positive_passages": [{"docid": f"d{n}", "title": "t", "text": f"p{n}"}, {"docid": "e", "text": "also"}],
+            "negative_passages": [{"docid": f"x{n}", "title": "", "text": f"n{n}"}],
+        }
+        for n in range(2)
+    ]
+    lines(tmp_path / "x.jsonl", entries)
+    texts = opened(tmp_path, "x.jsonl")
+    assert known(texts) == {f"q{n}": ([f"p{n}", "also"], [f"n{n}"]) for n in range(2)}
+    assert [query.id for query in texts.queries] == ["70", "71"]
+
+
+def test_tevatron_with_a_corpus(tmp_path):
+    lines(tmp_path / "corpus.jsonl", [{"docid": n, "text": f"p{n}"} for n in range(4)])
+    entries = [
+        {"query_id": 1, "query_text": "a", "positive_document_ids": ["0"], "negative_document_ids": ["3"]},
+        {"query_id": 2, "query_text": "b", "positive_document_ids": ["1"], "negative_document_ids": []},
+        {"query_id": 3, "query_text": "c", "positive_document_ids": ["9"], "negative_document_ids": []},
+    ]
+    lines(tmp_path / "x.jsonl", entries)
+    texts = opened(tmp_path, "x.jsonl", corpus=str(tmp_path / "corpus.jsonl"), bad_rows=0.2)
+    assert known(texts) == {"a": (["p0"], ["p3"]), "b": (["p1"], [])}
+    assert texts.skipped == {"positives not in the corpus": 1}
+    assert len(texts.passages) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.jsonl", '{"anchor": "a", "positive": "p", "negative_1": "n", "negative_2": "m"}\n["b", "q", "n", "m"]\n'),
+        (
+            "x.jsonl",
+            '{"query": "a", "pos": ["p"], "neg": ["n", "m"]}\n{"query": "b", "pos": ["q"], "neg": ["n", "m"]}\n',
+        ),
+        ("x.csv", 'question,answer,wrong,wronger\na,p,n,m\n"b","q",n,m\n'),
+        ("x.tsv", "one\ttwo\tthree\tfour\na\tp\tn\tm\nb\tq\tn\tm\n"),
+    ],
+)
+def test_pairs_and_triplets_by_the_order_of_their_columns(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert known(opened(tmp_path, name)) == {"a": (["p"], ["n", "m"]), "b": (["q"], ["n", "m"])}
+
+
+def test_parquet(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"anchor": ["a", "b", "c"], "positive": ["p", "q", None], "label": [1, 1, 1]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    texts = opened(tmp_path, "x.parquet", bad_rows=0.5)
+    assert known(texts) == {"a": (["p"], []), "b": (["q"], [])}
+    assert texts.skipped == {"not a text": 1}
+
+
+def test_a_broken_parquet_file_is_named(tmp_path):
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 nothing PAR1")
+    with pytest.raises(ValueError, match=r"`source` must be a whole parquet file; got .*x.parquet \(at row 1: "):
+        opened(tmp_path, "x.parquet")
+
+
+def test_a_label_says_what_is_no_match(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b,label\nq,p,1\nr,p,0\ns,p,1\n")
+    texts = opened(tmp_path, "x.csv", bad_rows=0.5)
+    assert (list(known(texts)), texts.skipped) == (["q", "s"], {"a pair that is no match": 1})
+
+
+def test_the_same_question_twice_is_one_with_two_answers(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b,c\nq,p,n\nq,n,o\nr,p,o\n")
+    assert known(opened(tmp_path, "x.csv")) == {"q": (["p", "n"], ["o"]), "r": (["p"], ["o"])}
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "reason"),
+    [
+        ("x.jsonl", b'{"a": "q"', "not JSON"),
+        ("x.jsonl", b'{"a": "\xe9", "b": "p"}', "not UTF-8"),
+        ("x.jsonl", rb'{"question": "\ud800", "positive_ctxs": [{"text": "p"}]}', "not UTF-8"),
+        ("x.jsonl", b'"a text"', "not an object"),
+        ("x.jsonl", b'{"a": "q"}', "no positives"),
+        ("x.jsonl", b'{"question": "q", "positive_ctxs": []}', "no positives"),
+        ("x.jsonl", b'{"question": "q", "positive_ctxs": [{"text": " "}]}', "no positives"),
+        ("x.jsonl", b'{"question": " ", "positive_ctxs": [{"text": "p"}]}', "empty question"),
+        ("x.jsonl", b'{"question": 3, "positive_ctxs": [{"text": "p"}]}', "not a text"),
+        ("x.jsonl", b'{"question": "q", "positive_ctxs": ["p"]}', "passages that are no objects"),
+        ("x.csv", b"only one", "wrong number of columns"),
+        ("x.csv", b"\xff,b", "not UTF-8"),
+        ("x.csv", b'"a' + b"x" * 2_000_000 + b'",b', "broken row"),
+    ],
+)
+def test_a_bad_row_is_counted_and_the_others_are_used(tmp_path, caplog, name, bad, reason):
+    good = [b'{"a": "q%d", "b": "p%d"}' % (n, n) if name == "x.jsonl" else b"q%d,p%d" % (n, n) for n in range(4)]
+    rows = [*([] if name == "x.jsonl" else [b"a,b"]), *good[:2], bad, *good[2:]]
+    (tmp_path / name).write_bytes(b"\n".join(rows) + b"\n")
+    line = 3 if name == "x.jsonl" else 4
+    with caplog.at_level(logging.WARNING, logger="contrastile"):
+        texts = opened(tmp_path, name, bad_rows=0.2)
+    assert texts.skipped == {reason: 1}
+    assert list(known(texts)) == ["q0", "q1", "q2", "q3"]
+    path = tmp_path / name
+    assert caplog.messages == [f"{path}: 1 of 5 rows are skipped ({reason}: 1), the first at {path}:{line}"]
+
+
+def test_too_many_bad_rows_are_an_error_with_file_and_line(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"a": "q", "b": "p"}\n\n{\n{"a": "q2", "b": "p"}\n{"a": "q3"}\n')
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path, "x.jsonl", bad_rows=0.25)
+    assert str(caught.value) == (
+        "`source` must have at most 25.0% of rows that cannot be used; got 2 of 4 (no positives: 1, not JSON: 1), "
+        f"the first at {tmp_path}/x.jsonl:3. Mend them, or raise data.bad_rows."
+    )
+
+
+def test_a_list_that_breaks_off_is_an_error_with_its_line(tmp_path):
+    text = json.dumps([dpr(0), dpr(1)], indent=1)
+    (tmp_path / "x.json").write_text(text[:-20])
+    line = text.count("\n", 0, text.index('"q1"'))
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path, "x.json")
+    assert str(caught.value) == (
+        f"`source` must be a whole JSON list; got one that breaks off or cannot be read at {tmp_path}/x.json:{line}. "
+        "Mend the file, or write one object a line."
+    )
+
+
+def test_a_bad_entry_of_a_list_is_counted_at_its_line(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps([dpr(0), dpr(1), 5, dpr(2)], indent=0))
+    tally = Tally()
+    assert [entry["question"] for _, entry in read_entries(tmp_path / "x.json", tally)] == ["q0", "q1", "q2"]
+    with pytest.raises(ValueError, match=r"first at .*x.json:") as caught:
+        tally.close(tmp_path / "x.json", 0.0)
+    line = int(str(caught.value).rsplit("x.json:", 1)[1].split(".")[0])
+    assert (tmp_path / "x.json").read_text().split("\n")[line - 1] == "5,"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "x.txt",
+            "`source` must end in .jsonl, .json, .csv, .tsv, .parquet; got {}. Or give a folder in BEIR's format.",
+        ),
+        ("none.jsonl", "`source` must be a file that exists; got {}. Check its path."),
+        ("cut.jsonl.gz", "`source` must be a file that can be read; got {}. "),
+        ("empty.csv", "`source` must have a first line; got {}, which is empty. Name the columns there."),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, name, sentence):
+    (tmp_path / "x.txt").write_text("a\n")
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"a": "b"}\n' * 1000)[:-20])
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path, name)
+    assert str(caught.value).startswith(sentence.format(tmp_path / name))
+
+
+def test_one_question_is_not_enough(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b\nq,p\n")
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path, "x.csv")
+    assert str(caught.value) == (
+        f"`source` must hold at least two questions ({tmp_path}/x.csv); got 1 that can be used. "
+        "One to train on, one to be held out."
+    )
+
+
+def test_a_share_is_held_out_or_a_file_of_its_own(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"q{n},p{n}\n" for n in range(50)))
+    (tmp_path / "test.tsv").write_text("question\tanswers\nwho?\t['me', \"you\"]\nq3\t['p']\n")
+    by_lot = opened(tmp_path, "x.csv", held_out=0.3)
+    assert 5 < len(by_lot.splits["held_out"]) < 25
+    assert sorted([*by_lot.splits["train"], *by_lot.splits["held_out"]]) == list(range(50))
+    given = opened(tmp_path, "x.csv", test=str(tmp_path / "test.tsv"))
+    assert [given.queries[row].answers for row in given.splits["held_out"]] == [("p",), ("me", "you")]
+    # a question of the test is not trained on
+    assert 3 not in given.splits["train"]
+
+
+def beir(folder, judgements):
+    (folder / "qrels").mkdir(parents=True)
+    lines(folder / "corpus.jsonl", [{"_id": f"d{n}", "title": f"t{n}", "text": f"p{n}"} for n in range(3)])
+    lines(folder / "queries.jsonl", [{"_id": f"q{n}", "text": f"question {n}"} for n in range(3)])
+    for name, rows in judgements.items():
+        (folder / "qrels" / f"{name}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(rows))
+
+
+def test_beir(tmp_path):
+    beir(tmp_path / "set", {"train": ["q0\td0\t1\n"], "test": ["q1\td1\t2\n", "q1\td0\t1\n", "q2\td2\t0\n"]})
+    texts = opened(tmp_path, "set")
+    ids = {name: [texts.queries[row].id for row in rows] for name, rows in texts.splits.items()}
+    assert ids == {"train": ["q0"], "test": ["q1"]}
+    (tested,) = texts.splits["test"]
+    assert (texts.queries[tested].positives, texts.queries[tested].grades) == ((1, 0), (2, 1))
+    assert (texts.passages[2].id, texts.passages[2].title) == ("d2", "t2")
+
+
+def test_beir_ids_that_are_nowhere_are_counted(tmp_path):
+    beir(tmp_path / "set", {"test": ["q0\td9\t1\n", "q8\td0\t1\n", "q0\td0\t1\n", "q0\td0\n", "q0\td1\tx\n"]})
+    assert opened(tmp_path, "set", bad_rows=0.5).skipped == {
+        "passage id not in corpus.jsonl": 1,
+        "query id not in queries.jsonl": 1,
+        "wrong number of columns": 1,
+        "no judgement": 1,
+    }
+
+
+def test_a_folder_that_is_not_beirs_is_told_what_it_lacks(tmp_path):
+    (tmp_path / "set").mkdir()
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path, "set")
+    assert str(caught.value) == (
+        f"`source` must be a folder in BEIR's format; got {tmp_path}/set without corpus.jsonl, queries.jsonl. "
+        "It needs corpus.jsonl, queries.jsonl, qrels."
+    )
+
+
+def test_wikipedias_passages(tmp_path):
+    path = tmp_path / "psgs_w100.tsv"
+    path.write_text('id\ttext\ttitle\n1\t"He said ""so""\tand left."\tHis title\n2\tplain\t\n3\t\t\n')
+    tally = Tally()
+    passages = list(read_corpus(path, tally))
+    assert [(one.id, one.text, one.title) for one in passages] == [
+        ("1", 'He said "so"\tand left.', "His title"),
+        ("2", "plain", ""),
+    ]
+    assert tally.skipped == {"empty text": 1}
+    assert passages[1].source == f"{path}:3"
+
+
+def test_ones_own_code_is_a_corpus(tmp_path):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "mod.py").write_text(
+        "def f(x):\n    return x\n\nclass A:\n    def g(self):\n        '''Says.'''\n"
+    )
+    found = list(read_corpus(tmp_path, Tally()))
+    assert [(one.id, one.source) for one in found] == [("pack.mod.f", f"{tmp_path}/pack/mod.py:1")]
+    (tmp_path / "pack" / "nothing").mkdir()
+    with pytest.raises(ValueError, match=r"must hold corpus.jsonl or Python files"):
+        list(read_corpus(tmp_path / "pack" / "nothing", Tally()))
+
+
+def test_mining_fills_in_negatives(tmp_path):
+    rows = [{"a": f"apple {n}", "b": f"apple number {n}"} for n in range(20)]
+    lines(tmp_path / "x.jsonl", rows)
+    texts = opened(tmp_path, "x.jsonl", mined=4, held_out=0.2)
+    assert all(len(texts.queries[row].negatives) == 4 for row in texts.splits["train"])
+    assert not any(texts.queries[row].negatives for row in texts.splits["held_out"])

@@ -1,0 +1,190 @@
+"""Measures against trec_eval itself, on random runs with ties; files in and out; DPR's matching of answers."""
+
+import math
+import random
+import re
+
+import pytest
+
+from contrastile.evaluate.answers import answer_hits, has_answer, words
+from contrastile.evaluate.ranking import means, measure, ranking
+from contrastile.evaluate.trec import judged_of, read_judgements, read_run, write_run
+
+# our name, and trec_eval's
+TWINS = {
+    **{f"nDCG@{k}": f"ndcg_cut_{k}" for k in (1, 5, 10, 100)},
+    **{f"recall@{k}": f"recall_{k}" for k in (5, 10, 100)},
+    **{f"precision@{k}": f"P_{k}" for k in (5, 10, 100)},
+    **{f"hit@{k}": f"success_{k}" for k in (1, 5, 10)},
+    "nDCG": "ndcg",
+    "MRR": "recip_rank",
+    "MAP": "map",
+    "MAP@10": "map_cut_10",
+}
+
+
+def random_task(seed):
+    """A run and its judgements: ties, scores that are equal in float32 only, grades from -1 to 3, unjudged passages."""
+    lot = random.Random(seed)
+    run, judgements = {}, {}
+    for query in map(str, range(lot.randint(1, 4))):
+        passages = [f"d{n}" for n in range(lot.randint(1, 150))]
+        scores = [lot.choice([0.5, 1.0, -2.0, lot.random(), 1.0 + 1e-12 * lot.random()]) for _ in passages]
+        run[query] = dict(zip(passages, scores, strict=True))
+        pool = [*passages, "d998", "d999"]
+        judged = lot.sample(pool, lot.randint(1, min(len(pool), 30)))
+        judgements[query] = {passage: lot.choice([-1, 0, 0, 1, 1, 2, 3]) for passage in judged}
+    return run, judgements
+
+
+def many_tasks(seeds):
+    """Random tasks as one, of many queries."""
+    run, judgements = {}, {}
+    for seed in seeds:
+        one = random_task(seed)
+        for whole, part in zip((run, judgements), one, strict=True):
+            whole.update({f"{seed}-{query}": value for query, value in part.items()})
+    return run, judgements
+
+
+def test_a_thousand_random_runs_are_measured_as_trec_eval_does():
+    pytrec_eval = pytest.importorskip("pytrec_eval")
+    run, judgements = many_tasks(range(1000))
+    wanted = {re.sub(r"_(\d+)$", r".\1", twin) for twin in TWINS.values()}
+    theirs = pytrec_eval.RelevanceEvaluator(judgements, wanted).evaluate(run)
+    ours = measure(run, judgements, list(TWINS))
+    assert theirs.keys() == ours.keys()
+    for query, values in theirs.items():
+        for name, twin in TWINS.items():
+            assert math.isclose(ours[query][name], values[twin], rel_tol=1e-12, abs_tol=1e-12), (query, name)
+
+
+def test_the_reciprocal_rank_is_cut_where_trec_eval_would_be_given_ten():
+    pytrec_eval = pytest.importorskip("pytrec_eval")
+    run, judgements = many_tasks(range(100))
+    tens = {query: {name: scores[name] for name in ranking(scores)[:10]} for query, scores in run.items()}
+    theirs = pytrec_eval.RelevanceEvaluator(judgements, {"recip_rank"}).evaluate(tens)
+    ours = measure(run, judgements, ["MRR@10"])
+    for query, values in theirs.items():
+        assert ours[query]["MRR@10"] == pytest.approx(values["recip_rank"], abs=1e-12)
+
+
+def test_a_query_that_was_not_answered_counts_nothing():
+    measured = measure({"q": {"a": 1.0}}, {"q": {"a": 1}, "r": {"a": 1}}, ["MAP"])
+    assert measured == {"q": {"MAP": 1.0}, "r": {"MAP": 0.0}}
+    assert means(measured) == {"MAP": 0.5}
+    assert judged_of({"q": {}}, {"q": {}, "r": {}}) == 1
+
+
+@pytest.mark.parametrize("name", ["ndcg@10", "MAP@", "MAP@0", "MRR@ten", "", "hit@-1"])
+def test_an_unknown_measure_is_refused(name):
+    with pytest.raises(ValueError) as caught:
+        measure({}, {}, [name])
+    assert str(caught.value) == (
+        f'`names` must be measures among nDCG, MRR, MAP, recall, precision, hit; got "{name}". '
+        "With a cut or without: nDCG@10, MAP."
+    )
+
+
+def test_no_queries_have_no_mean():
+    with pytest.raises(ValueError) as caught:
+        means({})
+    assert str(caught.value) == "`judgements` must not be empty; got no queries. There is nothing to measure."
+
+
+def test_a_run_is_written_and_read_back_exactly(tmp_path):
+    run, _ = random_task(7)
+    write_run(tmp_path / "x.trec", run, tag="mine")
+    assert read_run(tmp_path / "x.trec") == run
+    first = (tmp_path / "x.trec").read_text().splitlines()[0].split()
+    assert (first[1], first[3], first[5]) == ("Q0", "1", "mine")
+
+
+def test_a_written_run_is_measured_alike_elsewhere(tmp_path):
+    pytrec_eval = pytest.importorskip("pytrec_eval")
+    run, judgements = random_task(3)
+    write_run(tmp_path / "x.trec", run)
+    with (tmp_path / "x.trec").open() as file:
+        theirs = pytrec_eval.RelevanceEvaluator(judgements, {"map"}).evaluate(pytrec_eval.parse_run(file))
+    ours = means(measure(read_run(tmp_path / "x.trec"), judgements, ["MAP"]))["MAP"]
+    assert ours == pytest.approx(sum(value["map"] for value in theirs.values()) / len(theirs), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("q Q0 d 1 0.5", '`run` must have lines of "query Q0 passage rank score tag"; got "q Q0 d 1 0.5" at {}:2. '),
+        ("q Q0 d 1 high tag", '`run` must have lines of "query Q0 passage rank score tag"; got "q Q0 d 1 high tag"'),
+        ("q Q0 a 2 0.4 tag", '`run` must have each passage once per query; got "q Q0 a 2 0.4 tag" at {}:2. Leave one'),
+    ],
+)
+def test_a_broken_run_names_file_and_line(tmp_path, line, sentence):
+    path = tmp_path / "x.trec"
+    path.write_text(f"q Q0 a 1 0.5 tag\n{line}\n")
+    with pytest.raises(ValueError, match=re.escape(sentence.format(path))):
+        read_run(path)
+
+
+def test_ids_with_blanks_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=re.escape('`run` must have ids without blanks; got "a b".')):
+        write_run(tmp_path / "x.trec", {"q": {"a b": 1.0}})
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"`run` must be a file that can be read; got .*none. No such file"):
+        read_run(tmp_path / "none")
+
+
+def test_judgements_of_trec_and_of_beir(tmp_path):
+    (tmp_path / "trec").write_text("q 0 a 1\nq 0 b -1\n")
+    (tmp_path / "beir").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\nq\tb\t-1\n")
+    assert read_judgements(tmp_path / "trec") == read_judgements(tmp_path / "beir") == {"q": {"a": 1, "b": -1}}
+    (tmp_path / "beir").write_text("q\ta\t1\nq\tb\tgood\n")
+    with pytest.raises(ValueError, match=re.escape(f'got "q b good" at {tmp_path}/beir:2. Mend the file.')):
+        read_judgements(tmp_path / "beir")
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "found"),
+    [
+        ("The Eiffel Tower (Paris).", ["paris"], True),
+        ("The Eiffel Tower (Paris).", ["eiffel tower"], True),
+        ("The Eiffel, Tower", ["eiffel tower"], False),
+        ("Parisian", ["Paris"], False),
+        ("caf\u00e9", ["cafe\u0301"], True),
+        ("cafe", ["café"], False),
+        ("in 1,234 days", ["1,234"], True),
+        ("the U.S. Army", ["u.s."], True),
+        ("\u65e5\u672c", ["\u65e5\u672c"], True),
+        ("anything", [""], False),
+        ("anything", [], False),
+        ("a_b", ["a"], True),
+        ("tab\tand\u00a0blank", ["and blank"], True),
+    ],
+)
+def test_answers_are_matched_word_by_word(text, answers, found):
+    assert has_answer(text, answers) is found
+
+
+def test_words_are_decomposed_small_and_without_blanks():
+    assert words("\u00c5 x_y\n\u200b!") == ["a\u030a", "x", "_", "y", "!"]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "found"),
+    [("born in 1879", r"18\d\d", True), ("BORN", "born", True), ("a\nb", "^b$", True), ("a (", "(", False)],
+)
+def test_answers_as_patterns(text, answer, found):
+    assert has_answer(text, [answer], "regex") is found
+
+
+def test_hits_look_at_the_first_passages_only():
+    found = [["x", "y", "right"], ["right", "x", "y"], ["x", "x", "x"]]
+    assert answer_hits(found, [["right"]] * 3, ks=[1, 2, 3, 9]) == {1: 1 / 3, 2: 1 / 3, 3: 2 / 3, 9: 2 / 3}
+
+
+def test_answers_need_their_questions_and_a_known_way():
+    with pytest.raises(ValueError, match=re.escape("`answers` must be as many as the questions, one at least; got 1")):
+        answer_hits([["x"]], [])
+    with pytest.raises(ValueError, match=re.escape('`match` must be one of string, regex; got "glob".')):
+        has_answer("x", ["x"], "glob")

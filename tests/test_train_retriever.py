@@ -1,0 +1,367 @@
+"""A whole run, small: what a step is made of, that the cache changes nothing, that it learns, repeats and stops well."""
+
+import json
+import math
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_texts import tiny_retriever
+
+import contrastile
+from contrastile.modules import InfoNCELoss
+from contrastile.train.load import load
+from contrastile.train.log import read_metrics
+from contrastile.train.optim import build_optimizer
+from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
+from contrastile.train.retriever import loop
+from contrastile.train.retriever.feed import Drawn, TextFeed, TokenStore, open_text_materials
+from contrastile.train.retriever.loop import evaluate_retriever, retriever_loss, retriever_step, run_retriever
+from contrastile.train.retriever.run import build_retriever_run
+
+BERT = (
+    "{kind='transformers', pooling='%s', config={model_type='bert', hidden_size=16, num_hidden_layers=2, "
+    "num_attention_heads=2, intermediate_size=32, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3}}"
+)
+
+
+def bert(side, pooling="mean"):
+    return f"model.{side}={BERT % pooling}"
+
+
+# in place of the recipe's own encoder
+def swapped(folder, *overrides):
+    from tiny_texts import write_text_recipe
+
+    path = write_text_recipe(folder)
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if not line.startswith("both")))
+    return load_any_recipe(path, overrides)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One run that several tests look at."""
+    folder = tmp_path_factory.mktemp("run")
+    recipe = tiny_retriever(folder)
+    return recipe, run_retriever(recipe, folder / "runs")
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def made(recipe):
+    materials = open_text_materials(recipe)
+    return materials, build_retriever_run(recipe, materials.tokenizer), TextFeed(materials, recipe.data, seed=0)
+
+
+def test_a_run_leaves_its_files_and_no_others(finished):
+    _, outcome = finished
+    assert sorted(path.name for path in outcome.folder.iterdir()) == [
+        "evaluation.json",
+        "held_out.BM25.trec",
+        "held_out.qrels",
+        "held_out.retriever.trec",
+        "metrics.jsonl",
+        "model.safetensors",
+        "recipe.toml",
+        "report.html",
+        "run.json",
+        "tokenizer.json",
+    ]
+
+
+def test_the_resolved_recipe_reads_back(finished):
+    recipe, outcome = finished
+    assert load_any_recipe(outcome.folder / "recipe.toml") == recipe
+
+
+def test_metrics_tell_of_every_step(finished):
+    _, outcome = finished
+    lines = read_metrics(outcome.folder / "metrics.jsonl")
+    assert [line["batch"] for line in lines if line["kind"] == "step"] == [16] * 10 + [32] * 5
+    assert [line["examples"] for line in lines if line["kind"] == "probe"] == [0, 160, 320]
+
+
+def test_the_run_learns(finished):
+    _, outcome = finished
+    lines = [line for line in read_metrics(outcome.folder / "metrics.jsonl") if line["kind"] == "step"]
+    assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_gives_others(finished, tmp_path):
+    recipe, outcome = finished
+    first = weights(outcome.folder)
+    again = weights(run_retriever(recipe, tmp_path).folder)
+    other = weights(run_retriever(recipe.model_copy(update={"seed": 1}), tmp_path).folder)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["encoders.both.words.weight"], other["encoders.both.words.weight"])
+
+
+def test_the_table_has_answers_and_bm25_beside(finished):
+    _, outcome = finished
+    rows = json.loads((outcome.folder / "evaluation.json").read_text())
+    assert [row["test"] for row in rows] == [
+        "held-out queries, retriever",
+        "held-out queries, retriever, answers",
+        "held-out queries, BM25",
+        "held-out queries, BM25, answers",
+    ]
+    assert set(rows[0]["measures"]) == {"nDCG@10", "MRR@10", "MAP"}
+    assert 0 <= rows[0]["recall"]["1"] <= rows[0]["recall"]["20"] <= 1
+    assert "held-out queries, BM25" in outcome.table
+
+
+def test_the_run_files_hold_what_the_table_says(finished, capsys):
+    from contrastile.cli.main import main
+
+    _, outcome = finished
+    rows = json.loads((outcome.folder / "evaluation.json").read_text())
+    run, judged = outcome.folder / "held_out.retriever.trec", outcome.folder / "held_out.qrels"
+    assert main(["evaluate", str(run), "--judgements", str(judged)]) == 0
+    said = capsys.readouterr().out
+    assert f"{rows[0]['queries']} judged queries, {rows[0]['queries']} of them answered" in said
+    assert f"nDCG@10     {rows[0]['measures']['nDCG@10']:.4f}" in said
+
+
+def test_evaluating_again_gives_the_same(finished):
+    _, outcome = finished
+    before = (outcome.folder / "evaluation.json").read_text()
+    assert evaluate_retriever(outcome.folder) == outcome.table
+    assert (outcome.folder / "evaluation.json").read_text() == before
+
+
+def test_the_report_marks_the_words_of_the_question(finished):
+    page = (finished[1].folder / "report.html").read_text()
+    assert "What it finds: held-out queries" in page
+    assert page.count('class="ask"') == 8
+    assert "<mark>" in page
+    assert "right at place" in page
+
+
+def test_a_loaded_run_encodes_as_the_trained_one(finished):
+    recipe, outcome = finished
+    run = contrastile.load(outcome.folder, device="cpu")
+    features = run.encode_query(["where is the red fox house", "", "where"])
+    assert features.shape == (3, 16)
+    assert features[0].norm().item() == pytest.approx(1.0)
+    one = run.encode_passage(["def red_fox(): return house"], dimensions=4)
+    assert one.shape == (1, 4)
+    assert run.encode_query([]).shape[0] == 0
+    assert run.recipe == recipe
+
+
+def test_a_run_of_the_other_kind_is_refused_by_name(finished):
+    with pytest.raises(RecipeError, match='kind: must be "image-text" here; got "retriever"'):
+        load_recipe(finished[1].folder / "recipe.toml", files=False)
+    assert load(finished[1].folder).model is not None
+
+
+def test_texts_are_stored_without_padding_and_come_back(finished):
+    _, outcome = finished
+    tokenizer = contrastile.load(outcome.folder, device="cpu").tokenizer
+    texts = ["red fox", "", "a red cat returns house forest", "blue"]
+    store, plain = TokenStore.of(texts, tokenizer, 5), tokenizer.tokenise(texts, 5)
+    rows = torch.tensor([2, 1, 0, 2, 3])
+    got = store.rows(rows)
+    width = got["input_ids"].shape[1]
+    assert torch.equal(got["attention_mask"], plain["attention_mask"][rows][:, :width])
+    assert torch.equal(got["input_ids"], plain["input_ids"][rows][:, :width])
+    assert store.rows(torch.tensor([1]))["attention_mask"].tolist() == [[0]]
+    assert len(TokenStore.of([], tokenizer, 5)) == 0
+
+
+def test_a_step_has_each_passage_once_and_knows_all_that_is_right(tmp_path):
+    materials, _, feed = made(tiny_retriever(tmp_path))
+    train = materials.texts.splits["train"]
+    drawn = feed.draw(torch.from_numpy(train), step=1)
+    assert all(len(one.positives) == 1 and len(one.negatives) == 2 for one in drawn)
+    batch = feed.batch(drawn)
+    keys = batch.key_ids.tolist()
+    texts = [(materials.texts.passages[row].title, materials.texts.passages[row].text) for row in keys]
+    assert len(set(texts)) == len(keys) < 3 * len(drawn)
+    ordered = sorted(drawn, key=lambda one: -int(materials.queries.lengths[one.query]))
+    for one, right in zip(ordered, batch.positives.tolist(), strict=True):
+        assert {keys[place] for place in right if place >= 0} == set(one.positives)
+
+
+def test_a_negative_that_is_known_to_be_right_counts_as_right(tmp_path):
+    materials, _, feed = made(tiny_retriever(tmp_path))
+    first, second = materials.texts.queries[0], materials.texts.queries[1]
+    # the first query's positive, drawn as a negative of the second; and a query with two right passages
+    both = Drawn(0, first.positives, ()), Drawn(1, second.positives, first.positives)
+    batch = feed.batch(both)
+    assert len(batch.key_ids) == 2
+    query = type(first)(first.id, first.text, first.positives + second.positives)
+    materials.texts.queries[0] = query
+    batch = feed.batch(both)
+    assert sorted(map(sorted, batch.positives.tolist())) in ([[-1, 0], [0, 1]], [[-1, 1], [0, 1]])
+
+
+def test_draws_depend_on_seed_and_step_alone(tmp_path):
+    materials, _, feed = made(tiny_retriever(tmp_path, "data.negatives=1"))
+    rows = torch.from_numpy(materials.texts.splits["train"])
+    assert feed.draw(rows, 3) == TextFeed(materials, tiny_retriever(tmp_path, "data.negatives=1").data, seed=0).draw(
+        rows, 3
+    )
+    assert feed.draw(rows, 3) != feed.draw(rows, 4)
+
+
+def test_the_loss_is_the_dense_formula(tmp_path):
+    recipe = tiny_retriever(tmp_path, "model.dimensions=[4, 8]")
+    materials, run, feed = made(recipe)
+    run.model.double()
+    batch = feed.batch(feed.draw(torch.from_numpy(materials.texts.splits["train"][:24]), 1))
+    got = retriever_loss(run, InfoNCELoss(), batch)
+    queries, passages = run.model.encode_query(**batch.queries), run.model.encode_passage(**batch.passages)
+    expected = []
+    for cut in (16, 4, 8):
+        q, p = F.normalize(queries[:, :cut].float(), dim=-1), F.normalize(passages[:, :cut].float(), dim=-1)
+        expected.append(F.cross_entropy(20.0 * q.double() @ p.double().T, batch.positives[:, 0]))
+    assert batch.positives.shape[1] == 1
+    assert got.item() == pytest.approx(torch.stack(expected).mean().item(), rel=1e-6)
+
+
+ENCODERS = {
+    "shared": (bert("both"),),
+    "separate": (bert("query", "cls"), bert("passage", "last")),
+    "projected": (bert("both"), "model.features=8", "model.normalise=false", "loss.scale=1.0"),
+    "several positives and dimensions": (bert("both"), "model.dimensions=[4, 8]", "data.positives=2"),
+    "adapted": (bert("both"), "model.lora={rank=2, dropout=0.2}"),
+    "learned scale": (bert("both"), "loss.learn_scale=true"),
+}
+
+
+@pytest.mark.parametrize("encoders", ENCODERS.values(), ids=ENCODERS.keys())
+def test_the_cached_gradients_are_the_plain_ones_with_dropout_on(tmp_path, encoders):
+    """The plain run keeps the graph of every sub-batch and calls autograd once; it sees the same dropout."""
+    if "lora" in str(encoders):
+        pytest.importorskip("peft")
+    recipe = swapped(tmp_path, *encoders)
+    materials, run, feed = made(recipe)
+    batch = feed.batch(feed.draw(torch.from_numpy(materials.texts.splits["train"][:30]), 1))
+    model, sub_batch = run.model.train(), recipe.train.sub_batch
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # adapters begin at zero, where half of their gradients are
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+
+    def plain(encoder, tokens, size):
+        cuts = [ids.split(size) for ids in tokens.values()]
+        return torch.cat([encoder(*some) for some in zip(*cuts, strict=True)])
+
+    torch.manual_seed(5)
+    q = plain(model.encode_query, batch.queries, sub_batch.query)
+    p = plain(model.encode_passage, batch.passages, sub_batch.passage)
+    ids = {"positives": batch.positives, "query_ids": batch.query_ids, "key_ids": batch.key_ids}
+    scale = model.logit_scale.exp()
+    losses = [
+        InfoNCELoss(backend="dense")(model.comparable(q, cut), model.comparable(p, cut), scale, **ids)
+        for cut in (None, *recipe.model.dimensions)
+    ]
+    torch.stack(losses).mean().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.zero_grad()
+    torch.manual_seed(5)
+    value = retriever_loss(run, InfoNCELoss(), batch)
+    value.backward()
+    assert len(batch.queries["input_ids"]) > 2 * sub_batch.query
+    assert value.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    seen = 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and expected[name] is not None:
+            torch.testing.assert_close(
+                parameter.grad, expected[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+            seen += int(parameter.grad.abs().max() > 1e-4)
+    assert seen >= 4
+    # the dropout was real: another seed gives another loss
+    torch.manual_seed(6)
+    assert retriever_loss(run, InfoNCELoss(), batch).item() != value.item()
+
+
+def test_accumulated_parts_have_their_own_negatives(tmp_path):
+    recipe = tiny_retriever(tmp_path, "train.accumulate=3", "optim.clip_norm=0")
+    materials, run, feed = made(recipe)
+    drawn = feed.draw(torch.from_numpy(materials.texts.splits["train"][:12]), 1)
+    parts = feed.parts(drawn, 3)
+    expected = sum(retriever_loss(run, InfoNCELoss(), part).item() for part in parts) / 3
+    together = retriever_loss(run, InfoNCELoss(), feed.batch(drawn)).item()
+    said, _ = retriever_step(run, InfoNCELoss(), build_optimizer(run.model, recipe.optim), parts)
+    assert [len(part) for part in parts] == [4, 4, 4]
+    assert said == pytest.approx(expected, rel=1e-5)
+    assert together > said + 0.3
+
+
+def test_a_loss_that_is_no_number_never_reaches_the_weights(tmp_path):
+    recipe = tiny_retriever(tmp_path)
+    materials, run, feed = made(recipe)
+    with torch.no_grad():
+        run.model.encoders["both"].words.weight[3:, 0] = math.nan
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    parts = feed.parts(feed.draw(torch.from_numpy(materials.texts.splits["train"][:8]), 1), 1)
+    with pytest.raises(FloatingPointError, match="the loss must stay a finite number; got a loss of nan"):
+        retriever_step(run, InfoNCELoss(), build_optimizer(run.model, recipe.optim), parts)
+    for name, value in run.model.state_dict().items():
+        torch.testing.assert_close(value, before[name], equal_nan=True, rtol=0, atol=0)
+
+
+def test_a_stop_keeps_what_was_learned(tmp_path, monkeypatch):
+    real, calls = loop.retriever_step, []
+
+    def stop_at_the_third(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "retriever_step", stop_at_the_third)
+    outcome = run_retriever(tiny_retriever(tmp_path), tmp_path / "runs")
+    assert (outcome.stopped_by, outcome.examples) == (signal.SIGINT, 48)
+    assert "held-out queries, retriever" in evaluate_retriever(outcome.folder)
+
+
+def test_towers_of_the_library_train_and_load(tmp_path):
+    recipe = swapped(
+        tmp_path, bert("query", "cls"), bert("passage", "cls"), "train.examples=32", "train.precision=bf16"
+    )
+    outcome = run_retriever(recipe, tmp_path / "runs")
+    run = contrastile.load(outcome.folder, device="cpu")
+    assert run.encode_query(["where"]).shape == (1, 16)
+    assert sorted(run.model.encoders) == ["passage", "query"]
+
+
+def test_prefixes_and_titles_are_read_by_the_encoders(tmp_path):
+    said = {"query_prefix": "ask ", "passage_prefix": "doc ", "title_separator": " ~ "}
+    recipe = tiny_retriever(tmp_path, *(f'data.{name}="{value}"' for name, value in said.items()))
+    materials, _, _ = made(recipe)
+    words = {number: word for word, number in materials.tokenizer._engine.get_vocab().items()}
+    ids = materials.passages.rows(torch.tensor([0]))["input_ids"][0].tolist()
+    assert [words[number] for number in ids[:4]] == ["doc", "fox", "~", "def"]
+    assert words[materials.queries.rows(torch.tensor([0]))["input_ids"][0, 0].item()] == "ask"
+
+
+def test_a_tokenizer_never_sees_what_is_held_out(tmp_path):
+    recipe = tiny_retriever(tmp_path)
+    materials = open_text_materials(recipe)
+    held = [materials.texts.queries[row] for row in materials.texts.splits["held_out"]]
+    assert held
+    texts = set(loop_training_texts(materials, recipe))
+    assert not texts & {query.text for query in held}
+
+
+def loop_training_texts(materials, recipe):
+    from contrastile.train.retriever.feed import training_texts
+
+    return training_texts(materials.texts, recipe.data)
+
+
+def test_probes_are_recalls_among_the_sample(finished):
+    probe = read_metrics(finished[1].folder / "metrics.jsonl")[0]
+    assert set(probe["recall"]["held_out"]) == {"1", "5"}
+    assert np.isfinite(probe["recall"]["held_out"]["1"])
