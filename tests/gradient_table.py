@@ -1,7 +1,7 @@
 """Every loss, exchange, number of ranks and wrapper beside one process with the whole batch, as a table.
 
-    python tests/gradient_table.py          the worst of each kind, as docs/gradients.md has it
-    python tests/gradient_table.py --all    every combination
+python tests/gradient_table.py          the worst of each kind, as docs/gradients.md has it
+python tests/gradient_table.py --all    every combination
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ def step(
 PARTS = {"towers": ("image", "text"), "scale": ("logit_scale",), "bias": ("logit_bias",)}
 
 
-def compare(found: dict[str, Tensor], true: dict[str, Tensor], shards: tuple[int, Any]) -> dict[str, tuple[float, float]]:
+def compare(
+    found: dict[str, Tensor], true: dict[str, Tensor], shards: tuple[int, Any]
+) -> dict[str, tuple[float, float]]:
     """Of each part, ⟨found, true⟩ / ⟨true, true⟩ and the cosine; shards: this rank among those that share them."""
     rank, group = shards
     if group is not None:
@@ -176,13 +178,18 @@ def compare(found: dict[str, Tensor], true: dict[str, Tensor], shards: tuple[int
         true = {name: ([*t.chunk(W)] + [t[:0]] * W)[rank] for name, t in true.items()}
     rows = []
     for starts in PARTS.values():
-        g, t = (torch.cat([x[name].flatten() for name in true if name.startswith(starts)] or [torch.zeros(1)]).double() for x in (found, true))
+        g, t = (
+            torch.cat([x[name].flatten() for name in true if name.startswith(starts)] or [torch.zeros(1)]).double()
+            for x in (found, true)
+        )
         rows.append(torch.stack([g @ t, t @ t, g @ g]))
     products = torch.stack(rows)
     if group is not None:
         dist.all_reduce(products, group=group)
     return {
-        part: (float(gt / tt), float(gt / (tt * gg).sqrt())) for part, (gt, tt, gg) in zip(PARTS, products, strict=True) if tt
+        part: (float(gt / tt), float(gt / (tt * gg).sqrt()))
+        for part, (gt, tt, gg) in zip(PARTS, products, strict=True)
+        if tt
     }
 
 
@@ -215,7 +222,9 @@ def _cell(pairs: Sequence[tuple[float, float]]) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     """Of each loss and exchange the worst under each wrapper: over numbers of ranks, with encode or not, and so on."""
-    lines = ["| loss | exchange | " + " | ".join(f"{w}: {p}" for w in WRAPPERS for p in ("towers", "scale, bias")) + " |"]
+    lines = [
+        "| loss | exchange | " + " | ".join(f"{w}: {p}" for w in WRAPPERS for p in ("towers", "scale, bias")) + " |"
+    ]
     lines.append("|---|---|" + "---|" * 2 * len(WRAPPERS))
     for name, exchange in product(LOSSES, EXCHANGES):
         cells = []

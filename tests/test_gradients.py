@@ -21,9 +21,15 @@ def test_every_gradient_is_that_of_one_process(pool: Pool, W: int, wrapper: str)
 
 def test_the_table_shows_the_worst() -> None:
     good = {"towers": (1.0, 1.0), "scale": (1.0, 1.0), "bias": (1.0, 1.0)}
-    rows = [Row(loss, exchange, 2, w, False, False, good) for loss in LOSSES for exchange in EXCHANGES for w in WRAPPERS]
+    rows = [
+        Row(loss, exchange, 2, w, False, False, good) for loss in LOSSES for exchange in EXCHANGES for w in WRAPPERS
+    ]
     rows.append(Row("ClipLoss", "ring", 3, "DDP", True, False, {"towers": (1 / 3, 0.975), "scale": (3.0, 1.0)}))
     line = next(line for line in summary(rows).splitlines() if line.startswith("| ClipLoss | ring"))
     ok = "1.000, 1.000000"
     assert line == f"| ClipLoss | ring | {ok} | {ok} | 0.333, 0.975000 | 3.000, 1.000000 | {ok} | {ok} |"
-    assert every(rows).splitlines()[-1].endswith("| ring | 3 | DDP | True | False | 0.333, 0.975000 | 3.000, 1.000000 |  |")
+    assert (
+        every(rows)
+        .splitlines()[-1]
+        .endswith("| ring | 3 | DDP | True | False | 0.333, 0.975000 | 3.000, 1.000000 |  |")
+    )
