@@ -200,7 +200,7 @@ class _Encode(torch.autograd.Function):
         ctx.job, ctx.kept = job, _Kept()
         ctx.wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
         ctx.parameters = inputs[: len(inputs) - sum(ctx.wanted)]
-        ctx.versions = [parameter._version for parameter in ctx.parameters]
+        ctx.versions = [parameter._version for parameter in job.sharding.stored(ctx.parameters)]
         ctx.save_for_backward(*leaves)
         features = job.first_pass(leaves, ctx.kept)
         ctx.mark_non_differentiable(
@@ -213,7 +213,7 @@ class _Encode(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         job: _Job = ctx.job
         leaves: Sequence[Tensor | None] = ctx.saved_tensors
-        for parameter, version in zip(ctx.parameters, ctx.versions, strict=True):
+        for parameter, version in zip(job.sharding.stored(ctx.parameters), ctx.versions, strict=True):
             if parameter._version != version:
                 got = f"one of shape {list(parameter.shape)} that has changed since"
                 raise wrong(

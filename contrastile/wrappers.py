@@ -150,6 +150,11 @@ class Sharding:
             raise wrong("encoder", "be a module that FSDP2 shards, or its method", got, "Pass (module, 'method').")
         return list(dict.fromkeys(found))
 
+    def stored(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What the optimizer changes: for wholes, the shards behind them."""
+        shards = {id(p._unsharded_param): p.sharded_param for state in self._states() for p in _parameters(state)}
+        return [shards.get(id(parameter), parameter) for parameter in parameters]
+
     def agree(self, bounds: list[Bounds]) -> list[Bounds]:
         """The bounds, then empty ones until there are as many as on any rank: each run is an exchange among ranks."""
         most, end = len(bounds), bounds[-1][1]

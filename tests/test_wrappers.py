@@ -428,3 +428,31 @@ def _allowed(rank: int, group: Any) -> None:
 
 def test_what_needs_no_reduction_is_allowed(pool: Pool) -> None:
     pool.run(_allowed, 2)
+
+
+def _stepped_too_soon(rank: int, group: Any, kind: str) -> str:
+    model = Pair()
+    wrapped = DistributedDataParallel(model, process_group=group) if kind == "DDP" else shard(model, group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x, y, labels = _mine(rank, group)
+    for _ in range(2):
+        loss = loss_of("ClipLoss", (*_both(wrapped, x, y), *model.numbers()), labels, group=group)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = loss_of("ClipLoss", (*_both(wrapped, x, y), 4.5, None), labels, group=group)
+    with torch.no_grad():
+        for parameter in model.image.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    try:
+        loss.backward()
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_parameters_changed_before_the_backward_are_noticed(pool: Pool, kind: str) -> None:
+    for said in pool.run(_stepped_too_soon, 2, kind):
+        assert said.startswith("`encoder` must have the parameters of the first pass; got one of shape"), said
