@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
@@ -28,7 +28,7 @@ from contrastile.wrappers import Sharding, inside, refuse_bypass, unwrap
 
 
 def encode(
-    encoder: Callable[..., Any],
+    encoder: Callable[..., Any] | tuple[nn.Module, str],
     inputs: Any,
     *,
     sub_batch: int,
@@ -41,7 +41,10 @@ def encode(
     the same random numbers in both passes.
 
     Arguments:
-        encoder: a module, a method of one (`model.encode_image`), or any function that reaches one.
+        encoder: a module, a method of one (`model.encode_image`), or any function that reaches one. A pair
+            `(model, "encode_image")` names a method, also where DistributedDataParallel wraps the model or FSDP2
+            (`fully_shard`) shards it; either may be passed as a module too. However many sub-batches and calls, each
+            gradient is reduced once.
         inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nested as
             you like. Every leaf is None or a tensor whose first axis is the batch, on the device or in (pinned)
             host memory.
@@ -50,29 +53,30 @@ def encode(
         device: where the encoder computes; by default where its parameters are.
 
     Returns what the encoder returns (tensor, tuple, dict, nested), each leaf for the whole batch.
-    Raises ValueError for inputs that cannot be cut, and for batch normalisation in training mode, whose statistics
-    over a sub-batch are not those of the batch.
+    Raises ValueError for inputs that cannot be cut, for batch normalisation in training mode, whose statistics over a
+    sub-batch are not those of the batch, and for the module inside a DistributedDataParallel, whose gradients would
+    not be reduced.
 
     >>> from torch import nn
     >>> tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
     >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
     >>> features.sum().backward()
     """
-    encoder, wrapper = unwrap(encoder)
-    if not callable(encoder):
-        raise wrong("encoder", "be callable", type(encoder).__name__, "Pass a module, a method of one, or a function.")
+    function, wrapper = unwrap(encoder)
+    if not callable(function):
+        raise wrong("encoder", "be callable", type(function).__name__, "Pass a module, a method of one, or a function.")
     for name, value, least in (("sub_batch", sub_batch, 1), ("retain", retain, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise wrong(name, f"be a whole number of at least {least}", repr(value), "Count examples, or sub-batches.")
     leaves, structure = pytree.tree_flatten(_arguments(inputs))
     batch = _batch_size(leaves)
     bounds = [(start, min(start + sub_batch, batch)) for start in range(0, batch, sub_batch)] or [(0, 0)]
-    reached = reach(encoder, leaves, structure, torch.device(device) if device is not None else None)
+    reached = reach(function, leaves, structure, torch.device(device) if device is not None else None)
     refuse_bypass(wrapper, reached.modules, reached.parameters)
-    sharding = Sharding.of(encoder, reached.modules)
+    sharding = Sharding.of(function, reached.modules)
     parameters = sharding.wholes(reached.modules, reached.parameters)
     bounds, autocast = sharding.agree(bounds), Autocast.current(reached.device)
-    job = _Job(encoder, structure, bounds, retain, reached.device, autocast, sharding)
+    job = _Job(function, structure, bounds, retain, reached.device, autocast, sharding)
     with refusing_batch_norm(reached.modules):
         if parameters or any(leaf is not None and leaf.requires_grad for leaf in leaves):
             apply = partial(_Encode.apply, job, leaves, *parameters, *_differentiable(leaves))
