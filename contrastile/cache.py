@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
@@ -39,7 +39,7 @@ from contrastile.wrappers import Sharding, inside, refuse_bypass, unwrap
 
 
 def encode(
-    encoder: Callable[..., Any],
+    encoder: Callable[..., Any] | tuple[nn.Module, str],
     inputs: Any,
     *,
     sub_batch: int | Literal["auto"] | None = None,
@@ -53,7 +53,10 @@ def encode(
     the same random numbers in both passes.
 
     Arguments:
-        encoder: a module, a method of one (`model.encode_image`), or any function that reaches one.
+        encoder: a module, a method of one (`model.encode_image`), or any function that reaches one. A pair
+            `(model, "encode_image")` names a method, also where DistributedDataParallel wraps the model or FSDP2
+            (`fully_shard`) shards it; either may be passed as a module too. However many sub-batches and calls, each
+            gradient is reduced once.
         inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nested as
             you like. Every leaf is None or a tensor whose first axis is the batch, on the device or in (pinned)
             host memory.
@@ -67,26 +70,27 @@ def encode(
         device: where the encoder computes; by default where its parameters are.
 
     Returns what the encoder returns (tensor, tuple, dict, nested), each leaf for the whole batch.
-    Raises ValueError for inputs that cannot be cut, and for batch normalisation in training mode, whose statistics
-    over a sub-batch are not those of the batch.
+    Raises ValueError for inputs that cannot be cut, for batch normalisation in training mode, whose statistics over a
+    sub-batch are not those of the batch, and for the module inside a DistributedDataParallel, whose gradients would
+    not be reduced.
 
     >>> from torch import nn
     >>> tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
     >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
     >>> features.sum().backward()
     """
-    encoder, wrapper = unwrap(encoder)
-    if not callable(encoder):
-        raise wrong("encoder", "be callable", type(encoder).__name__, "Pass a module, a method of one, or a function.")
+    function, wrapper = unwrap(encoder)
+    if not callable(function):
+        raise wrong("encoder", "be callable", type(function).__name__, "Pass a module, a method of one, or a function.")
     _check_sizes(sub_batch, sub_batch_tokens, retain)
     leaves, structure = pytree.tree_flatten(_arguments(inputs))
     batch = _batch_size(leaves)
-    reached = reach(encoder, leaves, structure, torch.device(device) if device is not None else None)
+    reached = reach(function, leaves, structure, torch.device(device) if device is not None else None)
     refuse_bypass(wrapper, reached.modules, reached.parameters)
-    sharding = Sharding.of(encoder, reached.modules)
+    sharding = Sharding.of(function, reached.modules)
     reached = replace(reached, parameters=sharding.wholes(reached.modules, reached.parameters))
-    autocast, other = Autocast.current(reached.device), has_other_path(encoder, reached.modules)
-    job = _Job(encoder, structure, Cut([(0, batch)]), retain, reached, autocast, sharding, other)
+    autocast, other = Autocast.current(reached.device), has_other_path(function, reached.modules)
+    job = _Job(function, structure, Cut([(0, batch)]), retain, reached, autocast, sharding, other)
     with refusing_batch_norm(reached.modules):
         if sub_batch == AUTO:
             sub_batch = _fitting(job, leaves)
@@ -309,7 +313,7 @@ class _Encode(torch.autograd.Function):
         ctx.job, ctx.kept = job, _Kept()
         ctx.wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
         ctx.parameters = inputs[: len(inputs) - sum(ctx.wanted)]
-        ctx.versions = [parameter._version for parameter in ctx.parameters]
+        ctx.versions = [parameter._version for parameter in job.sharding.stored(ctx.parameters)]
         ctx.save_for_backward(*leaves)
         features = job.first_pass(leaves, ctx.kept, grad=True)
         ctx.mark_non_differentiable(
@@ -322,7 +326,7 @@ class _Encode(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         job: _Job = ctx.job
         leaves: Sequence[Tensor | None] = ctx.saved_tensors
-        for parameter, version in zip(ctx.parameters, ctx.versions, strict=True):
+        for parameter, version in zip(job.sharding.stored(ctx.parameters), ctx.versions, strict=True):
             if parameter._version != version:
                 got = f"one of shape {list(parameter.shape)} that has changed since"
                 raise wrong(

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
 
 
-def _note(module: nn.Module, _name: str, _inside: nn.Module | None) -> None:
+def _note(module: nn.Module, _name: str, _part: nn.Module | None) -> None:
     if isinstance(module, DistributedDataParallel):
         _wrappers.add(module)
 
@@ -40,10 +40,13 @@ register_module_module_registration_hook(_note)
 
 
 def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
-    """What runs on each sub-batch, and the DistributedDataParallel around it if there is one."""
+    """What runs on each sub-batch, and the DistributedDataParallel around it if there is one.
+
+    An encoder may be a pair, (module, "method"): a wrapper does not have its module's methods.
+    """
     if isinstance(encoder, partial):
-        inside, wrapper = unwrap(encoder.func)
-        return partial(inside, *encoder.args, **encoder.keywords), wrapper
+        function, wrapper = unwrap(encoder.func)
+        return partial(function, *encoder.args, **encoder.keywords), wrapper
     module, name = encoder if isinstance(encoder, tuple) and len(encoder) == 2 else (encoder, "forward")
     wrapper = module if isinstance(module, DistributedDataParallel) else None
     module = module if wrapper is None else wrapper.module
@@ -58,6 +61,8 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
 
 
 class _Stage(nn.Module):
+    """Stands where the wrapped module does, for one forward."""
+
     def forward(self, run: Callable[[], Result]) -> Result:
         return run()
 
@@ -72,7 +77,7 @@ def inside(wrapper: DistributedDataParallel, run: Callable[[], Result]) -> Resul
 
 
 def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
-    """Raises where no wrapper would reduce the gradients, though there is one, or where one would do so too often."""
+    """Raises where the wrapper that there is would not reduce the gradients, or would for every sub-batch."""
     fully_sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for module in modules if parameters else []:
         if isinstance(module, (DistributedDataParallel, fully_sharded)):
@@ -94,11 +99,13 @@ def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequen
 
 def _unreduced(parameters: Sequence[Tensor]) -> bool:
     """Whether a wrapper that means to reduce some of these is not in its forward now."""
+    if not _wrappers:
+        return False
     wanted = {id(parameter) for parameter in parameters}
     running = DistributedDataParallel._get_active_ddp_module()
     if running is not None:
         wanted -= {id(parameter) for parameter in running.module.parameters()}
-    return bool(wanted) and any(
+    return any(
         id(parameter) in wanted
         for wrapper in list(_wrappers)
         if wrapper.require_backward_grad_sync
@@ -148,6 +155,11 @@ class Sharding:
             got = "a part of one, whose parameters it would not gather"
             raise wrong("encoder", "be a module that FSDP2 shards, or its method", got, "Pass (module, 'method').")
         return list(dict.fromkeys(found))
+
+    def stored(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What the optimizer changes: for wholes, the shards behind them."""
+        shards = {id(p._unsharded_param): p.sharded_param for state in self._states() for p in _parameters(state)}
+        return [shards.get(id(parameter), parameter) for parameter in parameters]
 
     def most(self, value: int) -> int:
         """The largest value of any rank: what a rank runs, all must run, because each run is an exchange among them."""

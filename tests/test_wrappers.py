@@ -16,9 +16,14 @@ from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 from contrastile import encode
 
@@ -54,26 +59,22 @@ def _both(wrapped: Any, x: Tensor, y: Tensor, **how: Any) -> tuple[Tensor, Tenso
     return image, encode((wrapped, "encode_text"), y, sub_batch=3, **how)
 
 
+def _text_first(wrapped: Any, model: Pair, x: Tensor, y: Tensor) -> Any:
+    text = encode((wrapped, "encode_text"), y, sub_batch=2, retain=2)
+    return encode((wrapped, "encode_image"), x, sub_batch=2, retain=1), text, *model.numbers()
+
+
 # the ways in which users call encode; each returns what the loss takes
 WAYS: dict[str, Callable[[Any, Pair, Tensor, Tensor], Any]] = {
     "in the forward": lambda wrapped, model, x, y: wrapped(x, y),
     "by the method's name": lambda wrapped, model, x, y: (*_both(wrapped, x, y), *model.numbers()),
-    "text first, image kept": lambda wrapped, model, x, y: (
-        (
-            *(
-                encode((wrapped, name), z, sub_batch=2, retain=2)
-                for name, z in (("encode_text", y), ("encode_image", x))
-            ),
-            *model.numbers(),
-        )[1::-1]
-        + model.numbers()
-    ),
+    "text first, some kept": _text_first,
 }
 
 
-def _wrapped_ddp(model: nn.Module, group: Any, **how: Any) -> tuple[DDP, list[int]]:
+def _wrapped_ddp(model: nn.Module, group: Any, **how: Any) -> tuple[DistributedDataParallel, list[int]]:
     """The wrapper, and the number of elements in each of its reductions."""
-    wrapped = DDP(model, process_group=group, **how)
+    wrapped = DistributedDataParallel(model, process_group=group, **how)
     reduced: list[int] = []
 
     # torch wants its own annotations here, or none
@@ -151,9 +152,9 @@ def _accumulate(rank: int, group: Any, kind: str, way: str) -> None:
     model = Pair(sub_batch=2 if way == "in the forward" else None)
     truth = _truth(Pair(), 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with _scatters() as scattered:
         wrapped, reduced = _wrapped_ddp(model, group) if kind == "DDP" else (shard(model, group), scattered)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for micro_batch in range(2):
             x, y, labels = _mine(rank, group, micro_batch)
             if kind == "FSDP2":
@@ -166,12 +167,8 @@ def _accumulate(rank: int, group: Any, kind: str, way: str) -> None:
                 out = WAYS[way](wrapped, model, x, y)
             scaler.scale(loss_of("ClipLoss", out, labels, group=group)).backward()
             assert len(reduced) == (0 if micro_batch == 0 else 1 if kind == "DDP" else 3)
-        if kind == "DDP":
-            # the scaler knows sharded parameters too, once the optimizer does: it was made before the shards
-            scaler.unscale_(optimizer)
-            _compare(_found(model), truth)
-        else:
-            _compare({name: g / 1024 for name, g in _found(model).items()}, truth)
+        scaler.unscale_(optimizer)
+        _compare(_found(model), truth)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -194,7 +191,7 @@ def _partly_trained(rank: int, group: Any, kind: str, way: str, what: str, how: 
     reference, model = prepared(), prepared()
     reference.sub_batch = None
     truth = _truth(reference)
-    wrapped = DDP(model, process_group=group, **how) if kind == "DDP" else shard(model, group)
+    wrapped = DistributedDataParallel(model, process_group=group, **how) if kind == "DDP" else shard(model, group)
     x, y, labels = _mine(rank, group)
     for _ in range(STEPS):
         wrapped.zero_grad()
@@ -340,14 +337,19 @@ def test_hybrid_sharding(pool: Pool) -> None:
 def _sentences(rank: int, group: Any) -> dict[str, str]:
     """What is said of each way that would not be right."""
     model, x = Pair(shape=()), torch.ones(4, D_IN, dtype=torch.float64)
-    wrapped = DDP(model, process_group=group)
+    wrapped = DistributedDataParallel(model, process_group=group)
     holder = nn.ModuleDict({"tower": wrapped})
     flat = fully_shard(Pair(), mesh=DeviceMesh.from_group(group, "cpu"))
+    # made by hand, for it wants an accelerator
+    former = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(former)
+    former._fsdp_wrapped_module = nn.Linear(D_IN, D)
     wrong = {
         "module inside": model.encode_image,
         "a part of it": model.image,
         "function around it": lambda x: model.encode_image(x),
         "holds a wrapper": lambda x: holder["tower"](x, x)[0],
+        "holds a former one": nn.Sequential(former),
         "no such method": (wrapped, "encode_sound"),
         "not a method": (wrapped, "sub_batch"),
         "not a module": ("model", "encode_image"),
@@ -366,8 +368,8 @@ def _sentences(rank: int, group: Any) -> dict[str, str]:
 
 
 BYPASS = (
-    "`encoder` must be reached through its DistributedDataParallel; got the module inside, whose gradients would not be "
-    "reduced. Pass the wrapper, or (wrapper, 'method'), or call encode in the forward of the wrapped module."
+    "`encoder` must be reached through its DistributedDataParallel; got the module inside, whose gradients would not "
+    "be reduced. Pass the wrapper, or (wrapper, 'method'), or call encode in the forward of the wrapped module."
 )
 NESTED = (
     "`encoder` must run without a data-parallel wrapper on each sub-batch; got one that runs DistributedDataParallel "
@@ -388,6 +390,7 @@ def test_what_would_not_be_reduced_is_refused(pool: Pool) -> None:
         "a part of it": BYPASS,
         "function around it": BYPASS,
         "holds a wrapper": NESTED,
+        "holds a former one": NESTED.replace("runs DistributedDataParallel", "runs FullyShardedDataParallel"),
         "no such method": NAMES + "(Pair, 'encode_sound'). Check the name.",
         "not a method": NAMES + "(Pair, 'sub_batch'). Check the name.",
         "not a module": NAMES + "(str, 'encode_image'). Check the name.",
@@ -400,7 +403,7 @@ def test_what_would_not_be_reduced_is_refused(pool: Pool) -> None:
 
 def _allowed(rank: int, group: Any) -> None:
     model, x = Pair(shape=()), torch.ones(4, D_IN, dtype=torch.float64)
-    wrapped = DDP(model, process_group=group)
+    wrapped = DistributedDataParallel(model, process_group=group)
     with torch.no_grad():
         # on one rank only: evaluation exchanges nothing
         if rank == 0:
@@ -410,10 +413,12 @@ def _allowed(rank: int, group: Any) -> None:
         encode(model.encode_image, x, sub_batch=3).sum().backward()
     assert model.image.project.weight.grad is not None
     # wrapped anew, and given up
-    again = DDP(model, process_group=group)
+    again = DistributedDataParallel(model, process_group=group)
     del wrapped
     encode((again, "encode_image"), x, sub_batch=3)
-    del again
+    forgotten = [again]
+    forgotten.append(forgotten)
+    del again, forgotten
     encode(model.encode_image, x, sub_batch=3)
     # a pair is right without any wrapper, too
     plain = Pair().encode_image(x).detach()
@@ -423,3 +428,31 @@ def _allowed(rank: int, group: Any) -> None:
 
 def test_what_needs_no_reduction_is_allowed(pool: Pool) -> None:
     pool.run(_allowed, 2)
+
+
+def _stepped_too_soon(rank: int, group: Any, kind: str) -> str:
+    model = Pair()
+    wrapped = DistributedDataParallel(model, process_group=group) if kind == "DDP" else shard(model, group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x, y, labels = _mine(rank, group)
+    for _ in range(2):
+        loss = loss_of("ClipLoss", (*_both(wrapped, x, y), *model.numbers()), labels, group=group)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = loss_of("ClipLoss", (*_both(wrapped, x, y), 4.5, None), labels, group=group)
+    with torch.no_grad():
+        for parameter in model.image.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    try:
+        loss.backward()
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_parameters_changed_before_the_backward_are_noticed(pool: Pool, kind: str) -> None:
+    for said in pool.run(_stepped_too_soon, 2, kind):
+        assert said.startswith("`encoder` must have the parameters of the first pass; got one of shape"), said
