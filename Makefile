@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks test lint format bench clean
+.PHONY: help demo demo-ranks test test-gpu lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ demo-ranks: $(VENV)/.train ## a short run of the same on two ranks under torchru
 
 test: $(VENV)/.dev ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS)
+
+test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600
 
 lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff check .

@@ -75,7 +75,8 @@ def sweep_forward(
         # a graph cannot read them; whoever runs it can
         _check.in_range(positives, len(k))
     swept = forward(call, q, k, scale, bias)
-    return [swept.value, *swept.states, *swept.coefficients]
+    # an operation's outputs share no memory
+    return [swept.value, *(x.clone() for x in (*swept.states, *swept.coefficients))]
 
 
 @torch.library.custom_op("contrastile::backward", mutates_args=())

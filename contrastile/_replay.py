@@ -32,7 +32,7 @@ def small(call: Call, q: Tensor) -> bool:
     return (
         q.is_cuda
         and len(rows) * len(cols) <= MOST_PAIRS
-        and call.tiles.__name__ == "Triton"
+        and getattr(call.tiles, "capturable", False)
         and len(call.exchange.shards) == 1
         and call.reduction != "none"
         and call.weights is rows.positives is rows.labels is rows.ids is None
@@ -56,7 +56,7 @@ class _Graph:
             # what other threads do to the device meanwhile is theirs
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self.outputs = forward_with_gradients(replace(call, made=[]), q, k, scale, bias, wanted)
+                self.outputs = _complete(replace(call, made=[]), q, k, scale, bias, wanted)
             finally:
                 self.graph.capture_end()
         here.wait_stream(apart)
@@ -69,10 +69,21 @@ class _Graph:
         torch._foreach_copy_([kept for kept in self.inputs if kept is not None], given)
         self.graph.replay()
         value, found = self.outputs
-        u, v = (None if x is None else x.clone() for x in (found.u, found.v))
-        left = value.clone(), Gradients(u, v, found.total.clone())
+        left = value.clone(), Gradients(*(None if x is None else x.clone() for x in found))  # type: ignore[arg-type]
         self.last.record(stream)
         return left
+
+
+def _complete(
+    call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, wanted: Sequence[bool]
+) -> tuple[Tensor, Gradients]:
+    """The loss and its gradients, that of the scale too."""
+    value, found = forward_with_gradients(call, q, k, scale, bias, wanted)
+    x, total = (k, found.v) if found.u is None else (q, found.u)
+    if wanted[2] and total is not None:
+        tiles = call.arithmetic(scale, bias, q.dtype)
+        found = found._replace(of_scale=tiles.scaled(x, total, None, gradient=False, inner=True, keep=True)[1])
+    return value, found
 
 
 _graphs: OrderedDict[Any, _Graph] = OrderedDict()

@@ -63,11 +63,12 @@ class Swept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """∂(loss), all without the scale: u [N, D] of q, v [M, D] of k, and Σ_ij of the logits."""
+    """∂(loss), all without the scale: u [N, D] of q, v [M, D] of k, and Σ_ij of the logits; of the scale, if known."""
 
     u: Tensor | None
     v: Tensor | None
     total: Tensor
+    of_scale: Tensor | None = None
 
 
 def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> Swept:
@@ -90,8 +91,8 @@ def forward_with_gradients(
 ) -> tuple[Tensor, Gradients]:
     """The loss and its gradients for an upstream of 1, from the same sweep where a loss is pairwise."""
     if not call.loss.pairwise:
-        swept = forward(call, q, k, scale, bias)
-        return swept.value, _gradients(call, q, k, scale, bias, swept.states, swept.coefficients, wanted)
+        value, states, coefficients = forward(call, q, k, scale, bias)
+        return value, _gradients(call, q, k, scale, bias, states, coefficients, wanted)
     with _as_given(q):
         tiles = call.arithmetic(scale, bias, q.dtype)
         weights = tiles.scale.new_ones(len(q)) if call.weights is None else call.weights.to(tiles.scale.dtype)
@@ -163,18 +164,21 @@ def hand_back(
 ) -> list[Tensor | None]:
     """What was accumulated, as gradients in their own types; times `upstream`, where that is not in yet."""
     want_q, want_k, want_scale, want_bias = wanted
-    u, v, total = found
+    u, v, total, of_scale = found
+    asked = want_scale and of_scale is None
     keep = upstream is not None
     with _as_given(q):
         tiles = call.arithmetic(scale, bias, q.dtype)
         times = None if upstream is None else upstream.to(total.dtype)
         dq = dk = dscale = dbias = None
         if u is not None:
-            dq, dscale = tiles.scaled(q, u, times, gradient=want_q, inner=want_scale, keep=keep)
+            dq, dscale = tiles.scaled(q, u, times, gradient=want_q, inner=asked, keep=keep)
         if v is not None:
-            dk, other = tiles.scaled(k, v, times, gradient=want_k, inner=want_scale and u is None, keep=keep)
+            dk, other = tiles.scaled(k, v, times, gradient=want_k, inner=asked and u is None, keep=keep)
             dscale = other if dscale is None else dscale
-        if dscale is not None:
+        if want_scale:
+            dscale = dscale if of_scale is None else of_scale if times is None else of_scale * times
+            assert dscale is not None
             dscale = dscale.to(scale.dtype).reshape(scale.shape)
         if want_bias and bias is not None:
             used = (total if times is None else total * times) if call.loss.uses_bias else torch.zeros_like(total)

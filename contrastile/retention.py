@@ -159,8 +159,8 @@ def largest_sub_batch(
     """The largest sub-batch whose forward and backward fit, found once for an encoder and its inputs' shapes.
 
     `work(n, backward)` encodes the first n examples with a graph, and back-propagates if asked. The size comes from
-    what an example adds to the graph; on a CUDA device it is then tried, and halved until it fits. Of several ranks that
-    must run equally often, the smallest size is everybody's.
+    what an example adds to the graph; on a CUDA device it is then tried, and halved until it fits. Of several ranks
+    that must run equally often, the smallest size is everybody's.
     """
     known = _found.setdefault(key, {}) if key is not None else {}
     size = known.get(shapes)

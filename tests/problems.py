@@ -16,6 +16,11 @@ from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
 
+def seeded(seed: int) -> torch.Generator:
+    """A generator on the device that tests are run on."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 @dataclass
 class Problem:
     """One loss on given shapes: what `contrast` is told, and what the dense formula is told."""
@@ -31,7 +36,7 @@ class Problem:
 
     def tensors(self, dtype: torch.dtype, D: int = 19, scale: float = 20.0, seed: int = 0) -> dict[str, Tensor]:
         """Correlated pairs of unit features, a scale and, where there is one, a bias; leaves that want gradients."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         k = torch.randn(self.M, D, generator=generator, dtype=torch.float64)
         q = torch.randn(self.N, D, generator=generator, dtype=torch.float64)
         q = q + 2 * k[torch.arange(self.N) % self.M] if self.M else q
@@ -71,7 +76,7 @@ def distance(x: Tensor, truth: Tensor) -> float:
 
 
 def _ids(n: int, groups: int, seed: int) -> Tensor:
-    return torch.randint(groups, (n,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(groups, (n,), generator=seeded(seed))
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
@@ -83,7 +88,7 @@ def clip(N: int, _: int) -> Problem:
 
 
 def clip_ids_weights_smoothing(N: int, _: int) -> Problem:
-    ids, weights = _ids(N, max(2, N // 3), 1), torch.rand(N, generator=torch.Generator().manual_seed(2)).double() + 0.1
+    ids, weights = _ids(N, max(2, N // 3), 1), torch.rand(N, generator=seeded(2)).double() + 0.1
     diagonal = torch.eye(N, dtype=torch.bool)
     return Problem(
         N,
@@ -103,17 +108,17 @@ def info_nce(N: int, M: int) -> Problem:
 
 
 def info_nce_positives(N: int, M: int) -> Problem:
-    positives = torch.randint(-1, M, (N, 3), generator=torch.Generator().manual_seed(5))
+    positives = torch.randint(-1, M, (N, 3), generator=seeded(5))
     # a key listed twice counts once
     marks = torch.zeros(N, M + 1, dtype=torch.bool).scatter_(1, positives.where(positives >= 0, torch.tensor(M)), True)
     return Problem(N, M, {"loss": Softmax(), "positives": positives}, {"positive": marks[:, :M]})
 
 
 def info_nce_everything(N: int, M: int) -> Problem:
-    positives = torch.randint(0, M, (N,), generator=torch.Generator().manual_seed(6))
+    positives = torch.randint(0, M, (N,), generator=seeded(6))
     marks = F.one_hot(positives, M).bool()
     rows, cols = _ids(N, max(2, N // 2), 7), _ids(M, max(2, N // 2), 8)
-    weights = torch.rand(N, generator=torch.Generator().manual_seed(9)).double() + 0.1
+    weights = torch.rand(N, generator=seeded(9)).double() + 0.1
     return Problem(
         N,
         M,
@@ -160,7 +165,7 @@ def siglip(N: int, _: int) -> Problem:
 def siglip_ids_weights(N: int, _: int) -> Problem:
     ids, weights = (
         _ids(N, max(2, N // 3), 11),
-        torch.rand(N, generator=torch.Generator().manual_seed(12)).double() + 0.1,
+        torch.rand(N, generator=seeded(12)).double() + 0.1,
     )
     excluded = _same(ids, ids) & ~torch.eye(N, dtype=torch.bool)
     return Problem(

@@ -57,8 +57,13 @@ def test_a_whole_training_step_with_another_batch_size() -> None:
         assert all(distance(a, b) <= 1e-6 for a, b in zip(found, truth, strict=True))
 
 
-def test_operations_are_registered_as_they_behave() -> None:
-    q, k = (x.double().requires_grad_() for x in torch.randn(2, 9, 4))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_operations_are_registered_as_they_behave(backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    dtype = torch.float64 if backend == "eager" else torch.float32
+    q, k = (x.to(dtype).requires_grad_() for x in torch.randn(2, 9, 4))
     arguments = (
         q,
         k,
@@ -70,7 +75,7 @@ def test_operations_are_registered_as_they_behave() -> None:
         None,
         None,
         None,
-        "Softmax True False eager mean mean",
+        f"Softmax True False {backend} mean mean",
         0.1,
         [0, 0],
     )

@@ -1,8 +1,11 @@
-"""The fused kernels, interpreted on the CPU: every option, odd shapes, poisoned memory, and hostile features."""
+"""The fused kernels: every option, odd shapes, poisoned memory, and hostile features.
+
+Interpreted on the CPU; on a GPU, and in bf16 too, with `make test-gpu`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from contrastile import contrast
+from contrastile._types import Reduction
 from contrastile.losses.base import Finished, Side
 from contrastile.losses.dense import dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
@@ -23,19 +27,30 @@ from contrastile.tiles import triton_launch as launch
 from contrastile.tiles import triton_operands as operands
 from contrastile.tiles.eager import Eager
 from contrastile.tiles.triton import Triton
-from contrastile.tiles.triton_device import SHAPE_INTERPRETED, interpreting
+from contrastile.tiles.triton_device import SHAPE_INTERPRETED, interpreting, shape_for
 from contrastile.tiles.triton_kernels import FLAG, SHIFT
 from contrastile.tiles.triton_launch import Merge
 from contrastile.tiles.triton_operands import Masks, Pair
 
+COMPILED = not interpreting()
+DEVICE = torch.device("cuda" if COMPILED else "cpu")
 pytestmark = [
-    pytest.mark.skipif(not interpreting(), reason="kernels are compiled here, and the tensors are on the CPU"),
+    pytest.mark.skipif(COMPILED and not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *([pytest.mark.gpu] if COMPILED else []),
     # numpy's casts and exponentials warn where a float32 unit returns infinity or 0
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 SYMMETRIC = Softmax(symmetric=True)
-# tiles of 32: three rows of them, the last one short
-N, D = 70, 40
+SHAPE = shape_for(DEVICE) if torch.cuda.is_available() or not COMPILED else SHAPE_INTERPRETED
+# three rows of tiles, the last one short
+N, D = 2 * SHAPE.rows + 6, 40
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if COMPILED else [])]
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device() -> Iterator[None]:
+    with DEVICE:
+        yield
 
 
 def _tiles(scale: float = 20.0, loss: Softmax = SYMMETRIC, workspace: int = 2**30) -> Triton:
@@ -62,6 +77,11 @@ def _gradients(tiles: Triton | Eager, rows: Side, cols: Side) -> tuple[Tensor, T
     return u, v
 
 
+def _alike(x: Tensor, y: Tensor) -> bool:
+    """Equal, but that a compiler may sum up features of other strides in another order."""
+    return distance(x, y) <= 1e-6 if COMPILED else torch.equal(x, y)
+
+
 def _exact(tiles: Triton, rows: Side, cols: Side) -> tuple[Eager, Side, Side]:
     """The same in float64, by plain PyTorch."""
     wide = (replace(side, features=side.features.double()) for side in (rows, cols))
@@ -72,7 +92,7 @@ def _pair(q: Tensor, k: Tensor) -> tuple[Side, Side]:
     return Side(q, diagonal=0), Side(k)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(name: str, dtype: torch.dtype) -> None:
     problem = PROBLEMS[name](45, 70)
@@ -121,24 +141,39 @@ def test_any_strides() -> None:
     apart = torch.full((N, 2 * D), torch.nan, dtype=q.dtype)
     apart[:, ::2] = q
     strided = _gradients(_tiles(), *_pair(apart[:, ::2], k.T.contiguous().T))
-    assert all(torch.equal(x, y) for x, y in zip(strided, straight, strict=True))
+    assert all(_alike(x, y) for x, y in zip(strided, straight, strict=True))
 
 
 @pytest.mark.parametrize("loss", [SYMMETRIC, Softmax(symmetric=True, label_smoothing=0.1)], ids=["plain", "smooth"])
 def test_the_workspace_changes_nothing(loss: Softmax) -> None:
-    rows, cols = _pair(_unit(150), _unit(150))
-    wide, narrow = (_tiles(loss=loss, workspace=workspace) for workspace in (2**30, 30_000))
-    assert (
-        narrow.workspace_bytes(150, 150, D, torch.float16) <= 30_000 < wide.workspace_bytes(150, 150, D, torch.float16)
-    )
+    n = 5 * SHAPE.rows - 10
+    rows, cols = _pair(_unit(n), _unit(n))
+    # two tiles by two, and copies of their features
+    little = 2 * (2 * SHAPE.rows) * (2 * SHAPE.cols) + 2 * 4 * SHAPE.rows * operands.padded(D, SHAPE)
+    wide, narrow = (_tiles(loss=loss, workspace=workspace) for workspace in (2**30, little))
+    assert narrow.workspace_bytes(n, n, D, torch.float16) <= little < wide.workspace_bytes(n, n, D, torch.float16)
     for one, other in zip(_gradients(narrow, rows, cols), _gradients(wide, rows, cols), strict=True):
         assert distance(one, other) <= 1e-6
 
 
 def test_the_same_bits_every_time() -> None:
     rows, cols = _pair(_unit(N), _unit(N))
-    first, again = _gradients(_tiles(), rows, cols), _gradients(_tiles(), rows, cols)
-    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    first = _gradients(_tiles(), rows, cols)
+    for _ in range(100 if COMPILED else 1):
+        again = _gradients(_tiles(), rows, cols)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_features_whose_columns_are_dense(reduction: Reduction) -> None:
+    q, k = (_unit(N, torch.float32).requires_grad_() for _ in range(2))
+    across = [x.detach().T.contiguous().T.requires_grad_() for x in (q, k)]
+    losses = [contrast(*pair, scale=20.0, backend="triton", reduction=reduction) for pair in ((q, k), across)]
+    assert _alike(*(loss.detach() for loss in losses))
+    straight, found = (
+        torch.autograd.grad(loss.sum(), pair) for loss, pair in zip(losses, ((q, k), across), strict=True)
+    )
+    assert all(_alike(x, y) for x, y in zip(found, straight, strict=True))
 
 
 def test_shards_of_columns_merge_into_the_whole() -> None:
@@ -209,7 +244,7 @@ def test_the_flag_goes_up_where_the_fast_sums_would_be_lost() -> None:
 
 def _fast_totals(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     numbers = launch.numbers(q, k, scale, None, sigmoid=False)
-    row_part = torch.empty(1, operands.tiles_of(len(k), SHAPE_INTERPRETED.cols), len(q))
+    row_part = torch.empty(1, operands.tiles_of(len(k), SHAPE.cols), len(q))
     launch.totals(_as_pair(q, k), numbers, row_part, None, smooth=False, sigmoid=False)
     stats = SYMMETRIC.init(len(q), dtype=torch.float32, device=q.device)
     launch.merge_sums(Merge(row_part, stats, first=True, last=True), None, numbers, sigmoid=False)
@@ -217,7 +252,7 @@ def _fast_totals(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 
 def _as_pair(q: Tensor, k: Tensor, masks: Masks = Masks()) -> Pair:  # noqa: B008 (a frozen value)
-    return Pair(*(operands.operand(x, 1, SHAPE_INTERPRETED) for x in (q, k)), masks)
+    return Pair(*(operands.operand(x, 1, SHAPE) for x in (q, k)), masks)
 
 
 def _numbers(factor: float, shift: float) -> Tensor:
@@ -230,7 +265,7 @@ def test_integers_are_summed_exactly(masks: Masks) -> None:
     q, k = (torch.randint(-1, 2, (n, D)).half() for n in (N, 45))
     # factor 1, no shift: every term is a power of two, every sum a number of at most 24 bits
     numbers = _numbers(1.0, 6.0)
-    row_part, col_part = torch.empty(1, 2, N), torch.empty(1, 3, 45)
+    row_part, col_part = torch.empty(1, operands.tiles_of(45, SHAPE.cols), N), torch.empty(1, 3, 45)
     launch.totals(_as_pair(q, k, masks), numbers, row_part, col_part, smooth=False, sigmoid=False)
     exact = torch.exp2(q.double() @ k.double().T - 6)
     for offset in (masks.diagonal, masks.itself):
@@ -307,7 +342,10 @@ def test_chips_without_a_copy_engine(name: str, monkeypatch: pytest.MonkeyPatch)
     problem = PROBLEMS[name](45, 70)
     tensors = problem.tensors(torch.float32)
     loss, gradients = problem.by_tiles(tensors, backend="triton")
-    monkeypatch.setattr(triton_device, "SHAPE_INTERPRETED", replace(SHAPE_INTERPRETED, tma=False))
+    if COMPILED:
+        monkeypatch.setattr(triton_device, "SHAPES", {80: replace(SHAPE, tma=False)})
+    else:
+        monkeypatch.setattr(triton_device, "SHAPE_INTERPRETED", replace(SHAPE, tma=False))
     again, gradients_again = problem.by_tiles(tensors, backend="triton")
     assert torch.equal(loss, again)
     assert all(torch.equal(gradient, gradients_again[key]) for key, gradient in gradients.items())
@@ -345,6 +383,7 @@ def test_float64_is_declined_with_its_reason() -> None:
     assert Triton.declines(SYMMETRIC, rows, cols) == "no kernel for torch.float64"
 
 
+@pytest.mark.skipif(COMPILED, reason="needs tensors on the CPU")
 def test_the_cpu_is_declined_where_kernels_are_not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("contrastile.tiles.triton.interpreting", lambda: False)
     rows, cols = _pair(_unit(5), _unit(5))

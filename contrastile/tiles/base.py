@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ ROWS_AT_ONCE = 8192
 @dataclass(frozen=True)
 class Tiles(ABC):
     """One call's arithmetic: logits x_ij = scale · ⟨q_i, k_j⟩ (+ bias), and what `loss` makes of them."""
+
+    # waits for nothing on the device, so that a call can be captured as a graph
+    capturable: ClassVar[bool] = False
 
     loss: PairLoss
     # [] in the accumulator's type

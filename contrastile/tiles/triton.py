@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -82,6 +83,7 @@ class Block:
 class Triton(Tiles):
     """Super-tiles of fused kernels."""
 
+    capturable: ClassVar[bool] = True
     # of each block that this call has seen, by where it lies: found in the forward, they serve the backward
     numbers: dict[tuple[int, int, int, int], Tensor] = field(default_factory=dict, compare=False, repr=False)
 

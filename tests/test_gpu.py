@@ -1,0 +1,242 @@
+"""What only a GPU shows: its matrix units' arithmetic, large sizes, and how the losses live with graphs and streams.
+
+Run by `make test-gpu`; elsewhere skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import distance
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from contrastile import ClipLoss, InfoNCELoss, SigLipLoss, _replay, contrast, encode
+from contrastile.bench.loss import Gate, float32_products
+from contrastile.bench.peers import Case
+from contrastile.losses.dense import dense_clip, dense_sigmoid
+from contrastile.losses.softmax import Softmax
+from contrastile.tiles.triton_device import interpreting
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.unpoisoned,
+    pytest.mark.skipif(interpreting() or not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device() -> Iterator[None]:
+    with CUDA:
+        yield
+    _replay._graphs.clear()
+    _replay._calls.clear()
+    torch.cuda.empty_cache()
+
+
+def _pairs(n: int, D: int, cosine: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Unit features whose pairs have about this cosine, and a scale of 100; leaves that want gradients."""
+    q, k = (F.normalize(torch.randn(n, D), dim=-1) for _ in range(2))
+    q = F.normalize(cosine * k + (1 - cosine**2) ** 0.5 * q, dim=-1)
+    return [q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_(), torch.tensor(100.0, requires_grad=True)]
+
+
+def _step(loss: Any, leaves: list[Tensor]) -> list[Tensor]:
+    value = loss(*leaves)
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+def _wide(leaves: list[Tensor]) -> list[Tensor]:
+    return [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+
+@pytest.mark.parametrize("D", [384, 512, 768, 1024, 1152, 2048])
+@pytest.mark.parametrize("cosine", [0.0, 0.2, 0.3])
+def test_the_loss_is_right_to_a_millionth(D: int, cosine: float) -> None:
+    leaves = _pairs(8192, D, cosine)
+    truth = dense_clip(*_wide(leaves))
+    assert distance(ClipLoss(backend="triton")(*leaves).detach(), truth.detach()) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_so_it_is_in_other_types(dtype: torch.dtype) -> None:
+    leaves = _pairs(8192, 512, 0.2, dtype)
+    truth = dense_clip(*_wide(leaves))
+    assert distance(ClipLoss(backend="triton")(*leaves).detach(), truth.detach()) <= 1e-6
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip", "infonce"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("bfloat16", "highest"), ("float16", "highest"), ("float32", "high"), ("float32", "highest")],
+)
+def test_the_gate_of_the_bench_is_green(loss: str, dtype: str, precision: str) -> None:
+    modules = {"clip": ClipLoss, "siglip": SigLipLoss, "infonce": InfoNCELoss}
+    for D in (512, 768, 1024) if dtype == "bfloat16" else (512,):
+        with float32_products(precision):
+            gate = Gate(Case(loss, 2**16, D, dtype, precision=precision), CUDA)
+            assert gate.red(gate.distance(modules[loss](backend="triton"))) is None
+
+
+def test_confident_models_keep_their_digits() -> None:
+    leaves = _pairs(4096, 768, 0.4)
+    truth, found = _step(dense_clip, _wide(leaves)), _step(ClipLoss(backend="triton"), leaves)
+    assert truth[0] < 1e-8
+    assert distance(found[0], truth[0]) <= 1e-4
+    assert max(distance(x, y) for x, y in zip(found[1:3], truth[1:3], strict=True)) <= 1e-2
+
+
+@pytest.mark.parametrize(("workspace", "extra"), [(192 * MIB, 0.45 * 1024 * MIB), (32 * MIB, 0.4 * 1024 * MIB)])
+def test_65536_rows_in_little_memory(workspace: int, extra: float) -> None:
+    leaves, n = _pairs(65536, 512, 0.2), 65536
+    loss = ClipLoss(backend="triton", workspace=workspace)
+    loss(*leaves).backward()
+    for leaf in leaves:
+        leaf.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss(*leaves).backward()
+    assert torch.cuda.max_memory_allocated() - before <= extra
+    q, k, scale = (leaf.detach().double() for leaf in leaves)
+    # the lines of log-probabilities of all rows, a thousand at a time, for a few rows' gradients
+    few = torch.arange(0, n, n // 16)
+    rows = torch.cat([torch.logsumexp(scale * part @ k.T, 1) for part in q.split(1024)])
+    cols = torch.cat([torch.logsumexp(scale * part @ q.T, 1) for part in k.split(1024)])
+    x = scale * q[few] @ k.T
+    g = (x - rows[few, None]).exp() + (x - cols[None]).exp()
+    g[torch.arange(len(few)), few] -= 2
+    truth = scale / (2 * n) * g @ k
+    assert leaves[0].grad is not None
+    assert distance(leaves[0].grad[few], truth) <= 3e-3
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    n, D = 2**22 + 3, 512
+    k = F.normalize(torch.randn(n, D, dtype=torch.bfloat16), dim=-1).requires_grad_()
+    places = torch.tensor([0, n // 2, n - 1])
+    q = F.normalize(k.detach()[places] + 0.2 * torch.randn(3, D), dim=-1).bfloat16().requires_grad_()
+    loss = contrast(q, k, scale=100.0, loss=Softmax(), positives=places, backend="triton", workspace=64 * MIB)
+    dq, dk = torch.autograd.grad(loss, (q, k))
+    x = 100.0 * torch.cat([q.detach().double() @ part.double().T for part in k.detach().split(2**18)], dim=1)
+    g = x.softmax(1)
+    g[torch.arange(3), places] -= 1
+    assert distance(loss.detach(), (x.logsumexp(1) - x[torch.arange(3), places]).mean()) <= 1e-5
+    assert distance(dk[places], (100 / 3) * (g.T[places] @ q.detach().double())) <= 1e-2
+    assert distance(dk[n - 100 : n - 1], (100 / 3) * (g.T[n - 100 : n - 1] @ q.detach().double())) <= 1e-2
+    del dq
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_a_small_call_replayed_has_the_bits_of_a_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bias = [torch.tensor(-10.0, requires_grad=True)] if name == "siglip" else []
+    loss = (SigLipLoss if bias else ClipLoss)(backend="triton")
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
+    for call in range(6):
+        leaves = [*_pairs(1000, 512, 0.2), *bias]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[call % 2]):
+            found = _step(loss, leaves)
+        torch.cuda.synchronize()
+        with monkeypatch.context() as patch:
+            patch.setattr(_replay, "MOST_PAIRS", 0)
+            plain = _step(loss, leaves)
+        assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+    assert len(_replay._graphs) == 1
+
+
+def test_calls_that_are_replayed_know_nothing_of_each_other() -> None:
+    loss, batches = ClipLoss(backend="triton"), [_pairs(512, 256, 0.2) for _ in range(5)]
+    apart = [_step(loss, leaves)[1:] for leaves in batches]
+    values = [loss(*leaves) for leaves in batches]
+    together = torch.autograd.grad(3.0 * sum(values), [leaf for leaves in batches for leaf in leaves])
+    for found, truth in zip(together, [x for gradients in apart for x in gradients], strict=True):
+        assert distance(found, 3.0 * truth.double()) <= 4e-3
+    assert len(_replay._graphs) == 1
+
+
+def test_graphs_that_are_not_used_are_given_up() -> None:
+    loss = ClipLoss(backend="triton")
+    for n in (100, 200, 300):
+        for _ in range(3):
+            _step(loss, _pairs(n, 64))
+    assert [key[1][0][0] for key in _replay._graphs] == [200, 300]
+
+
+def test_a_step_inside_a_graph_of_its_own() -> None:
+    loss = ClipLoss(backend="triton")
+    static, fresh = _pairs(2048, 512, 0.2), _pairs(2048, 512, 0.3)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            _step(loss, static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        left = _step(loss, static)
+    with torch.no_grad():
+        for x, y in zip(static, fresh, strict=True):
+            x.copy_(y)
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(left, _step(loss, fresh), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_towers_and_the_loss_are_one_graph() -> None:
+    torch._dynamo.reset()
+    towers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 128)) for _ in range(2))
+    scale, loss = torch.tensor(20.0, requires_grad=True), ClipLoss()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        features = (F.normalize(tower(part), dim=-1) for tower, part in zip(towers, (x, y), strict=True))
+        return loss(*features, scale)
+
+    compiled = torch.compile(step, fullgraph=True)
+    leaves = [*towers.parameters(), scale]
+    for batch in (512, 300):
+        x, y = torch.randn(2, batch, 32)
+        truth, found = (torch.autograd.grad(way(x, y), leaves) for way in (step, compiled))
+        assert all(distance(a, b) <= 1e-4 for a, b in zip(found, truth, strict=True))
+
+
+def test_frozen_sides_and_autocast() -> None:
+    q, k, scale = _pairs(700, 256, 0.2, torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = ClipLoss()(q, k.detach(), scale)
+    dq, dscale = torch.autograd.grad(loss, (q, scale))
+    truth = _step(lambda *x: dense_clip(x[0], k.detach().double(), x[1]), _wide([q, scale]))
+    assert all(distance(x, y) <= 1e-4 for x, y in zip((loss.detach(), dq, dscale), truth, strict=True))
+
+
+def test_a_sigmoid_of_any_upstream() -> None:
+    leaves = [*_pairs(900, 256, 0.2), torch.tensor(-10.0, requires_grad=True)]
+    truth = _step(lambda *x: 7.0 * dense_sigmoid(*x), _wide(leaves))
+    found = _step(lambda *x: 7.0 * SigLipLoss(backend="triton")(*x), leaves)
+    assert all(distance(x, y) <= 4e-3 for x, y in zip(found, truth, strict=True))
+
+
+@pytest.mark.parametrize("where", ["device", "pageable", "pinned"])
+def test_encode_equals_the_plain_batch_wherever_inputs_wait(where: str) -> None:
+    tower = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32))
+    x = torch.randn(70, 16)
+    there = {"device": x, "pageable": x.cpu(), "pinned": x.cpu().pin_memory()}[where]
+    weights = torch.randn(70, 32)
+
+    def run(way: Any) -> tuple[list[Tensor], Tensor]:
+        torch.manual_seed(3)
+        torch.cuda.manual_seed(3)
+        value = (way() * weights).sum()
+        return [value.detach(), *torch.autograd.grad(value, list(tower.parameters()))], torch.cuda.get_rng_state()
+
+    plain, state = run(lambda: torch.cat([tower(part) for part in x.split(16)]))
+    found, state_after = run(lambda: encode(tower, there, sub_batch=16))
+    assert torch.equal(state, state_after)
+    assert torch.equal(found[0], plain[0])
+    assert all(distance(a, b) <= 1e-6 for a, b in zip(found, plain, strict=True))

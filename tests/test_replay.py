@@ -1,0 +1,87 @@
+"""Small calls whose gradients come with the loss: the same numbers, captured once and replayed.
+
+Graphs need a GPU (`test_gpu.py`); here one is played by the plain call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from problems import PROBLEMS, distance
+from torch import Tensor
+
+from contrastile import _replay, contrast
+from contrastile._sweep import Call, Gradients
+
+CAPTURED: list[tuple[int, ...]] = []
+
+
+class Played:
+    """A graph as far as its caller can tell."""
+
+    def __init__(self, call: Call, inputs: Sequence[Any], wanted: Sequence[bool]) -> None:
+        CAPTURED.append(tuple(inputs[0].shape))
+        self.call, self.wanted = call, wanted
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, Gradients]:
+        return _replay._complete(replace(self.call, made=[]), *inputs, self.wanted)
+
+
+@pytest.fixture
+def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_replay, "small", lambda call, q: call.reduction != "none")
+    monkeypatch.setattr(_replay, "_Graph", Played)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    CAPTURED.clear()
+    yield
+    _replay._graphs.clear()
+    _replay._calls.clear()
+
+
+def _plain(name: str, *shape: int) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    problem = PROBLEMS[name](*shape)
+    tensors = problem.tensors(torch.float64)
+    return tensors, *problem.by_tiles(tensors)
+
+
+@pytest.mark.parametrize("name", ["clip", "info_nce", "siglip"])
+def test_the_same_numbers_from_every_call(name: str, request: pytest.FixtureRequest) -> None:
+    tensors, truth, true_gradients = _plain(name, 30, 40)
+    request.getfixturevalue("_played")
+    for _ in range(4):
+        loss, gradients = PROBLEMS[name](30, 40).by_tiles(tensors)
+        assert distance(loss, truth) <= 1e-12
+        assert all(distance(gradients[key], true_gradients[key]) <= 1e-12 for key in tensors)
+    assert len(CAPTURED) == 1
+
+
+@pytest.mark.usefixtures("_played")
+@pytest.mark.parametrize("frozen", [(), ("q",), ("k",), ("q", "k"), ("scale",)], ids=str)
+def test_upstream_gradients_and_frozen_sides(frozen: tuple[str, ...]) -> None:
+    q, k = (x.double() for x in torch.randn(2, 12, 5))
+    leaves = {"q": q, "k": k, "scale": torch.tensor(3.0, dtype=torch.float64)}
+    free = [x.requires_grad_() for name, x in leaves.items() if name not in frozen]
+    for _ in range(4):
+        first, second = contrast(**leaves), contrast(**leaves)
+        found = torch.autograd.grad(7.0 * first - second, free)
+        truth = torch.autograd.grad(6.0 * contrast(**leaves, reduction="none").mean(), free)
+        assert all(distance(x, y) <= 1e-12 for x, y in zip(found, truth, strict=True))
+
+
+@pytest.mark.usefixtures("_played")
+def test_kinds_that_are_not_used_are_given_up() -> None:
+    for n in (3, 4, 5, 3):
+        for _ in range(_replay.CALLS + 1):
+            contrast(torch.randn(n, 4, requires_grad=True), torch.randn(n, 4), scale=1.0)
+    assert CAPTURED == [(3, 4), (4, 4), (5, 4), (3, 4)]
+    assert len(_replay._graphs) == _replay.KEPT
+
+
+def test_nothing_is_small_on_a_cpu() -> None:
+    for _ in range(_replay.CALLS + 1):
+        contrast(torch.randn(3, 4, requires_grad=True), torch.randn(3, 4), scale=1.0)
+    assert not _replay._calls
