@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks test test-gpu lint format bench clean
+.PHONY: help demo demo-ranks test test-gpu test-gpu-multi lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,7 +16,7 @@ demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data 
 	$(BIN)/contrastile evaluate runs/glyphs
 
 demo-ranks: $(VENV)/.train ## a short run of the same on two ranks under torchrun (half a minute)
-	$(BIN)/torchrun --nproc-per-node 2 -m contrastile train recipes/glyphs.toml name=glyphs-ranks \
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m contrastile train recipes/glyphs.toml name=glyphs-ranks \
 		train.examples=10_000 train.batch=512 evaluate.every=1.0 evaluate.digits=false
 
 test: $(VENV)/.dev ## the test suite
@@ -24,6 +24,9 @@ test: $(VENV)/.dev ## the test suite
 
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600
+
+test-gpu-multi: $(VENV)/.dev ## losses, the main job and its failures on 2 and 4 GPUs, over NCCL
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu_multi --timeout 600 tests/test_gpu_ranks.py
 
 lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff check .

@@ -64,7 +64,8 @@ def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> li
     everyone = torch.empty(size(group) * STATEMENT, dtype=torch.uint8, device=device)
     with _together("agreement", group):
         _all_gather(everyone, mine.to(device), group=group)
-    stated = [json.loads(bytes(part.tolist()).rstrip(b"\0")) for part in everyone.cpu().reshape(-1, STATEMENT).unbind()]
+    heard = everyone.cpu().numpy().tobytes()
+    stated = [json.loads(heard[at : at + STATEMENT].rstrip(b"\0")) for at in range(0, len(heard), STATEMENT)]
     for at, other in enumerate(stated):
         if "error" in other:
             raise ValueError(f"rank {at}: {other['error']}")

@@ -32,8 +32,11 @@ def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Sign
     store = dist.TCPStore("localhost", _port(folder, rank), W, rank == 0, datetime.timedelta(seconds=TIMEOUT))
     timeout = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=W, timeout=timeout)
-    loss, features = ClipLoss(exchange=exchange), torch.eye(4, 8)
     try:
+        if exchange == "chain":
+            # each waits for the next alone, and the last one's death is news from one to the other
+            _struck_by(how) if rank == victim else _receive((rank - 1) % W)
+        loss, features = ClipLoss(exchange=exchange), torch.eye(4, 8)
         for step in range(1, 10_000):
             if (rank, step) == (victim, STEP):
                 # when it would wait for the others, having said that it is there
@@ -44,6 +47,11 @@ def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Sign
     except ConnectionError as error:
         (folder / f"{rank}.txt").write_text(str(error))
         raise SystemExit(1) from error
+
+
+def _receive(other: int) -> None:
+    with comm._together("chain", None):
+        dist.recv(torch.empty(1), other)
 
 
 def _struck_by(how: signal.Signals) -> None:
@@ -99,6 +107,13 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, exchange: str, victim: in
             rf"See what rank {victim} said last, and start (all ranks )?again\.",
             sentence,
         ), sentence
+
+
+def test_who_sees_a_failure_lets_those_know_who_wait_for_it(tmp_path: Path) -> None:
+    said, took = _struck(tmp_path, "chain", 1, signal.SIGKILL)
+    assert took < SOON
+    for rank, sentence in said.items():
+        assert f"got no answer from rank 1, on rank {rank} in step 0 (" in sentence
 
 
 @pytest.mark.parametrize("victim", [2, 0])

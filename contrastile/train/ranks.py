@@ -69,8 +69,8 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        store = self._met()
         timeout = timedelta(seconds=run.recipe.train.timeout)
+        store = self._met(timeout)
         on_gpu = run.device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -87,9 +87,9 @@ class Ranks:
             yield
         dist.destroy_process_group()
 
-    def _met(self) -> Any:
+    def _met(self, timeout: timedelta) -> Any:
         """The store of the launcher, when all ranks have come there: some may still be reading their data."""
-        store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=LOADING))
+        store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=timeout))
         if store.add(LOADED, 1) == self.size:
             store.set(f"{LOADED}: all", "")
         store.wait([f"{LOADED}: all"], LOADING)
