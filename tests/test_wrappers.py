@@ -23,9 +23,10 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from contrastile import encode
+from contrastile import comm, encode
 
 STEPS = 3
 
@@ -126,7 +127,7 @@ def test_each_tower_wrapped_for_itself(pool: Pool) -> None:
     pool.run(_each_tower, 3)
 
 
-def _shared_tower(rank: int, group: Any, kind: str) -> None:
+def _shared_tower(rank: int, group: Any, kind: str, plain: str) -> None:
     model, reference = Pair(depth=2).image, Pair(depth=2).image
     x, y, labels = batch(1, 0)
     loss_of("ClipLoss", (reference(x), reference(y), 4.5, None), labels, exchange="single").backward()
@@ -136,15 +137,18 @@ def _shared_tower(rank: int, group: Any, kind: str) -> None:
         for _ in range(2):
             wrapped.zero_grad()
             reduced.clear()
-            features = encode(wrapped, x, sub_batch=2), encode(wrapped, y, sub_batch=3)
-            loss_of("ClipLoss", (*features, 4.5, None), labels, group=group).backward()
+            image = wrapped(x) if plain == "before" else encode(wrapped, x, sub_batch=2)
+            text = wrapped(y) if plain == "after" else encode(wrapped, y, sub_batch=3)
+            loss_of("ClipLoss", (image, text, 4.5, None), labels, group=group).backward()
             _compare(_found(model), _found(reference))
-            assert len(reduced) == (1 if kind == "DDP" else 3)
+            # FSDP2 itself scatters after a plain call
+            assert len(reduced) == (1 if kind == "DDP" else 3) or (kind == "FSDP2" and plain != "nowhere")
 
 
+@pytest.mark.parametrize("plain", ["nowhere", "before", "after"])
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_one_tower_for_both_sides_is_reduced_once(pool: Pool, kind: str) -> None:
-    pool.run(_shared_tower, 3, kind)
+def test_one_tower_for_both_sides_is_reduced_once(pool: Pool, kind: str, plain: str) -> None:
+    pool.run(_shared_tower, 3, kind, plain)
 
 
 def _accumulate(rank: int, group: Any, kind: str, way: str) -> None:
@@ -256,7 +260,18 @@ def _by_function(wrapped: Any, model: Pair, x: Tensor, y: Tensor) -> Any:
     )
 
 
+def _text_plain(wrapped: Any, model: Pair, x: Tensor, y: Tensor, first: bool) -> Any:
+    """The same module run by encode and by itself, in one backward."""
+    if "encode_text" not in vars(model):
+        register_fsdp_forward_method(model, "encode_text")
+    text = model.encode_text(y) if first else None
+    image = encode((wrapped, "encode_image"), x, sub_batch=2)
+    return image, model.encode_text(y) if text is None else text, *model.numbers()
+
+
 SHARDED_WAYS = WAYS | {
+    "text plain, before": partial(_text_plain, first=True),
+    "text plain, after": partial(_text_plain, first=False),
     "scale first": _scale_first,
     "scale by method": _scale_by_method,
     "by a function": _by_function,
@@ -456,3 +471,17 @@ def _stepped_too_soon(rank: int, group: Any, kind: str) -> str:
 def test_parameters_changed_before_the_backward_are_noticed(pool: Pool, kind: str) -> None:
     for said in pool.run(_stepped_too_soon, 2, kind):
         assert said.startswith("`encoder` must have the parameters of the first pass; got one of shape"), said
+
+
+def _sharded_number(rank: int, group: Any, combined: str) -> Tensor:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    number = distribute_tensor(torch.tensor([2.0]), mesh, [Shard(0)]).requires_grad_()
+    whole = comm.whole(number, combined)
+    assert torch.equal(whole, torch.tensor([2.0]))
+    (whole * (rank + 1)).sum().backward()
+    return number.grad.full_tensor()
+
+
+@pytest.mark.parametrize(("combined", "gradient"), [("mean", 2.0), ("sum", 6.0)])
+def test_a_sharded_scale_is_combined_as_the_wrapper_would(pool: Pool, combined: str, gradient: float) -> None:
+    assert pool.run(_sharded_number, 3, combined) == [torch.tensor([gradient])] * 3
