@@ -6,14 +6,19 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo demo-search test lint format bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data (about 5 minutes on 2 cores)
 	$(BIN)/contrastile train recipes/glyphs.toml
 	$(BIN)/contrastile evaluate runs/glyphs
+
+demo-search: $(VENV)/.train ## train a retriever for the Python code on this machine, then search it (about 7 minutes on 2 cores)
+	$(BIN)/contrastile train recipes/docstrings.toml
+	$(BIN)/contrastile encode runs/docstrings
+	$(BIN)/contrastile search runs/docstrings "bracket the minimum of a function"
 
 test: $(VENV)/.dev ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS)
