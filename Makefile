@@ -46,5 +46,5 @@ $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.train pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search,data,dev]'
 	@touch $@

@@ -47,7 +47,7 @@ def test_shards_hold_features_ids_and_passages(run, tmp_path):
     np.testing.assert_allclose(features, run.encode_passage(PASSAGES).numpy(), atol=1e-3)
     ids = "".join((tmp_path / "index" / f"{n:05}.ids").read_text() for n in range(5)).split("\n")
     assert ids[:-1] == [passage.id for passage in PASSAGES]
-    assert [index.passage(row) for row in (0, 4, 5, 22)] == [PASSAGES[row] for row in (0, 4, 5, 22)]
+    assert [index[row] for row in (0, 4, 5, 22)] == [PASSAGES[row] for row in (0, 4, 5, 22)]
     assert all(isinstance(shard, np.memmap) for shard in index._features)
 
 
@@ -197,6 +197,31 @@ def test_an_index_of_other_weights_is_refused(trained, run, tmp_path, capsys):
     encoded(run, tmp_path / "index")
     assert main(["search", str(trained), "red", "--index", str(tmp_path / "index")]) == 2
     assert "`index` must be made by this run; got" in capsys.readouterr().err
+
+
+def test_a_run_is_measured_on_its_index(trained, tmp_path, capsys):
+    assert main(["encode", str(trained), "--shard", "40", "--out", str(tmp_path / "index")]) == 0
+    assert main(["evaluate", str(trained)]) == 0
+    own = {row["test"]: row for row in json.loads((trained / "evaluation.json").read_text())}
+    assert main(["evaluate", str(trained), "--index", str(tmp_path / "index")]) == 0
+    rows = json.loads((trained / "evaluation.json").read_text())
+    assert [row["test"] for row in rows] == ["held-out queries, retriever", "held-out queries, retriever, answers"]
+    for row in rows:
+        # the same passages, in float16
+        assert row["recall"] == pytest.approx(own[row["test"]]["recall"], abs=0.1)
+        assert row["choices"] == own[row["test"]]["choices"]
+    assert "BM25" not in capsys.readouterr().out.split("report:")[1]
+
+
+def test_pictures_have_no_index(tmp_path, capsys):
+    from tiny_runs import write_recipe
+
+    assert main(["train", str(write_recipe(tmp_path)), "train.examples=32", "--runs", str(tmp_path)]) == 0
+    assert main(["evaluate", str(tmp_path / "tiny"), "--index", "x"]) == 2
+    assert main(["encode", str(tmp_path / "tiny")]) == 2
+    said = capsys.readouterr().err
+    assert "`--index` must be left out for pictures and texts; got x. It belongs to a retriever." in said
+    assert 'recipe.toml: kind: must be "retriever" here; got "image-text"' in said
 
 
 def test_bad_rows_of_a_corpus_are_counted(trained, tmp_path, capsys):
