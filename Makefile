@@ -6,10 +6,10 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks test test-gpu test-gpu-multi lint format bench clean
+.PHONY: help demo demo-ranks demo-search test test-gpu test-gpu-multi lint format bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data (about 5 minutes on 2 cores)
 	$(BIN)/contrastile train recipes/glyphs.toml
@@ -18,6 +18,11 @@ demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data 
 demo-ranks: $(VENV)/.train ## a short run of the same on two ranks under torchrun (half a minute)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m contrastile train recipes/glyphs.toml name=glyphs-ranks \
 		train.examples=10_000 train.batch=512 evaluate.every=1.0 evaluate.digits=false
+
+demo-search: $(VENV)/.train ## train a retriever for the Python code on this machine, then search it (about 7 minutes on 2 cores)
+	$(BIN)/contrastile train recipes/docstrings.toml
+	$(BIN)/contrastile encode runs/docstrings
+	$(BIN)/contrastile search runs/docstrings "bracket the minimum of a function"
 
 test: $(VENV)/.dev ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS)
@@ -51,5 +56,5 @@ $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.train pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search,data,dev]'
 	@touch $@

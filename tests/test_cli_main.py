@@ -36,7 +36,7 @@ def loaded_by(*arguments):
 def test_help_loads_nothing_heavy():
     code, said, _, loaded, _ = loaded_by("--help")
     assert (code, loaded) == (0, [])
-    assert all(verb in said for verb in ("train", "evaluate", "compare"))
+    assert all(verb in said for verb in ("train", "evaluate", "encode", "search", "compare"))
 
 
 def test_a_bad_recipe_is_answered_before_anything_heavy_is_loaded(tmp_path):
@@ -83,6 +83,16 @@ def test_no_verb_is_refused(capsys):
             ModuleNotFoundError("No module named 'jinja2'", name="jinja2"),
             2,
             '`jinja2` is not installed; run: pip install "contrastile[train]"',
+        ),
+        (
+            ModuleNotFoundError("No module named 'bm25s'", name="bm25s"),
+            2,
+            '`bm25s` is not installed; run: pip install "contrastile[search]"',
+        ),
+        (
+            ModuleNotFoundError("No module named 'faiss'", name="faiss"),
+            2,
+            "`faiss` is not installed; run: pip install faiss-cpu",
         ),
     ],
 )

@@ -133,3 +133,8 @@ def test_a_norm_of_zero_cuts_nothing():
         parameter.grad = torch.ones_like(parameter)
     clip_gradients(model, 0.0)
     assert model.weight.grad.max().item() == 1.0
+
+
+def test_a_linear_decay_falls_in_a_straight_line():
+    settings = AdamWSettings(learning_rate=1.0, warmup=0.2, final=0.1, decay="linear")
+    assert [learning_rate(share, settings) for share in (0.1, 0.2, 0.6, 1.0)] == pytest.approx([0.5, 1.0, 0.55, 0.1])

@@ -95,6 +95,71 @@ def test_a_mistake_in_the_train_section_is_one_line(recipe_file, tmp_path, train
     assert complaint() == f"x.toml: {sentence}"
 
 
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ("kind = 'retreiver'", "kind: must be one of 'image-text', 'retriever'; got \"retreiver\""),
+        ("kind = 3", "kind: must be one of 'image-text', 'retriever'; got 3"),
+        (
+            "[data]\nsource = 'docstrings'",
+            'data.source: is a set of texts; set kind = "retriever" at the top of the recipe',
+        ),
+        ("kind = 'retriever'\n[data]\nnegative = 3", "data.negative: unknown key (did you mean data.negatives?)"),
+        ("kind = 'retriever'\n[data]\nimage_size = 3", "data.image_size: unknown key"),
+        (
+            "kind = 'retriever'\n[data]\nsource = 'mine.jsonl'",
+            'data.source: must be "docstrings" or a file or folder; there is no "mine.jsonl"',
+        ),
+        (
+            "kind = 'retriever'\n[data]\ncorpus = 'docstrings'",
+            'data.corpus: must be a file or folder; there is no "docstrings"',
+        ),
+        ("kind = 'retriever'\n[data]\npositives = 0", "data.positives: must be at least 1; got 0"),
+        ("kind = 'retriever'\n[data]\nbad_rows = 1.0", "data.bad_rows: must be less than 1; got 1.0"),
+        (
+            "kind = 'retriever'\n[model]\nboth = {}\nquery = {}",
+            "model: must have either both or query and passage",
+        ),
+        ("kind = 'retriever'\n[model]\nquery = {}", "model: must have query and passage; got query alone"),
+        (
+            "kind = 'retriever'\n[model.both]\nkind = 'conv'",
+            "model.both.kind: must be one of 'bag', 'words', 'transformers'; got \"conv\"",
+        ),
+        ("kind = 'retriever'\n[model.lora]", 'model: must have encoders of kind "transformers" with lora'),
+        (
+            "kind = 'retriever'\n[model.tokenizer]\nlength = 8",
+            "model.tokenizer: must have a query_length of at most length; got 64 and 8",
+        ),
+        ("kind = 'retriever'\n[loss]\nkind = 'clip'", "loss.kind: unknown key (did you mean kind?)"),
+        ("kind = 'retriever'\n[evaluate]\nmatch = 'glob'", "evaluate.match: must be 'string' or 'regex'; got \"glob\""),
+    ],
+)
+def test_a_mistake_in_a_retrievers_recipe_is_one_line(recipe_file, tmp_path, lines, sentence):
+    from contrastile.train.recipe import load_any_recipe
+
+    (tmp_path / "x.toml").write_text(lines + "\n" + RECIPE)
+    with pytest.raises(RecipeError) as caught:
+        load_any_recipe("x.toml")
+    assert str(caught.value) == f"x.toml: {sentence}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["train.sub_batch=8", "model.dimensions=[8, 16]", "data.query_prefix=' a: '"],
+        ["model={query={kind='words'}, passage={kind='transformers', config={model_type='bert'}}, features=3}"],
+        ["model={both={kind='transformers', config={model_type='bert'}, pooling='last'}, lora={rank=3}}"],
+    ],
+)
+def test_a_written_retriever_reads_back_the_same(recipe_file, tmp_path, overrides):
+    from contrastile.train.recipe import load_any_recipe
+
+    recipe = load_any_recipe(recipe_file, ["kind=retriever", *overrides])
+    (tmp_path / "resolved.toml").write_text(to_toml(recipe), encoding="utf-8")
+    assert load_any_recipe(tmp_path / "resolved.toml", files=False) == recipe
+
+
 def test_a_missing_section_is_named(recipe_file, tmp_path):
     (tmp_path / "x.toml").write_text("seed = 1\n")
     assert complaint() == "x.toml: train: missing"

@@ -1,4 +1,4 @@
-"""A whole run, small: what a step is made of, that the cache changes nothing, that it learns, repeats and stops well."""
+"""A whole run, small: what a step is made of, that the cache changes nothing, that it learns, repeats, stops well."""
 
 import json
 import math

@@ -14,6 +14,7 @@ def add_to(verbs: Any) -> None:
     parser = verbs.add_parser("evaluate", help="measure the saved weights of a run and write its report again")
     parser.add_argument("run", help="a run folder, such as runs/glyphs, or a file of rankings in TREC's form")
     parser.add_argument("--judgements", metavar="FILE", help="what is right, for rankings: TREC's or BEIR's qrels")
+    parser.add_argument("--index", metavar="FOLDER", help="a retriever's: look among what `contrastile encode` wrote")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.set_defaults(verb=run)
 
@@ -30,11 +31,16 @@ def run(arguments: argparse.Namespace) -> int:
     folder = finished_run(arguments.run)
     recipe = load_any_recipe(folder / RECIPE, files=False)
 
+    from contrastile._check import wrong
     from contrastile.train.loop import evaluate_run
     from contrastile.train.retriever.loop import evaluate_retriever
 
-    measured = evaluate_run if isinstance(recipe, Recipe) else evaluate_retriever
-    print(measured(folder.path, device=arguments.device))
+    if not isinstance(recipe, Recipe):
+        print(evaluate_retriever(folder.path, device=arguments.device, index=arguments.index))
+    elif arguments.index is None:
+        print(evaluate_run(folder.path, device=arguments.device))
+    else:
+        raise wrong("--index", "be left out for pictures and texts", arguments.index, "It belongs to a retriever.")
     print(f"report: {folder / 'report.html'}")
     return 0
 

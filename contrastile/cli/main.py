@@ -12,8 +12,14 @@ from collections.abc import Sequence
 
 from contrastile.cli import bench, compare, encode, evaluate, search, train
 
-# what the extra "search" installs
-SEARCHING = {"bm25s", "regex", "pyarrow"}
+# what installs a module that the main job does without
+PACKAGES = {
+    "bm25s": '"contrastile[search]"',
+    "regex": '"contrastile[search]"',
+    "pyarrow": '"contrastile[data]"',
+    "faiss": "faiss-cpu",
+    "peft": "peft",
+}
 VERBS = (train, evaluate, encode, search, compare, bench)
 
 
@@ -37,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if chosen.traceback or (error.name or "").startswith("contrastile"):
             raise
-        extra = "train,search" if error.name in SEARCHING else "train"
-        return _say(f'`{error.name}` is not installed; run: pip install "contrastile[{extra}]"', 2)
+        package = PACKAGES.get(error.name or "", '"contrastile[train]"')
+        return _say(f"`{error.name}` is not installed; run: pip install {package}", 2)
     except (ValueError, FileNotFoundError) as error:
         if chosen.traceback:
             raise

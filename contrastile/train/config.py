@@ -207,12 +207,14 @@ AnyLoss = Annotated[Annotated[ClipSettings, Tag("clip")] | Annotated[SigLipSetti
 class OptimSettings(Settings):
     """What every optimizer shares. `warmup` is a share of the run, `final` the last rate over the highest.
 
-    The norm of the whole gradient is cut down to `clip_norm`; 0 leaves it as it is.
+    After the warmup the rate falls as half a cosine, or in a straight line where `decay` says so. The norm of the whole
+    gradient is cut down to `clip_norm`; 0 leaves it as it is.
     """
 
     learning_rate: Positive = 1e-3
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     warmup: Share = 0.05
+    decay: Literal["cosine", "linear"] = "cosine"
     final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
 

@@ -54,14 +54,14 @@ def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
 
 
 def learning_rate(progress: float, settings: OptimSettings) -> float:
-    """The rate when the share `progress` of the run is done: a straight rise over `warmup`, then half a cosine.
+    """The rate when the share `progress` of the run is done: a straight rise over `warmup`, then the `decay`.
 
     At the end it is `final` times the highest.
     """
     if progress < settings.warmup:
         return settings.learning_rate * progress / settings.warmup
     fall = (min(progress, 1.0) - settings.warmup) / (1.0 - settings.warmup)
-    height = 0.5 * (1.0 + math.cos(math.pi * fall))
+    height = 1.0 - fall if settings.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * fall))
     return settings.learning_rate * (settings.final + (1.0 - settings.final) * height)
 
 

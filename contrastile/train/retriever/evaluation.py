@@ -6,8 +6,9 @@ where it is looked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from contrastile.data.bm25 import BM25
 from contrastile.data.pairs import Indices
-from contrastile.data.texts import TextSet
+from contrastile.data.texts import Passage, TextSet
 from contrastile.evaluate.answers import answer_hits
 from contrastile.evaluate.ranking import means, measure
 from contrastile.evaluate.retrieval import recall
@@ -31,12 +32,30 @@ MEASURES = ("nDCG@10", "MRR@10", "MAP")
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
 
 
+class Passages(Protocol):
+    """Where a search finds passages: a list of them, or an index on the disk."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, row: int, /) -> Passage:
+        """The passage at a row."""
+
+
+class Searchable(Passages, Protocol):
+    """Passages that are encoded already."""
+
+    def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Scores and rows of the `k` best for each query."""
+
+
 @dataclass(frozen=True)
 class Answered:
-    """A part's queries (rows of the set) with the passages found for each, best first: rows and scores `[n, depth]`."""
+    """A part's queries (rows of the set) with what was found for each in `passages`: rows and scores `[n, depth]`."""
 
     part: str
     system: str
+    passages: Passages
     queries: Indices
     found: Indices
     scores: Any
@@ -52,29 +71,45 @@ def held_out(texts: TextSet) -> dict[str, Indices]:
     return {name: rows for name, rows in texts.splits.items() if name != "train" and len(rows)}
 
 
-def answer_all(run: RetrieverRun, materials: TextMaterials) -> list[Answered]:
-    """All held-out queries answered by the retriever and, where the recipe wants it, by BM25."""
+def answer_all(run: RetrieverRun, materials: TextMaterials, index: Searchable | None = None) -> list[Answered]:
+    """All held-out queries answered from all passages, or from an index; by BM25 too where the recipe wants it."""
     texts, settings = materials.texts, run.recipe.evaluate
-    depth = min(settings.depth, len(texts.passages))
+    if index is not None:
+        return [_answered_by(run, texts, part, index, index.search) for part in held_out(texts)]
     passages = run.encode_tokens("passage", materials.passages, what="encoding passages")
-    answered = []
-    for part, rows in held_out(texts).items():
-        asked = run.encode_query([texts.queries[row].text for row in rows.tolist()])
-        scores, found = top(asked, passages, depth)
-        answered.append(Answered(part, "retriever", rows, found.cpu().numpy(), scores.cpu().numpy()))
+
+    def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return top(queries, passages, k)
+
+    answered = [_answered_by(run, texts, part, texts.passages, search) for part in held_out(texts)]
     if settings.bm25:
         engine = BM25(texts.passages)
         for part, rows in held_out(texts).items():
-            asked_texts = [texts.queries[row].text for row in rows.tolist()]
-            word_scores, found_rows = engine.search(asked_texts, depth, progress=progress)
-            answered.append(Answered(part, "BM25", rows, found_rows, word_scores))
+            asked = [texts.queries[row].text for row in rows.tolist()]
+            scores, found = engine.search(asked, settings.depth, progress=progress)
+            answered.append(Answered(part, "BM25", texts.passages, rows, found, scores))
     return sorted(answered, key=lambda one: list(texts.splits).index(one.part))
+
+
+def _answered_by(
+    run: RetrieverRun,
+    texts: TextSet,
+    part: str,
+    passages: Passages,
+    search: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+) -> Answered:
+    rows = texts.splits[part]
+    asked = run.encode_query([texts.queries[row].text for row in rows.tolist()])
+    scores, found = search(asked, min(run.recipe.evaluate.depth, len(passages)))
+    return Answered(part, "retriever", passages, rows, found.cpu().numpy(), scores.cpu().numpy())
 
 
 def run_of(answered: Answered, texts: TextSet) -> dict[str, dict[str, float]]:
     """What was found, by ids, as run files and measures have it."""
     return {
-        texts.queries[row].id: {texts.passages[passage].id: score for passage, score in zip(found, scores, strict=True)}
+        texts.queries[row].id: {
+            answered.passages[passage].id: score for passage, score in zip(found, scores, strict=True)
+        }
         for row, found, scores in zip(
             answered.queries.tolist(), answered.found.tolist(), answered.scores.tolist(), strict=True
         )
@@ -103,7 +138,7 @@ def evaluate(run: RetrieverRun, texts: TextSet, answered: list[Answered]) -> lis
             cuts = [k for k in KS if k <= one.found.shape[1]]
             values = means(measure(run_of(one, texts), judged, [*(f"hit@{k}" for k in cuts), *MEASURES]))
             recalls = {str(k): values.pop(f"hit@{k}") for k in cuts}
-            rows.append(_row(one, len(judged), len(texts.passages), recalls, values))
+            rows.append(_row(one, len(judged), recalls, values))
         answers = [row for row in one.queries.tolist() if texts.queries[row].answers]
         if answers:
             rows.append(_answers(run, texts, one))
@@ -113,24 +148,22 @@ def evaluate(run: RetrieverRun, texts: TextSet, answered: list[Answered]) -> lis
 def _answers(run: RetrieverRun, texts: TextSet, one: Answered) -> Row:
     """The questions with answers: how many find one among their first passages, whatever was listed as right."""
     asked = [place for place, row in enumerate(one.queries.tolist()) if texts.queries[row].answers]
-    found = [
-        [f"{texts.passages[row].title} {texts.passages[row].text}" for row in one.found[place].tolist()]
-        for place in asked
-    ]
+    passages = ([one.passages[row] for row in one.found[place].tolist()] for place in asked)
+    found = [[f"{passage.title} {passage.text}" for passage in some] for some in passages]
     answers = [texts.queries[one.queries[place]].answers for place in asked]
     hits = answer_hits(found, answers, match=run.recipe.evaluate.match, ks=[k for k in KS if k <= one.found.shape[1]])
-    row = _row(one, len(asked), len(texts.passages), {str(k): hit for k, hit in hits.items()}, {})
+    row = _row(one, len(asked), {str(k): hit for k, hit in hits.items()}, {})
     return {**row, "test": f"{row['test']}, answers"}
 
 
-def _row(one: Answered, queries: int, choices: int, recalls: dict[str, float], values: dict[str, float]) -> Row:
+def _row(one: Answered, queries: int, recalls: dict[str, float], values: dict[str, float]) -> Row:
     return {
         "test": one.title,
         "queries": queries,
-        "choices": choices,
+        "choices": len(one.passages),
         "recall": recalls,
         "measures": values,
-        "chance": 1 / choices,
+        "chance": 1 / len(one.passages),
         "headline": one.system == "retriever",
     }
 

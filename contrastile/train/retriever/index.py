@@ -138,7 +138,7 @@ class Index:
         """The `k` best passages of each query, float `[n, D]`: scores float32 and rows int64, both `[n, k]`."""
         return self._search(queries, min(k, len(self)))
 
-    def passage(self, row: int) -> Passage:
+    def __getitem__(self, row: int) -> Passage:
         """The passage at a row."""
         shard = int(np.searchsorted(self._starts, row, side="right")) - 1
         with (self.folder / f"{self._names[shard]}.jsonl").open("rb") as file:

@@ -33,6 +33,7 @@ from contrastile.train.retriever.evaluation import probe
 from contrastile.train.retriever.feed import TextBatch, TextFeed, TextMaterials, open_text_materials
 from contrastile.train.retriever.report import evaluate_and_report
 from contrastile.train.retriever.run import RetrieverRun, build_retriever_run, load_retriever
+from contrastile.train.retriever.search import index_of
 from contrastile.train.signals import StopRequest
 
 
@@ -52,11 +53,15 @@ def run_retriever(recipe: RetrieverRecipe, runs: str | Path) -> Outcome:
     return Outcome(folder.path, trained.examples, table, trained.stopped_by)
 
 
-def evaluate_retriever(path: str | Path, *, device: str = "auto") -> str:
-    """Measure the saved weights of a retriever again and write its report again; the table."""
+def evaluate_retriever(path: str | Path, *, device: str = "auto", index: str | None = None) -> str:
+    """Measure the saved weights of a retriever again and write its report again; the table.
+
+    `index`: look among its passages, which may be more than fit into memory, instead of the run's own.
+    """
     folder = finished_run(path)
+    opened = None if index is None else index_of(folder, Path(index))
     run = load_retriever(folder.path, device=device)
-    return evaluate_and_report(folder, run, open_text_materials(run.recipe, run.tokenizer))
+    return evaluate_and_report(folder, run, open_text_materials(run.recipe, run.tokenizer), opened)
 
 
 def train_retriever(run: RetrieverRun, materials: TextMaterials, metrics: Metrics, trained: Trained) -> None:

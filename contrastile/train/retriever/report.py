@@ -21,6 +21,7 @@ from contrastile.train.retriever.evaluation import (
     MEASURES,
     PARTS,
     Answered,
+    Searchable,
     answer_all,
     evaluate,
     judgements_of,
@@ -41,9 +42,14 @@ SENTENCE = (
 )
 
 
-def evaluate_and_report(folder: RunFolder, run: RetrieverRun, materials: TextMaterials) -> str:
-    """Measure everything; write evaluation.json, the run files and report.html; the table of results as text."""
-    answered = answer_all(run, materials)
+def evaluate_and_report(
+    folder: RunFolder, run: RetrieverRun, materials: TextMaterials, index: Searchable | None = None
+) -> str:
+    """Measure everything; write evaluation.json, the run files and report.html; the table of results as text.
+
+    Passages come from `index` where one is given, else from the run's own texts.
+    """
+    answered = answer_all(run, materials, index)
     results = evaluate(run, materials.texts, answered)
     folder.write_json(EVALUATION, results)
     write_runs(folder, materials.texts, answered)
@@ -93,7 +99,7 @@ def asks(answered: Answered, texts: TextSet) -> Asks:
             Ask(query.text, [_found(query, texts.passages[row], score, row in right) for row, score in shown], first)
         )
     title = f"What it finds: {PARTS.get(answered.part, answered.part)}"
-    return Asks(title, SENTENCE.format(len(texts.passages)), made)
+    return Asks(title, SENTENCE.format(len(answered.passages)), made)
 
 
 def _found(query: Query, passage: Passage, score: float, right: bool) -> FoundText:

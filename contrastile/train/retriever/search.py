@@ -62,7 +62,7 @@ class Search:
         features = self.run.encode_query([question], dimensions=self.index.dimensions)
         scores, rows = self.index.search(features, k)
         found = zip(scores[0].tolist(), rows[0].tolist(), strict=True)
-        return [(score, self.index.passage(row)) for score, row in found]
+        return [(score, self.index[row]) for score, row in found]
 
     def text(self, question: str, k: int = 5, *, lines: int = 4) -> str:
         """The same for a terminal: score, name, file and line, and how the passage begins."""
@@ -79,8 +79,14 @@ class Search:
 
 def open_search(folder: RunFolder, index: Path, *, engine: str = "torch", device: str = "auto") -> Search:
     """A run and the index that it made. Raises ValueError where another run, or other weights, made it."""
+    opened = index_of(folder, index, engine=engine)
+    return Search(load_retriever(folder.path, device=device), opened)
+
+
+def index_of(folder: RunFolder, index: Path, *, engine: str = "torch") -> Index:
+    """The index, which the weights of this run made."""
     opened = Index(index, engine=engine)
     if opened.told["made_by"] != maker(folder):
         remedy = f"Encode the corpus again: contrastile encode {folder.path}"
         raise wrong("index", "be made by this run", f'"{index}", made by another', remedy)
-    return Search(load_retriever(folder.path, device=device), opened)
+    return opened

@@ -1,0 +1,241 @@
+"""An index: whole shards, taken up where a kill left it, mapped, searched exactly; and the two verbs on top."""
+
+import io
+import json
+import os
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from tiny_texts import ANIMALS, COLOURS, PLACES, tiny_retriever
+
+import contrastile
+from contrastile.cli.main import main
+from contrastile.data.texts import Passage
+from contrastile.train.folder import finished_run
+from contrastile.train.retriever import index as indexing
+from contrastile.train.retriever.index import Index, encode_corpus, maker
+from contrastile.train.retriever.loop import run_retriever
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return run_retriever(tiny_retriever(folder, "train.examples=64"), folder / "runs").folder
+
+
+@pytest.fixture
+def run(trained):
+    return contrastile.load(trained, device="cpu")
+
+
+PASSAGES = [
+    Passage(f"p{n}", f"def {colour}_{animal}(): return {place}\n    # für \n", f"title {n}", f"f.py:{n}")
+    for n, (colour, animal, place) in enumerate(list(product(COLOURS, ANIMALS, PLACES))[:23])
+]
+
+
+def encoded(run, folder, passages=PASSAGES, **settings):
+    return encode_corpus(run, passages, folder, corpus="c", made_by={"w": "1"}, **{"shard": 5, **settings})
+
+
+def test_shards_hold_features_ids_and_passages(run, tmp_path):
+    index = encoded(run, tmp_path / "index")
+    features = np.concatenate([np.load(tmp_path / "index" / f"{n:05}.npy", allow_pickle=False) for n in range(5)])
+    assert (features.dtype, features.shape, len(index), index.dimensions) == (np.float16, (23, 16), 23, 16)
+    np.testing.assert_allclose(features, run.encode_passage(PASSAGES).numpy(), atol=1e-3)
+    ids = "".join((tmp_path / "index" / f"{n:05}.ids").read_text() for n in range(5)).split("\n")
+    assert ids[:-1] == [passage.id for passage in PASSAGES]
+    assert [index[row] for row in (0, 4, 5, 22)] == [PASSAGES[row] for row in (0, 4, 5, 22)]
+    assert all(isinstance(shard, np.memmap) for shard in index._features)
+
+
+@pytest.mark.parametrize("engine", ["torch", "faiss"])
+def test_a_search_is_exact_over_shards(run, tmp_path, engine):
+    if engine == "faiss":
+        pytest.importorskip("faiss")
+    encoded(run, tmp_path / "index")
+    index = Index(tmp_path / "index", engine=engine)
+    queries = torch.randn(7, 16)
+    scores, rows = index.search(queries, 9)
+    features = torch.from_numpy(np.concatenate([np.array(shard) for shard in index._features])).float()
+    expected = (queries @ features.T).sort(dim=1, descending=True, stable=True)
+    torch.testing.assert_close(scores, expected.values[:, :9], rtol=1e-5, atol=1e-5)
+    if engine == "torch":
+        assert torch.equal(rows, expected.indices[:, :9])
+    assert index.search(queries, 100)[1].shape == (7, 23)
+
+
+def test_equal_scores_go_to_the_first_passage(run, tmp_path):
+    index = encoded(run, tmp_path / "index", [PASSAGES[0]] * 12)
+    assert index.search(torch.ones(1, 16), 7)[1].tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+
+
+def test_what_was_done_is_not_done_again(run, tmp_path, monkeypatch):
+    real, written = indexing._write_shard, []
+
+    def killed_at_the_third(run, passages, place, number, dimensions):
+        if number == 2 and len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(number)
+        return real(run, passages, place, number, dimensions)
+
+    monkeypatch.setattr(indexing, "_write_shard", killed_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        encoded(run, tmp_path / "index")
+    with pytest.raises(ValueError) as caught:
+        Index(tmp_path / "index")
+    assert str(caught.value) == (
+        "`index` must be complete; got 2 shards of more. Go on with the command that began it: contrastile encode RUN"
+    )
+    written.append("again")
+    whole = encoded(run, tmp_path / "other")
+    written.clear()
+    written.append("again")
+    index = encoded(run, tmp_path / "index")
+    assert written == ["again", 2, 3, 4]
+    assert [shard["sha256"] for shard in index.told["shards"]] == [shard["sha256"] for shard in whole.told["shards"]]
+
+
+def test_a_finished_index_is_left_alone(run, tmp_path, monkeypatch):
+    encoded(run, tmp_path / "index")
+    monkeypatch.setattr(indexing, "_write_shard", None)
+    assert len(encoded(run, tmp_path / "index")) == 23
+
+
+def test_passages_that_fill_the_last_shard_end_it(run, tmp_path):
+    index = encoded(run, tmp_path / "index", PASSAGES[:10])
+    assert [shard["passages"] for shard in index.told["shards"]] == [5, 5]
+
+
+def test_the_first_dimensions_alone(run, tmp_path):
+    index = encoded(run, tmp_path / "index", dimensions=4)
+    features = torch.from_numpy(np.array(index._features[0])).float()
+    assert features.shape == (5, 4)
+    torch.testing.assert_close(features.norm(dim=1), torch.ones(5), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"shard": 6}, "`out` must be empty, or hold the same corpus by the same run; got another shard. "),
+        ({"dimensions": 2}, "`out` must be empty, or hold the same corpus by the same run; got another dimensions. "),
+        ({"shard": 0}, "`shard` must be at least 1 passage; got 0. "),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(run, tmp_path, settings, sentence):
+    encoded(run, tmp_path / "index")
+    with pytest.raises(ValueError) as caught:
+        encoded(run, tmp_path / "index", **settings)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_corpus_that_became_shorter_is_refused(run, tmp_path):
+    encoded(run, tmp_path / "index")
+    with pytest.raises(ValueError, match="`corpus` must be the one that was begun with; got fewer passages"):
+        encoded(run, tmp_path / "index", PASSAGES[:7])
+
+
+def test_an_empty_corpus_and_a_missing_index_have_their_sentences(run, tmp_path):
+    with pytest.raises(ValueError, match="`index` must hold passages; got none"):
+        encoded(run, tmp_path / "index", [])
+    with pytest.raises(ValueError, match=r'`index` must hold an index.json; got ".*none". Make it first'):
+        Index(tmp_path / "none")
+    encoded(run, tmp_path / "full")
+    with pytest.raises(ValueError, match='`engine` must be one of torch, faiss; got "annoy"'):
+        Index(tmp_path / "full", engine="annoy")
+
+
+def test_an_array_of_objects_is_never_unpickled(run, tmp_path):
+    encoded(run, tmp_path / "index")
+    np.save(tmp_path / "index" / "00000.npy", np.array([{}] * 5, dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"Python objects in dtype|Object arrays cannot be loaded"):
+        Index(tmp_path / "index")
+
+
+def test_encode_then_search(trained, tmp_path, capsys):
+    assert main(["encode", str(trained), "--shard", "50", "--out", str(tmp_path / "index")]) == 0
+    said = capsys.readouterr().out
+    assert "passages of 16 features" in said
+    assert f"contrastile search {trained} --index {tmp_path}/index" in said
+    asked = ["search", str(trained), "where is the red fox house", "-k", "3", "--index", str(tmp_path / "index")]
+    assert main(asked) == 0
+    found = capsys.readouterr().out
+    assert found.count("texts.jsonl:") == 3
+    best = float(found.split()[0])
+    assert 0.2 < best <= 1.001
+    run = contrastile.load(trained, device="cpu")
+    assert found.split("\n")[2].strip() in {p["text"] for p in passages_of(tmp_path / "index")}
+    assert run.encode_query(["x"]).shape == (1, 16)
+
+
+def passages_of(folder):
+    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def test_ones_own_code_is_encoded_and_searched(trained, tmp_path, capsys):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "mod.py").write_text("def red_fox():\n    return 'house'\n\n\ndef blue_owl():\n    return 1\n")
+    out = str(tmp_path / "index")
+    assert main(["encode", str(trained), str(tmp_path / "code"), "--out", out]) == 0
+    assert main(["search", str(trained), "red fox", "--index", out, "-k", "2", "--lines", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert f"mod.red_fox\n        {tmp_path}/code/mod.py:1\n          def red_fox():\n          …" in shown
+
+
+def test_the_prompt_answers_until_an_empty_line(trained, tmp_path, capsys, monkeypatch):
+    assert main(["encode", str(trained), "--out", str(tmp_path / "index")]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("red fox\nblue owl\n\n"))
+    assert main(["search", str(trained), "--index", str(tmp_path / "index"), "-k", "2"]) == 0
+    assert capsys.readouterr().out.count("texts.jsonl:") == 4
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["search", str(trained), "--index", str(tmp_path / "index")]) == 0
+
+
+def test_an_index_of_other_weights_is_refused(trained, run, tmp_path, capsys):
+    encoded(run, tmp_path / "index")
+    assert main(["search", str(trained), "red", "--index", str(tmp_path / "index")]) == 2
+    assert "`index` must be made by this run; got" in capsys.readouterr().err
+
+
+def test_a_run_is_measured_on_its_index(trained, tmp_path, capsys):
+    assert main(["encode", str(trained), "--shard", "40", "--out", str(tmp_path / "index")]) == 0
+    assert main(["evaluate", str(trained)]) == 0
+    own = {row["test"]: row for row in json.loads((trained / "evaluation.json").read_text())}
+    assert main(["evaluate", str(trained), "--index", str(tmp_path / "index")]) == 0
+    rows = json.loads((trained / "evaluation.json").read_text())
+    assert [row["test"] for row in rows] == ["held-out queries, retriever", "held-out queries, retriever, answers"]
+    for row in rows:
+        # the same passages, in float16
+        assert row["recall"] == pytest.approx(own[row["test"]]["recall"], abs=0.1)
+        assert row["choices"] == own[row["test"]]["choices"]
+    assert "BM25" not in capsys.readouterr().out.split("report:")[1]
+
+
+def test_pictures_have_no_index(tmp_path, capsys):
+    from tiny_runs import write_recipe
+
+    assert main(["train", str(write_recipe(tmp_path)), "train.examples=32", "--runs", str(tmp_path)]) == 0
+    assert main(["evaluate", str(tmp_path / "tiny"), "--index", "x"]) == 2
+    assert main(["encode", str(tmp_path / "tiny")]) == 2
+    said = capsys.readouterr().err
+    assert "`--index` must be left out for pictures and texts; got x. It belongs to a retriever." in said
+    assert 'recipe.toml: kind: must be "retriever" here; got "image-text"' in said
+
+
+def test_bad_rows_of_a_corpus_are_counted(trained, tmp_path, capsys):
+    rows = [json.dumps({"_id": n, "text": f"red fox {n}"}) for n in range(3)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join([*rows, "{", '{"_id": 9, "text": ""}']) + "\n")
+    assert main(["encode", str(trained), str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "index")]) == 0
+    assert "skipped: 1 (not JSON)\nskipped: 1 (empty text)\n3 passages" in capsys.readouterr().out
+
+
+def test_a_corpus_that_is_not_there_is_named(trained, tmp_path, capsys):
+    assert main(["encode", str(trained), str(tmp_path / "none"), "--out", str(tmp_path / "index")]) == 2
+    assert '`corpus` must be a file or folder; got "' in capsys.readouterr().err
+
+
+def test_the_maker_is_weights_and_recipe(trained):
+    assert sorted(maker(finished_run(trained))) == ["model.safetensors", "recipe.toml"]
+    assert os.path.isdir(trained)
