@@ -1,10 +1,15 @@
-"""`contrastile bench loss`: time and memory of the losses beside the dense formula and public packages."""
+"""`contrastile bench loss`: time and memory of the losses beside the dense formula and public packages.
+
+The sub-verb `step` is declared in `bench_step.py`.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from contrastile.cli import bench_step
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +43,7 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("--seconds", type=float, help="how long each may be measured (default: 4)")
     parser.add_argument("--quick", action="store_true", help="few and small sizes, half a second for each")
     parser.set_defaults(verb=run)
+    bench_step.add_to(kinds)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.bench.loss import Bench
     from contrastile.bench.measure import Ledger, Machine, busy, chip, versions
 
-    device = torch.device(_device(arguments.device))
+    device = torch.device(device_of(arguments.device))
     cases = _cases(arguments, device)
     seconds = arguments.seconds or (SECONDS_QUICK if arguments.quick else SECONDS)
     with Ledger(Path(arguments.csv)) if arguments.csv else nullcontext() as ledger:
@@ -61,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if bench.right else 1
 
 
-def _device(name: str) -> str:
+def device_of(name: str) -> str:
+    """ "cpu" or "cuda"; "auto" is the better one that is there."""
     import torch
 
     from contrastile._check import one_of, wrong
@@ -88,8 +95,8 @@ def _cases(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
     standard = suite(device, quick=arguments.quick)
     if asked == (None,) * len(asked):
         return standard
-    sizes = [_number("sizes", size) for size in arguments.sizes or ()]
-    workspaces = tuple(_number("workspace", size) for size in arguments.workspace or ())
+    sizes = [number("sizes", size) for size in arguments.sizes or ()]
+    workspaces = tuple(number("workspace", size) for size in arguments.workspace or ())
     return [
         Case(loss, b, d, _dtype(arguments.dtype or standard[0].dtype), workspaces or standard[0].workspaces, precision)
         for loss in arguments.losses or ["clip"]
@@ -99,10 +106,10 @@ def _cases(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
     ]
 
 
-def _number(name: str, text: str) -> int:
+def number(name: str, text: str) -> int:
     """A size as people write it.
 
-    >>> _number("sizes", "64k"), _number("workspace", "2GiB")
+    >>> number("sizes", "64k"), number("workspace", "2GiB")
     (65536, 2147483648)
     """
     from contrastile._check import wrong
