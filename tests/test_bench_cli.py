@@ -28,8 +28,8 @@ def cases(*words, device=CUDA):
 
 
 def test_a_size_as_people_write_it():
-    assert [bench._number("sizes", text) for text in ("96", "4k", "64k", "1M")] == [96, 4096, 65536, 2**20]
-    assert [bench._number("workspace", text) for text in ("192MiB", "2GiB")] == [192 * 2**20, 2**31]
+    assert [bench.number("sizes", text) for text in ("96", "4k", "64k", "1M")] == [96, 4096, 65536, 2**20]
+    assert [bench.number("workspace", text) for text in ("192MiB", "2GiB")] == [192 * 2**20, 2**31]
 
 
 @pytest.mark.parametrize("text", ["", "k", "0", "-4k", "1.5k", "64kk", "64q"])

@@ -20,12 +20,16 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
 from contrastile import __version__
 from contrastile._check import wrong
 from contrastile.train.memory import PeakMemory
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Step = Callable[[], object]
 
@@ -158,10 +162,13 @@ class Row:
 
 
 class Ledger:
-    """A CSV file of rows. Rows go behind those that are there, and each is on disk before the next is measured."""
+    """A CSV file of rows. Rows go behind those that are there, and each is on disk before the next is measured.
 
-    def __init__(self, path: Path) -> None:
-        header = [field.name for field in fields(Row)]
+    kind: the rows' dataclass.
+    """
+
+    def __init__(self, path: Path, kind: type[DataclassInstance] = Row) -> None:
+        header = [field.name for field in fields(kind)]
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists() or path.stat().st_size == 0
         if not new:
@@ -174,7 +181,7 @@ class Ledger:
         if new:
             self._writer.writeheader()
 
-    def write(self, row: Row) -> None:
+    def write(self, row: DataclassInstance) -> None:
         self._writer.writerow(asdict(row))
         self._file.flush()
 

@@ -1,4 +1,7 @@
-"""`contrastile bench loss`: time and memory of the losses beside the dense formula and public packages."""
+"""`contrastile bench loss`: time and memory of the losses beside the dense formula and public packages.
+
+The sub-verb `step` is declared in `bench_step.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from contrastile.cli import bench_step
 
 if TYPE_CHECKING:
     from contrastile.bench.peers import Case
@@ -38,6 +43,7 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("--seconds", type=float, help="how long each may be measured (default: 4)")
     parser.add_argument("--quick", action="store_true", help="few and small sizes, half a second for each")
     parser.set_defaults(verb=run)
+    bench_step.add_to(kinds)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return _run_on_ranks(arguments)
-    device = torch.device(_device(arguments.device))
+    device = torch.device(device_of(arguments.device))
     cases = _cases(arguments, suite(device, quick=arguments.quick))
     seconds = arguments.seconds or (SECONDS_QUICK if arguments.quick else SECONDS)
     with Ledger(Path(arguments.csv)) if arguments.csv else nullcontext() as ledger:
@@ -73,7 +79,7 @@ def _run_on_ranks(arguments: argparse.Namespace) -> int:
     from contrastile.bench.ranks import RankBench, grouped, suite
     from contrastile.train.ranks import Ranks
 
-    device = torch.device(_device(arguments.device))
+    device = torch.device(device_of(arguments.device))
     cases = _cases(arguments, suite(device, quick=arguments.quick))
     ranks = Ranks.of_environment(device.type)
     seconds = arguments.seconds or (SECONDS_QUICK if arguments.quick else SECONDS)
@@ -90,7 +96,8 @@ def _run_on_ranks(arguments: argparse.Namespace) -> int:
     return 0 if bench.right else 1
 
 
-def _device(name: str) -> str:
+def device_of(name: str) -> str:
+    """ "cpu" or "cuda"; "auto" is the better one that is there."""
     import torch
 
     from contrastile._check import one_of, wrong
@@ -115,8 +122,8 @@ def _cases(arguments: argparse.Namespace, standard: list[Case]) -> list[Case]:
     )
     if asked == (None,) * len(asked):
         return standard
-    sizes = [_number("sizes", size) for size in arguments.sizes or ()]
-    workspaces = tuple(_number("workspace", size) for size in arguments.workspace or ())
+    sizes = [number("sizes", size) for size in arguments.sizes or ()]
+    workspaces = tuple(number("workspace", size) for size in arguments.workspace or ())
     return [
         Case(loss, b, d, _dtype(arguments.dtype or standard[0].dtype), workspaces or standard[0].workspaces, precision)
         for loss in arguments.losses or ["clip"]
@@ -126,10 +133,10 @@ def _cases(arguments: argparse.Namespace, standard: list[Case]) -> list[Case]:
     ]
 
 
-def _number(name: str, text: str) -> int:
+def number(name: str, text: str) -> int:
     """A size as people write it.
 
-    >>> _number("sizes", "64k"), _number("workspace", "2GiB")
+    >>> number("sizes", "64k"), number("workspace", "2GiB")
     (65536, 2147483648)
     """
     from contrastile._check import wrong

@@ -1,0 +1,232 @@
+"""Whole steps across ranks, under torchrun: the four ways to compute the loss, and what takes the memory.
+
+Beside `step.py`: the same towers, `encode` with no graph retained, gradients averaged by an explicit all-reduce. The
+columns are those of table 4 of Cheng et al. 2024: data, loss, backbone, and the peak of the whole step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastile.bench.measure import Ledger, chip, commit, versions
+from contrastile.bench.step import GATE_BATCH, GATE_SUB_BATCH, GATE_TOLERANCE, plain_in_parts, warm_loss
+from contrastile.bench.towers import Pairs, Towers
+from contrastile.bench.ways import Task, cached
+from contrastile.cache import encode
+from contrastile.modules import ClipLoss
+from contrastile.train.memory import PeakMemory
+
+TILES = {"cuda": "triton"}
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One line of a results file of steps across ranks. Bytes are those of the first rank.
+
+    data: its inputs. loss: what the loss takes beside the features and their gradients. backbone: weights, gradients
+    and a sub-batch's activations. peak: the whole step's.
+    """
+
+    impl: str
+    way: str
+    model: str
+    batch: int
+    sub_batch: int
+    dtype: str
+    world: int
+    data_bytes: int | None
+    loss_bytes: int | None
+    backbone_bytes: int | None
+    peak_bytes: int | None
+    ms: float | None
+    us_per_pair: float | None
+    chip: str
+    versions: str
+    date: str
+    commit: str
+
+    def text(self) -> str:
+        start = f"{self.model:9} {self.batch:>8} {self.world:>5} {self.way:16}"
+        parts = (self.data_bytes, self.loss_bytes, self.backbone_bytes, self.peak_bytes)
+        if self.ms is None:
+            return f"{start} does not fit"
+        return f"{start} {' '.join(f'{(part or 0) / 2**20:>12,.0f}' for part in parts)} {self.ms:>10.1f}"
+
+
+HEADER = (
+    f"{'model':9} {'batch':>8} {'ranks':>5} {'loss':16} {'data MiB':>12} {'loss MiB':>12} {'backbone MiB':>12} "
+    f"{'peak MiB':>12} {'ms':>10}"
+)
+
+
+def losses(device: torch.device) -> dict[str, ClipLoss]:
+    """CLIP's, OpenCLIP's, tiles across ranks only, and tiles on both levels."""
+    tiles = TILES.get(device.type, "eager")
+    return {
+        "replicate, dense": ClipLoss(exchange="replicate", backend="dense"),
+        "gather, dense": ClipLoss(exchange="gather", backend="dense"),
+        "ring, dense": ClipLoss(exchange="ring", backend="dense"),
+        f"ring, {tiles}": ClipLoss(exchange="ring", backend=tiles),
+    }
+
+
+def step(task: Task) -> Tensor:
+    """A cached step of this rank's pairs with the gradients of the whole batch."""
+    task.towers.zero_grad()
+    loss = cached(task, 0)
+    for parameter in task.towers.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+    return loss
+
+
+def _towers(model: str, device: torch.device) -> Towers:
+    torch.manual_seed(0)
+    return Towers(model, device)
+
+
+def distance(model: str, device: torch.device, loss: ClipLoss) -> float:
+    """How far the gradients across ranks are from those of one process with the whole batch, in float32."""
+    towers, W = _towers(model, device), dist.get_world_size()
+    sides = Pairs(towers.shape, device, most=W * GATE_BATCH).sides(towers, W * GATE_BATCH, "device")
+    whole = Task(towers, sides, GATE_SUB_BATCH, device, torch.float32, loss)
+    own = Task(
+        towers,
+        [(tower, leaf.chunk(W)[dist.get_rank()]) for tower, leaf in sides],
+        GATE_SUB_BATCH,
+        device,
+        torch.float32,
+        loss,
+    )
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        plain_in_parts(whole, whole.batch)
+        true = [parameter.grad for parameter in towers.parameters()]
+        step(own)
+    apart = [
+        float((parameter.grad - t).square().sum())
+        for parameter, t in zip(towers.parameters(), true, strict=True)
+        if parameter.grad is not None and t is not None
+    ]
+    return math.sqrt(sum(apart) / sum(float(t.square().sum()) for t in true if t is not None))
+
+
+def measure(
+    model: str,
+    batches: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+    ledger: Ledger | None = None,
+    sub_batch: int | None = None,
+) -> bool:
+    """The four losses at every global batch; whether all were right."""
+    right, passed = True, {}
+    for name, loss in losses(device).items():
+        far = distance(model, device, loss)
+        red = not far <= GATE_TOLERANCE
+        say(f"  {name}: gradients {far:.1e} from one process's{': no speed for a wrong result' if red else ''}")
+        right = right and not red
+        if not red:
+            passed[name] = loss
+    say(HEADER)
+    towers, W = _towers(model, device), dist.get_world_size()
+    pairs, cut = Pairs(towers.shape, device), sub_batch or towers.shape.sub_batch
+    for batch in sorted(batches):
+        for name, loss in passed.items():
+            task = Task(towers, pairs.sides(towers, batch // W, "device"), cut, device, dtype, loss)
+            try:
+                numbers: tuple[float, int, int, int, int] | None = _numbers(task)
+            except torch.OutOfMemoryError:
+                # every rank has as many pairs, and runs out at the same place
+                numbers = None
+            towers.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            ms, data, extra, backbone, peak = numbers or (None,) * 5
+            row = RankRow(
+                impl="contrastile",
+                way=name,
+                model=model,
+                batch=batch,
+                sub_batch=cut,
+                dtype=str(dtype).removeprefix("torch."),
+                world=W,
+                data_bytes=data,
+                loss_bytes=extra,
+                backbone_bytes=backbone,
+                peak_bytes=peak,
+                ms=None if ms is None else round(ms, 2),
+                us_per_pair=None if ms is None else round(ms * 1e3 / batch, 2),
+                chip=chip(device),
+                versions=versions("transformers"),
+                date=date.today().isoformat(),
+                commit=commit(),
+            )
+            say(row.text())
+            if ledger is not None:
+                ledger.write(row)
+    return right
+
+
+def _numbers(task: Task) -> tuple[float, int, int, int, int]:
+    """Milliseconds of a step; bytes of data, loss, backbone and the whole step at its peak."""
+    warm_loss(task)
+    step(task.first(2 * task.sub_batch))
+    memory, taken = PeakMemory(task.device), []
+    memory.start()
+    for _ in range(ROUNDS):
+        dist.barrier()
+        start = time.perf_counter()
+        float(step(task))
+        if task.device.type == "cuda":
+            torch.cuda.synchronize(task.device)
+        taken.append((time.perf_counter() - start) * 1e3)
+    peak = memory.bytes()
+    data = sum(leaf.nbytes for _, leaf in task.sides)
+    return statistics.median(taken), data, _loss_bytes(task), _backbone_bytes(task, data), peak
+
+
+def _loss_bytes(task: Task) -> int:
+    width = task.towers.shape.text["projection_dim"]
+    q, k = (
+        F.normalize(torch.randn(task.batch, width, device=task.device), dim=-1).to(task.dtype).requires_grad_()
+        for _ in range(2)
+    )
+    memory = PeakMemory(task.device)
+    before = memory.start()
+    task.loss_of(q, k).backward()
+    task.towers.zero_grad()
+    return max(0, memory.bytes() - before - q.nbytes - k.nbytes)
+
+
+def _backbone_bytes(task: Task, data: int) -> int:
+    memory = PeakMemory(task.device)
+    memory.start()
+    with task.autocast():
+        outs = [encode(tower, leaf, sub_batch=task.sub_batch) for tower, leaf in task.sides]
+    torch.autograd.backward(outs, [torch.full_like(out, 1e-3) for out in outs])
+    return max(0, memory.bytes() - data)
+
+
+def join() -> torch.device:
+    """This rank's device, in the process group that torchrun describes."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    dist.init_process_group("gloo")
+    return torch.device("cpu")

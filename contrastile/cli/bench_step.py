@@ -1,0 +1,152 @@
+"""`contrastile bench step`: time and memory of whole steps, in every way to take one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SECONDS, SECONDS_QUICK = 20.0, 2.0
+LONGEST = 600.0
+
+
+def add_to(kinds: Any) -> None:
+    """Declare the sub-verb and its arguments."""
+    parser = kinds.add_parser(
+        "step",
+        help="whole training steps: towers, loss, gradients",
+        description="CLIPs with random weights on made-up pairs: the plain step, accumulation, and gradient caches. "
+        "Under torchrun: the four ways to compute the loss across ranks.",
+    )
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="vit-b-16, vit-l-14 or tiny")
+    parser.add_argument("--sizes", nargs="+", metavar="B", help="pairs per step, such as 8k; of all ranks together")
+    parser.add_argument("--sub-batch", type=int, metavar="N", help="pairs encoded at once (default: the model's)")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="such as plain, retain-0, streamed-auto, GradCache")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="autocast's; fp32 is without (default: bf16)")
+    parser.add_argument("--optimizer", action="store_true", help="AdamW's step too")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="public packages too")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--seconds", type=float, help="how long each way may be measured (default: 20)")
+    parser.add_argument("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
+    parser.add_argument("--csv", metavar="FILE", help="write rows there, behind those that it has")
+    parser.add_argument("--figure", metavar="FILE", help="draw the rows of --csv: svg, png or pdf")
+    parser.add_argument("--quick", action="store_true", help="one model, one size")
+    parser.set_defaults(verb=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, printing each result when it is there; 1 if a way of ours was wrong or failed."""
+    from contrastile._check import wrong
+
+    if arguments.figure and not arguments.csv:
+        raise wrong("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
+    # plain steps fill the memory with tensors of all sizes, and must not fail because of gaps
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    right = _across_ranks(arguments) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else _alone(arguments)
+    if arguments.figure and int(os.environ.get("RANK", "0")) == 0:
+        from contrastile.bench.figure import draw
+
+        draw(Path(arguments.csv), Path(arguments.figure))
+        print(f"figure: {arguments.figure}")
+    return 0 if right else 1
+
+
+def _alone(arguments: argparse.Namespace) -> bool:
+    from contextlib import nullcontext
+
+    import torch
+
+    from contrastile.bench.measure import Ledger, busy, chip, versions
+    from contrastile.bench.step import WAYS, StepBench, StepRow, standard, usual
+    from contrastile.cli.bench import device_of
+
+    device = torch.device(device_of(arguments.device))
+    models, batches = standard(device, quick=arguments.quick)
+    models, batches = _models(arguments) or models, _batches(arguments) or batches
+    plan = {batch: _ways(arguments) or usual(batch) for batch in batches}
+    if not arguments.peers:
+        known = {name for name, way in WAYS.items() if way.impl in ("plain", "by hand", "contrastile")}
+        plan = {batch: [name for name in names if name in known] for batch, names in plan.items()}
+    seconds = arguments.seconds or (SECONDS_QUICK if arguments.quick else SECONDS)
+    with Ledger(Path(arguments.csv), StepRow) if arguments.csv else nullcontext() as ledger:
+        print("\n".join(filter(None, (f"{chip(device)}; {versions('transformers')}", busy(device)))))
+        bench = StepBench(
+            device, _dtype(arguments, device), _say, seconds, arguments.longest, arguments.optimizer, ledger
+        )
+        for model in models:
+            bench.measure(model, plan, arguments.sub_batch)
+    if arguments.csv:
+        print(f"rows: {arguments.csv}")
+    return bench.right
+
+
+def _across_ranks(arguments: argparse.Namespace) -> bool:
+    from contextlib import nullcontext
+
+    import torch.distributed as dist
+
+    from contrastile.bench.measure import Ledger
+    from contrastile.bench.step import standard
+    from contrastile.bench.step_ranks import RankRow, join, measure
+
+    device = join()
+    try:
+        first = dist.get_rank() == 0
+        models, batches = standard(device, quick=arguments.quick)
+        with Ledger(Path(arguments.csv), RankRow) if arguments.csv and first else nullcontext() as ledger:
+            right = [
+                measure(
+                    model,
+                    _batches(arguments) or batches,
+                    device,
+                    _dtype(arguments, device),
+                    _say if first else lambda _: None,
+                    ledger,
+                    arguments.sub_batch,
+                )
+                for model in _models(arguments) or models
+            ]
+        return all(right)
+    finally:
+        dist.destroy_process_group()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _models(arguments: argparse.Namespace) -> list[str]:
+    from contrastile._check import one_of
+    from contrastile.bench.towers import MODELS
+
+    for name in arguments.models or ():
+        one_of("models", name, tuple(MODELS), "The tiny one suits a CPU.")
+    return arguments.models or []
+
+
+def _ways(arguments: argparse.Namespace) -> list[str]:
+    from contrastile._check import one_of
+    from contrastile.bench.step import WAYS
+
+    for name in arguments.ways or ():
+        one_of("ways", name, tuple(WAYS), "Leave it out for all.")
+    return arguments.ways or []
+
+
+def _batches(arguments: argparse.Namespace) -> list[int]:
+    from contrastile.cli.bench import number
+
+    return [number("sizes", size) for size in arguments.sizes or ()]
+
+
+def _dtype(arguments: argparse.Namespace, device: torch.device) -> torch.dtype:
+    import torch
+
+    from contrastile.cli.bench import DTYPES
+
+    name = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    return getattr(torch, DTYPES[name])

@@ -1,0 +1,215 @@
+"""`contrastile bench step` on the tiny model: right gradients only, every way a row, and what does not fit a result."""
+
+import csv
+import math
+
+import pytest
+import torch
+
+from contrastile.bench import step as bench_step
+from contrastile.bench import step_ranks
+from contrastile.bench.figure import draw, series
+from contrastile.bench.measure import Ledger
+from contrastile.bench.step import GATE_TOLERANCE, WAYS, StepBench, StepRow, gate, standard, usual
+from contrastile.bench.step_ranks import RankRow
+from contrastile.bench.towers import Pairs, Towers
+from contrastile.bench.ways import Way, by_hand, cached, plain
+from contrastile.cli.main import main
+
+CPU = torch.device("cpu")
+OURS = [name for name, way in WAYS.items() if way.impl in ("plain", "by hand", "contrastile")]
+
+
+def measured(monkeypatch, ways, batches=(24,), **words):
+    """Lines said, and the bench, with these ways."""
+    monkeypatch.setattr(bench_step, "WAYS", ways)
+    lines = []
+    bench = StepBench(CPU, torch.float32, lines.append, seconds=0.0, **words)
+    bench.measure("tiny", {batch: list(ways) for batch in batches})
+    return lines, bench
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if WAYS[name].same])
+def test_our_ways_have_the_plain_gradients_with_dropout(name):
+    assert max(gate("tiny", WAYS[name], CPU)) < GATE_TOLERANCE
+
+
+def test_the_gate_sees_accumulation_and_says_that_it_is_another_gradient():
+    assert gate("tiny", WAYS["accumulation"], CPU)[0] > 0.1
+
+
+def test_the_gate_sees_random_numbers_that_are_not_restored(monkeypatch):
+    monkeypatch.setattr("contrastile.reach.RandomState.restore", lambda self: None)
+    monkeypatch.setattr("contrastile.bench.ways.set_random_state", lambda device, states: None)
+    for name in ("by-hand", "retain-0"):
+        assert gate("tiny", WAYS[name], CPU)[0] > 1e-2
+
+
+def test_the_gate_sees_a_scale_without_gradient():
+    def constant(task):
+        loss = plain(task)
+        task.towers.logit_scale.grad = None
+        return loss
+
+    towers, scale = gate("tiny", Way("contrastile", "", constant, cut=False), CPU)
+    assert towers < GATE_TOLERANCE
+    assert scale == 1
+
+
+def test_a_wrong_way_has_no_speed(monkeypatch):
+    def twice(task):
+        loss = cached(task, 0)
+        task.towers.text.model.text_projection.weight.grad.mul_(2)
+        return loss
+
+    lines, bench = measured(monkeypatch, {"retain-0": Way("contrastile", "retain 0", twice)})
+    assert not bench.right
+    assert lines[0].endswith("no speed for a wrong result")
+    assert not bench.rows
+
+
+def test_what_does_not_fit_is_a_row_and_stays_so(monkeypatch, tmp_path):
+    calls = []
+
+    def greedy(task):
+        calls.append(task.batch)
+        if task.batch > 8:
+            raise torch.OutOfMemoryError("no room")
+        return plain(task)
+
+    with Ledger(tmp_path / "rows.csv", StepRow) as ledger:
+        ways = {
+            "plain": Way("plain", "whole batch", greedy, cut=False),
+            "by-hand": Way("by hand", "two passes", by_hand),
+        }
+        lines, bench = measured(monkeypatch, ways, batches=(8, 24, 32), ledger=ledger)
+    assert bench.right
+    assert sum(line.endswith("does not fit") for line in lines) == 2
+    assert max(calls) == 24
+    with (tmp_path / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["impl"], row["batch"], bool(row["ms"])) for row in rows] == [
+        ("plain", "8", True),
+        ("by hand", "8", True),
+        ("plain", "24", False),
+        ("by hand", "24", True),
+        ("plain", "32", False),
+        ("by hand", "32", True),
+    ]
+    # the plain step's time is that of the largest batch that it could do
+    by_pair = [float(row["us_per_pair"]) / float(rows[0]["us_per_pair"]) for row in rows[1::2]]
+    assert [float(row["ratio_to_plain"]) for row in rows[1::2]] == pytest.approx(by_pair, rel=1e-2)
+
+
+def test_what_fails_or_takes_too_long_is_named_and_costs_its_own_row_only(monkeypatch):
+    def fail(task):
+        raise RuntimeError("the first line\nand a long trace")
+
+    absent = Way("nobody", "at all", fail, missing=lambda: "is not installed")
+    ways = {"somebody": Way("somebody", "a way", fail), "nobody": absent, "plain": WAYS["plain"]}
+    lines, bench = measured(monkeypatch, ways, batches=(8, 24), longest=0.0)
+    assert bench.right
+    assert "  somebody, a way: RuntimeError: the first line" in lines
+    assert "  nobody, at all: is not installed" in lines
+    assert [(row.impl, row.batch) for row in bench.rows] == [("plain", 8)]
+    assert lines[-1].startswith("  plain, whole batch at 24: left out, it would take about ")
+
+
+def test_a_failure_of_ours_is_not_passed_over(monkeypatch):
+    def fail(task):
+        raise RuntimeError("no")
+
+    assert not measured(monkeypatch, {"retain-0": Way("contrastile", "retain 0", fail)})[1].right
+
+
+def test_inputs_in_three_places_are_the_same_pairs():
+    torch.manual_seed(0)
+    towers = Towers("tiny", CPU).eval()
+    pairs = Pairs(towers.shape, CPU, most=5)
+    for side in (0, 1):
+        features = [
+            (towers_leaf := pairs.sides(towers, 12, inputs)[side])[0](towers_leaf[1])
+            for inputs in ("device", "host", "pool")
+        ]
+        assert all(torch.equal(features[0], other) for other in features[1:])
+        assert torch.equal(features[0][:5], features[0][5:10])
+        assert not torch.equal(features[0][0], features[0][1])
+
+
+def test_activation_checkpointing_is_taken_back():
+    towers = Towers("tiny", CPU)
+    layers = [layer for layer in towers.modules() if type(layer).__name__ == "CLIPEncoderLayer"]
+    assert len(layers) == 4
+    for wanted in (True, True, False):
+        towers.checkpointing(wanted)
+        assert all(("forward" in vars(layer)) is wanted for layer in layers)
+
+
+def test_host_inputs_that_do_not_fit_are_out_of_memory(monkeypatch):
+    monkeypatch.setattr("contrastile.bench.towers.spare_bytes", lambda device: 1000)
+    towers = Towers("tiny", CPU)
+    with pytest.raises(torch.OutOfMemoryError, match=r"of the host, and 1,000 are free"):
+        Pairs(towers.shape, CPU).sides(towers, 12, "host")
+
+
+def test_what_is_measured_unasked():
+    assert standard(CPU, quick=False)[0] == ["tiny"]
+    assert standard(torch.device("cuda"), quick=False) == (
+        ["vit-b-16", "vit-l-14"],
+        [2**10, 2**13, 2**16, 2**18, 2**20],
+    )
+    assert not any(name.startswith("pool") for name in usual(2**16))
+    assert {"pool-0", "pool-auto"} < set(usual(2**18))
+
+
+def test_a_table_a_file_and_a_figure(tmp_path, capsys):
+    rows, picture = tmp_path / "rows.csv", tmp_path / "figure.svg"
+    words = ["--models", "tiny", "--sizes", "8", "24", "--ways", "plain", "retain-0", "--seconds", "0.01"]
+    assert main(["bench", "step", "--device", "cpu", *words, "--csv", str(rows), "--figure", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "times plain" in said
+    assert said.endswith(f"rows: {rows}\nfigure: {picture}\n")
+    found = series(rows, "tiny")
+    assert {name: [batch for batch, *_ in points] for name, points in found.items()} == {
+        "plain, whole batch": [8, 24],
+        "contrastile, retain 0": [8, 24],
+    }
+    assert all(
+        math.isfinite(number) and number > 0 for points in found.values() for point in points for number in point
+    )
+    text = picture.read_text()
+    assert text.startswith("<?xml")
+    draw(rows, picture)
+    assert picture.read_text() == text
+
+
+def test_a_figure_needs_rows(tmp_path, capsys):
+    with Ledger(tmp_path / "rows.csv", StepRow):
+        pass
+    with pytest.raises(ValueError, match="`csv` must hold rows of steps; got none in"):
+        draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
+    assert main(["bench", "step", "--figure", "x.svg"]) == 2
+    assert capsys.readouterr().err == "`figure` must come with csv, whose rows it draws; got none. Add --csv FILE.\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"), [("--models", "`models` must be one of"), ("--ways", "`ways` must be")]
+)
+def test_unknown_words_are_refused(option, sentence, capsys):
+    assert main(["bench", "step", "--device", "cpu", option, "nobody"]) == 2
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def _on_a_rank(rank, group, path):
+    ledger = Ledger(path, RankRow) if rank == 0 else None
+    return step_ranks.measure("tiny", [32], CPU, torch.float32, lambda line: None, ledger, sub_batch=5)
+
+
+def test_the_four_losses_across_ranks(pool, tmp_path):
+    assert pool.run(_on_a_rank, 4, tmp_path / "rows.csv") == [True] * 4
+    with (tmp_path / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["way"] for row in rows] == ["replicate, dense", "gather, dense", "ring, dense", "ring, eager"]
+    assert {(row["world"], row["batch"], row["data_bytes"]) for row in rows} == {
+        ("4", "32", str(8 * (3 * 32 * 32 + 96)))
+    }
