@@ -55,7 +55,7 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     if not isinstance(module, nn.Module) or not callable(getattr(module, str(name), None)):
         got = f"({type(module).__name__}, {name!r})"
         raise wrong("encoder", "be callable, or a module and the name of its method", got, "Check the name.")
-    if isinstance(module, _sharded_kind()) and name not in vars(module):
+    if isinstance(module, _sharded_kind()) and not _registered(module, name):
         sys.modules["torch.distributed.fsdp"].register_fsdp_forward_method(module, name)
     return getattr(module, name), wrapper
 
@@ -118,6 +118,11 @@ def _sharded_kind() -> Any:
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
+def _registered(module: nn.Module, name: str) -> bool:
+    """Whether the method gathers the parameters: FSDP2 wraps it and puts it on the instance."""
+    return hasattr(vars(module).get(name), "__wrapped__")
+
+
 @dataclass(frozen=True)
 class Sharding:
     """FSDP2's own records of the modules that an encoder runs; nothing to do where there are none.
@@ -133,7 +138,7 @@ class Sharding:
         while isinstance(encoder, partial):
             encoder = encoder.func
         owner, name = getattr(encoder, "__self__", None), getattr(encoder, "__name__", "")
-        if isinstance(owner, _sharded_kind()) and name not in vars(owner):
+        if isinstance(owner, _sharded_kind()) and not _registered(owner, name):
             got = f"{name} of {type(owner).__name__}, which does not gather its parameters"
             raise wrong("encoder", "be a forward method that FSDP2 knows", got, f"Pass (module, {name!r}).")
         return cls([module for module in modules if isinstance(module, _sharded_kind())])

@@ -14,6 +14,9 @@ from itertools import product
 from typing import Any
 
 import torch
+
+# FSDP2 loads it, in seconds: once, before the ranks are forked
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import Pool

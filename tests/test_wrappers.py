@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint_sequential
 
-from contrastile import comm, encode
+from contrastile import comm, encode, wrappers
 
 STEPS = 3
 
@@ -269,7 +271,15 @@ def _text_plain(wrapped: Any, model: Pair, x: Tensor, y: Tensor, first: bool) ->
     return image, model.encode_text(y) if text is None else text, *model.numbers()
 
 
+def _checkpointed(wrapped: Any, model: Pair, x: Tensor, y: Tensor) -> Any:
+    for tower in (model.image, model.text):
+        # what is inside is gathered again when it is recomputed
+        tower.blocks.forward = lambda z, blocks=tower.blocks: checkpoint_sequential(blocks, 2, z, use_reentrant=False)
+    return *_both(wrapped, x, y), *model.numbers()
+
+
 SHARDED_WAYS = WAYS | {
+    "activation checkpointing": _checkpointed,
     "text plain, before": partial(_text_plain, first=True),
     "text plain, after": partial(_text_plain, first=False),
     "scale first": _scale_first,
@@ -485,3 +495,9 @@ def _sharded_number(rank: int, group: Any, combined: str) -> Tensor:
 @pytest.mark.parametrize(("combined", "gradient"), [("mean", 2.0), ("sum", 6.0)])
 def test_a_sharded_scale_is_combined_as_the_wrapper_would(pool: Pool, combined: str, gradient: float) -> None:
     assert pool.run(_sharded_number, 3, combined) == [torch.tensor([gradient])] * 3
+
+
+def test_a_state_of_torch_2_11_has_one_group_or_none() -> None:
+    group = SimpleNamespace(fsdp_params=[])
+    assert wrappers._groups(SimpleNamespace(_fsdp_param_group=group)) == [group]
+    assert wrappers._groups(SimpleNamespace(_fsdp_param_group=None)) == []
