@@ -4,8 +4,8 @@ The script behind docs/kernels.md. Needs a CUDA device:
 
     python benchmarks/kernel_ladder.py [--csv FILE] [--rows 65536] [--features 512 768 1024]
 
-Times are medians, with the 8192 × 8192 × 8192 bf16
-product of the same moment beside them, since a chip under load slows down.
+Times are medians, with the 8192 × 8192 × 8192 bf16 product of the same moment beside them, since a chip under load
+slows down.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from contrastile.tiles import triton_device as device
 from contrastile.tiles import triton_launch as launch
 from contrastile.tiles import triton_operands as operands
 from contrastile.tiles.triton_device import Shape
-from contrastile.tiles.triton_operands import Masks, Operand
+from contrastile.tiles.triton_operands import Masks, Pair
 
 SQUARE = 8192
 SHAPES = {
@@ -81,24 +81,21 @@ def _kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
     """The two kernels of the shape of a matrix product, in every shape that compiles."""
     (b, d), known = q.shape, dict(device.SHAPES)
     rows = min(b, SQUARE)
-    numbers = launch.softmax_numbers(q, k, torch.tensor(SCALE, device="cuda"))
-    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    numbers = launch.numbers(q, k, torch.tensor(SCALE, device="cuda"), None, sigmoid=False)
     weights = torch.full((b,), 2.0**-16, device="cuda")
     for name, shape in SHAPES.items():
         device.SHAPES.update(dict.fromkeys(known, shape))
-        left, right = (operands.operand(x, 1, shape) for x in (q[:rows], k))
+        pair = Pair(*(operands.operand(x, 1, shape) for x in (q[:rows], k)), Masks(diagonal=0))
         row_part = torch.empty(1, operands.tiles_of(b, shape.cols), rows, device="cuda")
         col_part = torch.empty(1, operands.tiles_of(rows, shape.rows), b, device="cuda")
-        strip = operands.strip(left, right)
+        strip = operands.strip(pair.q, pair.k)
 
-        def totals(
-            left: Operand = left, right: Operand = right, parts: tuple[Tensor, Tensor] = (row_part, col_part)
-        ) -> None:
-            launch.totals(left, right, Masks(diagonal=0), numbers, *parts, smooth=False, sigmoid=False)
+        def totals(pair: Pair = pair, parts: tuple[Tensor, Tensor] = (row_part, col_part)) -> None:
+            launch.totals(pair, numbers, *parts, smooth=False, sigmoid=False)
 
-        def gradient(left: Operand = left, right: Operand = right, strip: Tensor = strip) -> None:
+        def gradient(pair: Pair = pair, strip: Tensor = strip) -> None:
             vectors = [(weights, weights), (weights, weights)]
-            launch.gradient(left, right, Masks(diagonal=0), numbers, flag, vectors, strip, smooth=False, sums=None)
+            launch.gradient(pair, numbers, vectors, strip, smooth=False, sums=None, row_part=None)
 
         for kind, call in (("sums", totals), ("gradient", gradient)):
             if _runs(call):

@@ -9,9 +9,11 @@ of the calls before.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +22,13 @@ from torch import Tensor
 
 from contrastile._sweep import Call, Gradients, at_once, forward_with_gradients
 
+log = logging.getLogger("contrastile")
+
 # pairs of a batch that is small: its strip of gradients, which a graph keeps, takes twice as many bytes
 MOST_PAIRS = 8192**2
 # calls of a kind before it is captured, which also compile its kernels; and graphs kept, the latest used
 CALLS, KEPT = 2, 2
+NEVER = -(2**62)
 
 
 def small(call: Call, q: Tensor) -> bool:
@@ -102,29 +107,41 @@ def replayed(
     call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Gradients]:
     """`forward_with_gradients`, as a graph once it has been called often enough to pay."""
-    if not small(call, q) or torch.cuda.is_current_stream_capturing():
+    if not small(call, q):
         return forward_with_gradients(call, q, k, scale, bias, wanted)
+    if torch.cuda.is_current_stream_capturing():
+        return _complete(call, q, k, scale, bias, wanted)
     inputs = (q, k, scale, bias)
     key = (
         q.device, *((x.shape, x.dtype) if x is not None else None for x in inputs), call.loss, call.reduction,
         call.workspace, call.rows.diagonal, tuple(wanted), torch.backends.cuda.matmul.fp32_precision,
     )  # fmt: skip
-    with _lock:
+    with _lock, _on(q.device):
         _calls[key] = _calls.get(key, 0) + 1
-        if _calls[key] > CALLS:
-            return _graph(key, call, inputs, wanted)(inputs)
-    return forward_with_gradients(call, q, k, scale, bias, wanted)
+        graph = _graph(key, call, inputs, wanted) if _calls[key] > CALLS else None
+        if graph is not None:
+            return graph(inputs)
+    return _complete(call, q, k, scale, bias, wanted)
 
 
-def _graph(key: Any, call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> _Graph:
-    """The graph of this kind of call, captured if need be; it is the latest used then."""
+def _graph(key: Any, call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> _Graph | None:
+    """The graph of this kind of call, captured if need be; None if that fails, now and later."""
     if key not in _graphs:
-        _graphs[key] = _Graph(call, inputs, wanted)
+        try:
+            _graphs[key] = _Graph(call, inputs, wanted)
+        except RuntimeError as error:
+            log.info("a small call is not replayed: %s", error)
+            _calls[key] = NEVER
+            return None
         if len(_graphs) > KEPT:
             # a kind that is pushed out has to be called often again
             del _calls[_graphs.popitem(last=False)[0]]
     _graphs.move_to_end(key)
     return _graphs[key]
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    return nullcontext() if device.index in (None, torch.cuda.current_device()) else torch.cuda.device(device)
 
 
 def with_loss(call: Call, q: Tensor) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from contrastile.bench.measure import Ledger, Machine, Row, busy, chip, versions
+from contrastile.bench.measure import FIRST_STEPS, Ledger, Machine, Row, busy, chip, versions
 
 COLUMNS = "impl,loss,backend,b,d,dtype,world,ms,effective_tflops,ratio,peak_bytes,chip,versions,date,commit"
 ROW = Row(
@@ -60,10 +60,11 @@ def test_a_product_runs_before_every_step():
         time.sleep(0.02)
 
     machine(0.1, lambda: slow("product")).race({"a": lambda: slow("a"), "b": lambda: slow("b")})
-    # one of each to see how long they take
-    assert said[:3] == ["a", "b", "product"]
-    assert len(said) > 3
-    assert said[3:] == ["product", "a", "product", "b"] * (len(said[3:]) // 4)
+    # some of each to see how long they take
+    first = 2 * FIRST_STEPS + 1
+    assert said[:first] == ["a"] * FIRST_STEPS + ["b"] * FIRST_STEPS + ["product"]
+    assert len(said) > first
+    assert said[first:] == ["product", "a", "product", "b"] * (len(said[first:]) // 4)
 
 
 def test_the_slower_step_is_the_slower():
@@ -124,7 +125,7 @@ def test_products_between_long_steps_last_as_long():
         time.sleep(0.01)
 
     machine(0.1, product).race({"step": lambda: ran.append("step") or time.sleep(0.1)})
-    # one of each to see how long they take
-    assert ran[:3] == ["step", "product", "product"]
+    # some of each to see how long they take
+    assert ran[: FIRST_STEPS + 2] == ["step"] * FIRST_STEPS + ["product", "product"]
     # as many as take a tenth of a second, or fewer where sleeping takes longer
-    assert 3 <= ran[2:].count("product") <= 11
+    assert 3 <= ran[FIRST_STEPS + 1 :].count("product") <= 11

@@ -36,6 +36,7 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_replay, "small", lambda call, q: call.reduction != "none")
     monkeypatch.setattr(_replay, "_Graph", Played)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     CAPTURED.clear()
     yield
     _replay._graphs.clear()
@@ -85,3 +86,18 @@ def test_nothing_is_small_on_a_cpu() -> None:
     for _ in range(_replay.CALLS + 1):
         contrast(torch.randn(3, 4, requires_grad=True), torch.randn(3, 4), scale=1.0)
     assert not _replay._calls
+
+
+@pytest.mark.usefixtures("_played")
+def test_a_capture_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def failing(*arguments: Any) -> None:
+        tried.append(1)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(_replay, "_Graph", failing)
+    q, k = torch.randn(2, 6, 4)
+    losses = [contrast(q.requires_grad_(), k, scale=1.0).detach() for _ in range(_replay.CALLS + 3)]
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert len(tried) == 1

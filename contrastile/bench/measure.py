@@ -38,6 +38,8 @@ LEAST_SECONDS = 0.01
 # products between two runs of a step last as long as the step, up to this: at first they would run at its clocks
 MOST_PRODUCT_SECONDS = 0.25
 MOST_ROUNDS = 25
+# steps before the first that counts, unless they take this long
+FIRST_STEPS, MOST_FIRST_SECONDS = 5, 1.0
 # side and dtype of the product that times are compared with
 PRODUCTS = {"cuda": (8192, torch.bfloat16), "cpu": (2048, torch.float32)}
 # clocks fall under load, and only then is a time one that a training run would see
@@ -90,7 +92,7 @@ class Machine:
     def race(self, steps: Mapping[str, Step]) -> dict[str, Timing]:
         """Each step's time, all steps in turn, a product before each."""
         self.room()
-        once = {name: self.time(step, 1) for name, step in steps.items()}
+        once = {name: self._pace(step) for name, step in steps.items()}
         rounds = max(1, min(MOST_ROUNDS, int(self.seconds * len(once) / sum(once.values()))))
         repeats = {name: max(1, round(LEAST_SECONDS / seconds)) for name, seconds in once.items()}
         product_once = self.time(self.product, 1)
@@ -111,6 +113,13 @@ class Machine:
             )
             for name in steps
         }
+
+    def _pace(self, step: Step) -> float:
+        """Seconds of a step that has found its pace: the first ones allocate, compile, and may be captured."""
+        taken: list[float] = []
+        while len(taken) < FIRST_STEPS and sum(taken) < MOST_FIRST_SECONDS:
+            taken.append(self.time(step, 1))
+        return taken[-1]
 
     def peak(self, step: Step) -> int:
         """Bytes that a step takes at most, beside what was there before it."""

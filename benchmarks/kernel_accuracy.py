@@ -1,0 +1,109 @@
+"""How far the fused kernels are from float64 on this chip, and what its matrix units cut off.
+
+The script behind the numbers of docs/kernels.md and docs/numerics.md. Needs a CUDA device with a copy engine:
+
+    python benchmarks/kernel_accuracy.py
+
+First, products of a tile against float64: the share they lose, of all pairs and of those above three deviations, which
+matter to a loss. `triton_device.Shape.cut` is what it comes to per feature. Then whole losses, for pairs of some
+cosine, beside the dense formula in the same type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from contrastile import ClipLoss, SigLipLoss
+from contrastile.losses.dense import dense_clip, dense_sigmoid
+from contrastile.tiles.triton_device import shape_for
+from contrastile.tiles.triton_kernels import _products
+from contrastile.tiles.triton_operands import coded, operand, products
+
+ROWS, SCALE, BIAS = 8192, 100.0, -10.0
+# 16-bit pieces of a number
+PIECES = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 3}
+LOSSES = {"clip": (ClipLoss, dense_clip, ()), "siglip": (SigLipLoss, dense_sigmoid, (BIAS,))}
+
+
+def main() -> None:
+    print(f"{'products':10} {'d':>5} {'lost':>10} {'of the upper':>12} {'per feature':>12}")
+    for dtype, d in [(torch.bfloat16, 2**e) for e in range(6, 13)] + [(torch.float16, 512), (torch.float32, 512)]:
+        lost, upper = _cut(*_features(2048, d, 0.0, dtype))
+        print(f"{str(dtype)[6:]:10} {d:5} {lost:10.2e} {upper:12.2e} {f'2^{math.log2(upper / d):.2f}':>12}", flush=True)
+    print(
+        f"{'loss':7} {'dtype':9} {'d':>5} {'cosine':>6} {'value':>9}   loss, gradients, scale  | dense: loss, gradients"
+    )
+    for loss, dtype, d, cosine in _cases():
+        value, ours, dense = _distances(loss, dtype, d, cosine)
+        found = " ".join(f"{x:.1e}" for x in (*ours[:2], ours[3]))
+        beside = " ".join(f"{x:.1e}" for x in dense[:2])
+        print(f"{loss:7} {str(dtype)[6:]:9} {d:5} {cosine:6} {value:9.2e}   {found} | {beside}", flush=True)
+
+
+def _cases() -> Iterator[tuple[str, torch.dtype, int, float]]:
+    for d in (512, 768, 1024):
+        for cosine in (0.0, 0.2, 0.3, 0.4):
+            yield "clip", torch.bfloat16, d, cosine
+        yield "siglip", torch.bfloat16, d, 0.0
+    for dtype in (torch.float16, torch.float32):
+        yield "clip", dtype, 512, 0.2
+
+
+def _features(n: int, d: int, cosine: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Unit features whose pairs have about this cosine."""
+    torch.manual_seed(d)
+    q, k = (F.normalize(torch.randn(n, d, device="cuda"), dim=-1) for _ in range(2))
+    q = F.normalize(cosine * k + (1 - cosine**2) ** 0.5 * q, dim=-1)
+    return q.to(dtype), k.to(dtype)
+
+
+@triton.jit
+def _store(q_mem, k_mem, out_ptr, n, D, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr,
+           RIGHT: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
+    i, j = tl.program_id(0), tl.program_id(1)
+    acc = _products(q_mem, k_mem, 0, 0, i, j, n, n, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, True, False)
+    rows, cols = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
+    tl.store(out_ptr + rows[:, None] * n + cols[None, :], acc)
+
+
+def _cut(q: Tensor, k: Tensor) -> tuple[float, float]:
+    """The share that the products lose, by least squares: of all pairs, and of those above three deviations."""
+    n, shape = len(q), shape_for(q.device)
+    a, b = (operand(x, PIECES[x.dtype], shape) for x in (q, k))
+    left, right = zip(*products(a.parts), strict=True)
+    out = torch.empty(n, n, device="cuda")
+    _store[n // shape.rows, n // shape.cols](
+        a.memory(shape.rows, shape), b.memory(shape.cols, shape), out, n, a.width, shape.rows, shape.cols, shape.depth,
+        coded(list(left)), coded(list(right)), len(left), num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    true = q.double() @ k.double().T
+    missing, upper = (true - out) * true, true.abs() > 3 * true.std()
+    return float(missing.sum() / true.square().sum()), float(missing[upper].sum() / true[upper].square().sum())
+
+
+def _distances(loss: str, dtype: torch.dtype, d: int, cosine: float) -> tuple[float, list[float], list[float]]:
+    module, formula, bias = LOSSES[loss]
+    numbers = [torch.tensor(x, device="cuda") for x in (SCALE, *bias)]
+    leaves = [x.requires_grad_() for x in (*_features(ROWS, d, cosine, dtype), *numbers)]
+    true = _step(formula, [x.detach().double().requires_grad_() for x in leaves])
+    ours, dense = (
+        [float((x - y).norm() / y.norm()) for x, y in zip(_step(way, leaves), true, strict=True)]
+        for way in (module(backend="triton"), formula)
+    )
+    return float(true[0]), ours, dense
+
+
+def _step(loss, leaves: list[Tensor]) -> list[Tensor]:
+    value = loss(*leaves)
+    return [x.double() for x in (value.detach(), *torch.autograd.grad(value, leaves))]
+
+
+if __name__ == "__main__":
+    main()
