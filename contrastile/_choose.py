@@ -8,6 +8,7 @@ declined.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ def choose_exchange(options: Options, loss: PairLoss, rows: Side, cols: Side) ->
     shards = Shards(group, comm.rank(group), *counted)
     _check.not_empty(sum(shards.rows))
     if name == "auto":
-        D, itemsize = rows.features.shape[1], rows.features.element_size()
+        D = max(sum(math.prod(x.shape[1:]) for x in side.leaves) for side in (rows, cols))
+        itemsize = max(x.element_size() for side in (rows, cols) for x in side.leaves)
         room = device_memory(rows.features.device) // 16
         name = "gather" if Gather.extra_bytes(shards, D, itemsize) <= room else "ring"
         _say_once(f"exchange: {name}")
@@ -115,7 +117,8 @@ def _statement(options: Options, loss: PairLoss, rows: Side, cols: Side) -> dict
         "exchange": options.exchange,
         "gradient": options.gradient,
         "reduction": options.reduction,
-        "features": rows.features.shape[1],
+        "features": _shapes(rows),
+        "key features": _shapes(cols),
         "dtype": str(rows.features.dtype),
         "device": rows.features.device.type,
         "positives": None if rows.positives is None else rows.positives.shape[1],
@@ -124,6 +127,13 @@ def _statement(options: Options, loss: PairLoss, rows: Side, cols: Side) -> dict
         "rows": len(rows),
         "columns": len(cols),
     }
+
+
+def _shapes(side: Side) -> Any:
+    """The feature size; or, of what a learned score reads, the shape and type of each tensor."""
+    if side.features.ndim == 2 and not side.others:
+        return side.features.shape[1]
+    return [f"{list(x.shape[1:])} {x.dtype}" for x in side.leaves]
 
 
 def _triton() -> type[Tiles]:

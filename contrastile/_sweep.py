@@ -6,7 +6,7 @@ exchange walks over the columns, tiles compute blocks, the loss ends the statist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ class Call:
     """All that crosses autograd's boundary without being differentiated."""
 
     loss: PairLoss
-    tiles: type[Tiles]
+    # of a loss, a scale, a bias and a workspace
+    tiles: Callable[[PairLoss, Tensor, Tensor | None, int], Tiles]
     exchange: Exchange
     rows: Side
     cols: Side
@@ -43,8 +44,12 @@ class Call:
         """The tiles of this call, with its numbers in the accumulator's type."""
         wide = accumulator(dtype)
         used = None if bias is None or not self.loss.uses_bias else _scalar(bias, wide)
-        workspace = device_memory(scale.device) // DEFAULT_SHARE if self.workspace is None else self.workspace
-        return self.tiles(self.loss, _scalar(scale, wide), used, workspace)
+        return self.tiles(self.loss, _scalar(scale, wide), used, workspace_on(scale.device, self.workspace))
+
+
+def workspace_on(device: torch.device, asked: int | None) -> int:
+    """Bytes that tiles may use."""
+    return device_memory(device) // DEFAULT_SHARE if asked is None else asked
 
 
 class Swept(NamedTuple):
@@ -70,10 +75,25 @@ def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None
     with torch.autocast(q.device.type, enabled=False):
         tiles = call.arithmetic(scale, bias, q.dtype)
         rows, cols = replace(call.rows, features=q), replace(call.cols, features=k)
-        stats = call.exchange.stats(tiles, rows, cols)
-        directions = [call.loss.finish(side) for side in stats if side is not None]
-        value, coefficients = _reduce(call, directions, _poison(q, k, tiles.scale))
+        return finished(call, call.exchange.stats(tiles, rows, cols), _poison(q, k, tiles.scale))
+
+
+def finished(call: Call, stats: Sequence[Tensor | None], poison: Tensor) -> Swept:
+    """What the statistics of rows and columns come to; `poison` is 0, or NaN where something is not finite."""
+    directions = [call.loss.finish(side) for side in stats if side is not None]
+    value, coefficients = _reduce(call, directions, poison)
     return Swept(value, [direction.state for direction in directions], coefficients)
+
+
+def with_states(
+    call: Call, upstream: Tensor, swept: tuple[Sequence[Tensor], Sequence[Tensor]], wide: torch.dtype
+) -> tuple[Side, Side]:
+    """The call's sides with what the backward needs of their statistics."""
+    upstream = upstream.to(wide) * call.exchange.gradient_factor()
+    carried: list[dict[str, Any]] = [
+        {"state": state, "coefficient": coefficient * upstream} for state, coefficient in zip(*swept, strict=True)
+    ]
+    return replace(call.rows, **carried[0]), replace(call.cols, **(carried[1] if call.loss.symmetric else {}))
 
 
 def forward_with_gradients(
@@ -111,14 +131,9 @@ def backward(
     """The gradients of q, k, scale and bias, of those that are wanted."""
     with torch.autocast(q.device.type, enabled=False):
         tiles = call.arithmetic(scale, bias, q.dtype)
-        upstream = upstream.to(tiles.scale.dtype) * call.exchange.gradient_factor()
-        carried: list[dict[str, Any]] = [
-            {"state": state, "coefficient": coefficient * upstream} for state, coefficient in zip(*swept, strict=True)
-        ]
-        rows = replace(call.rows, features=q, **carried[0])
-        cols = replace(call.cols, features=k, **(carried[1] if call.loss.symmetric else {}))
+        rows, cols = with_states(call, upstream, swept, tiles.scale.dtype)
         u, v = _room(q, k, wanted)
-        total = call.exchange.grads(tiles, rows, cols, u, v)
+        total = call.exchange.grads(tiles, replace(rows, features=q), replace(cols, features=k), u, v)
     return hand_back(call, Gradients(u, v, total), None, q, k, scale, bias, wanted)
 
 

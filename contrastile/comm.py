@@ -67,6 +67,8 @@ def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> li
 
 def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """The rows [Σ sizes, ...] of all ranks' x, in rank order; ranks may have different numbers of them."""
+    if x.dtype == torch.bool:
+        return gather_rows(_sendable(x), sizes, group).view(torch.bool)
     most = max(sizes)
     room = x.new_empty((len(sizes) * most, *x.shape[1:]))
     _all_gather(room, _padded(x, most), group=group)
@@ -119,15 +121,20 @@ def post(leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: Any) -> F
     ranks, here = size(group), rank(group)
     following = dist.get_global_rank(_default(group), (here + 1) % ranks)
     previous = dist.get_global_rank(_default(group), (here - 1) % ranks)
-    sent = [x.contiguous() for x in leaving]
+    sent = [_sendable(x).contiguous() for x in leaving]
     operations = [dist.P2POp(dist.isend, x, following, group) for x in sent if x.numel()]
-    operations += [dist.P2POp(dist.irecv, x, previous, group) for x in arriving if x.numel()]
+    operations += [dist.P2POp(dist.irecv, _sendable(x), previous, group) for x in arriving if x.numel()]
     works = dist.batch_isend_irecv(operations) if operations else []
     return Flight(works, list(arriving), sent)
 
 
 def _default(group: Any) -> Any:
     return dist.group.WORLD if group is None else group
+
+
+def _sendable(x: Tensor) -> Tensor:
+    """x as bytes, where it is made of truth values, which not every backend sends."""
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

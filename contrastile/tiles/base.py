@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Side
 
 
@@ -46,7 +45,8 @@ class Tiles(ABC):
     def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
         """Adds Σ_j g_ij k_j to u [N, D] and Σ_i g_ij q_i to v [M, D], g being the pairs' gradient; returns Σ_ij g_ij.
 
-        Both in the accumulator's type, both without the scale; what is None is not computed.
+        Both in the accumulator's type, both without the scale; what is None is not computed. A learned score's
+        derivatives stand in the place of k_j and q_i, and its sums go on beyond Σ_ij g_ij (see `scored.py`).
         """
 
     @abstractmethod
@@ -62,4 +62,8 @@ class Tiles(ABC):
 
     def init(self, side: Side) -> Tensor:
         """Statistics of rows that have met no column."""
-        return self.loss.init(len(side), dtype=accumulator(side.features.dtype), device=side.features.device)
+        return self.loss.init(len(side), dtype=self.scale.dtype, device=self.scale.device)
+
+    def no_pairs(self) -> Tensor:
+        """What `grads` returns where no row meets a column."""
+        return torch.zeros_like(self.scale)

@@ -80,7 +80,10 @@ class Eager(Tiles):
 
     def _tile(self, rows: Side, cols: Side) -> Tile:
         # scaled afterwards: scaled features would be rounded once more
-        x = _product(rows.features, cols.features.T).mul_(self.scale)
+        return self._marked(_product(rows.features, cols.features.T).mul_(self.scale), rows, cols)
+
+    def _marked(self, x: Tensor, rows: Side, cols: Side) -> Tile:
+        """The tile of the scaled similarities x, which it may overwrite."""
         if self.bias is not None:
             x += self.bias
         bounds = None
