@@ -88,10 +88,10 @@ class MaxSim(nn.Module):
 
     def forward(self, rows: Tokens, columns: Tokens) -> Tensor:
         (q_ILD, asking), (k_JMD, answering) = _tokens("q", rows), _tokens("k", columns)
-        similar = (q_ILD.flatten(0, 1) @ k_JMD.flatten(0, 1).T).view(-1, *k_JMD.shape[:2])
+        similar = (q_ILD.flatten(0, 1) @ k_JMD.flatten(0, 1).T).unflatten(1, k_JMD.shape[:2])
         if answering is not None:
             similar = similar.masked_fill(~answering, -torch.inf)
-        best_ILJ = similar.max(-1).values.view(*q_ILD.shape[:2], -1)
+        best_ILJ = similar.max(-1).values.unflatten(0, q_ILD.shape[:2])
         if answering is not None:
             best_ILJ = best_ILJ.masked_fill(~answering.any(-1), 0.0)
         if asking is not None:

@@ -30,7 +30,7 @@ from contrastile._check import wrong
 from contrastile._types import accumulator
 from contrastile.footprint import footprint
 from contrastile.losses.base import PairLoss, Side, Tile
-from contrastile.reach import Autocast, RandomState, begin_random, graph_leaves, refusing_batch_norm
+from contrastile.reach import Autocast, RandomState, begin_random, graph_leaves, refusing_batch_norm, silent
 from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD, Eager
 
 # rows and columns that show what a module does
@@ -314,7 +314,8 @@ def _bytes(scorer: Scorer, rows: Side, cols: Side, side: int) -> int:
         scores, leaves = scorer.with_graph(row_tile, col_tile)
         if scores.requires_grad:
             wanted = [*leaves, *scorer.parameters]
-            torch.autograd.grad(scores, wanted, torch.ones_like(scores), allow_unused=True)
+            with silent(scorer.parameters):
+                torch.autograd.grad(scores, wanted, torch.ones_like(scores), allow_unused=True)
 
     outputs = sum(parameter.nbytes for parameter in scorer.parameters)
     held = TILES_HELD * torch.empty((), dtype=accumulator(scorer.dtype)).element_size()
