@@ -47,6 +47,8 @@ class Options:
     reduction: "mean" and "sum" over the global batch, or "none": this rank's rows, scaled so that their mean is
     "mean".
     workspace: bytes that may be used beside inputs, outputs and accumulators; 1/64 of the device's memory by default.
+    device: where to compute while features wait in host memory, streamed from there, their gradients returned to it;
+    by default where the features are.
     """
 
     backend: Backend = "auto"
@@ -56,6 +58,7 @@ class Options:
     label_smoothing: float = 0.0
     reduction: Reduction = "mean"
     workspace: int | None = None
+    device: torch.device | str | None = None
 
     @classmethod
     def of(cls, how: dict[str, Any]) -> Options:

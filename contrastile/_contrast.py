@@ -19,6 +19,7 @@ from contrastile._check import wrong
 from contrastile._choose import Options, choose_exchange, choose_tiles
 from contrastile._operation import traceable, traced
 from contrastile._scored import Pair
+from contrastile._streamed import away, device_of, streamed
 from contrastile._sweep import Call, Gradients, at_once, backward, forward, forward_with_gradients, hand_back
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Side
@@ -100,6 +101,11 @@ def contrast(
         )  # fmt: skip
         if pair is not None:
             rows, cols = pair.others(rows, cols)
+        device = device_of(options.device, q)
+        alone = comm.size(options.group) == 1 or options.exchange == "single"
+        if away(q, device) and (pair is not None or not alone):
+            with_what = "several ranks" if pair is None else "a scorer"
+            raise wrong("device", f"be left out with {with_what}", repr(str(device)), "Move the features there.")
     except ValueError as error:
         # the other ranks must not wait for one that is wrong
         if comm.size(options.group) > 1:
@@ -108,8 +114,10 @@ def contrast(
     exchange = choose_exchange(options, loss, rows, cols)
     rows, cols = exchange.shards.place(rows, cols)
     dtype = q.dtype if pair is None else pair.scorer.dtype
-    scale, bias = (None if x is None else _as_tensor(x, q.device, dtype) for x in (scale, bias))
+    scale, bias = (None if x is None else _as_tensor(x, device, dtype) for x in (scale, bias))
     assert scale is not None
+    if away(q, device):
+        return streamed(q, k, scale, bias, loss, exchange, (rows, cols), weights, options, device)
     if pair is not None:
         return pair.contrasted(scale, bias, loss, exchange, (rows, cols), weights, options)
     if torch.compiler.is_compiling() and traceable(loss, exchange):
@@ -152,9 +160,9 @@ def _prepare(
     """What a rank can check by itself; rows, columns (negatives from `keys` on), the loss as the options want it."""
     if scale is None:
         raise wrong("scale", "be given for a dot product", None, "Pass logit_scale.exp(), say.")
-    _check.number("scale", scale, q)
+    _check.number("scale", scale, q, options.device)
     if bias is not None:
-        _check.number("bias", bias, q)
+        _check.number("bias", bias, q, options.device)
     if options.label_smoothing:
         loss = loss.smoothed(options.label_smoothing)
     if len(k) > keys:

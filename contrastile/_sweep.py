@@ -75,13 +75,13 @@ def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None
     with torch.autocast(q.device.type, enabled=False):
         tiles = call.arithmetic(scale, bias, q.dtype)
         rows, cols = replace(call.rows, features=q), replace(call.cols, features=k)
-        return finished(call, call.exchange.stats(tiles, rows, cols), _poison(q, k, tiles.scale))
+        return finished(call, call.exchange.stats(tiles, rows, cols), poison(tiles.scale, q, k))
 
 
-def finished(call: Call, stats: Sequence[Tensor | None], poison: Tensor) -> Swept:
-    """What the statistics of rows and columns come to; `poison` is 0, or NaN where something is not finite."""
+def finished(call: Call, stats: Sequence[Tensor | None], not_finite: Tensor) -> Swept:
+    """What the statistics of rows and columns come to; `not_finite` is 0, or NaN where something is not."""
     directions = [call.loss.finish(side) for side in stats if side is not None]
-    value, coefficients = _reduce(call, directions, poison)
+    value, coefficients = _reduce(call, directions, not_finite)
     return Swept(value, [direction.state for direction in directions], coefficients)
 
 
@@ -103,8 +103,8 @@ def forward_with_gradients(
     with torch.autocast(q.device.type, enabled=False):
         tiles = call.arithmetic(scale, bias, q.dtype)
         weights = tiles.scale.new_ones(len(q)) if call.weights is None else call.weights.to(tiles.scale.dtype)
-        poison = _poison(q, k, tiles.scale)
-        coefficient = (weights / weights.sum() if call.reduction == "mean" else weights) + poison
+        not_finite = poison(tiles.scale, q, k)
+        coefficient = (weights / weights.sum() if call.reduction == "mean" else weights) + not_finite
         # a pairwise loss leaves no state
         rows = replace(call.rows, features=q, coefficient=coefficient, state=coefficient.new_empty(0, len(q)))
         u, v = _room(q, k, wanted)
@@ -155,7 +155,7 @@ def hand_back(
         times = torch.ones_like(factor) if upstream is None else upstream.to(total.dtype)
         dscale = dbias = None
         if want_scale:
-            dscale = (_inner(q, u) if u is not None else _inner(k, v)) * times
+            dscale = (inner(q, u) if u is not None else inner(k, v)) * times
             dscale = dscale.to(scale.dtype).reshape(scale.shape)
         if want_bias and bias is not None:
             used = total * times if call.loss.uses_bias else torch.zeros_like(total)
@@ -177,7 +177,7 @@ def _room(q: Tensor, k: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, 
     return u, torch.zeros_like(k, dtype=wide) if want_k else None
 
 
-def _reduce(call: Call, directions: list[Finished], poison: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _reduce(call: Call, directions: list[Finished], not_finite: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The loss, and for each direction ∂(loss)/∂(each row's loss) for an upstream gradient of 1."""
     here = len(call.rows)
     weights = [
@@ -185,35 +185,35 @@ def _reduce(call: Call, directions: list[Finished], poison: Tensor) -> tuple[Ten
         for direction in directions
     ]
     summed = [(w * direction.loss).sum() for w, direction in zip(weights, directions, strict=True)]
-    local = torch.stack([*summed, *(w.sum() for w in weights), poison + here, poison])
-    *sums, rows, poison = call.exchange.total(local).unbind()
+    local = torch.stack([*summed, *(w.sum() for w in weights), not_finite + here, not_finite])
+    *sums, rows, not_finite = call.exchange.total(local).unbind()
     losses, masses = sums[: len(directions)], sums[len(directions) :]
     share = 1 / len(directions)
     if call.reduction == "sum":
-        value = sum(losses, poison) * share
-        each = [w * share + poison for w in weights]
+        value = sum(losses, not_finite) * share
+        each = [w * share + not_finite for w in weights]
     elif call.reduction == "mean":
-        value = sum((loss / mass for loss, mass in zip(losses, masses, strict=True)), poison * 0) * share
-        each = [w * (share / mass) + poison for w, mass in zip(weights, masses, strict=True)]
+        value = sum((loss / mass for loss, mass in zip(losses, masses, strict=True)), not_finite * 0) * share
+        each = [w * (share / mass) + not_finite for w, mass in zip(weights, masses, strict=True)]
     else:
         scaled = [w * (share / mass) for w, mass in zip(weights, masses, strict=True)]
-        value = sum((s * d.loss for s, d in zip(scaled, directions, strict=True)), poison) * rows
+        value = sum((s * d.loss for s, d in zip(scaled, directions, strict=True)), not_finite) * rows
         # the caller divides by this rank's rows, the value by those of all ranks
-        each = [s * here + poison for s in scaled]
-    return value + poison, each
+        each = [s * here + not_finite for s in scaled]
+    return value + not_finite, each
 
 
-def _poison(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+def poison(scale: Tensor, *features: Tensor) -> Tensor:
     """0 if all is finite, NaN otherwise, without asking the device."""
-    poison = scale * 0
-    for x in (q, k):
+    found = scale * 0
+    for x in features:
         if x.numel():
             least, most = torch.aminmax(x)
-            poison = poison + (least.to(scale.dtype) + most.to(scale.dtype)) * 0
-    return poison
+            found = found + (least.to(scale.dtype) + most.to(scale.dtype)) * 0
+    return found
 
 
-def _inner(x: Tensor, gradient: Tensor | None) -> Tensor:
+def inner(x: Tensor, gradient: Tensor | None) -> Tensor:
     """Σ ⟨x_i, gradient_i⟩ in the accumulator's type, some rows at a time."""
     assert gradient is not None
     parts = [

@@ -28,7 +28,8 @@ BELOW["_choose"] = BELOW["exchange"] | {"exchange"}
 BELOW["_sweep"] = BELOW["_choose"] | {"_choose"}
 BELOW["_operation"] = BELOW["_choose"] | {"_choose", "_sweep"}
 BELOW["_scored"] = BELOW["_operation"] | {"reach"}
-BELOW["_contrast"] = BELOW["_operation"] | {"_operation", "_scored"}
+BELOW["_streamed"] = BELOW["_operation"]
+BELOW["_contrast"] = BELOW["_operation"] | {"_operation", "_scored", "_streamed"}
 BELOW["scorers"] = GROUND
 BELOW["modules"] = BELOW["_contrast"] | {"_contrast"}
 BELOW["plan"] = BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
