@@ -129,8 +129,9 @@ def main() -> None:
     milliseconds(host, q, k, 1)
     measure("host", host, q, k, ROUNDS)
     if options.size > options.beside:
+        many = [features(options.size, d, seed) for seed in (3, 4)]
         pinned_before(options.size, d)
-        measure("host", host, *(features(options.size, d, seed) for seed in (3, 4)), 1)
+        measure("host", host, *many, 1)
         measure("resident", resident, q.to(DEVICE), k.to(DEVICE), ROUNDS)
     if options.csv:
         with options.csv.open("w", newline="") as file:
