@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from contrastile._check import wrong
 from contrastile._choose import Options
-from contrastile._sweep import Call, finished, with_states, workspace_on
+from contrastile._sweep import Call, Gradients, at_once, finished, with_coefficients, with_states, workspace_on
 from contrastile.exchange.base import Exchange
 from contrastile.losses.base import PairLoss, Side
 from contrastile.reach import silent
@@ -75,7 +75,10 @@ class Pair:
         side = WHOLE if options.backend == "dense" else fitting_side(scorer, *sides, workspace)
         tiles = partial(Scored, scorer=scorer, side=side)
         call = Call(loss, tiles, exchange, *sides, weights, options.reduction, workspace)
-        result: Tensor = _Scored.apply(call, scorer, scale, bias, *self.rows, *self.cols, *scorer.parameters)
+        inputs = (scale, bias, *self.rows, *self.cols, *scorer.parameters)
+        wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        operation = _ScoredAtOnce if wants and at_once(call) else _Scored
+        result: Tensor = operation.apply(call, scorer, *inputs)
         return result
 
 
@@ -84,8 +87,9 @@ class _Scored(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, scorer: Scorer, scale: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
-        tiles = call.arithmetic(scale, bias, scorer.dtype)
-        swept = finished(call, call.exchange.stats(tiles, call.rows, call.cols), tiles.scale * 0)
+        with torch.autocast(scorer.device.type, enabled=False):
+            tiles = _tiles(call, scorer, scale, bias)
+            swept = finished(call, call.exchange.stats(tiles, call.rows, call.cols), tiles.scale * 0)
         ctx.call, ctx.scorer, ctx.given = call, scorer, len(tensors)
         # the features and Ω too: autograd then sees that they have not changed
         ctx.save_for_backward(scale, bias, *tensors, *swept.states, *swept.coefficients)
@@ -98,41 +102,86 @@ class _Scored(torch.autograd.Function):
         scale, bias, *saved = ctx.saved_tensors
         saved = saved[ctx.given :]
         half = len(saved) // 2
-        tiles = call.arithmetic(scale, bias, scorer.dtype)
-        rows, cols = with_states(call, upstream, (saved[:half], saved[half:]), tiles.scale.dtype)
-        widths = [form.widths(side.leaves) for form, side in ((scorer.rows, rows), (scorer.cols, cols))]
-        u, v = (
-            tiles.scale.new_zeros(len(side), sum(each)) if each else None
-            for side, each in zip((rows, cols), widths, strict=True)
-        )
-        with silent(scorer.parameters):
-            sums = call.exchange.grads(tiles, rows, cols, u, v)
-        of_bias = sums[0] if call.loss.uses_bias else torch.zeros_like(sums[0])
-        return (
-            None,
-            None,
-            sums[1].to(scale.dtype).reshape(scale.shape),
-            None if bias is None else of_bias.to(bias.dtype).reshape(bias.shape),
-            *_unpacked(u, widths[0], scorer.rows.wanted, rows.leaves, tiles.scale),
-            *_unpacked(v, widths[1], scorer.cols.wanted, cols.leaves, tiles.scale),
-            *_of_parameters(sums[2:], tiles, scorer.parameters),
-        )
+        with torch.autocast(scorer.device.type, enabled=False):
+            tiles = _tiles(call, scorer, scale, bias)
+            rows, cols = with_states(call, upstream, (saved[:half], saved[half:]), tiles.scale.dtype)
+            u, v = _room(tiles, rows, cols)
+            with silent(scorer.parameters):
+                sums = call.exchange.grads(tiles, rows, cols, u, v)
+            return None, None, *_hand_back(call, tiles, Gradients(u, v, sums), scale, bias)
 
 
-def _unpacked(
-    whole: Tensor | None, widths: Sequence[int], wanted: Sequence[bool], leaves: Sequence[Tensor], scale: Tensor
-) -> list[Tensor | None]:
+class _ScoredAtOnce(torch.autograd.Function):
+    """One sweep for both, where a pair's gradient waits for nothing: every score is computed once."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, scorer: Scorer, scale: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        with torch.autocast(scorer.device.type, enabled=False):
+            tiles = _tiles(call, scorer, scale, bias)
+            rows, coefficient = with_coefficients(call, tiles.scale * 0)
+            u, v = _room(tiles, rows, call.cols)
+            with silent(scorer.parameters):
+                stats, sums = tiles.stats_and_grads(rows, call.cols, u, v)
+            value: Tensor = (coefficient * call.loss.finish(stats).loss).sum()
+        ctx.call, ctx.tiles = call, tiles
+        ctx.save_for_backward(scale, bias, u, v, sums, *tensors)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale, bias, u, v, sums, *_ = ctx.saved_tensors
+        times = upstream.to(sums.dtype)
+        # asked for again, they must be as they were
+        u, v = (None if x is None else x * times for x in (u, v))
+        found = Gradients(u, v, sums * times)
+        return None, None, *_hand_back(ctx.call, ctx.tiles, found, scale, bias)
+
+
+def _tiles(call: Call, scorer: Scorer, scale: Tensor, bias: Tensor | None) -> Scored:
+    tiles = call.arithmetic(scale, bias, scorer.dtype)
+    assert isinstance(tiles, Scored)
+    return tiles
+
+
+def _room(tiles: Scored, rows: Side, cols: Side) -> tuple[Tensor | None, Tensor | None]:
+    """Accumulators [n, numbers of a row] of what wants a gradient on either side."""
+    widths = tiles.scorer.rows.widths(rows.leaves), tiles.scorer.cols.widths(cols.leaves)
+    u, v = (
+        tiles.scale.new_zeros(len(side), sum(each)) if each else None
+        for side, each in zip((rows, cols), widths, strict=True)
+    )
+    return u, v
+
+
+def _hand_back(
+    call: Call, tiles: Scored, found: Gradients, scale: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """What was accumulated, times the scale, as gradients of scale, bias, features and Ω, each in its own type."""
+    scorer, (u, v, sums) = tiles.scorer, found
+    of_bias = sums[0] if call.loss.uses_bias else torch.zeros_like(sums[0])
+    return (
+        sums[1].to(scale.dtype).reshape(scale.shape),
+        None if bias is None else of_bias.to(bias.dtype).reshape(bias.shape),
+        *_unpacked(u, scorer.rows, call.rows.leaves, tiles.scale),
+        *_unpacked(v, scorer.cols, call.cols.leaves, tiles.scale),
+        *_of_parameters(sums[2:], tiles),
+    )
+
+
+def _unpacked(whole: Tensor | None, form: Form, leaves: Sequence[Tensor], scale: Tensor) -> list[Tensor | None]:
     """Each leaf's own gradient, out of the matrix in which all were accumulated."""
-    parts = iter(() if whole is None else whole.mul_(scale).split(list(widths), dim=1))
+    parts = iter(() if whole is None else whole.mul_(scale).split(form.widths(leaves), dim=1))
     return [
         next(parts).to(leaf.dtype).reshape(leaf.shape) if want else None
-        for leaf, want in zip(leaves, wanted, strict=True)
+        for leaf, want in zip(leaves, form.wanted, strict=True)
     ]
 
 
-def _of_parameters(sums: Tensor, tiles: Scored, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+def _of_parameters(sums: Tensor, tiles: Scored) -> list[Tensor | None]:
     """Ω's gradients; none for a parameter that no pair reaches, as in plain autograd."""
-    parts = sums.mul_(tiles.scale).split([parameter.numel() for parameter in parameters])
+    parameters = tiles.scorer.parameters
+    parts = (sums * tiles.scale).split([parameter.numel() for parameter in parameters])
     return [
         part.to(parameter.dtype).reshape(parameter.shape) if index in tiles.touched or not tiles.touched else None
         for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True))

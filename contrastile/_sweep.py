@@ -102,15 +102,20 @@ def forward_with_gradients(
     """The loss and, from the same sweep, its gradients for an upstream of 1; see `at_once`."""
     with torch.autocast(q.device.type, enabled=False):
         tiles = call.arithmetic(scale, bias, q.dtype)
-        weights = tiles.scale.new_ones(len(q)) if call.weights is None else call.weights.to(tiles.scale.dtype)
-        not_finite = poison(tiles.scale, q, k)
-        coefficient = (weights / weights.sum() if call.reduction == "mean" else weights) + not_finite
-        # a pairwise loss leaves no state
-        rows = replace(call.rows, features=q, coefficient=coefficient, state=coefficient.new_empty(0, len(q)))
+        rows, coefficient = with_coefficients(call, poison(tiles.scale, q, k))
         u, v = _room(q, k, wanted)
-        stats, total = tiles.stats_and_grads(rows, replace(call.cols, features=k), u, v)
+        stats, total = tiles.stats_and_grads(replace(rows, features=q), replace(call.cols, features=k), u, v)
         value = (coefficient * call.loss.finish(stats).loss).sum()
     return value, Gradients(u, v, total)
+
+
+def with_coefficients(call: Call, not_finite: Tensor) -> tuple[Side, Tensor]:
+    """The rows with their coefficients for an upstream of 1, which those of a pairwise loss have before any sweep."""
+    n, wide = len(call.rows), not_finite.dtype
+    weights = not_finite.new_ones(n) if call.weights is None else call.weights.to(wide)
+    coefficient = (weights / weights.sum() if call.reduction == "mean" else weights) + not_finite
+    # a pairwise loss leaves no state
+    return replace(call.rows, coefficient=coefficient, state=coefficient.new_empty(0, n)), coefficient
 
 
 def at_once(call: Call) -> bool:
