@@ -98,8 +98,8 @@ def in_range(positives: Tensor, keys: int) -> None:
         raise wrong("positives", f"index this rank's {keys} keys, or be -1", index, "Count from this rank's first key.")
 
 
-def number(name: str, x: Tensor | float, q: Tensor) -> None:
-    """x is a float, or a floating tensor of shape [] or [1] beside q."""
+def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str | None = None) -> None:
+    """x is a float, or a floating tensor of shape [] or [1] beside q or on the device that is computed on."""
     if isinstance(x, bool) or not isinstance(x, (int, float, Tensor)):
         raise wrong(
             name, "be a number or a tensor of shape [] or [1]", type(x).__name__, "Pass logit_scale.exp(), say."
@@ -110,7 +110,7 @@ def number(name: str, x: Tensor | float, q: Tensor) -> None:
         raise wrong(name, "be a tensor of shape [] or [1]", f"shape {list(x.shape)}", "One number serves all pairs.")
     if not x.is_floating_point():
         raise wrong(name, "be floating point", x.dtype, "Convert it with .float().")
-    if x.device != q.device:
+    if x.device != q.device and (device is None or x.device.type != torch.device(device).type):
         raise wrong(name, "be on the device of `q`", f"{q.device} and {x.device}", "Move one side first.")
 
 

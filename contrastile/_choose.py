@@ -8,6 +8,7 @@ declined.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class Options:
     reduction: "mean" and "sum" over the global batch, or "none": this rank's rows, scaled so that their mean is
     "mean".
     workspace: bytes that may be used beside inputs, outputs and accumulators; 1/64 of the device's memory by default.
+    device: where to compute while features wait in host memory, streamed from there, their gradients returned to it;
+    by default where the features are.
     """
 
     backend: Backend = "auto"
@@ -61,6 +64,7 @@ class Options:
     label_smoothing: float = 0.0
     reduction: Reduction = "mean"
     workspace: int | None = None
+    device: torch.device | str | None = None
 
     @classmethod
     def of(cls, how: dict[str, Any]) -> Options:
@@ -107,7 +111,8 @@ def choose_exchange(
     shards = Shards(group, comm.rank(group), *counted)
     _check.not_empty(sum(shards.rows))
     if name == "auto":
-        D, itemsize = rows.features.shape[1], rows.features.element_size()
+        D = max(sum(math.prod(x.shape[1:]) for x in side.leaves) for side in (rows, cols))
+        itemsize = max(x.element_size() for side in (rows, cols) for x in side.leaves)
         room = device_memory(rows.features.device) // 16
         name = "gather" if Gather.extra_bytes(shards, D, itemsize) <= room else "ring"
         _say_once(f"exchange: {name}")
@@ -124,7 +129,8 @@ def _statement(
         "backend": options.backend,
         "gradient": options.gradient,
         "reduction": options.reduction,
-        "features": rows.features.shape[1],
+        "features": _shapes(rows),
+        "key features": _shapes(cols),
         "dtype": str(rows.features.dtype),
         "device": rows.features.device.type,
         "requires_grad": list(differentiated),
@@ -134,6 +140,13 @@ def _statement(
         "rows": len(rows),
         "columns": len(cols),
     }
+
+
+def _shapes(side: Side) -> Any:
+    """The feature size; or, of what a learned score reads, the shape and type of each tensor."""
+    if side.features.ndim == 2 and not side.others:
+        return side.features.shape[1]
+    return [f"{list(x.shape[1:])} {x.dtype}" for x in side.leaves]
 
 
 def _triton() -> type[Tiles]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from contrastile import _check, comm
@@ -19,6 +19,8 @@ from contrastile._check import wrong
 from contrastile._choose import Options, choose_exchange, choose_tiles
 from contrastile._operation import traceable, traced
 from contrastile._replay import replayed, with_loss
+from contrastile._scored import Pair
+from contrastile._streamed import away, device_of, streamed
 from contrastile._sweep import Call, Gradients, backward, forward, hand_back
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Side
@@ -26,19 +28,20 @@ from contrastile.losses.softmax import Softmax
 
 
 def contrast(
-    q: Tensor,
-    k: Tensor,
+    q: Any,
+    k: Any,
     *,
-    scale: Tensor | float,
+    scale: Tensor | float | None = None,
     bias: Tensor | float | None = None,
     loss: PairLoss = Softmax(symmetric=True),  # noqa: B008 (a frozen value)
     positives: Tensor | None = None,
-    negatives: Tensor | None = None,
+    negatives: Any = None,
     query_labels: Tensor | None = None,
     key_labels: Tensor | None = None,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     weights: Tensor | None = None,
+    scorer: nn.Module | None = None,
     **how: Any,
 ) -> Tensor:
     """The contrastive loss of q [N, D] against k [M, D], without their matrix of similarities.
@@ -65,6 +68,10 @@ def contrast(
             `negatives`, key_labels and key_ids may go on over them ([M + H]); else negatives share theirs with
             nobody.
         weights: [N]; the loss is Σ w·loss / Σ w. In a symmetric loss they weigh the keys' direction too.
+        scorer: a module whose `scorer(rows, columns)` are the scores [I, J] of a block, instead of dot products:
+            x_ij = scale · Φ(q_i, k_j; Ω) + bias, gradients of its parameters Ω included (Gao et al. 2021, section
+            5). Then q, k and negatives are anything nested of tensors whose first axis is the batch, cut into
+            blocks and handed over as they are; scale is 1 by default. See `contrastile.scorers`, and docs/scorers.md.
         how: see `Options`.
 
     Returns the loss, a scalar (or [N] with reduction="none") in float32, or float64 for float64 features.
@@ -74,13 +81,32 @@ def contrast(
     >>> q, k = F.normalize(torch.randn(2, 6, 16), dim=-1)
     >>> contrast(q, k, scale=20.0).shape
     torch.Size([])
+
+    With a learned distance:
+
+    >>> from contrastile.scorers import Bilinear
+    >>> contrast(q, k, scorer=Bilinear(16, 16), scale=20.0).shape
+    torch.Size([])
     """
     options = Options.of(how)
     try:
-        rows, cols, loss, k = _prepare(
-            q, k, scale, bias, loss, options, positives, negatives,
+        pair = None if scorer is None else Pair(scorer, q, k, negatives)
+        if pair is None:
+            keys = len(k) if isinstance(k, Tensor) and k.ndim else 0
+            k = _multiplied(q, k, negatives)
+        else:
+            keys, q, k, scale = pair.keys, pair.rows[0], pair.cols[0], 1.0 if scale is None else scale
+        rows, cols, loss = _prepare(
+            q, k, keys, scale, bias, loss, options, positives,
             query_labels, key_labels, query_ids, key_ids, weights,
         )  # fmt: skip
+        if pair is not None:
+            rows, cols = pair.others(rows, cols)
+        device = device_of(options.device, q)
+        alone = comm.size(options.group) == 1 or options.exchange == "single"
+        if away(q, device) and (pair is not None or not alone):
+            with_what = "several ranks" if pair is None else "a scorer"
+            raise wrong("device", f"be left out with {with_what}", repr(str(device)), "Move the features there.")
     except ValueError as error:
         # the other ranks must not wait for one that is wrong
         if comm.size(options.group) > 1:
@@ -89,8 +115,15 @@ def contrast(
     differentiated = [torch.is_grad_enabled() and x.requires_grad for x in (q, k)]
     exchange = choose_exchange(options, loss, rows, cols, differentiated)
     rows, cols = exchange.shards.place(rows, cols)
-    scale = comm.whole(_as_tensor(scale, q), options.gradient)
-    bias = None if bias is None else comm.whole(_as_tensor(bias, q), options.gradient)
+    dtype = q.dtype if pair is None else pair.scorer.dtype
+    scale, bias = (
+        None if x is None else comm.whole(_as_tensor(x, device, dtype), options.gradient) for x in (scale, bias)
+    )
+    assert scale is not None
+    if away(q, device):
+        return streamed(q, k, scale, bias, loss, exchange, (rows, cols), weights, options, device)
+    if pair is not None:
+        return pair.contrasted(scale, bias, loss, exchange, (rows, cols), weights, options)
     if torch.compiler.is_compiling() and traceable(loss, exchange):
         return traced(q, k, scale, bias, loss, rows, cols, weights, options)
     tiles = choose_tiles(options.backend, loss, rows, cols)
@@ -101,34 +134,46 @@ def contrast(
     return result
 
 
+def _multiplied(q: Any, k: Any, negatives: Any) -> Tensor:
+    """All keys, the negatives behind them, after making sure that they can be multiplied with q."""
+    _check.features("q", q)
+    _check.features("k", k)
+    _check.alike("k", k, "q", q)
+    if negatives is None:
+        return k
+    _check.features("negatives", negatives)
+    _check.alike("negatives", negatives, "k", k)
+    return torch.cat([k, negatives])
+
+
 def _prepare(
     q: Tensor,
     k: Tensor,
-    scale: Tensor | float,
+    keys: int,
+    scale: Tensor | float | None,
     bias: Tensor | float | None,
     loss: PairLoss,
     options: Options,
     positives: Tensor | None,
-    negatives: Tensor | None,
     query_labels: Tensor | None,
     key_labels: Tensor | None,
     query_ids: Tensor | None,
     key_ids: Tensor | None,
     weights: Tensor | None,
-) -> tuple[Side, Side, PairLoss, Tensor]:
-    """What a rank can check by itself; rows, columns, the loss as the options want it, and all keys."""
-    _check.features("q", q)
-    _check.features("k", k)
-    _check.alike("k", k, "q", q)
-    _check.number("scale", scale, q)
+) -> tuple[Side, Side, PairLoss]:
+    """What a rank can check by itself; rows, columns (negatives from `keys` on), the loss as the options want it."""
+    if scale is None:
+        raise wrong("scale", "be given for a dot product", None, "Pass logit_scale.exp(), say.")
+    _check.number("scale", scale, q, options.device)
     if bias is not None:
-        _check.number("bias", bias, q)
+        _check.number("bias", bias, q, options.device)
     if options.label_smoothing:
         loss = loss.smoothed(options.label_smoothing)
-    if negatives is not None:
-        keys, k = k, _with_negatives(k, negatives, loss)
+    if len(k) > keys:
+        if loss.symmetric:
+            raise wrong("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
         key_ids, key_labels = (
-            _of_nobody(groups, negatives) if groups is not None and len(groups) == len(keys) else groups
+            _of_nobody(groups, len(k) - keys) if groups is not None and len(groups) == keys else groups
             for groups in (key_ids, key_labels)
         )
     if loss.symmetric:
@@ -136,7 +181,7 @@ def _prepare(
     rows, cols = _sides(q, k, positives, query_labels, key_labels, query_ids, key_ids, loss)
     if weights is not None:
         _check.vector("weights", weights, "q", q, integer=False)
-    return rows, cols, loss, k
+    return rows, cols, loss
 
 
 class _Contrast(torch.autograd.Function):
@@ -177,10 +222,8 @@ class _ContrastAtOnce(torch.autograd.Function):
         return *hand_back(ctx.call, Gradients(*found), upstream, q, k, scale, bias, wanted), None
 
 
-def _as_tensor(x: Tensor | float, beside: Tensor) -> Tensor:
-    if isinstance(x, Tensor):
-        return x
-    return torch.full((), x, dtype=accumulator(beside.dtype), device=beside.device)
+def _as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.full((), x, dtype=accumulator(dtype), device=device)
 
 
 def _sides(
@@ -222,17 +265,8 @@ def _sides(
     return rows, Side(k.detach(), labels=key_labels, ids=key_ids)
 
 
-def _with_negatives(k: Tensor, negatives: Tensor, loss: PairLoss) -> Tensor:
-    """The keys with the shared negatives behind them."""
-    _check.features("negatives", negatives)
-    _check.alike("negatives", negatives, "k", k)
-    if loss.symmetric:
-        raise wrong("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
-    return torch.cat([k, negatives])
-
-
-def _of_nobody(groups: Tensor | None, negatives: Tensor) -> Tensor | None:
+def _of_nobody(groups: Tensor | None, negatives: int) -> Tensor | None:
     """Ids, or labels, of the keys continued over negatives that share theirs with no query."""
     if not isinstance(groups, Tensor) or groups.is_floating_point():
         return groups
-    return torch.cat([groups, groups.new_full((len(negatives),), torch.iinfo(groups.dtype).min)])
+    return torch.cat([groups, groups.new_full((negatives,), torch.iinfo(groups.dtype).min)])

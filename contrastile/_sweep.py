@@ -6,7 +6,7 @@ exchange walks over the columns, tiles compute blocks, the loss ends the statist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ class Call:
     """All that crosses autograd's boundary without being differentiated."""
 
     loss: PairLoss
-    tiles: type[Tiles]
+    # of a loss, a scale, a bias and a workspace
+    tiles: Callable[[PairLoss, Tensor, Tensor | None, int], Tiles]
     exchange: Exchange
     rows: Side
     cols: Side
@@ -48,8 +49,12 @@ class Call:
 
     def _make(self, scale: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tiles:
         used = None if bias is None or not self.loss.uses_bias else _scalar(bias, wide)
-        workspace = device_memory(scale.device) // DEFAULT_SHARE if self.workspace is None else self.workspace
-        return self.tiles(self.loss, _scalar(scale, wide), used, workspace)
+        return self.tiles(self.loss, _scalar(scale, wide), used, workspace_on(scale.device, self.workspace))
+
+
+def workspace_on(device: torch.device, asked: int | None) -> int:
+    """Bytes that tiles may use."""
+    return device_memory(device) // DEFAULT_SHARE if asked is None else asked
 
 
 class Swept(NamedTuple):
@@ -79,11 +84,30 @@ def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None
         stats = call.exchange.stats(tiles, rows, cols)
         there = [side for side in stats if side is not None]
         ended = tiles.ended(there, call.weights, call.reduction, call.exchange.total)
-        if ended is not None:
-            return Swept(*ended)
-        directions = [call.loss.finish(side) for side in there]
-        value, coefficients = _reduce(call, directions, _poison(q, k, tiles.scale))
+        return finished(call, there, poison(tiles.scale, q, k)) if ended is None else Swept(*ended)
+
+
+def finished(call: Call, stats: Sequence[Tensor | None], not_finite: Tensor) -> Swept:
+    """What the statistics of rows and columns come to; `not_finite` is 0, or NaN where something is not."""
+    directions = [call.loss.finish(side) for side in stats if side is not None]
+    value, coefficients = _reduce(call, directions, not_finite)
     return Swept(value, [direction.state for direction in directions], coefficients)
+
+
+def with_states(
+    call: Call, upstream: Tensor, swept: tuple[Sequence[Tensor], Sequence[Tensor]], wide: torch.dtype
+) -> tuple[Side, Side]:
+    """The call's sides with what the backward needs of their statistics."""
+    states, coefficients = swept
+    upstream = upstream.to(wide) * call.exchange.gradient_factor()
+    return _carrying(call, states, [coefficient * upstream for coefficient in coefficients])
+
+
+def _carrying(call: Call, states: Sequence[Tensor], coefficients: Sequence[Tensor]) -> tuple[Side, Side]:
+    carried: list[dict[str, Any]] = [
+        {"state": state, "coefficient": coefficient} for state, coefficient in zip(states, coefficients, strict=True)
+    ]
+    return replace(call.rows, **carried[0]), replace(call.cols, **(carried[1] if call.loss.symmetric else {}))
 
 
 def forward_with_gradients(
@@ -95,15 +119,20 @@ def forward_with_gradients(
         return value, _gradients(call, q, k, scale, bias, states, coefficients, wanted)
     with _as_given(q):
         tiles = call.arithmetic(scale, bias, q.dtype)
-        weights = tiles.scale.new_ones(len(q)) if call.weights is None else call.weights.to(tiles.scale.dtype)
-        poison = _poison(q, k, tiles.scale)
-        coefficient = (weights / weights.sum() if call.reduction == "mean" else weights) + poison
-        # a pairwise loss leaves no state
-        rows = replace(call.rows, features=q, coefficient=coefficient, state=coefficient.new_empty(0, len(q)))
+        rows, coefficient = with_coefficients(call, poison(tiles.scale, q, k))
         u, v = _room(q, k, wanted)
-        stats, total = tiles.stats_and_grads(rows, replace(call.cols, features=k), u, v)
+        stats, total = tiles.stats_and_grads(replace(rows, features=q), replace(call.cols, features=k), u, v)
         value = (coefficient * call.loss.finish(stats).loss).sum()
     return value, Gradients(u, v, total)
+
+
+def with_coefficients(call: Call, not_finite: Tensor) -> tuple[Side, Tensor]:
+    """The rows with their coefficients for an upstream of 1, which those of a pairwise loss have before any sweep."""
+    n, wide = len(call.rows), not_finite.dtype
+    weights = not_finite.new_ones(n) if call.weights is None else call.weights.to(wide)
+    coefficient = (weights / weights.sum() if call.reduction == "mean" else weights) + not_finite
+    # a pairwise loss leaves no state
+    return replace(call.rows, coefficient=coefficient, state=coefficient.new_empty(0, n)), coefficient
 
 
 def at_once(call: Call) -> bool:
@@ -142,14 +171,10 @@ def _gradients(
     """The second sweep."""
     with _as_given(q):
         tiles = call.arithmetic(scale, bias, q.dtype)
-        carried: list[dict[str, Any]] = [
-            {"state": state, "coefficient": coefficient}
-            for state, coefficient in zip(states, coefficients, strict=True)
-        ]
-        rows = replace(call.rows, features=q, **carried[0])
-        cols = replace(call.cols, features=k, **(carried[1] if call.loss.symmetric else {}))
+        rows, cols = _carrying(call, states, coefficients)
         u, v = _room(q, k, wanted)
-        return Gradients(u, v, call.exchange.grads(tiles, rows, cols, u, v))
+        total = call.exchange.grads(tiles, replace(rows, features=q), replace(cols, features=k), u, v)
+        return Gradients(u, v, total)
 
 
 def hand_back(
@@ -195,7 +220,7 @@ def _room(q: Tensor, k: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, 
     return u, torch.zeros(k.shape, dtype=wide, device=k.device) if want_k else None
 
 
-def _reduce(call: Call, directions: list[Finished], poison: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _reduce(call: Call, directions: list[Finished], not_finite: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The loss, and for each direction ∂(loss)/∂(each row's loss) for an upstream gradient of 1."""
     here = len(call.rows)
     weights = [
@@ -203,32 +228,32 @@ def _reduce(call: Call, directions: list[Finished], poison: Tensor) -> tuple[Ten
         for direction in directions
     ]
     summed = [(w * direction.loss).sum() for w, direction in zip(weights, directions, strict=True)]
-    local = torch.stack([*summed, *(w.sum() for w in weights), poison + here, poison])
-    *sums, rows, poison = call.exchange.total(local).unbind()
+    local = torch.stack([*summed, *(w.sum() for w in weights), not_finite + here, not_finite])
+    *sums, rows, not_finite = call.exchange.total(local).unbind()
     losses, masses = sums[: len(directions)], sums[len(directions) :]
     share = 1 / len(directions)
     if call.reduction == "sum":
-        value = sum(losses, poison) * share
-        each = [w * share + poison for w in weights]
+        value = sum(losses, not_finite) * share
+        each = [w * share + not_finite for w in weights]
     elif call.reduction == "mean":
-        value = sum((loss / mass for loss, mass in zip(losses, masses, strict=True)), poison * 0) * share
-        each = [w * (share / mass) + poison for w, mass in zip(weights, masses, strict=True)]
+        value = sum((loss / mass for loss, mass in zip(losses, masses, strict=True)), not_finite * 0) * share
+        each = [w * (share / mass) + not_finite for w, mass in zip(weights, masses, strict=True)]
     else:
         scaled = [w * (share / mass) for w, mass in zip(weights, masses, strict=True)]
-        value = sum((s * d.loss for s, d in zip(scaled, directions, strict=True)), poison) * rows
+        value = sum((s * d.loss for s, d in zip(scaled, directions, strict=True)), not_finite) * rows
         # the caller divides by this rank's rows, the value by those of all ranks
-        each = [s * here + poison for s in scaled]
-    return value + poison, each
+        each = [s * here + not_finite for s in scaled]
+    return value + not_finite, each
 
 
-def _poison(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+def poison(scale: Tensor, *features: Tensor) -> Tensor:
     """0 if all is finite, NaN otherwise, without asking the device."""
-    poison = scale * 0
-    for x in (q, k):
+    found = scale * 0
+    for x in features:
         if x.numel():
             least, most = torch.aminmax(x)
-            poison = poison + (least.to(scale.dtype) + most.to(scale.dtype)) * 0
-    return poison
+            found = found + (least.to(scale.dtype) + most.to(scale.dtype)) * 0
+    return found
 
 
 def _as_given(x: Tensor) -> AbstractContextManager[object]:

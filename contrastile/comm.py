@@ -84,6 +84,8 @@ def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> li
 
 def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """The rows [Σ sizes, ...] of all ranks' x, in rank order; ranks may have different numbers of them."""
+    if x.dtype == torch.bool:
+        return gather_rows(_sendable(x), sizes, group).view(torch.bool)
     most = max(sizes)
     room = x.new_empty((len(sizes) * most, *x.shape[1:]))
     with _together("gather of rows", group):
@@ -186,9 +188,9 @@ def post(leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: Any) -> F
     group = _default(group)
     ranks, me = size(group), rank(group)
     following, previous = (dist.get_global_rank(group, (me + step) % ranks) for step in (1, -1))
-    sent = [x.contiguous() for x in leaving]
+    sent = [_sendable(x).contiguous() for x in leaving]
     operations = [dist.P2POp(dist.isend, x, following, group) for x in sent if x.numel()]
-    operations += [dist.P2POp(dist.irecv, x, previous, group) for x in arriving if x.numel()]
+    operations += [dist.P2POp(dist.irecv, _sendable(x), previous, group) for x in arriving if x.numel()]
     with _together(RING, group):
         works = dist.batch_isend_irecv(operations) if operations else []
     _under_way[group] = Flight(group, works, list(arriving), sent)
@@ -218,6 +220,11 @@ def _misused(what: str) -> RuntimeError:
 
 def _default(group: Any) -> Any:
     return dist.group.WORLD if group is None else group
+
+
+def _sendable(x: Tensor) -> Tensor:
+    """x as bytes, where it is made of truth values, which not every backend sends."""
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

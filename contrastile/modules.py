@@ -101,7 +101,7 @@ class _PairedLoss(_Loss):
         _check.features("text_features", text_features)
         _check.alike("text_features", text_features, "image_features", image_features)
         _check.same_length("text_features", text_features, "image_features", image_features)
-        _check.number("logit_scale", logit_scale, image_features)
+        _check.number("logit_scale", logit_scale, image_features, self.how.get("device"))
         if ids is not None:
             _check.vector("ids", ids, "image_features", image_features, integer=True)
         self._look_at_lengths(image_features, text_features)

@@ -48,3 +48,102 @@ def stream(
 
 def _move(rows: Tensor, device: torch.device | None) -> Tensor:
     return rows if device is None else rows.to(device, non_blocking=True)
+
+
+def host_room(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory on the host, of the shape of `like`; pinned where there is a device to copy from."""
+    return torch.empty(like.shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+class Belt:
+    """Blocks of a host matrix, brought to the device in turn, each with its running totals, which may travel back.
+
+    On a CUDA device there are two slots: while one block is computed with, the next is copied in and the last one's
+    totals are copied out, each on a stream of its own; the copies run beside the computation where host memory is
+    pinned. Elsewhere every copy is done when it is asked for.
+    """
+
+    def __init__(
+        self,
+        matrix: Tensor,
+        rows: int,
+        device: torch.device,
+        *,
+        wide: torch.dtype | None = None,
+        totals: Tensor | None = None,
+    ) -> None:
+        """`wide`: the type of the totals, none if None; `totals`: where they are kept on the host between turns."""
+        self.matrix, self.device, self.wide, self.totals = matrix, device, wide, totals
+        self.bounds = [(start, min(start + rows, len(matrix))) for start in range(0, len(matrix), rows)]
+        # in and out
+        self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+        self.slots: list[tuple[Tensor, Tensor]] = []
+        # when a slot may be written again, and when a block's totals have come back to the host
+        self.free: dict[int, list[torch.cuda.Event]] = {}
+        self.stored: dict[int, torch.cuda.Event] = {}
+        for slot in range(2 if self.streams else 0):
+            self.slots.append(self._room(min(rows, len(matrix))))
+            # whatever had this memory before must be done with it
+            self.free[slot] = [torch.cuda.current_stream(device).record_event()]
+
+    def turn(self, *, fresh: bool) -> Iterator[tuple[int, Bounds, Tensor, Tensor]]:
+        """Every block once: its place, its bounds, its rows and its totals; `fresh` totals are zeros."""
+        loaded = [self._load(0, fresh)] if self.bounds else []
+        for index, bounds in enumerate(self.bounds):
+            rows, totals, arrived = loaded.pop()
+            if index + 1 < len(self.bounds):
+                loaded.append(self._load(index + 1, fresh))
+            if arrived is not None:
+                torch.cuda.current_stream(self.device).wait_event(arrived)
+            yield index, bounds, rows, totals
+            if self.streams is not None:
+                done = torch.cuda.current_stream(self.device).record_event()
+                self.free[index % 2] = [done, *self._stored(index)]
+
+    def bring_back(self, block: Tensor, to: Tensor, index: int | None = None) -> None:
+        """Copies a block to its place on the host; the totals of block `index` are not loaded again before."""
+        if self.streams is None:
+            to.copy_(block)
+            return
+        _, outgoing = self.streams
+        outgoing.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(outgoing):
+            to.copy_(block, non_blocking=True)
+            block.record_stream(outgoing)
+            if index is not None:
+                self.stored[index] = outgoing.record_event()
+
+    def finish(self) -> None:
+        """Waits until all that was brought back is there: whoever reads it on the host will not ask the device."""
+        if self.streams is not None:
+            self.streams[1].synchronize()
+
+    def _room(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Memory on the device for a block and its totals."""
+        block = torch.empty(rows, *self.matrix.shape[1:], dtype=self.matrix.dtype, device=self.device)
+        return block, block[:0] if self.wide is None else torch.empty_like(block, dtype=self.wide)
+
+    def _load(self, index: int, fresh: bool) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+        """The block and its totals on their way here, and when they will have come."""
+        start, stop = self.bounds[index]
+        if self.streams is None:
+            return *self._fill(self._room(stop - start), start, stop, fresh), None
+        incoming, _ = self.streams
+        for event in [*self.free[index % 2], *self._stored(index)]:
+            incoming.wait_event(event)
+        block, totals = self.slots[index % 2]
+        with torch.cuda.stream(incoming):
+            filled = self._fill((block[: stop - start], totals[: stop - start]), start, stop, fresh)
+            return *filled, incoming.record_event()
+
+    def _fill(self, room: tuple[Tensor, Tensor], start: int, stop: int, fresh: bool) -> tuple[Tensor, Tensor]:
+        block, totals = room
+        block.copy_(self.matrix[start:stop], non_blocking=True)
+        if fresh or self.totals is None:
+            totals.zero_()
+        else:
+            totals.copy_(self.totals[start:stop], non_blocking=True)
+        return block, totals
+
+    def _stored(self, index: int) -> list[torch.cuda.Event]:
+        return [self.stored[index]] if index in self.stored else []

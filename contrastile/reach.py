@@ -135,10 +135,23 @@ class RandomState:
         own = torch.get_device_module(device).get_rng_state(device) if elsewhere else None
         return cls(device, torch.get_rng_state(), own)
 
+    def same(self, other: RandomState) -> bool:
+        own = self.own is None or (other.own is not None and torch.equal(self.own, other.own))
+        return own and torch.equal(self.cpu, other.cpu)
+
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.own is not None:
             torch.get_device_module(self.device).set_rng_state(self.own, self.device)
+
+
+def begin_random(device: torch.device | None, seed: int) -> None:
+    """Begins new random numbers on the CPU and on the device in use."""
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        with module.device(device):
+            module.manual_seed(seed)
 
 
 @dataclass(frozen=True)
@@ -186,12 +199,12 @@ def silent(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def refusing_batch_norm(modules: Sequence[nn.Module]) -> Iterator[None]:
+def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> Iterator[None]:
     """Raises when one of the modules that runs normalises over the examples of its sub-batch."""
 
     def refuse(module: nn.Module, _: Any) -> None:
         raise wrong(
-            "encoder",
+            name,
             "treat examples one by one",
             f"{type(module).__name__} in training mode, whose statistics over a sub-batch are not those of the batch",
             "Put it in eval mode, or take GroupNorm or LayerNorm.",

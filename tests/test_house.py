@@ -14,7 +14,7 @@ import contrastile
 ROOT = Path(contrastile.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 
-GROUND = {"_types", "_check", "rollcall", "comm", "offload"}
+GROUND = {"_types", "_check", "rollcall", "comm", "offload", "footprint"}
 BELOW = {
     "losses": GROUND,
     "reach": GROUND,
@@ -25,13 +25,15 @@ BELOW = {
     "models": GROUND,
     "data": GROUND,
 }
-BELOW["tiles"] = GROUND | {"losses"}
+BELOW["tiles"] = GROUND | {"losses", "reach"}
 BELOW["exchange"] = BELOW["tiles"] | {"tiles"}
 BELOW["_choose"] = BELOW["exchange"] | {"exchange"}
 BELOW["_sweep"] = BELOW["_choose"] | {"_choose"}
 BELOW["_operation"] = BELOW["_choose"] | {"_choose", "_sweep"}
-BELOW["_replay"] = BELOW["_operation"]
-BELOW["_contrast"] = BELOW["_operation"] | {"_operation", "_replay"}
+BELOW["_replay"] = BELOW["_streamed"] = BELOW["_operation"]
+BELOW["_scored"] = BELOW["_operation"] | {"reach"}
+BELOW["_contrast"] = BELOW["_operation"] | {"_operation", "_replay", "_scored", "_streamed"}
+BELOW["scorers"] = GROUND
 BELOW["modules"] = BELOW["_contrast"] | {"_contrast"}
 BELOW["plan"] = BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
 BELOW["train"] = BELOW["plan"] | {"plan", "evaluate", "retention"}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class Exchange(ABC):
     # what the data-parallel wrapper does with gradients
     gradient: Gradient
     shards: Shards
+    # a pair is computed on one rank only
+    once: ClassVar[bool] = True
 
     @abstractmethod
     def stats(self, tiles: Tiles, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
@@ -64,7 +66,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def grads(self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        """Adds to u and v what all ranks' pairs give this rank's rows and columns; returns Σ g of this rank's rows."""
+        """Adds to u and v what all ranks' pairs give this rank's rows and columns; returns the sums over this rank's
+        rows.
+        """
 
     @classmethod
     @abstractmethod

@@ -6,6 +6,7 @@ The baseline of the papers' tables: b² work and, with dense tiles, b² memory o
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from contrastile.tiles.base import Tiles
 @dataclass(frozen=True)
 class Replicate(Exchange):
     """All-gather of rows and columns; this rank's part is cut out of what everybody computes."""
+
+    once: ClassVar[bool] = False
 
     def stats(self, tiles: Tiles, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
         row_stats, col_stats = tiles.stats(self._rows(rows), self._cols(cols))

@@ -42,7 +42,7 @@ class Ring(Exchange):
         return row_stats, col_stats.T.contiguous() if tiles.loss.symmetric else None
 
     def grads(self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        pair_sum = torch.zeros_like(tiles.scale)
+        pair_sum = tiles.no_pairs()
 
         def visit(shard: Side) -> Tensor:
             part = tiles.scale.new_zeros(len(shard), 0 if v is None else v.shape[1])

@@ -30,7 +30,7 @@ class Side:
     which of its pairs are positive and which do not count.
     """
 
-    # [n, D]
+    # [n, D]; with a learned score, the first leaf [n, ...] of what it reads
     features: Tensor
     # global position of the first row
     start: int = 0
@@ -46,9 +46,15 @@ class Side:
     state: Tensor | None = None
     # [n] the upstream gradient of each row's loss
     coefficient: Tensor | None = None
+    # [n, ...] each: with a learned score, the other leaves of what it reads
+    others: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
         return self.features.shape[0]
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return (self.features, *self.others)
 
     def narrow(self, start: int, stop: int) -> Side:
         """Rows start ... stop − 1, as views."""
@@ -63,23 +69,30 @@ class Side:
             ids=None if self.ids is None else self.ids[along],
             state=None if self.state is None else self.state[:, along],
             coefficient=None if self.coefficient is None else self.coefficient[along],
+            others=tuple(leaf[along] for leaf in self.others),
         )
 
     def luggage(self) -> list[Tensor]:
         """What has to travel with the rows, each tensor with the rows as its first axis."""
         state = None if self.state is None else self.state.T
-        return [x for x in (self.features, self.labels, self.ids, self.coefficient, state) if x is not None]
+        carried = [x for x in (self.labels, self.ids, self.coefficient, state) if x is not None]
+        return [*self.leaves, *carried]
 
     def moved(self, luggage: list[Tensor], start: int) -> Side:
         """Another shard, unpacked from its luggage; it has what this one has, and begins at `start`."""
         unpacked = iter(luggage)
-        features, labels, ids, coefficient, state = (
-            None if x is None else next(unpacked)
-            for x in (self.features, self.labels, self.ids, self.coefficient, self.state)
+        features, *others = (next(unpacked) for _ in self.leaves)
+        labels, ids, coefficient, state = (
+            None if x is None else next(unpacked) for x in (self.labels, self.ids, self.coefficient, self.state)
         )
-        assert features is not None
         return Side(
-            features, start, labels=labels, ids=ids, coefficient=coefficient, state=None if state is None else state.T
+            features,
+            start,
+            labels=labels,
+            ids=ids,
+            coefficient=coefficient,
+            state=None if state is None else state.T,
+            others=tuple(others),
         )
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._types import Reduction, accumulator
+from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Side
 
 # rows multiplied at once where a product with float32 copies is summed up
@@ -54,7 +54,8 @@ class Tiles(ABC):
     def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
         """Adds Σ_j g_ij k_j to u [N, D] and Σ_i g_ij q_i to v [M, D], g being the pairs' gradient; returns Σ_ij g_ij.
 
-        Both in the accumulator's type, both without the scale; what is None is not computed.
+        Both in the accumulator's type, both without the scale; what is None is not computed. A learned score's
+        derivatives stand in the place of k_j and q_i, and its sums go on beyond Σ_ij g_ij (see `scored.py`).
         """
 
     @abstractmethod
@@ -91,7 +92,8 @@ class Tiles(ABC):
         """
         summed = out = None
         if inner:
-            summed = _inner(x, total) if times is None else _inner(x, total) * times
+            weighed = inner_product(x, total)
+            summed = weighed if times is None else weighed * times
         if gradient:
             factor = self.scale if times is None else self.scale * times
             out = (total * factor if keep else total.mul_(factor)).to(x.dtype)
@@ -99,10 +101,14 @@ class Tiles(ABC):
 
     def init(self, side: Side) -> Tensor:
         """Statistics of rows that have met no column."""
-        return self.loss.init(len(side), dtype=accumulator(side.features.dtype), device=side.features.device)
+        return self.loss.init(len(side), dtype=self.scale.dtype, device=self.scale.device)
+
+    def no_pairs(self) -> Tensor:
+        """What `grads` returns where no row meets a column."""
+        return torch.zeros_like(self.scale)
 
 
-def _inner(x: Tensor, total: Tensor) -> Tensor:
+def inner_product(x: Tensor, total: Tensor) -> Tensor:
     """Σ ⟨x_i, total_i⟩ in the accumulator's type, some rows at a time."""
     parts = [
         torch.linalg.vecdot(some.to(total.dtype), other).sum()

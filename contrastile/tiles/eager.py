@@ -84,7 +84,10 @@ class Eager(Tiles):
     def _tile(self, rows: Side, cols: Side, room: Tensor) -> Tile:
         # scaled afterwards: scaled features would be rounded once more
         out = room[: len(rows) * len(cols)].view(len(rows), len(cols))
-        x = _product(rows.features, cols.features.T, out).mul_(self.scale)
+        return self._marked(_product(rows.features, cols.features.T, out).mul_(self.scale), rows, cols)
+
+    def _marked(self, x: Tensor, rows: Side, cols: Side) -> Tile:
+        """The tile of the scaled similarities x, which it may overwrite."""
         if self.bias is not None:
             x += self.bias
         bounds = None

@@ -1,0 +1,192 @@
+"""A learned distance's two sweeps as one autograd operation: the distance gradient cache, and the link to the next.
+
+Beside `_sweep.py`, for `contrast(..., scorer=module)`. The inputs of the operation are the features of both sides,
+and Ω, the module's parameters; so every parameter gets its gradient once, whatever the number of tiles, and the
+features' gradients go on to `encode` as those of a dot product do: the paper's two caches, linked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from contrastile._check import wrong
+from contrastile._choose import Options
+from contrastile._sweep import Call, Gradients, at_once, finished, with_coefficients, with_states, workspace_on
+from contrastile.exchange.base import Exchange
+from contrastile.losses.base import PairLoss, Side
+from contrastile.reach import silent
+from contrastile.tiles.scored import Form, Scored, Scorer, fitting_side
+
+# the tile of backend="dense": the whole block
+WHOLE = 2**62
+
+
+class Pair:
+    """Both sides' tensors, and the module that compares them."""
+
+    def __init__(self, module: nn.Module, q: Any, k: Any, negatives: Any) -> None:
+        self.row_form, self.rows = Form.of("q", q)
+        self.col_form, self.cols = Form.of("k", k)
+        self.keys = len(self.cols[0])
+        if negatives is not None:
+            form, more = Form.of("negatives", negatives)
+            if form.spec != self.col_form.spec or [x.shape[1:] for x in more] != [x.shape[1:] for x in self.cols]:
+                shapes = [list(x.shape) for x in more]
+                raise wrong("negatives", "be nested and shaped as `k`", shapes, "Pad both alike.")
+            self.col_form, self.cols = Form.of("k", pytree.tree_map(_behind, k, negatives))
+        if self.cols[0].device != self.rows[0].device:
+            got = f"{self.rows[0].device} and {self.cols[0].device}"
+            raise wrong("k", "be on the device of `q`", got, "Move one side first.")
+        self.scorer = Scorer.of(module, (self.row_form, self.rows), (self.col_form, self.cols))
+
+    def others(self, rows: Side, cols: Side) -> tuple[Side, Side]:
+        """The sides with all that the scorer reads."""
+        leaves = [tuple(x.detach() for x in side[1:]) for side in (self.rows, self.cols)]
+        return replace(rows, others=leaves[0]), replace(cols, others=leaves[1])
+
+    def contrasted(
+        self,
+        scale: Tensor,
+        bias: Tensor | None,
+        loss: PairLoss,
+        exchange: Exchange,
+        sides: tuple[Side, Side],
+        weights: Tensor | None,
+        options: Options,
+    ) -> Tensor:
+        """The loss, differentiable in the features, Ω, the scale and the bias."""
+        scorer = self.scorer
+        if options.backend == "triton":
+            raise wrong(
+                "backend", "be auto, eager or dense with a scorer", "'triton'", "A scorer brings its own kernels."
+            )
+        if scorer.seed is not None and not exchange.once:
+            remedy = "Take gather or ring, or put the scorer in eval mode."
+            raise wrong("exchange", "compute each pair once if the scorer draws random numbers", "replicate", remedy)
+        workspace = workspace_on(scorer.device, options.workspace)
+        side = WHOLE if options.backend == "dense" else fitting_side(scorer, *sides, workspace)
+        tiles = partial(Scored, scorer=scorer, side=side)
+        call = Call(loss, tiles, exchange, *sides, weights, options.reduction, workspace)
+        inputs = (scale, bias, *self.rows, *self.cols, *scorer.parameters)
+        wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        operation = _ScoredAtOnce if wants and at_once(call) else _Scored
+        result: Tensor = operation.apply(call, scorer, *inputs)
+        return result
+
+
+class _Scored(torch.autograd.Function):
+    """Forward: tiles of scores without a graph. Backward: the same tiles with theirs, one at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, scorer: Scorer, scale: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        with torch.autocast(scorer.device.type, enabled=False):
+            tiles = _tiles(call, scorer, scale, bias)
+            swept = finished(call, call.exchange.stats(tiles, call.rows, call.cols), tiles.scale * 0)
+        ctx.call, ctx.scorer, ctx.given = call, scorer, len(tensors)
+        # the features and Ω too: autograd then sees that they have not changed
+        ctx.save_for_backward(scale, bias, *tensors, *swept.states, *swept.coefficients)
+        return swept.value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        call, scorer = ctx.call, ctx.scorer
+        scale, bias, *saved = ctx.saved_tensors
+        saved = saved[ctx.given :]
+        half = len(saved) // 2
+        with torch.autocast(scorer.device.type, enabled=False):
+            tiles = _tiles(call, scorer, scale, bias)
+            rows, cols = with_states(call, upstream, (saved[:half], saved[half:]), tiles.scale.dtype)
+            u, v = _room(tiles, rows, cols)
+            with silent(scorer.parameters):
+                sums = call.exchange.grads(tiles, rows, cols, u, v)
+            return None, None, *_hand_back(call, tiles, Gradients(u, v, sums), scale, bias)
+
+
+class _ScoredAtOnce(torch.autograd.Function):
+    """One sweep for both, where a pair's gradient waits for nothing: every score is computed once."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, scorer: Scorer, scale: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        with torch.autocast(scorer.device.type, enabled=False):
+            tiles = _tiles(call, scorer, scale, bias)
+            rows, coefficient = with_coefficients(call, tiles.scale * 0)
+            u, v = _room(tiles, rows, call.cols)
+            with silent(scorer.parameters):
+                stats, sums = tiles.stats_and_grads(rows, call.cols, u, v)
+            value: Tensor = (coefficient * call.loss.finish(stats).loss).sum()
+        ctx.call, ctx.tiles = call, tiles
+        ctx.save_for_backward(scale, bias, u, v, sums, *tensors)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale, bias, u, v, sums, *_ = ctx.saved_tensors
+        times = upstream.to(sums.dtype)
+        # asked for again, they must be as they were
+        u, v = (None if x is None else x * times for x in (u, v))
+        found = Gradients(u, v, sums * times)
+        return None, None, *_hand_back(ctx.call, ctx.tiles, found, scale, bias)
+
+
+def _tiles(call: Call, scorer: Scorer, scale: Tensor, bias: Tensor | None) -> Scored:
+    tiles = call.arithmetic(scale, bias, scorer.dtype)
+    assert isinstance(tiles, Scored)
+    return tiles
+
+
+def _room(tiles: Scored, rows: Side, cols: Side) -> tuple[Tensor | None, Tensor | None]:
+    """Accumulators [n, numbers of a row] of what wants a gradient on either side."""
+    widths = tiles.scorer.rows.widths(rows.leaves), tiles.scorer.cols.widths(cols.leaves)
+    u, v = (
+        tiles.scale.new_zeros(len(side), sum(each)) if each else None
+        for side, each in zip((rows, cols), widths, strict=True)
+    )
+    return u, v
+
+
+def _hand_back(
+    call: Call, tiles: Scored, found: Gradients, scale: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """What was accumulated, times the scale, as gradients of scale, bias, features and Ω, each in its own type."""
+    scorer, (u, v, sums, _) = tiles.scorer, found
+    of_bias = sums[0] if call.loss.uses_bias else torch.zeros_like(sums[0])
+    return (
+        sums[1].to(scale.dtype).reshape(scale.shape),
+        None if bias is None else of_bias.to(bias.dtype).reshape(bias.shape),
+        *_unpacked(u, scorer.rows, call.rows.leaves, tiles.scale),
+        *_unpacked(v, scorer.cols, call.cols.leaves, tiles.scale),
+        *_of_parameters(sums[2:], tiles),
+    )
+
+
+def _unpacked(whole: Tensor | None, form: Form, leaves: Sequence[Tensor], scale: Tensor) -> list[Tensor | None]:
+    """Each leaf's own gradient, out of the matrix in which all were accumulated."""
+    parts = iter(() if whole is None else whole.mul_(scale).split(form.widths(leaves), dim=1))
+    return [
+        next(parts).to(leaf.dtype).reshape(leaf.shape) if want else None
+        for leaf, want in zip(leaves, form.wanted, strict=True)
+    ]
+
+
+def _of_parameters(sums: Tensor, tiles: Scored) -> list[Tensor | None]:
+    """Ω's gradients; none for a parameter that no pair reaches, as in plain autograd."""
+    parameters = tiles.scorer.parameters
+    parts = (sums * tiles.scale).split([parameter.numel() for parameter in parameters])
+    return [
+        part.to(parameter.dtype).reshape(parameter.shape) if index in tiles.touched or not tiles.touched else None
+        for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True))
+    ]
+
+
+def _behind(k: Tensor | None, negatives: Tensor | None) -> Tensor | None:
+    return None if k is None or negatives is None else torch.cat([k, negatives])

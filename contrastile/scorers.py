@@ -1,0 +1,107 @@
+"""Learned distances for `contrast(..., scorer=module)`: three that are provided, and the pattern for any other.
+
+Beside `modules.py`; what computes with them is `tiles/scored.py`. A scorer is a module that is called with a block
+of rows and a block of columns, each nested as the user passed them, and returns their scores [I, J]. It must treat
+pairs one by one, and hold every parameter that it uses; its memory is I · J times what one pair takes, of which the
+tiles see to it that it fits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from contrastile._check import wrong
+
+# token vectors [B, L, D], alone or with a mask [B, L] that is true where there is a token
+Tokens = Tensor | tuple[Tensor, Tensor | None]
+
+
+class Bilinear(nn.Module):
+    """s_ij = q_iᵀ W k_j, with W [row_features, column_features]; it begins as the dot product.
+
+    Naively `q @ W @ k.T`.
+
+    >>> from contrastile import contrast
+    >>> scorer = Bilinear(8, 6)
+    >>> image, text = torch.randn(32, 8), torch.randn(32, 6)
+    >>> contrast(image, text, scorer=scorer, scale=5.0).backward()
+    >>> scorer.weight.grad.shape
+    torch.Size([8, 6])
+    """
+
+    def __init__(self, row_features: int, column_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(row_features, column_features))
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return rows @ self.weight @ columns.T
+
+
+class PairMLP(nn.Module):
+    """s_ij = wᵀ gelu(A q_i + B k_j + c) + e: one hidden layer over every pair.
+
+    Naively an MLP on `torch.cat([q_i, k_j])`; here the first layer is applied to rows and columns apart, which is
+    the same and takes I + J products instead of I · J.
+
+    Arguments:
+        row_features, column_features, hidden: the sizes.
+        dropout: the share of the hidden layer that is dropped in training. Both passes draw the same numbers.
+
+    >>> from contrastile import contrast
+    >>> scorer = PairMLP(8, 6, hidden=16)
+    >>> image, text = torch.randn(32, 8), torch.randn(32, 6)
+    >>> contrast(image, text, scorer=scorer).backward()
+    >>> scorer.output.weight.grad.shape
+    torch.Size([1, 16])
+    """
+
+    def __init__(self, row_features: int, column_features: int, hidden: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.rows = nn.Linear(row_features, hidden)
+        self.columns = nn.Linear(column_features, hidden, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(hidden, 1)
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        hidden_IJH = F.gelu(self.rows(rows)[:, None] + self.columns(columns)[None, :])
+        scores: Tensor = self.output(self.dropout(hidden_IJH)).squeeze(-1)
+        return scores
+
+
+class MaxSim(nn.Module):
+    """Late interaction (ColBERT, Khattab and Zaharia 2020, equation 3): s_ij = Σ_l max_m ⟨q_il, k_jm⟩.
+
+    Called with token vectors [I, L, D] and [J, M, D], each alone or as (vectors, mask [I, L]), the mask true where
+    there is a token. Padding neither asks nor answers; a column without any token scores 0. Vectors are used as
+    given: normalise them first, as ColBERT does.
+
+    >>> from contrastile import contrast
+    >>> query = F.normalize(torch.randn(8, 5, 16), dim=-1).requires_grad_()
+    >>> document = F.normalize(torch.randn(8, 9, 16), dim=-1)
+    >>> mask = torch.arange(9) < torch.randint(1, 10, (8, 1))
+    >>> contrast(query, (document, mask), scorer=MaxSim()).backward()
+    >>> query.grad.shape
+    torch.Size([8, 5, 16])
+    """
+
+    def forward(self, rows: Tokens, columns: Tokens) -> Tensor:
+        (q_ILD, asking), (k_JMD, answering) = _tokens("q", rows), _tokens("k", columns)
+        similar = (q_ILD.flatten(0, 1) @ k_JMD.flatten(0, 1).T).unflatten(1, k_JMD.shape[:2])
+        if answering is not None:
+            similar = similar.masked_fill(~answering, -torch.inf)
+        best_ILJ = similar.max(-1).values.unflatten(0, q_ILD.shape[:2])
+        if answering is not None:
+            best_ILJ = best_ILJ.masked_fill(~answering.any(-1), 0.0)
+        if asking is not None:
+            best_ILJ = best_ILJ.masked_fill(~asking[:, :, None], 0.0)
+        return best_ILJ.sum(1)
+
+
+def _tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
+    vectors, mask = (side, None) if isinstance(side, Tensor) else side
+    if vectors.ndim != 3 or (mask is not None and (mask.dtype != torch.bool or mask.shape != vectors.shape[:2])):
+        got = f"shape {list(vectors.shape)}" + ("" if mask is None else f" and a mask {list(mask.shape)}, {mask.dtype}")
+        raise wrong(name, "be token vectors [B, L, D], alone or with a bool mask [B, L]", got, "Check the encoder.")
+    return vectors, mask

@@ -1,0 +1,328 @@
+"""A block of learned distances: the scores of a module instead of dot products (Gao et al. 2021, section 5).
+
+Beside `eager.py`, whose loop over tiles it takes over. With s_ij = Φ(f_i, g_j; Ω) and x_ij = scale · s_ij + bias:
+the forward computes each tile of scores without a graph and the loss keeps its statistics of it; the backward
+computes it again with a graph, the loss gives w_ij = ∂L/∂x_ij, and back-propagating w through the tile adds to
+∂L/∂Ω (equation 11), u_i (12) and v_j (13). The paper holds all b² distances and their gradients in between; here
+nothing is held but one tile and its graph.
+
+A side's rows are any nested tensors. Their gradients are accumulated as one matrix [n, all numbers of a row], so
+that an exchange carries them as it carries those of a dot product; likewise the sums over all pairs are one vector:
+Σ w, Σ w·s, and then ∂L/∂Ω.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from contrastile._check import wrong
+from contrastile._types import accumulator
+from contrastile.footprint import footprint
+from contrastile.losses.base import PairLoss, Side, Tile
+from contrastile.reach import Autocast, RandomState, begin_random, graph_leaves, refusing_batch_norm, silent
+from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD, Eager
+
+# rows and columns that show what a module does
+PROBE = 2, 3
+# side of the first tile that is measured
+FIRST_SIDE = 4
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one side's tensors are nested, and which of them want a gradient."""
+
+    spec: Any
+    # of the leaves, those that are tensors; the others are None
+    given: tuple[bool, ...]
+    # of the tensors
+    wanted: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, name: str, tree: Any) -> tuple[Form, list[Tensor]]:
+        """The form and the tensors of a user's features; each tensor's first axis is the batch."""
+        leaves, spec = pytree.tree_flatten(tree)
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        for x in tensors:
+            if not isinstance(x, Tensor) or x.ndim == 0:
+                got = "a tensor without axes" if isinstance(x, Tensor) else type(x).__name__
+                raise wrong(name, "be made of tensors whose first axis is the batch", got, "Keep the rest in `scorer`.")
+        if not tensors:
+            raise wrong(name, "contain a tensor", "none", "Pass what the scorer reads of each example.")
+        if len({len(x) for x in tensors}) > 1:
+            sizes = sorted({len(x) for x in tensors})
+            raise wrong(name, "have the same first axis, the batch", sizes, "Check each tensor's shape.")
+        if len({x.device for x in tensors}) > 1:
+            devices = ", ".join(sorted({str(x.device) for x in tensors}))
+            raise wrong(name, "be on one device", devices, "Move all tensors to it.")
+        given = tuple(leaf is not None for leaf in leaves)
+        wanted = tuple(x.requires_grad and torch.is_grad_enabled() for x in tensors)
+        return cls(spec, given, wanted), tensors
+
+    def nested(self, tensors: Sequence[Tensor]) -> Any:
+        following = iter(tensors)
+        return pytree.tree_unflatten([next(following) if given else None for given in self.given], self.spec)
+
+    def asked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those that want a gradient."""
+        return [x for x, want in zip(tensors, self.wanted, strict=True) if want]
+
+    def widths(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Numbers per row of each that wants a gradient."""
+        return [math.prod(x.shape[1:]) for x in self.asked(tensors)]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What one call knows of the module: how to run it on a tile, and what its gradients reach."""
+
+    module: nn.Module
+    rows: Form
+    cols: Form
+    # Ω, those that want a gradient
+    parameters: tuple[Tensor, ...]
+    dtype: torch.dtype
+    device: torch.device
+    autocast: Autocast
+    # where its random numbers begin; None where it draws none
+    seed: int | None
+
+    @classmethod
+    def of(cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]]) -> Scorer:
+        """Looks at the module with a trial on a few pairs; random numbers stay as they were."""
+        if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
+            remedy = "Wrap the model that holds the scorer and calls `contrast` in its forward."
+            remedy = remedy if isinstance(module, nn.Module) else "Derive it from torch.nn.Module."
+            raise wrong("scorer", "be a module of its own", type(module).__name__, remedy)
+        parameters = tuple(p for p in module.parameters() if p.requires_grad) if torch.is_grad_enabled() else ()
+        device = rows[1][0].device
+        blind = cls(module, rows[0], cols[0], parameters, torch.float32, device, Autocast.current(device), None)
+        few = [
+            Side(first, others=tuple(others))
+            for tensors, n in zip((rows[1], cols[1]), PROBE, strict=True)
+            for first, *others in [[x[:n] if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]]
+        ]
+        before = RandomState.capture(device)
+        states = [*module.buffers(), *module.parameters()]
+        versions = [x._version for x in states]
+        try:
+            with refusing_batch_norm(list(module.modules()), "scorer"):
+                scores, leaves = blind.with_graph(*few)
+            drawn = not before.same(RandomState.capture(device))
+        finally:
+            before.restore()
+        blind._check(scores, few, leaves)
+        if [x._version for x in states] != versions:
+            got = f"{type(module).__name__}, which changes a buffer when it runs"
+            raise wrong("scorer", "treat pairs one by one", got, "Put it in eval mode.")
+        seed = int(torch.randint(2**62, ())) if drawn else None
+        return replace(blind, dtype=scores.dtype, seed=seed)
+
+    def _check(self, scores: Any, few: Sequence[Side], leaves: Sequence[Tensor]) -> None:
+        expected = [len(side) for side in few]
+        if not isinstance(scores, Tensor) or list(scores.shape) != expected:
+            got = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            rule = f"return a tensor {expected} for {expected[0]} rows and {expected[1]} columns"
+            raise wrong("scorer", rule, got, "One score for each pair.")
+        if not scores.is_floating_point():
+            raise wrong("scorer", "return floating point", scores.dtype, "Convert it with .float().")
+        known = {id(x) for x in [*leaves, *self.parameters]}
+        for leaf in graph_leaves([scores]):
+            if id(leaf) not in known:
+                got = f"one of shape {list(leaf.shape)} elsewhere"
+                remedy = "Register what holds them as a submodule, or pass the tensor with the features."
+                raise wrong("scorer", "own every parameter that it uses", got, remedy)
+
+    def __call__(self, rows: Side, cols: Side) -> Tensor:
+        """The scores [I, J] of a tile, with whatever graph the surroundings ask for."""
+        with self.autocast.restored():
+            scores: Tensor = self.module(self.rows.nested(rows.leaves), self.cols.nested(cols.leaves))
+        return scores
+
+    def with_graph(self, rows: Side, cols: Side) -> tuple[Tensor, list[Tensor]]:
+        """The scores with their graph, and its leaves: what wants a gradient of the rows, and then of the columns."""
+        sides = [
+            replace(side, features=first, others=tuple(others))
+            for side, form in ((rows, self.rows), (cols, self.cols))
+            for first, *others in [
+                [x.detach().requires_grad_(want) for x, want in zip(side.leaves, form.wanted, strict=True)]
+            ]
+        ]
+        with torch.enable_grad():
+            scores = self(*sides)
+        return scores, [*self.rows.asked(sides[0].leaves), *self.cols.asked(sides[1].leaves)]
+
+
+@dataclass(frozen=True)
+class Scored(Eager):
+    """Tiles of a module's scores, each with its graph only while its gradient is computed."""
+
+    scorer: Scorer = field(kw_only=True)
+    # rows, and columns, of a tile
+    side: int = field(kw_only=True)
+    # places of the parameters that a gradient has reached
+    touched: set[int] = field(default_factory=set, kw_only=True)
+
+    @classmethod
+    def declines(cls, loss: PairLoss, rows: Side, cols: Side) -> str | None:
+        del loss, rows, cols
+        return None
+
+    def no_pairs(self) -> Tensor:
+        return self.scale.new_zeros(2 + sum(parameter.numel() for parameter in self.scorer.parameters))
+
+    def stats(self, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
+        with self._replayed():
+            return super().stats(rows, cols)
+
+    def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
+        return self._back(rows, cols, u, v, None)
+
+    def stats_and_grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        row_stats = self.init(rows)
+        return row_stats, self._back(rows, cols, u, v, row_stats)
+
+    def _back(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
+        sums = self.no_pairs()
+        with self._replayed():
+            for along_i, row_tile in self._tiles(rows):
+                for along_j, col_tile in self._tiles(cols):
+                    self._begin(row_tile, col_tile)
+                    scores, leaves = self.scorer.with_graph(row_tile, col_tile)
+                    tile = self._scaled(scores, row_tile, col_tile)
+                    if row_stats is not None:
+                        (met,) = self.loss.absorb(tile)
+                        row_stats[:, along_i] = self.loss.merge(row_stats[:, along_i], met)
+                    w_IJ = self.loss.pair_grad(tile, row_tile, col_tile)
+                    pieces = (None if u is None else u[along_i], None if v is None else v[along_j])
+                    self._propagate(scores, leaves, w_IJ, self._places(row_tile, col_tile, *pieces), sums)
+        return sums
+
+    def _propagate(
+        self, scores: Tensor, leaves: list[Tensor], w_IJ: Tensor, places: list[Tensor], sums: Tensor
+    ) -> None:
+        """Adds what the tile's graph makes of w to the places of its leaves, and to the sums."""
+        sums[0] += w_IJ.sum()
+        sums[1] += (w_IJ * scores.detach()).sum()
+        if not scores.requires_grad:
+            return
+        parameters = self.scorer.parameters
+        found = torch.autograd.grad(scores, [*leaves, *parameters], w_IJ.to(scores.dtype), allow_unused=True)
+        for place, gradient in zip(places, found, strict=False):
+            if gradient is not None:
+                place += gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]
+        sizes = [parameter.numel() for parameter in parameters]
+        for index, (place, gradient) in enumerate(zip(sums[2:].split(sizes), found[len(leaves) :], strict=True)):
+            if gradient is not None:
+                self.touched.add(index)
+                place += gradient.flatten()
+
+    def _places(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> list[Tensor]:
+        """The columns of u and v that belong to each leaf."""
+        forms = ((self.scorer.rows, rows, u), (self.scorer.cols, cols, v))
+        return [
+            place
+            for form, side, whole in forms
+            if whole is not None
+            for place in whole.split(form.widths(side.leaves), dim=1)
+        ]
+
+    def _room(self, rows: Side, cols: Side) -> Tensor:
+        # the scores bring their own memory
+        del rows, cols
+        return self.scale.new_empty(0)
+
+    def _tile(self, rows: Side, cols: Side, room: Tensor) -> Tile:
+        del room
+        self._begin(rows, cols)
+        with torch.no_grad():
+            return self._scaled(self.scorer(rows, cols), rows, cols)
+
+    def _scaled(self, scores: Tensor, rows: Side, cols: Side) -> Tile:
+        return self._marked(scores.detach().to(self.scale.dtype) * self.scale, rows, cols)
+
+    def _side(self, dtype: torch.dtype) -> int:
+        del dtype
+        return self.side
+
+    def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
+        del N, M, D, dtype
+        return self.workspace
+
+    @contextmanager
+    def _replayed(self) -> Iterator[None]:
+        """The caller's random numbers stay as they were, whatever the tiles draw."""
+        if self.scorer.seed is None:
+            yield
+            return
+        before = RandomState.capture(self.scorer.device)
+        try:
+            yield
+        finally:
+            before.restore()
+
+    def _begin(self, rows: Side, cols: Side) -> None:
+        """The random numbers of this tile: the same whenever and in whatever order it is computed."""
+        if self.scorer.seed is not None:
+            words = f"{self.scorer.seed} {rows.start} {cols.start}".encode()
+            begin_random(self.scorer.device, int.from_bytes(hashlib.blake2b(words, digest_size=7).digest()))
+
+
+# sides that were measured, by what they depend on
+_measured: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
+
+
+def fitting_side(scorer: Scorer, rows: Side, cols: Side, workspace: int) -> int:
+    """Rows, and columns, of a tile whose scores, graph and gradients fit the workspace.
+
+    Tiles of growing size are run and their bytes counted. Once for inputs of one shape.
+    """
+    shapes = [(x.shape[1:], x.dtype) for side in (rows, cols) for x in side.leaves]
+    setting = (scorer.rows.wanted, scorer.cols.wanted, len(scorer.parameters), scorer.dtype, scorer.module.training)
+    key = (str(shapes), len(rows), len(cols), workspace, *setting)
+    known = _measured.setdefault(scorer.module, {})
+    if key not in known:
+        known[key] = _measure(scorer, rows, cols, workspace)
+    return known[key]
+
+
+def _measure(scorer: Scorer, rows: Side, cols: Side, workspace: int) -> int:
+    most = min(max(len(rows), len(cols)), SIDE_CPU if scorer.device.type == "cpu" else SIDE_ACCELERATOR)
+    before, side = RandomState.capture(scorer.device), FIRST_SIDE
+    try:
+        while True:
+            # a side twice as long takes at most four times as much
+            growth = (workspace / max(1, _bytes(scorer, rows, cols, side))) ** 0.5
+            following = max(1, min(most, int(side * growth)))
+            if side / 2 < following < 2 * side or following == side:
+                return min(side, following) if growth < 1 else following
+            side = following
+    finally:
+        before.restore()
+
+
+def _bytes(scorer: Scorer, rows: Side, cols: Side, side: int) -> int:
+    """What a tile takes beside the gradients of Ω, which are outputs."""
+    row_tile, col_tile = rows.narrow(0, min(side, len(rows))), cols.narrow(0, min(side, len(cols)))
+
+    def run() -> None:
+        scores, leaves = scorer.with_graph(row_tile, col_tile)
+        if scores.requires_grad:
+            wanted = [*leaves, *scorer.parameters]
+            with silent(scorer.parameters):
+                torch.autograd.grad(scores, wanted, torch.ones_like(scores), allow_unused=True)
+
+    outputs = sum(parameter.nbytes for parameter in scorer.parameters)
+    held = TILES_HELD * torch.empty((), dtype=accumulator(scorer.dtype)).element_size()
+    return max(0, footprint(run) - outputs) + held * len(row_tile) * len(col_tile)

@@ -1,0 +1,131 @@
+"""The belt's copies and computations are ordered: on streams that know what happened before what, nothing races."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from contrastile.offload import Belt
+
+ROWS = 23
+
+
+class Stream:
+    """A queue on a device; it knows how much of every queue is done before its own next operation begins."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.seen: dict[Stream, int] = {self: 0}
+
+    def record_event(self) -> dict[Stream, int]:
+        return dict(self.seen)
+
+    def wait_event(self, event: dict[Stream, int]) -> None:
+        for stream, count in event.items():
+            self.seen[stream] = max(self.seen.get(stream, 0), count)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.seen)
+
+    def synchronize(self) -> None:
+        MACHINE.host.wait_stream(self)
+
+
+class Machine:
+    """Streams, the one in use, and who touched what when."""
+
+    def __init__(self) -> None:
+        self.host, self.current = Stream(), Stream()
+        self.touched: dict[Any, list[tuple[Stream, int, bool]]] = {}
+        self.races: list[Any] = []
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def touch(self, what: Any, *, write: bool) -> None:
+        stream = self.current
+        stream.seen[stream] += 1
+        for other, count, wrote in self.touched.setdefault(what, []):
+            if (write or wrote) and stream.seen.get(other, 0) < count:
+                self.races.append(what)
+        self.touched[what].append((stream, stream.seen[stream], write))
+
+
+MACHINE = Machine()
+
+
+class Watched(Belt):
+    """Its streams are ours, and its slots lie in the memory of the host."""
+
+    def _room(self, rows: int) -> tuple[Tensor, Tensor]:
+        block = torch.empty(rows, *self.matrix.shape[1:], dtype=self.matrix.dtype)
+        return block, torch.empty_like(block, dtype=self.wide)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    MACHINE.__init__()
+    copy, zero = Tensor.copy_, Tensor.zero_
+
+    def copied(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        MACHINE.touch(source.data_ptr(), write=False)
+        MACHINE.touch(self.data_ptr(), write=True)
+        return copy(self, source, non_blocking)
+
+    def zeroed(self: Tensor) -> Tensor:
+        MACHINE.touch(self.data_ptr(), write=True)
+        return zero(self)
+
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    monkeypatch.setattr(Tensor, "zero_", zeroed)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", MACHINE.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: MACHINE.current)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    return MACHINE
+
+
+def _add_in_turns(machine: Machine, rows: int, turns: int) -> tuple[Tensor, Tensor]:
+    """Adds the matrix to its totals once in every turn, and twice that in the last; what should come of it."""
+    matrix = torch.randn(ROWS, 3, dtype=torch.float64)
+    totals, ends = torch.full_like(matrix, torch.nan), torch.full_like(matrix, torch.nan)
+    belt = Watched(matrix, rows, torch.device("cuda", 0), wide=torch.float64, totals=totals)
+    for turn in range(turns):
+        for index, (start, stop), block, so_far in belt.turn(fresh=turn == 0):
+            machine.touch(block.data_ptr(), write=False)
+            machine.touch(so_far.data_ptr(), write=True)
+            so_far += block
+            if turn < turns - 1:
+                belt.bring_back(so_far, totals[start:stop], index)
+            else:
+                belt.bring_back(so_far.mul_(2), ends[start:stop], index)
+    belt.finish()
+    machine.current = machine.host
+    for start in range(0, ROWS, rows):
+        machine.touch(ends[start:].data_ptr(), write=False)
+    return ends, 2 * turns * matrix
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("rows", [ROWS, 12, 8, 5])
+def test_nothing_races_and_every_total_comes_home(machine: Machine, rows: int, turns: int) -> None:
+    ends, truth = _add_in_turns(machine, rows, turns)
+    torch.testing.assert_close(ends, truth)
+    assert not machine.races
+
+
+@pytest.mark.parametrize("forgotten", ["wait_event", "wait_stream", "synchronize", "_stored"])
+def test_a_wait_that_is_left_out_is_a_race(machine: Machine, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if forgotten == "_stored":
+        monkeypatch.setattr(Belt, "_stored", lambda self, index: [])
+    else:
+        monkeypatch.setattr(Stream, forgotten, lambda self, *_: None)
+    _add_in_turns(machine, 5, 3)
+    assert machine.races

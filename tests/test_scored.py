@@ -1,0 +1,364 @@
+"""A learned distance equals plain autograd over the whole matrix: value, and gradients of features, Ω, scale, bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problems import distance
+from scored import KINDS, PROBLEMS, by_formula, by_tiles, gradients, leaves, numbers, scorer, sides
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from contrastile import contrast, encode
+from contrastile.footprint import footprint
+from contrastile.losses.softmax import Softmax
+from contrastile.scorers import Bilinear, MaxSim, PairMLP
+from contrastile.tiles.scored import Scored
+
+WORKSPACE = 2**20
+
+
+def close(x: Tensor, truth: Tensor) -> bool:
+    """To 1e-12 of its size; what cancels to rounding noise, to 1e-14 itself."""
+    return x.shape == truth.shape and float((x - truth).norm()) <= 1e-12 * float(truth.norm()) + 1e-14
+
+
+def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return all(
+        (x is None) == (truth is None) and (x is None or close(x, truth)) for x, truth in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_loss_and_scorer_equals_plain_autograd(name: str, kind: str, reduction: str, tiles: list[int]) -> None:
+    problem = PROBLEMS[name](43, 71)
+    module, (rows, cols), named = scorer(kind, problem.same), sides(kind, problem), numbers(problem)
+    groups = (leaves(rows, cols), module.parameters(), named.values())
+    truth = by_formula(problem, module, rows, cols, named, reduction=reduction)
+    loss = by_tiles(problem, module, rows, cols, named, reduction=reduction)
+    assert loss.shape == truth.shape
+    assert close(loss.detach(), truth.detach())
+    wanted = [list(group) for group in groups]
+    assert same(gradients(loss, *wanted), gradients(truth, *wanted))
+    assert min(tiles) < problem.N
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tiles of 16: a small problem has several, and uneven ones; the sides that were in use."""
+    used: list[int] = []
+
+    def side(self: Scored, dtype: torch.dtype) -> int:
+        used.append(min(16, self.side))
+        return used[-1]
+
+    monkeypatch.setattr(Scored, "_side", side)
+    return used
+
+
+@pytest.mark.parametrize("backend", ["dense", "eager"])
+def test_backends_and_the_size_of_tiles_change_nothing(backend: str) -> None:
+    problem = PROBLEMS["clip_ids_weights_smoothing"](300, 300)
+    module, (rows, cols), named = scorer("mlp", False), sides("mlp", problem), numbers(problem)
+    groups = [leaves(rows, cols), list(module.parameters()), list(named.values())]
+    one = by_tiles(problem, module, rows, cols, named, workspace=2**30)
+    other = by_tiles(problem, module, rows, cols, named, workspace=WORKSPACE, backend=backend)
+    assert close(other.detach(), one.detach())
+    assert same(gradients(other, *groups), gradients(one, *groups))
+
+
+def test_further_negatives_are_nested_as_keys_are() -> None:
+    problem = PROBLEMS["info_nce"](9, 20)
+    module, (rows, cols), named = scorer("projected", False), sides("projected", problem), numbers(problem)
+    keys, negatives = (
+        pytree.tree_map(lambda x, at=at: None if x is None else x[at], cols) for at in (slice(12), slice(12, None))
+    )
+    groups = [leaves(rows, cols), list(module.parameters()), list(named.values())]
+    loss = contrast(rows, keys, negatives=negatives, scorer=module, loss=Softmax(), **named)
+    truth = by_formula(problem, module, rows, cols, named)
+    assert close(loss.detach(), truth.detach())
+    assert same(gradients(loss, *groups), gradients(truth, *groups))
+
+
+def test_the_scale_is_1_unless_it_is_given() -> None:
+    q = torch.randn(5, 4)
+    module = Bilinear(4, 4)
+    assert contrast(q, q, scorer=module).equal(contrast(q, q, scorer=module, scale=1.0))
+
+
+@pytest.mark.parametrize("wanted", ["rows", "cols", "scorer", "scale", "nothing"])
+def test_only_what_is_asked_for_gets_a_gradient(wanted: str) -> None:
+    problem = PROBLEMS["clip"](12, 12)
+    module, (rows, cols), named = scorer("projected", False), sides("projected", problem), numbers(problem)
+    asked = {
+        "rows": leaves(rows, None),
+        "cols": leaves(cols, None),
+        "scorer": [p for name, p in module.named_parameters() if "unused" not in name],
+        "scale": [named["scale"]],
+        "nothing": [],
+    }[wanted]
+    every = [*leaves(rows, cols), *module.parameters(), *named.values()]
+    truth = gradients(by_formula(problem, module, rows, cols, named), asked) if asked else []
+    for x in every:
+        x.requires_grad_(any(x is one for one in asked))
+    loss = by_tiles(problem, module, rows, cols, named)
+    assert loss.requires_grad == bool(asked)
+    assert same(gradients(loss, asked) if asked else [], truth)
+
+
+def test_a_parameter_that_no_pair_reaches_has_no_gradient() -> None:
+    problem = PROBLEMS["clip"](12, 12)
+    module, (rows, cols), named = scorer("projected", False), sides("projected", problem), numbers(problem)
+    by_tiles(problem, module, rows, cols, named).backward()
+    assert module.unused.weight.grad is None
+    assert module.project.weight.grad is not None
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("kind", ["bilinear", "mlp", "maxsim"])
+def test_no_more_than_the_workspace_is_held(kind: str) -> None:
+    """Beside features, gradients and statistics, all of them small here; the matrix alone would take 8 MiB."""
+    problem = PROBLEMS["clip"](1024, 1024)
+    module, (rows, cols), named = scorer(kind, False), sides(kind, problem), numbers(problem)
+    of_batch = 2 * sum(x.nbytes for x in leaves(rows, cols)) + 1024 * 2 * 40 * 8
+
+    def step() -> None:
+        by_tiles(problem, module, rows, cols, named, workspace=WORKSPACE).backward()
+
+    step()
+    assert footprint(step) <= WORKSPACE + of_batch
+
+
+def test_each_hook_fires_once_with_the_whole_gradient(tiles: list[int]) -> None:
+    problem = PROBLEMS["clip"](40, 40)
+    module, (rows, cols), named = scorer("mlp", False), sides("mlp", problem), numbers(problem)
+    seen: list[Tensor] = []
+    module.output.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    by_tiles(problem, module, rows, cols, named).backward()
+    assert len(tiles) > 1
+    assert len(seen) == 1
+    assert seen[0].equal(module.output.weight.grad)
+
+
+def test_the_two_caches_are_linked(tiles: list[int]) -> None:
+    """Towers behind `encode`, a learned distance before it: as if all had been computed at once."""
+    towers = [nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double() for _ in range(2)]
+    module = scorer("bilinear", True)
+    module.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+    images, texts = (torch.randn(30, 5, dtype=torch.float64) for _ in range(2))
+    parameters = [p for part in (*towers, module) for p in part.parameters()]
+    features = [encode(tower, x, sub_batch=7) for tower, x in zip(towers, (images, texts), strict=True)]
+    loss = contrast(*features, scorer=module, scale=3.0)
+    problem = PROBLEMS["clip"](30, 30)
+    truth = by_formula(problem, module, towers[0](images), towers[1](texts), {"scale": 3.0})
+    assert close(loss.detach(), truth.detach())
+    assert same(gradients(loss, parameters), gradients(truth, parameters))
+
+
+class CrossEncoder(nn.Module):
+    """Early interaction: reads both texts at once, f(s) = s, and there is no tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.read = nn.Sequential(nn.Linear(12, 5), nn.GELU(), nn.Linear(5, 1))
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        both = (self.embed(rows).mean(1)[:, None], self.embed(columns).sum(1)[None])
+        return self.read(torch.cat(torch.broadcast_tensors(*both), dim=-1)).squeeze(-1)
+
+
+def test_early_interaction_is_a_scorer_of_raw_inputs(tiles: list[int]) -> None:
+    module = CrossEncoder().double()
+    queries, documents = torch.randint(11, (20, 4)), torch.randint(11, (33, 7))
+    problem = PROBLEMS["info_nce"](20, 33)
+    loss = contrast(queries, documents, scorer=module, loss=Softmax())
+    truth = by_formula(problem, module, queries, documents, {"scale": 1.0})
+    assert loss.dtype == torch.float64
+    assert close(loss.detach(), truth.detach())
+    assert same(gradients(loss, module.parameters()), gradients(truth, module.parameters()))
+
+
+def _with_dropout(q: Tensor, k: Tensor, module: nn.Module) -> Tensor:
+    torch.manual_seed(5)
+    return contrast(q, k, scorer=module, scale=2.0)
+
+
+def test_dropout_is_replayed(tiles: list[int]) -> None:
+    """The gradient is that of the loss with the very same numbers dropped, as finite differences see it."""
+    module = PairMLP(3, 3, hidden=4, dropout=0.4).double()
+    q, k = (torch.randn(18, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def loss(q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
+        return _with_dropout(q, k, module)
+
+    assert torch.autograd.gradcheck(loss, (q, k, *module.parameters()))
+    assert not _with_dropout(q, k, module.eval()).equal(_with_dropout(q, k, module.train()))
+
+
+def test_dropout_draws_anew_in_each_call_and_leaves_random_numbers_alone_otherwise() -> None:
+    q = torch.randn(18, 3)
+    module = PairMLP(3, 3, hidden=4, dropout=0.4)
+    torch.manual_seed(1)
+    one, other = (contrast(q, q, scorer=module).detach() for _ in range(2))
+    assert not one.equal(other)
+    module.eval()
+    before = torch.get_rng_state()
+    contrast(q.requires_grad_(), q, scorer=module).backward()
+    assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+def test_bf16_parameters_are_summed_in_float32(parameters: torch.dtype) -> None:
+    """1024 tiles; a bf16 sum would stop growing after some."""
+    module = PairMLP(4, 4, hidden=8)
+    exact = PairMLP(4, 4, hidden=8).double()
+    module.to(torch.bfloat16)
+    exact.load_state_dict(module.state_dict())
+    module.to(parameters)
+    q, k = (torch.randn(512, 4).bfloat16().to(parameters) for _ in range(2))
+    contrast(q, k, scorer=module, loss=Softmax(), workspace=2**20).backward()
+    contrast(q.double(), k.double(), scorer=exact, loss=Softmax()).backward()
+    dense = PairMLP(4, 4, hidden=8).to(parameters)
+    dense.load_state_dict(module.state_dict())
+    torch.nn.functional.cross_entropy(dense(q, k), torch.arange(512)).backward()
+    for x, plain, truth in zip(module.parameters(), dense.parameters(), exact.parameters(), strict=True):
+        if truth is not exact.output.bias:
+            assert x.grad.dtype == parameters
+            assert distance(x.grad, truth.grad) <= 2 * distance(plain.grad, truth.grad)
+
+
+def test_autocast_reaches_the_scorer_in_both_passes() -> None:
+    module = PairMLP(4, 4, hidden=8)
+    seen: list[torch.dtype] = []
+    module.output.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    q = torch.randn(6, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = contrast(q, q.detach(), scorer=module)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert set(seen) == {torch.bfloat16}
+    assert len(seen) > 2
+
+
+def test_scores_that_are_not_numbers_make_a_loss_that_is_none() -> None:
+    q = torch.randn(6, 4)
+    q[2, 1] = torch.nan
+    assert contrast(q, torch.randn(6, 4), scorer=Bilinear(4, 4)).isnan()
+
+
+def test_parameters_must_not_change_before_backward() -> None:
+    module = Bilinear(4, 4)
+    loss = contrast(torch.randn(6, 4), torch.randn(6, 4), scorer=module)
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_column_without_tokens_scores_0_and_padding_says_nothing() -> None:
+    q, k = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+    some, none = torch.tensor([[True, True, False]] * 2), torch.tensor([[True, False, True, False, False], [False] * 5])
+    scores = MaxSim()((q, some), (k, none))
+    naive = [max(float(q[i, at] @ k[0, m]) for m in (0, 2)) for i in range(2) for at in (0, 1)]
+    expected = torch.tensor([[naive[0] + naive[1], 0.0], [naive[2] + naive[3], 0.0]])
+    torch.testing.assert_close(scores, expected)
+
+
+class Odd(nn.Module):
+    """Returns what it is told to."""
+
+    def __init__(self, out: Any) -> None:
+        super().__init__()
+        self.out = out
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Any:
+        return self.out(rows, columns)
+
+
+stranger = torch.ones(2, 2, requires_grad=True)
+
+
+class Counting(Bilinear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(rows, columns)
+
+
+def _x(n: int = 5) -> Tensor:
+    return torch.ones(n, 4)
+
+
+SENTENCES = {
+    "`scorer` must be a module of its own; got builtin_function_or_method. Derive it from torch.nn.Module.": lambda: (
+        contrast(_x(), _x(), scorer=torch.mm)
+    ),
+    "`scorer` must return a tensor [2, 3] for 2 rows and 3 columns; got shape [2]. One score for each pair.": lambda: (
+        contrast(_x(), _x(), scorer=Odd(lambda rows, _: rows.sum(1)))
+    ),
+    "`scorer` must return floating point; got torch.int64. Convert it with .float().": lambda: contrast(
+        _x(), _x(), scorer=Odd(lambda rows, cols: (rows @ cols.T).long())
+    ),
+    "`scorer` must own every parameter that it uses; got one of shape [2, 2] elsewhere. Register what holds them as a "
+    "submodule, or pass the tensor with the features.": lambda: contrast(
+        _x(), _x(), scorer=Odd(lambda rows, cols: rows @ cols.T + stranger.sum())
+    ),
+    "`scorer` must treat examples one by one; got BatchNorm1d in training mode, whose statistics over a sub-batch are "
+    "not those of the batch. Put it in eval mode, or take GroupNorm or LayerNorm.": lambda: contrast(
+        _x(), _x(), scorer=Normed()
+    ),
+    "`scorer` must treat pairs one by one; got Counting, which changes a buffer when it runs. Put it in eval "
+    "mode.": lambda: contrast(_x(), _x(), scorer=Counting()),
+    "`q` must be made of tensors whose first axis is the batch; got str. Keep the rest in `scorer`.": lambda: contrast(
+        {"tokens": _x(), "name": "query"}, _x(), scorer=Bilinear(4, 4)
+    ),
+    "`k` must be made of tensors whose first axis is the batch; got a tensor without axes. Keep the rest in "
+    "`scorer`.": lambda: contrast(_x(), torch.ones(()), scorer=Bilinear(4, 4)),
+    "`k` must contain a tensor; got none. Pass what the scorer reads of each example.": lambda: contrast(
+        _x(), [None], scorer=Bilinear(4, 4)
+    ),
+    "`k` must have the same first axis, the batch; got [3, 5]. Check each tensor's shape.": lambda: contrast(
+        _x(), (_x(), _x(3)), scorer=Bilinear(4, 4)
+    ),
+    "`q` must be on one device; got cpu, meta. Move all tensors to it.": lambda: contrast(
+        (_x(), _x().to("meta")), _x(), scorer=Bilinear(4, 4)
+    ),
+    "`k` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: contrast(
+        _x(), _x().to("meta"), scorer=Bilinear(4, 4)
+    ),
+    "`negatives` must be nested and shaped as `k`; got [[2, 3]]. Pad both alike.": lambda: contrast(
+        _x(), _x(), negatives=torch.ones(2, 3), scorer=Bilinear(4, 4), loss=Softmax()
+    ),
+    "`backend` must be auto, eager or dense with a scorer; got 'triton'. A scorer brings its own kernels.": lambda: (
+        contrast(_x(), _x(), scorer=Bilinear(4, 4), backend="triton")
+    ),
+    "`scale` must be given for a dot product; got None. Pass logit_scale.exp(), say.": lambda: contrast(_x(), _x()),
+    "`k` must have as many rows as `q`; got 5 and 3. Pass one row for each; a symmetric loss pairs row i with row "
+    "i.": lambda: contrast(_x(), _x(3), scorer=Bilinear(4, 4)),
+    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [2, 4]. Check the "
+    "encoder.": lambda: contrast(_x(), _x(), scorer=MaxSim()),
+}
+
+
+class Normed(Bilinear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return super().forward(self.norm(rows), columns)
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_each_error_has_its_sentence(sentence: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SENTENCES[sentence]()
+    assert str(error.value) == sentence

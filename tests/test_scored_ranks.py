@@ -1,0 +1,183 @@
+"""A learned distance across ranks equals one process: Ω's gradients follow the same convention as all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problems import Problem, distance
+from ranks import Pool
+from scored import KINDS, PROBLEMS, by_tiles, gradients, leaves, numbers, scorer, sides
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from contrastile import contrast, encode
+from contrastile.scorers import Bilinear, PairMLP
+
+EXCHANGES = ["replicate", "gather", "ring"]
+SHARES = {1: [(13, 13)], 2: [(9, 9), (4, 4)], 3: [(8, 8), (0, 0), (11, 11)], 4: [(6, 9), (7, 7), (2, 5), (6, 6)]}
+ROW_OPTIONS = ("positives", "query_ids", "query_labels", "weights")
+COLUMN_OPTIONS = ("key_ids", "key_labels")
+
+
+def _problems(name: str, shares: list[tuple[int, int]]) -> list[Problem]:
+    problems = [PROBLEMS[name](N, M) for N, M in shares]
+    for problem in problems:
+        if name == "info_nce":
+            problem.tiled["positives"] = torch.arange(problem.N)
+    return problems
+
+
+def _on_a_rank(
+    rank: int, group: Any, name: str, kind: str, shares: list[tuple[int, int]], how: dict[str, Any]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The loss, the gradients of this rank's features, and those of what all ranks share."""
+    problem = _problems(name, shares)[rank]
+    module, (rows, cols), named = scorer(kind, problem.same), sides(kind, problem, seed=rank), numbers(problem)
+    own, shared = leaves(rows, cols), [p for n, p in module.named_parameters() if "unused" not in n]
+    loss = by_tiles(problem, module, rows, cols, named, group=group, **how)
+    found = gradients(loss, own, shared, named.values())
+    return loss.detach(), found[: len(own)], found[len(own) :]
+
+
+def _whole(name: str, kind: str, shares: list[tuple[int, int]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The same batch in one process."""
+    problems = _problems(name, shares)
+    first = problems[0]
+    parts = [sides(kind, problem, seed=rank) for rank, problem in enumerate(problems)]
+    rows, cols = (pytree.tree_map(_joined, *each) for each in zip(*parts, strict=True))
+    if first.same:
+        cols = rows
+    options, offset = dict(first.tiled), 0
+    listed: dict[str, list[Tensor]] = {key: [] for key in options if key in ROW_OPTIONS + COLUMN_OPTIONS}
+    for problem in problems:
+        for key, values in listed.items():
+            value = problem.tiled[key]
+            values.append(torch.where(value >= 0, value + offset, -1) if key == "positives" else value)
+        offset += problem.M
+    options |= {key: torch.cat(values) for key, values in listed.items()}
+    module, named = scorer(kind, first.same), numbers(first)
+    own, shared = leaves(rows, cols), [p for n, p in module.named_parameters() if "unused" not in n]
+    loss = contrast(rows, cols, scorer=module, **named, **options)
+    found = gradients(loss, own, shared, named.values())
+    return loss.detach(), found[: len(own)], found[len(own) :]
+
+
+def _joined(*parts: Tensor | None) -> Tensor | None:
+    if parts[0] is None:
+        return None
+    whole = torch.cat([part.detach() for part in parts if part is not None])
+    return whole.requires_grad_(parts[0].requires_grad)
+
+
+@pytest.mark.parametrize("gradient", ["mean", "sum"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("W", SHARES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("clip_ids_weights_smoothing", kind) for kind in KINDS),
+        ("info_nce", "mlp"),
+        ("info_nce_everything", "projected"),
+        ("sup_con", "bilinear"),
+        ("nt_xent", "maxsim"),
+        ("siglip", "mlp"),
+    ],
+)
+def test_as_one_process(pool: Pool, name: str, kind: str, W: int, exchange: str, gradient: str) -> None:
+    shares = SHARES[W]
+    if name in ("info_nce_everything", "nt_xent"):
+        shares = [(N or 2, M or 2) for N, M in shares]
+    if not name.startswith("info_nce"):
+        shares = [(N, N) for N, _ in shares]
+    truth, own, shared = _whole(name, kind, shares)
+    answers = pool.run(_on_a_rank, W, name, kind, shares, {"exchange": exchange, "gradient": gradient})
+    divisor = W if gradient == "mean" else 1
+    assert all(distance(loss, truth) <= 1e-12 for loss, _, _ in answers)
+    for index, true in enumerate(own):
+        assert _close(torch.cat([features[index] for _, features, _ in answers]) / divisor, true)
+    for index, true in enumerate(shared):
+        assert _close(torch.stack([others[index] for _, _, others in answers]).sum(0) / divisor, true)
+
+
+def _close(x: Tensor, truth: Tensor) -> bool:
+    """To 1e-12; a bias of the scores cancels in a softmax, and leaves noise."""
+    return float((x - truth).norm()) <= 1e-12 * float(truth.norm()) + 1e-14
+
+
+class Model(nn.Module):
+    """Towers, a scorer and the loss in one module, as a wrapper wants it."""
+
+    def __init__(self, group: Any, exchange: str) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.image, self.text = nn.Linear(5, 4), nn.Linear(6, 4)
+        self.scorer = PairMLP(4, 4, hidden=3)
+        self.how = {"group": group, "exchange": exchange}
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:
+        features = encode(self.image, images, sub_batch=2), encode(self.text, texts, sub_batch=3)
+        return contrast(*features, scorer=self.scorer, scale=2.0, **self.how)
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return tuple(torch.randn(12, D, generator=generator, dtype=torch.float64) for D in (5, 6))
+
+
+def _wrapped(rank: int, group: Any, exchange: str) -> list[Tensor]:
+    model = DistributedDataParallel(Model(group, exchange).double(), process_group=group)
+    images, texts = (x.split([5, 3, 4])[rank] for x in _batch())
+    model(images, texts).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_under_a_wrapper_every_rank_has_the_gradient_of_one_process(pool: Pool, exchange: str) -> None:
+    whole = Model(None, "single").double()
+    whole(*_batch()).backward()
+    for answer in pool.run(_wrapped, 3, exchange):
+        for (name, parameter), gradient in zip(whole.named_parameters(), answer, strict=True):
+            assert _close(gradient, parameter.grad), name
+
+
+def _sentence(rank: int, group: Any, kind: str) -> str:
+    q, module = torch.ones(3, 4), Bilinear(4, 4)
+    how: dict[str, Any] = {}
+    if kind == "shapes" and rank == 1:
+        q, module = torch.ones(3, 5), Bilinear(5, 5)
+    if kind == "random":
+        module, how = PairMLP(4, 4, hidden=3, dropout=0.5), {"exchange": "replicate"}
+    if kind == "wrapped":
+        module = DistributedDataParallel(module, process_group=group)
+    try:
+        contrast(q, q, scorer=module, group=group, **how)
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (
+            "shapes",
+            "`features` must be the same on all ranks; got 4 on rank 0 and 5 on rank 1. Build the loss and its inputs "
+            "alike everywhere.",
+        ),
+        (
+            "random",
+            "`exchange` must compute each pair once if the scorer draws random numbers; got replicate. Take gather or "
+            "ring, or put the scorer in eval mode.",
+        ),
+        (
+            "wrapped",
+            "rank 0: `scorer` must be a module of its own; got DistributedDataParallel. Wrap the model that holds the "
+            "scorer and calls `contrast` in its forward.",
+        ),
+    ],
+)
+def test_each_error_has_its_sentence(pool: Pool, kind: str, sentence: str) -> None:
+    assert pool.run(_sentence, 2, kind) == [sentence] * 2

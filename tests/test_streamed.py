@@ -1,0 +1,158 @@
+"""Features in host memory, streamed past a device: the loss and gradients of features that lie there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problems import PROBLEMS, distance
+from ranks import Pool
+from torch import Tensor
+
+from contrastile import ClipLoss, SigLipLoss, _contrast, _streamed, contrast
+from contrastile.offload import Belt
+from contrastile.scorers import Bilinear
+
+# rows of a strip and columns of a shard: several of both, one of either, and one of both
+CUTS = [(13, 7), (1000, 7), (13, 1000), (1000, 1000)]
+
+
+@pytest.fixture(params=CUTS, ids=str)
+def streaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As if the features waited elsewhere; the blocks that were carried."""
+    blocks: list[int] = []
+    monkeypatch.setattr(_contrast, "away", lambda features, device: True)
+    monkeypatch.setattr(_streamed, "cut", lambda *_: _streamed.Cut(*request.param))
+    load = Belt._load
+
+    def counted(self: Belt, index: int, fresh: bool) -> Any:
+        blocks.append(index)
+        return load(self, index, fresh)
+
+    monkeypatch.setattr(Belt, "_load", counted)
+    return blocks
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_float64_equals_the_resident_loss(
+    name: str, reduction: str, streaming: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = PROBLEMS[name](40, 55)
+    tensors = problem.tensors(torch.float64)
+    loss, gradients = problem.by_tiles(tensors, reduction=reduction)
+    assert streaming
+    monkeypatch.undo()
+    truth, true_gradients = problem.by_formula(tensors, reduction=reduction)
+    assert distance(loss, truth) <= 1e-12
+    for key, gradient in gradients.items():
+        assert distance(gradient, true_gradients[key]) <= 1e-12, key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_columns_gather_their_gradient_in_float32(
+    dtype: torch.dtype, streaming: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No further from float64 than twice the dense formula in the same type, over many strips too."""
+    problem = PROBLEMS["clip"](130, 130)
+    tensors = problem.tensors(dtype)
+    loss, gradients = problem.by_tiles(tensors)
+    monkeypatch.undo()
+    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
+    truth, true_gradients = problem.by_formula(exact)
+    dense, dense_gradients = problem.by_formula(tensors)
+    assert distance(loss, truth) <= max(2 * distance(dense, truth), 1e-6)
+    for key, gradient in gradients.items():
+        assert gradient.dtype == tensors[key].dtype
+        allowed = max(2 * distance(dense_gradients[key], true_gradients[key]), 1e-6 if gradient.ndim == 0 else 0.0)
+        assert distance(gradient, true_gradients[key]) <= allowed, key
+
+
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("scale",), ("k", "scale"), ("bias",)], ids=str)
+def test_only_what_is_asked_for_gets_a_gradient(
+    wanted: tuple[str, ...], streaming: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = PROBLEMS["siglip"](40, 40)
+    some = {key: x.detach().requires_grad_(key in wanted) for key, x in problem.tensors(torch.float64).items()}
+    problem._call(contrast, problem.tiled, some).backward()
+    monkeypatch.undo()
+    truth = problem.by_formula(problem.tensors(torch.float64))[1]
+    for key, x in some.items():
+        if key in wanted:
+            assert distance(x.grad, truth[key]) <= 1e-12
+        else:
+            assert x.grad is None
+
+
+def test_what_is_not_finite_makes_the_loss_not_a_number(streaming: list[int]) -> None:
+    for side, row in ((0, 39), (1, 20)):
+        sides = [torch.randn(40, 5) for _ in range(2)]
+        sides[side][row, 2] = -torch.inf
+        assert contrast(*sides, scale=1.0).isnan()
+
+
+def test_each_strip_meets_each_shard_once_in_each_pass(streaming: list[int], request: pytest.FixtureRequest) -> None:
+    q = torch.randn(40, 5, requires_grad=True)
+    contrast(q, q.detach(), scale=1.0).backward()
+    strip, shard = request.node.callspec.params["streaming"]
+    assert len(streaming) == 2 * -(-40 // strip) * -(-40 // shard)
+
+
+def test_the_device_of_the_features_changes_nothing() -> None:
+    image, text = (torch.nn.functional.normalize(torch.randn(9, 4), dim=-1).requires_grad_() for _ in range(2))
+    plain, named = ClipLoss()(image, text, 5.0), ClipLoss(device="cpu")(image, text, 5.0)
+    assert named.equal(plain)
+    assert type(named.grad_fn) is type(plain.grad_fn)
+    assert SigLipLoss(device=torch.device("cpu"))(image, text, 5.0, -5.0).isfinite()
+
+
+def test_strips_and_shards_fit_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, gib = torch.device("cpu"), 2**30
+    monkeypatch.setattr(_streamed, "_free", lambda _: 14 * gib)
+    found = _streamed.cut(2**22, 2**22, 768, torch.bfloat16, device, 2 * gib)
+    taken = (found.strip + 3 * found.shard) * 768 * 6
+    assert 4 * gib < taken <= _streamed.SHARE * 12 * gib
+    assert found.shard == _streamed.SHARD
+    # with next to nothing free it still goes on
+    monkeypatch.setattr(_streamed, "_free", lambda _: 0)
+    least = _streamed.LEAST_ROWS
+    assert _streamed.cut(2**20, 2**20, 768, torch.bfloat16, device, gib) == _streamed.Cut(least, least)
+    assert _streamed.cut(0, 0, 768, torch.bfloat16, device, gib).strip == least
+
+
+def _x(n: int = 3) -> Tensor:
+    return torch.ones(n, 4)
+
+
+SENTENCES = {
+    "`device` must be where the features are, unless those are in host memory; got cpu, and features on meta. Leave it "
+    "out.": lambda: contrast(_x().to("meta"), _x().to("meta"), scale=1.0, device="cpu"),
+    "`device` must be left out with a scorer; got 'meta'. Move the features there.": lambda: contrast(
+        _x(), _x(), scorer=Bilinear(4, 4), device="meta"
+    ),
+    "`device` must be on this machine; got 'cuda:0'. Leave it out to compute where the features are.": lambda: ClipLoss(
+        device="cuda:0"
+    )(_x() / 2, _x() / 2, 1.0),
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_each_error_has_its_sentence(sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError) as error:
+        SENTENCES[sentence]()
+    assert str(error.value) == sentence
+
+
+def _across(rank: int, group: Any) -> str:
+    try:
+        contrast(_x(), _x(), scale=1.0, device="meta", group=group)
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def test_ranks_keep_their_features_on_their_devices(pool: Pool) -> None:
+    sentence = "`device` must be left out with several ranks; got 'meta'. Move the features there."
+    assert pool.run(_across, 2) == [f"rank 0: {sentence}"] * 2
