@@ -92,6 +92,30 @@ def test_as_one_process(pool: Pool, name: str, W: int, exchange: str) -> None:
     _check(pool, name, shares, exchange=exchange)
 
 
+def _fused_on_a_rank(
+    rank: int, group: Any, name: str, shares: list[tuple[int, int]], exchange: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    problem = _shares(name, shares)[rank]
+    tensors = {key: x.detach().float().requires_grad_() for key, x in _tensors(problem, rank).items()}
+    return problem.by_tiles(tensors, group=group, exchange=exchange, backend="triton")
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", ["clip", "clip_ids_weights_smoothing", "siglip"])
+def test_fused_kernels_too(pool: Pool, name: str, exchange: str) -> None:
+    pytest.importorskip("triton")
+    shares = [(9, 9), (4, 4)]
+    whole, leaves = _whole(name, shares)
+    truth, true_gradients = whole.by_tiles(leaves)
+    answers = pool.run(_fused_on_a_rank, 2, name, shares, exchange)
+    for loss, _ in answers:
+        assert distance(loss, truth) <= 1e-6
+    for key, true_gradient in true_gradients.items():
+        parts = [gradients[key] / 2 for _, gradients in answers]
+        combined = torch.cat(parts) if key in ("q", "k") else torch.stack(parts).sum(0)
+        assert distance(combined, true_gradient) <= 1e-5, key
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", ["info_nce", "info_nce_positives", "info_nce_everything"])
 def test_more_keys_than_rows(pool: Pool, name: str, exchange: str) -> None:

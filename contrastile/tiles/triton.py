@@ -150,6 +150,8 @@ class Triton(Tiles):
         if self._sigmoid or reduction == "none" or len(blocks) != 1:
             return None
         weights = None if weights is None else weights.to(torch.float32).contiguous()
+        # statistics that have travelled are not laid out as the kernels read them
+        stats = [side.contiguous() for side in stats]
         with on(self.scale.device):
             mean, smoothing = reduction == "mean", self._smoothing
             return conclude.ended(stats, weights, blocks[0], total, mean=mean, smoothing=smoothing)
