@@ -314,7 +314,8 @@ def test_minutes_end_a_run_that_is_not_through(tmp_path):
 def test_a_run_makes_one_step_at_least(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.minutes=0.000001")
     materials, trained = open_materials(recipe), Trained()
-    loop.train(build_run(recipe, materials.tokenizer), materials, Metrics(None), trained)
+    with Metrics(None) as metrics:
+        loop.train(build_run(recipe, materials.tokenizer), materials, metrics, trained)
     assert (trained.steps, trained.examples) == (1, 48)
 
 
