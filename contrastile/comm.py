@@ -128,8 +128,11 @@ def sum_into(x: Tensor, group: Any, what: str) -> None:
 
 def spread(x: Tensor, group: Any) -> None:
     """x becomes what it is on the group's first rank."""
+    sent = x.contiguous()
     with _together("broadcast", group):
-        dist.broadcast(x, dist.get_global_rank(_default(group), 0), group=group)
+        dist.broadcast(sent, dist.get_global_rank(_default(group), 0), group=group)
+    if sent is not x:
+        x.copy_(sent)
 
 
 def whole(x: Tensor, combined: Gradient) -> Tensor:
@@ -209,6 +212,7 @@ def _together(operation: str, group: Any) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        here.failing = True
         raise lost(operation, group, error) from error
     here.operation = None
 

@@ -42,7 +42,7 @@ class Here:
     # None: between two operations
     operation: str | None = None
     told: bool = False
-    # whether the main thread knows of a failure, and is about to say so
+    # whether the computation itself met the failure, and is about to say so
     failing: bool = False
 
     def count(self) -> None:
@@ -62,7 +62,6 @@ def lost(operation: str, group: Any, error: Exception) -> LostRankError:
 
     Hangs up first, so that ranks that wait for this one learn of the failure at once.
     """
-    here.failing |= threading.current_thread() is threading.main_thread()
     hang_up(group)
     said = str(error).strip().split("\n")[0].rpartition("] ")[2].split(". ")[0]
     missing, remedy = _named(_missing(dist.get_process_group_ranks(group)))

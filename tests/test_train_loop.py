@@ -14,8 +14,9 @@ from tiny_runs import tiny_recipe, write_pictures
 import contrastile
 from contrastile.train import loop
 from contrastile.train.checkpoint import build_run
+from contrastile.train.facts import Trained
 from contrastile.train.feed import Batch, Feed, open_materials
-from contrastile.train.log import read_metrics
+from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import Clock, batch_loss, run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.recipe import load_recipe
@@ -308,6 +309,14 @@ def test_a_loaded_run_needs_no_data(tmp_path):
 def test_minutes_end_a_run_that_is_not_through(tmp_path):
     outcome = run_recipe(tiny_recipe(tmp_path, "train.examples=10000000", "train.minutes=0.01"), tmp_path / "runs")
     assert 0 < outcome.examples < 10_000_000
+
+
+def test_a_run_makes_one_step_at_least(tmp_path):
+    recipe = tiny_recipe(tmp_path, "train.minutes=0.000001")
+    materials, trained = open_materials(recipe), Trained()
+    with Metrics(None) as metrics:
+        loop.train(build_run(recipe, materials.tokenizer), materials, metrics, trained)
+    assert (trained.steps, trained.examples) == (1, 48)
 
 
 def test_the_clock_goes_by_what_is_further():

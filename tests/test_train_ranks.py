@@ -190,6 +190,31 @@ def _another_recipe(rank: int, words: list[str]) -> int:
     return main([*words[:2], f"seed={rank}", *words[2:]])
 
 
+def _other_weights(rank: int, words: list[str]) -> int:
+    real = loop.build_run
+
+    def build(*arguments: Any) -> Any:
+        run = real(*arguments)
+        with torch.no_grad():
+            for tensor in run.model.state_dict().values():
+                tensor.add_(rank)
+        return run
+
+    loop.build_run = build
+    return main(words)
+
+
+def test_all_begin_with_the_first_ranks_weights(tmp_path: Path) -> None:
+    words = _words(tmp_path, "train.examples=32", "evaluate.every=1.0")
+    with Launched(2, tmp_path, _other_weights, words) as launched:
+        assert launched.codes() == [0, 0]
+    (tmp_path / "alone").mkdir()
+    recipe = tiny_recipe(tmp_path / "alone", "train.examples=32", "evaluate.every=1.0")
+    alone = run_recipe(recipe, tmp_path / "alone" / "runs").folder
+    curves = [[line["loss"] for line in _steps(folder)] for folder in (alone, tmp_path / "runs" / "tiny")]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
 def test_ranks_with_other_recipes_are_refused(tmp_path: Path) -> None:
     with Launched(2, tmp_path, _another_recipe, _words(tmp_path)) as launched:
         assert launched.codes() == [2, 2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def run_recipe(recipe: Recipe, runs: str | Path) -> Outcome:
         finally:
             # after an error too: these are the weights of the last whole step. A launcher that saw another rank end
             # asks this one to, which has to wait
-            with StopRequest(patient=ranks.size > 1):
+            with StopRequest(patient=True) if ranks.size > 1 else nullcontext():
                 save_run(folder, run, facts(run, materials, trained))
         table = "" if trained.stopped_by is not None else evaluate_and_report(folder, run, materials)
     return Outcome(folder.path, trained.examples, table, trained.stopped_by)
@@ -106,7 +107,9 @@ def train(run: Run, materials: Materials, metrics: Metrics, trained: Trained, ra
     with progress(clock.examples, "training", "pairs") as bar, StopRequest(patient=ranks.size > 1) as stop:
         while True:
             clock.now, trained.stopped_by = ranks.agree(len(sizes) + 1, clock.seconds(), stop.signal)
-            if (done := clock.share()) >= 1 or trained.stopped_by is not None:
+            done = clock.share()
+            # one step at least, even where the first probe took all the time
+            if (sizes and done >= 1) or trained.stopped_by is not None:
                 break
             planned = recipe.train.batch_at(done)
             sizes.append(min(planned, clock.examples - clock.seen))

@@ -31,6 +31,8 @@ from contrastile.train.watch import Watch
 
 # for how long ranks that have opened their data wait for one that has not
 LOADING = timedelta(hours=1)
+# NCCL ends a process without a word when its time is up: those who can say what happened are to be first
+LATER = timedelta(seconds=10)
 LOADED = "contrastile/ranks that are loaded"
 
 
@@ -77,7 +79,7 @@ class Ranks:
             store=store,
             rank=self.rank,
             world_size=self.size,
-            timeout=timeout,
+            timeout=timeout + LATER if on_gpu else timeout,
             device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
         )
         with Watch(timeout):
