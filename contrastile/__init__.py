@@ -6,7 +6,8 @@
     loss.backward()
 
 CLIP is `ClipLoss`, SigLIP `SigLipLoss`, SimCLR `NTXentLoss`, SupCon `SupConLoss`, DPR `InfoNCELoss`; GradCache is
-`encode`; `contrast` is the function under all losses; `load` gives the towers of a finished run.
+`encode`; `contrast` is the function under all losses, also with a learned distance of `contrastile.scorers`; `load`
+gives the towers of a finished run.
 """
 
 from __future__ import annotations

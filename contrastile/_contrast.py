@@ -103,8 +103,7 @@ def contrast(
         if pair is not None:
             rows, cols = pair.others(rows, cols)
         device = device_of(options.device, q)
-        alone = comm.size(options.group) == 1 or options.exchange == "single"
-        if away(q, device) and (pair is not None or not alone):
+        if away(q, device) and (pair is not None or (comm.size(options.group) > 1 and options.exchange != "single")):
             with_what = "several ranks" if pair is None else "a scorer"
             raise wrong("device", f"be left out with {with_what}", repr(str(device)), "Move the features there.")
     except ValueError as error:

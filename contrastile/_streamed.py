@@ -49,7 +49,9 @@ def away(features: Tensor, device: torch.device) -> bool:
 
 def device_of(asked: Any, features: Tensor) -> torch.device:
     """The device to compute on: where the features are, if nothing is asked for."""
-    device = features.device if asked is None else torch.device(asked)
+    if asked is None:
+        return features.device
+    device = torch.device(asked)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise wrong("device", "be on this machine", repr(str(asked)), "Leave it out to compute where the features are.")
     if device.type == "cuda" and device.index is None:

@@ -54,18 +54,18 @@ def test_float64_equals_the_resident_loss(
 def test_columns_gather_their_gradient_in_float32(
     dtype: torch.dtype, streaming: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No further from float64 than twice the dense formula in the same type, over many strips too."""
+    """No further from float64 than resident features, over many strips too; a sum in bf16 would be."""
     problem = PROBLEMS["clip"](130, 130)
     tensors = problem.tensors(dtype)
     loss, gradients = problem.by_tiles(tensors)
     monkeypatch.undo()
     exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
     truth, true_gradients = problem.by_formula(exact)
-    dense, dense_gradients = problem.by_formula(tensors)
-    assert distance(loss, truth) <= max(2 * distance(dense, truth), 1e-6)
+    resident, resident_gradients = problem.by_tiles(tensors)
+    assert distance(loss, truth) <= max(1.1 * distance(resident, truth), 1e-6)
     for key, gradient in gradients.items():
         assert gradient.dtype == tensors[key].dtype
-        allowed = max(2 * distance(dense_gradients[key], true_gradients[key]), 1e-6 if gradient.ndim == 0 else 0.0)
+        allowed = max(1.1 * distance(resident_gradients[key], true_gradients[key]), 1e-6)
         assert distance(gradient, true_gradients[key]) <= allowed, key
 
 
