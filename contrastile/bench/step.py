@@ -38,7 +38,7 @@ GATE_TOLERANCE = 2e-5
 # gradients below this share of the largest are rounding themselves
 GATE_FLOOR = 1e-3
 # a step of more sub-batches is warmed up with its first ones
-WARM_SUB_BATCHES = 16
+WARM_SUB_BATCHES = 8
 MOST_ROUNDS = 5
 # pairs whose pictures still fit beside everything else
 MOST_REAL = 2**16
@@ -254,13 +254,13 @@ def warm_loss(task: Task) -> None:
 
 
 def gate(model: str, way: Way, device: torch.device) -> tuple[float, float]:
-    """How far a way's gradients are from plain ones of the same batch, in float32 with dropout.
+    """How far a way's gradients are from plain ones of the same batch, in float32, with dropout if it replays it.
 
     The worst of the towers' parameters, relative to its gradient's norm, and the scale. Both draw the same random
     numbers: what is compared with a way that cuts encodes the same sub-batches, and keeps all their graphs.
     """
     torch.manual_seed(0)
-    towers = Towers(model, device, dropout=GATE_DROPOUT)
+    towers = Towers(model, device, dropout=GATE_DROPOUT if way.replays else 0.0)
     sides = Pairs(towers.shape, device, most=GATE_BATCH).sides(towers, GATE_BATCH, way.inputs)
     task = Task(towers, sides, GATE_SUB_BATCH, device, torch.float32, ClipLoss())
 
