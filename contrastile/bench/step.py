@@ -103,8 +103,8 @@ class StepBench:
     ledger: Ledger | None = None
     right: bool = True
     rows: list[StepRow] = field(default_factory=list)
-    # microseconds a pair, by way, at the largest batch so far
-    _pace: dict[str, float] = field(default_factory=dict)
+    # microseconds a pair, by model and way, at the largest batch so far
+    _pace: dict[tuple[str, str], float] = field(default_factory=dict)
     # what did not fit at a smaller batch
     _full: set[str] = field(default_factory=set)
 
@@ -118,12 +118,12 @@ class StepBench:
                 del ways[name]
         ways = self._through_the_gate(model, ways)
         self.say(HEADER)
-        self._pace, self._full = {}, set()
+        self._full = set()
         towers = Towers(model, self.device)
         pairs = Pairs(towers.shape, self.device)
         for batch, names in sorted(plan.items()):
             for name, way in ((name, way) for name, way in ways.items() if name in names):
-                ahead = self._pace.get(name, 0.0) * batch / 1e6
+                ahead = self._pace.get((model, name), 0.0) * batch / 1e6
                 if ahead > self.longest:
                     self.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
                     continue
@@ -168,8 +168,8 @@ class StepBench:
         fits = peak > 0
         pace = seconds / batch * 1e6
         if fits:
-            self._pace[name] = pace
-        plain = self._pace.get("plain")
+            self._pace[model, name] = pace
+        plain = self._pace.get((model, "plain"))
         return StepRow(
             impl=way.impl,
             way=way.name,
