@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from contrastile._check import wrong
 from contrastile._types import accumulator
 from contrastile.lengths import Cut, cut, cut_by_tokens
-from contrastile.offload import Bounds, stream
+from contrastile.offload import Bounds, numbered, stream
 from contrastile.reach import (
     Autocast,
     RandomState,
@@ -85,7 +85,7 @@ def encode(
     _check_sizes(sub_batch, sub_batch_tokens, retain)
     leaves, structure = pytree.tree_flatten(_arguments(inputs))
     batch = _batch_size(leaves)
-    reached = reach(function, leaves, structure, torch.device(device) if device is not None else None)
+    reached = reach(function, leaves, structure, numbered(device) if device is not None else None)
     refuse_bypass(wrapper, reached.modules, reached.parameters)
     sharding = Sharding.of(function, reached.modules)
     reached = replace(reached, parameters=sharding.wholes(reached.modules, reached.parameters))
@@ -383,23 +383,27 @@ class _Sums:
         self._refuse_strangers(outs, inputs)
         found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
         self.job.sharding.settle()
-        for place, gradient in enumerate(found[: len(self.parameters)]):
-            if gradient is not None:
-                self._accumulate(place, gradient)
+        self._accumulate(found[: len(self.parameters)])
         for whole, gradient in zip(self.inputs, found[len(self.parameters) :], strict=True):
             if gradient is not None:
                 whole[start:stop] = gradient
 
-    def _accumulate(self, place: int, gradient: Tensor) -> None:
-        total = self.totals[place]
-        wide = gradient.to(accumulator(gradient.dtype))
-        if total is None:
-            self.totals[place] = wide
-        elif self.owned[place]:
-            total.add_(wide)
-        else:
-            self.totals[place] = total + wide
-            self.owned[place] = True
+    def _accumulate(self, gradients: Sequence[Tensor | None]) -> None:
+        owned: list[tuple[Tensor, Tensor]] = []
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            total, wide = self.totals[place], gradient.to(accumulator(gradient.dtype))
+            if total is None:
+                self.totals[place] = wide
+            elif self.owned[place]:
+                owned.append((total, wide))
+            else:
+                self.totals[place] = total + wide
+                self.owned[place] = True
+        if owned:
+            # a few kernels instead of one for each parameter
+            torch._foreach_add_(*map(list, zip(*owned, strict=True)))
 
     def _refuse_strangers(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         known = self.known | {id(row) for row in inputs}

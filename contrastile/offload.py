@@ -13,6 +13,14 @@ from torch import Tensor
 Bounds = tuple[int, int]
 
 
+def numbered(device: torch.device | str) -> torch.device:
+    """The device with its index: "cuda" is the current one, and tensors on it say "cuda:0"."""
+    device = torch.device(device)
+    if device.index is None and device.type not in ("cpu", "meta"):
+        return torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
 def stream(
     leaves: Sequence[Tensor | None], bounds: Sequence[Bounds], device: torch.device | None
 ) -> Iterator[list[Tensor | None]]:
@@ -21,7 +29,9 @@ def stream(
     On a CUDA device the rows of the next bounds are copied on a stream of their own meanwhile; the copy runs beside the
     computation if the host memory is pinned.
     """
-    if device is None or device.type != "cuda" or all(leaf is None or leaf.device == device for leaf in leaves):
+    here = device is None or device.type != "cuda" or all(leaf is None or leaf.device == device for leaf in leaves)
+    # no bounds: every graph was kept, and nothing is encoded again
+    if here or not bounds:
         for start, stop in bounds:
             yield [None if leaf is None else _move(leaf[start:stop], device) for leaf in leaves]
         return

@@ -93,7 +93,8 @@ def counting() -> Iterator[dict[int, int]]:
     def note(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
-        return saved
+        # an output of its own node would hold the graph in a cycle: one that is dropped would stay for ever
+        return saved.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         yield kept

@@ -8,6 +8,7 @@ import torch
 
 from contrastile.bench import step as bench_step
 from contrastile.bench import step_ranks
+from contrastile.bench.caches import PEERS
 from contrastile.bench.figure import draw, series
 from contrastile.bench.measure import Ledger
 from contrastile.bench.step import GATE_TOLERANCE, WAYS, StepBench, StepRow, gate, standard, usual
@@ -32,6 +33,13 @@ def measured(monkeypatch, ways, batches=(24,), **words):
 @pytest.mark.parametrize("name", [name for name in OURS if WAYS[name].same])
 def test_our_ways_have_the_plain_gradients_with_dropout(name):
     assert max(gate("tiny", WAYS[name], CPU)) < GATE_TOLERANCE
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_other_caches_are_driven_to_the_plain_gradients_of_the_towers(name):
+    if reason := PEERS[name].missing():
+        pytest.skip(f"{name} {reason}")
+    assert gate("tiny", PEERS[name], CPU)[0] < GATE_TOLERANCE
 
 
 def test_the_gate_sees_accumulation_and_says_that_it_is_another_gradient():
@@ -172,7 +180,7 @@ def test_a_table_a_file_and_a_figure(tmp_path, capsys):
     found = series(rows, "tiny")
     assert {name: [batch for batch, *_ in points] for name, points in found.items()} == {
         "plain, whole batch": [8, 24],
-        "contrastile, retain 0": [8, 24],
+        "contrastile, retain 0, sub-batch 16": [8, 24],
     }
     assert all(
         math.isfinite(number) and number > 0 for points in found.values() for point in points for number in point

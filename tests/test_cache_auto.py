@@ -175,3 +175,29 @@ def test_auto_sub_batch_is_what_fits_and_is_found_once(
     assert _rows(_compare(words, texts, sub_batch="auto"))[:7] == [8, 4, 7, 7, 7, 7, 1]
     assert torch.equal(torch.get_rng_state(), before)
     assert _rows(_compare(words, texts, sub_batch="auto"))[:5] == [7, 7, 7, 7, 1]
+
+
+def test_weighing_a_graph_does_not_keep_it(words: Words, texts: dict[str, Tensor], monkeypatch: Any) -> None:
+    """What is saved is often its own node's output: holding it as it comes would hold the graph in a cycle."""
+    tokens: list[weakref.ref[_Token]] = []
+
+    class Marked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.token = _Token()
+            tokens.append(weakref.ref(ctx.token))
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    monkeypatch.setattr(retention, "spare_bytes", lambda device: 0)
+    features = encode(lambda ids: Marked.apply(words.words(ids)).exp(), texts["input_ids"], sub_batch=8, retain="auto")
+    assert len(tokens) > 0
+    assert features.requires_grad
+    assert not any(token() for token in tokens)
+
+
+class _Token:
+    pass

@@ -145,6 +145,11 @@ PEERS = {
         missing=partial(_without, "sentence_transformers"),
     ),
     "open_clip": Way(
-        "open_clip", "accum-freq", open_clip, missing=partial(_without, "open_clip_train"), package="open_clip_torch"
+        "open_clip",
+        "accum-freq",
+        open_clip,
+        replays=False,
+        missing=partial(_without, "open_clip_train"),
+        package="open_clip_torch",
     ),
 }

@@ -22,6 +22,7 @@ def series(path: Path, model: str) -> dict[str, list[Point]]:
             if row["model"] == model and row["ms"]:
                 # inputs taken from a pool are the same way, continued where others do not fit
                 name = f"{row['impl']}, {row['way']}".removesuffix(", from a pool").removeprefix("plain, whole batch, ")
+                name += f", sub-batch {row['sub_batch']}" if row["sub_batch"] else ""
                 batch = int(row["batch"])
                 point = batch, float(row["us_per_pair"]), int(row["peak_bytes"]) / 2**30
                 found.setdefault(name, {})[batch] = point
@@ -44,7 +45,7 @@ def draw(source: Path, target: Path) -> None:
     names = models(source)
     if not names:
         raise wrong("csv", "hold rows of steps", f"none in {source}", "Measure something first.")
-    figure, rows = plt.subplots(len(names), 2, figsize=(11, 4.2 * len(names)), squeeze=False)
+    figure, rows = plt.subplots(len(names), 2, figsize=(14, 4.2 * len(names)), squeeze=False)
     for model, (left, right) in zip(names, rows, strict=True):
         for place, (name, points) in enumerate(series(source, model).items()):
             batches, times, memory = zip(*points, strict=True)
@@ -65,7 +66,7 @@ def draw(source: Path, target: Path) -> None:
             panel.set_xlabel("pairs per step")
             panel.grid(alpha=0.3)
         left.set_ylim(bottom=0)
-        left.legend(fontsize=7)
+        right.legend(*left.get_legend_handles_labels(), fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     target.parent.mkdir(parents=True, exist_ok=True)
     # the same rows draw the same file

@@ -38,7 +38,7 @@ GATE_TOLERANCE = 2e-5
 # gradients below this share of the largest are rounding themselves
 GATE_FLOOR = 1e-3
 # a step of more sub-batches is warmed up with its first ones
-WARM_SUB_BATCHES = 16
+WARM_SUB_BATCHES = 8
 MOST_ROUNDS = 5
 # pairs whose pictures still fit beside everything else
 MOST_REAL = 2**16
@@ -103,8 +103,8 @@ class StepBench:
     ledger: Ledger | None = None
     right: bool = True
     rows: list[StepRow] = field(default_factory=list)
-    # microseconds a pair, by way, at the largest batch so far
-    _pace: dict[str, float] = field(default_factory=dict)
+    # microseconds a pair, by model and way, at the largest batch so far
+    _pace: dict[tuple[str, str], float] = field(default_factory=dict)
     # what did not fit at a smaller batch
     _full: set[str] = field(default_factory=set)
 
@@ -118,12 +118,12 @@ class StepBench:
                 del ways[name]
         ways = self._through_the_gate(model, ways)
         self.say(HEADER)
-        self._pace, self._full = {}, set()
+        self._full = set()
         towers = Towers(model, self.device)
         pairs = Pairs(towers.shape, self.device)
         for batch, names in sorted(plan.items()):
             for name, way in ((name, way) for name, way in ways.items() if name in names):
-                ahead = self._pace.get(name, 0.0) * batch / 1e6
+                ahead = self._pace.get((model, name), 0.0) * batch / 1e6
                 if ahead > self.longest:
                     self.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
                     continue
@@ -168,8 +168,8 @@ class StepBench:
         fits = peak > 0
         pace = seconds / batch * 1e6
         if fits:
-            self._pace[name] = pace
-        plain = self._pace.get("plain")
+            self._pace[model, name] = pace
+        plain = self._pace.get((model, "plain"))
         return StepRow(
             impl=way.impl,
             way=way.name,
@@ -254,13 +254,13 @@ def warm_loss(task: Task) -> None:
 
 
 def gate(model: str, way: Way, device: torch.device) -> tuple[float, float]:
-    """How far a way's gradients are from plain ones of the same batch, in float32 with dropout.
+    """How far a way's gradients are from plain ones of the same batch, in float32, with dropout if it replays it.
 
     The worst of the towers' parameters, relative to its gradient's norm, and the scale. Both draw the same random
     numbers: what is compared with a way that cuts encodes the same sub-batches, and keeps all their graphs.
     """
     torch.manual_seed(0)
-    towers = Towers(model, device, dropout=GATE_DROPOUT)
+    towers = Towers(model, device, dropout=GATE_DROPOUT if way.replays else 0.0)
     sides = Pairs(towers.shape, device, most=GATE_BATCH).sides(towers, GATE_BATCH, way.inputs)
     task = Task(towers, sides, GATE_SUB_BATCH, device, torch.float32, ClipLoss())
 

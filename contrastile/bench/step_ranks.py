@@ -86,10 +86,12 @@ def step(task: Task) -> Tensor:
     """A cached step of this rank's pairs with the gradients of the whole batch."""
     task.towers.zero_grad()
     loss = cached(task, 0)
-    for parameter in task.towers.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+    gradients = [parameter.grad for parameter in task.towers.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
     return loss
 
 

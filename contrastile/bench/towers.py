@@ -26,7 +26,7 @@ SCALE = 20.0
 
 @dataclass(frozen=True)
 class Shape:
-    """A CLIP as its configurations describe it, and the sub-batch it is usually trained with on a GPU."""
+    """A CLIP as its configurations describe it, and a sub-batch that keeps a GPU busy with both towers."""
 
     vision: dict[str, Any]
     text: dict[str, Any]
@@ -61,8 +61,8 @@ def _vision(width: int, heads: int, layers: int, patch: int, features: int) -> d
 
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
 MODELS = {
-    "vit-b-16": Shape(_vision(768, 12, 12, 16, 512), _text(512, 8, 512), sub_batch=256),
-    "vit-l-14": Shape(_vision(1024, 16, 24, 14, 768), _text(768, 12, 768), sub_batch=128),
+    "vit-b-16": Shape(_vision(768, 12, 12, 16, 512), _text(512, 8, 512), sub_batch=512),
+    "vit-l-14": Shape(_vision(1024, 16, 24, 14, 768), _text(768, 12, 768), sub_batch=192),
     "tiny": Shape(
         {**_TINY, "patch_size": 8, "image_size": 32, "projection_dim": 24},
         {

@@ -62,8 +62,8 @@ class Way:
     """A way to take a step, by name.
 
     cut: whether it encodes sub-batches; dropout's random numbers depend on it. same: whether it takes the batch's
-    gradient. inputs: where they wait. missing: why it cannot
-    take part; None if it can.
+    gradient. replays: whether its second pass draws the random numbers of the first. inputs: where they wait.
+    missing: why it cannot take part; None if it can. package: as it is installed, where that is another name.
     """
 
     impl: str
@@ -71,11 +71,11 @@ class Way:
     run: Run
     cut: bool = True
     same: bool = True
+    replays: bool = True
     retain: str = ""
     inputs: str = "device"
     checkpointing: bool = False
     missing: Callable[[], str | None] = lambda: None
-    # as it is installed, where that is another name
     package: str = ""
 
     @property
