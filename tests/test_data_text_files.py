@@ -199,6 +199,15 @@ def test_a_bad_entry_of_a_list_is_counted_at_its_line(tmp_path):
     assert (tmp_path / "x.json").read_text().split("\n")[line - 1] == "5,"
 
 
+def test_a_number_cut_by_a_block_is_one_bad_entry(tmp_path, monkeypatch):
+    (tmp_path / "x.json").write_text('[{"a": "b", "c": "d"}, 123456789012345, {"a": "e", "c": "f"}]')
+    for block in range(3, 40):
+        monkeypatch.setattr("contrastile.data.entries.BLOCK", block)
+        tally = Tally()
+        assert [entry["a"] for _, entry in read_entries(tmp_path / "x.json", tally)] == ["b", "e"]
+        assert (tally.rows, tally.skipped) == (3, {"not an object": 1})
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

@@ -175,8 +175,8 @@ REFUSED = {
         "A folder has its own weights, a config gets fresh ones.",
     ),
     "an unknown pooling": (
-        {"text": {**BERT, "pooling": "last"}},
-        '`pooling` must be one of mean, cls, pooler; got last. "mean" suits every model.',
+        {"text": {**BERT, "pooling": "first"}},
+        '`pooling` must be one of mean, cls, last, pooler; got first. "mean" suits every model.',
     ),
     "a folder without a model": (
         {"image": {"kind": "transformers", "folder": "/nowhere"}},

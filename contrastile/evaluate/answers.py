@@ -20,8 +20,8 @@ KS = (1, 5, 20, 100)
 def words(text: str) -> list[str]:
     """Runs of letters, digits and marks, and every other sign that shows, each alone; decomposed, in small letters.
 
-    >>> words("Café No. 5")
-    ['café', 'no', '.', '5']
+    >>> words("Ulm, No. 5")
+    ['ulm', ',', 'no', '.', '5']
     """
     return [word.lower() for word in _word().findall(unicodedata.normalize("NFD", text))]
 
