@@ -12,6 +12,7 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("recipe", help="a TOML file, such as recipes/glyphs.toml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.minutes=2 or loss.kind=siglip")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders go (default: runs)")
+    parser.add_argument("--resume", action="store_true", help="go on where the run of that name was interrupted")
     parser.set_defaults(verb=run)
 
 
@@ -23,9 +24,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     from contrastile.train.loop import run_recipe
 
-    outcome = run_recipe(recipe, arguments.runs)
+    outcome = run_recipe(recipe, arguments.runs, resume=arguments.resume)
     if outcome.stopped_by is not None:
         print(f"stopped after {outcome.examples:,} pairs; what was learned is in {outcome.folder}")
+        print("to go on with it: the same command with --resume")
         print(f"to evaluate it: contrastile evaluate {outcome.folder}")
         return 128 + outcome.stopped_by
     print(outcome.table)

@@ -320,6 +320,17 @@ class EvaluateSettings(Settings):
         return prompts
 
 
+class SaveSettings(Settings):
+    """When everything that a step changes is kept: every `minutes`, and every so many `steps`; the newest `keep`.
+
+    A run that was killed goes on from there with --resume; what it did since is done again, bit for bit.
+    """
+
+    steps: Count | None = None
+    minutes: Positive = 10.0
+    keep: Count = 2
+
+
 class Recipe(Settings):
     """A whole run. `name` is that of its folder, the recipe file's own where the recipe does not say."""
 
@@ -332,6 +343,7 @@ class Recipe(Settings):
     optim: AnyOptim = AdamWSettings()
     train: TrainSettings
     evaluate: EvaluateSettings = EvaluateSettings()
+    save: SaveSettings = SaveSettings()
 
     @field_validator("name")
     @classmethod

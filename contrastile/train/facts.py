@@ -16,12 +16,18 @@ import torch
 from contrastile.retention import bytes_per_example
 from contrastile.train.checkpoint import Run
 from contrastile.train.feed import Materials
+from contrastile.train.folder import FACTS, RunFolder
+from contrastile.train.guard import Guard
 from contrastile.train.memory import dense_need
+from contrastile.train.state import Course
 
 
 @dataclass
 class Trained:
-    """How far the steps came, and what they took. `stopped_by`: the signal that ended them early."""
+    """How far the steps came, and what they took.
+
+    `finished`: all of them are done; `stopped_by`: the signal that ended them early.
+    """
 
     examples: int = 0
     steps: int = 0
@@ -29,7 +35,23 @@ class Trained:
     largest_batch: int = 0
     base_bytes: int = 0
     peak_bytes: int = 0
+    skipped_steps: int = 0
+    finished: bool = False
     stopped_by: int | None = None
+
+    def note(self, course: Course, guard: Guard) -> None:
+        """Be as far as the course."""
+        self.examples, self.steps, self.seconds = sum(course.sizes), len(course.sizes), course.seconds
+        self.largest_batch, self.peak_bytes = max(course.sizes, default=0), course.peak_bytes
+        self.skipped_steps = guard.skipped
+
+
+def finished(folder: RunFolder) -> Trained | None:
+    """What `facts` kept of a run that is through; None of one that is not."""
+    if not (folder / FACTS).is_file():
+        return None
+    kept = folder.read_json(FACTS)
+    return Trained(**{name: kept[name] for name in asdict(Trained())}) if kept.get("finished") else None
 
 
 def facts(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:

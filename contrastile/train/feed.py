@@ -6,7 +6,7 @@ bent anew every time. Everything stays in host memory: `encode` brings it to the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +83,14 @@ class Feed:
         self._images, self._tokens, self._bend = materials.pairs.images, materials.tokens, bend
         self._ids = torch.from_numpy(materials.pairs.ids)
         self._generator = torch.Generator().manual_seed(seed)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where the lots of augmentation stand."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Draw what would have been drawn next."""
+        self._generator.set_state(state_dict["generator"])
 
     def batch(self, rows: Tensor) -> Batch:
         """The pairs at `rows`."""

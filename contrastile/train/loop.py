@@ -6,6 +6,7 @@ tells many times over.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import dataclass, field
@@ -18,19 +19,33 @@ from torch.optim import Optimizer
 
 from contrastile.cache import encode
 from contrastile.data.batches import Batches
+from contrastile.models.text import load_tokenizer
 from contrastile.modules import ClipLoss, SigLipLoss
-from contrastile.train.checkpoint import Run, build_run, load, save_run
+from contrastile.train.checkpoint import Run, begin_run, build_run, fingerprint, load, same_recipe, save_run
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import encode_held_out, evaluate, probe
-from contrastile.train.facts import Trained, facts
+from contrastile.train.facts import Trained, facts, finished
 from contrastile.train.feed import Batch, Feed, Materials, open_materials
-from contrastile.train.folder import EVALUATION, METRICS, RunFolder, finished_run, new_run
+from contrastile.train.folder import (
+    CHECKPOINTS,
+    EVALUATION,
+    METRICS,
+    RunFolder,
+    begun_run,
+    finished_run,
+    new_run,
+    resumed_run,
+)
 from contrastile.train.galleries import galleries
+from contrastile.train.guard import Guard, put_back, running_statistics
 from contrastile.train.log import Metrics, progress, size
 from contrastile.train.memory import PeakMemory
 from contrastile.train.optim import build_optimizer, clamp_scale, clip_gradients, learning_rate, set_learning_rate
 from contrastile.train.report import table_text, write_report
 from contrastile.train.signals import StopRequest
+from contrastile.train.state import Checkpoints, Course, Parts, step_seed
+
+logger = logging.getLogger("contrastile")
 
 Loss = ClipLoss | SigLipLoss
 LOSSES: dict[str, type[Loss]] = {"clip": ClipLoss, "siglip": SigLipLoss}
@@ -46,20 +61,47 @@ class Outcome:
     stopped_by: int | None
 
 
-def run_recipe(recipe: Recipe, runs: str | Path) -> Outcome:
-    """Train what `recipe` describes into `runs/<its name>`, evaluate it, write its report."""
-    materials = open_materials(recipe)
+def run_recipe(recipe: Recipe, runs: str | Path, *, resume: bool = False) -> Outcome:
+    """Train what `recipe` describes into `runs/<its name>`, evaluate it, write its report.
+
+    With `resume` a run of that name goes on from its newest checkpoint, as if it had never been interrupted; where
+    there is none yet, it begins. One that is through is evaluated again.
+    """
+    begun = begun_run(runs, recipe.name) if resume else None
+    if begun is not None:
+        same_recipe(begun, recipe)
+    materials = open_materials(recipe, load_tokenizer(begun.path) if begun is not None else None)
     run = build_run(recipe, materials.tokenizer)
-    trained = Trained()
-    with new_run(runs, recipe.name) as folder:
-        try:
-            with Metrics(folder / METRICS) as metrics:
-                train(run, materials, metrics, trained)
-        finally:
-            # after an error too: these are the weights of the last whole step
-            save_run(folder, run, facts(run, materials, trained))
-        table = "" if trained.stopped_by is not None else evaluate_and_report(folder, run, materials)
+    with resumed_run(begun) if begun is not None else new_run(runs, recipe.name) as folder:
+        if begun is None:
+            begin_run(folder, run)
+        data = fingerprint(materials.pairs, materials.tokens)
+        checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.save, data)
+        trained = finished(folder)
+        if trained is None:
+            trained = train_into(folder, run, materials, checkpoints)
+        else:
+            run = load(folder.path, device=recipe.device)
+        table = evaluate_and_report(folder, run, materials) if trained.finished else ""
+        if trained.finished:
+            checkpoints.drop()
     return Outcome(folder.path, trained.examples, table, trained.stopped_by)
+
+
+def train_into(folder: RunFolder, run: Run, materials: Materials, checkpoints: Checkpoints) -> Trained:
+    """Train, and keep the weights of the last whole step in the folder, whatever ended the training."""
+    trained = Trained()
+    try:
+        with Metrics(folder / METRICS) as metrics:
+            train(run, materials, metrics, trained, checkpoints)
+    except KeyboardInterrupt:
+        # asked twice to stop: at once, and perhaps in the middle of a step
+        raise
+    except BaseException:
+        save_run(folder, run, facts(run, materials, trained))
+        raise
+    save_run(folder, run, facts(run, materials, trained))
+    return trained
 
 
 def evaluate_run(path: str | Path, *, device: str = "auto") -> str:
@@ -78,43 +120,74 @@ def evaluate_and_report(folder: RunFolder, run: Run, materials: Materials) -> st
     return table_text(results)
 
 
-def train(run: Run, materials: Materials, metrics: Metrics, trained: Trained) -> None:
+def train(
+    run: Run, materials: Materials, metrics: Metrics, trained: Trained, checkpoints: Checkpoints | None = None
+) -> None:
     """All steps of the run's recipe. The model is trained in place, `trained` says how far it came."""
     recipe, rows = run.recipe, materials.pairs.splits["train"]
+    checkpoints = checkpoints or Checkpoints(None, recipe.save)
     optimizer = build_optimizer(run.model, recipe.optim)
     loss = LOSSES[recipe.loss.kind](**recipe.loss.words())
     feed = Feed(materials, bend=recipe.data.augment, seed=recipe.seed)
-    # `batches` reads the sizes as it goes, because the clock decides about them
-    sizes: list[int] = []
-    batches = Batches(rows, sizes=sizes, seed=recipe.seed)
     memory = PeakMemory(run.device)
     trained.base_bytes = memory.start()
     clock = Clock(recipe.train.length(len(rows)), recipe.train.minutes)
-    next_probe = recipe.evaluate.every
-    metrics.write("probe", examples=0, recall=probe(run, materials.pairs))
+    course, guard = Course(recipe.evaluate.every), Guard()
+    # everything that a step changes; what dropout draws depends on the step alone
+    parts: Parts = {
+        "model": run.model, "optimizer": optimizer, "feed": feed, "guard": guard, "metrics": metrics, "course": course,
+    }  # fmt: skip
+    if not checkpoints.restore(parts):
+        metrics.load_state_dict({"bytes": 0})
+        probe_into(metrics, run, materials, 0)
+    # `batches` reads the sizes as it goes, because the clock decides about them
+    sizes = course.sizes
+    batches = Batches(rows, sizes=sizes, seed=recipe.seed, step=len(sizes))
+    clock.go_on(sum(sizes), course.seconds)
+    trained.note(course, guard)
     with progress(clock.examples, "training", "pairs") as bar, StopRequest() as stop:
+        bar.update(clock.seen)
         while (done := clock.share()) < 1 and stop.signal is None:
             planned = recipe.train.batch_at(done)
             sizes.append(min(planned, clock.examples - clock.seen))
             rate = learning_rate(clock.share(ahead=sizes[-1] / 2), recipe.optim)
             set_learning_rate(optimizer, rate)
+            torch.manual_seed(step_seed(recipe.seed, len(sizes)))
             began = time.monotonic()
-            value, norm = step(run, loss, optimizer, feed.batch(next(batches)))
+            batch = feed.batch(next(batches))
+            value, norm = step(run, loss, optimizer, batch)
             seconds = time.monotonic() - began
             clock.seen += sizes[-1]
-            trained.examples, trained.steps, trained.seconds = clock.seen, len(sizes), clock.seconds()
-            trained.largest_batch, trained.peak_bytes = max(sizes), memory.bytes()
-            metrics.write(
-                "step", examples=clock.seen, batch=sizes[-1], planned=planned, loss=value, norm=norm,
-                learning_rate=rate, scale=run.model.logit_scale.exp().item(), seconds=seconds,
-            )  # fmt: skip
-            bar.update(sizes[-1], total=clock.expected(), loss=f"{value:.3f}", peak=size(trained.peak_bytes))
-            if next_probe <= clock.share() < 1:
-                next_probe += recipe.evaluate.every
-                metrics.write("probe", examples=clock.seen, recall=probe(run, materials.pairs))
+            if guard.passes(len(sizes), value, norm, run.model, batch.pixels):
+                metrics.write(
+                    "step", examples=clock.seen, batch=sizes[-1], planned=planned, loss=value, norm=norm,
+                    learning_rate=rate, scale=run.model.logit_scale.exp().item(), seconds=seconds,
+                )  # fmt: skip
+            else:
+                metrics.write("skip", examples=clock.seen, batch=sizes[-1], loss=str(value), norm=str(norm))
+            course.seconds, course.peak_bytes = clock.seconds(), max(course.peak_bytes, memory.bytes())
+            trained.note(course, guard)
+            bar.update(sizes[-1], total=clock.expected(), loss=f"{value:.3f}", peak=size(course.peak_bytes))
+            if course.next_probe <= clock.share() < 1:
+                course.next_probe += recipe.evaluate.every
+                probe_into(metrics, run, materials, clock.seen)
+            if checkpoints.due(len(sizes), course.seconds):
+                checkpoints.save(len(sizes), course.seconds, parts)
         trained.stopped_by = stop.signal
+        if trained.stopped_by is not None:
+            checkpoints.save(len(sizes), course.seconds, parts, must=True)
     if trained.stopped_by is None:
-        metrics.write("probe", examples=clock.seen, recall=probe(run, materials.pairs))
+        trained.finished = True
+        probe_into(metrics, run, materials, clock.seen)
+
+
+def probe_into(metrics: Metrics, run: Run, materials: Materials, examples: int) -> None:
+    """Measure in small; a measurement that fails is told, and does not end the training."""
+    try:
+        metrics.write("probe", examples=examples, recall=probe(run, materials.pairs))
+    except Exception as failure:
+        logger.warning("the probe after %d pairs failed, the training goes on: %r", examples, failure)
+        metrics.write("failure", examples=examples, what="probe", why=repr(failure))
 
 
 @dataclass
@@ -126,8 +199,12 @@ class Clock:
     seen: int = 0
     began: float = field(default_factory=time.monotonic)
 
+    def go_on(self, seen: int, seconds: float) -> None:
+        """From where a checkpoint says that the run was."""
+        self.seen, self.began = seen, time.monotonic() - seconds
+
     def seconds(self) -> float:
-        """Since the run began."""
+        """Since the run began, without the time that it was interrupted for."""
         return time.monotonic() - self.began
 
     def share(self, ahead: float = 0.0) -> float:
@@ -141,8 +218,11 @@ class Clock:
 
 
 def step(run: Run, loss: Loss, optimizer: Optimizer, batch: Batch) -> tuple[float, float]:
-    """Encode, compare, back-propagate, clip, move the weights, clamp the scale. The loss and the gradient's norm."""
-    settings = run.recipe
+    """Encode, compare, back-propagate, clip, move the weights, clamp the scale. The loss and the gradient's norm.
+
+    Where either is no finite number the model stays as it was.
+    """
+    settings, statistics = run.recipe, running_statistics(run.model)
     optimizer.zero_grad()
     total = torch.zeros((), device=run.device)
     for part in batch.parts(settings.train.accumulate):
@@ -151,10 +231,8 @@ def step(run: Run, loss: Loss, optimizer: Optimizer, batch: Batch) -> tuple[floa
         total += value.detach()
     value, norm = torch.stack([total, clip_gradients(run.model, settings.optim.clip_norm)]).tolist()
     if not math.isfinite(value + norm):
-        raise FloatingPointError(
-            f"the loss must stay a finite number; got a loss of {value} with a gradient of norm {norm}. "
-            "Lower optim.learning_rate or raise optim.warmup; the weights from before that step are kept."
-        )
+        put_back(statistics)
+        return value, norm
     optimizer.step()
     clamp_scale(run.model.logit_scale)
     return value, norm

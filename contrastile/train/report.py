@@ -139,6 +139,8 @@ def _subtitle(facts: Mapping[str, Any]) -> str:
     took = f"{facts['examples']:,} seen in {clock(facts['seconds'])} on {facts['device']}"
     millions = facts["parameters"] / 1e6
     skipped = "".join(f"; skipped: {count:,} × {reason}" for reason, count in facts["skipped"].items())  # noqa: RUF001
+    if facts.get("skipped_steps"):
+        skipped += f"; {facts['skipped_steps']:,} steps whose loss or gradient was no finite number"
     return f"{facts['pairs']:,} training pairs, {took}; batch {batches}; {millions:.1f} million parameters{skipped}"
 
 
@@ -168,13 +170,14 @@ def _figures(metrics: Sequence[Line], loss: str) -> list[str]:
     seen = [line["examples"] for line in probes]
     recalls = {
         f"{part} @{k}": (seen, [100 * line["recall"][part][k] for line in probes])
-        for part in probes[0]["recall"]
+        for part in (probes[0]["recall"] if probes else ())
         for k in ("1", "5")
     }
-    recall = curves(recalls, title="Recall, picture → name (a sample)", stages=stages, percent=True)
+    # a run whose every probe failed has none
+    recall = [curves(recalls, title="Recall, picture → name (a sample)", stages=stages, percent=True)] if probes else []
     scale = curves({"scale": averaged(steps, lambda line: line["scale"])}, title="Learned scale", stages=stages)
     speeds = averaged(steps, lambda line: line["batch"] / line["seconds"])
-    return [losses, recall, scale, curves({"speed": speeds}, title="Pairs per second", stages=stages)]
+    return [losses, *recall, scale, curves({"speed": speeds}, title="Pairs per second", stages=stages)]
 
 
 def _stages(steps: Sequence[Line]) -> list[tuple[float, str]]:
