@@ -151,6 +151,7 @@ def save_run(folder: RunFolder, run: Run, facts: dict[str, Any]) -> None:
 def fingerprint(pairs: PairSet, tokens: Mapping[str, Tensor]) -> str:
     """What a run learns from, in one number: which pairs are trained on, who equals whom, every title's tokens."""
     digest = sha256(pairs.splits["train"].tobytes() + pairs.ids.tobytes())
+    digest.update(pairs.stream.digest.encode() if pairs.stream is not None else b"")
     for name, ids in tokens.items():
         digest.update(name.encode() + ids.numpy().tobytes())
     return digest.hexdigest()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
+from contrastile.data.pairs import PairSet
 from contrastile.retention import bytes_per_example
 from contrastile.train.checkpoint import Run
 from contrastile.train.feed import Materials
@@ -65,7 +67,7 @@ def facts(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "pairs": len(materials.pairs.splits["train"]),
-        "skipped": materials.pairs.skipped,
+        "skipped": skipped(materials.pairs),
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "device": describe(run.device),
         "loss": recipe.loss.kind,
@@ -75,6 +77,12 @@ def facts(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:
         "versions": versions(),
         "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def skipped(pairs: PairSet) -> dict[str, int]:
+    """What of the data gave no pair, by reason: when they were opened, and while they were read."""
+    later = pairs.stream.skipped if pairs.stream is not None else {}
+    return dict(Counter(pairs.skipped) + Counter(later))
 
 
 def activations_per_pair(run: Run, materials: Materials) -> int:

@@ -155,6 +155,7 @@ def train(
             torch.manual_seed(step_seed(recipe.seed, len(sizes)))
             began = time.monotonic()
             batch = feed.batch(next(batches))
+            feed.expect(batches.ahead(sizes[-1]))
             value, norm = step(run, loss, optimizer, batch)
             seconds = time.monotonic() - began
             clock.seen += sizes[-1]
