@@ -243,12 +243,9 @@ def test_a_loss_that_is_no_number_never_reaches_the_weights(tmp_path):
     batch = Feed(materials, bend=False, seed=0).batch(torch.arange(8))
     batch.pixels[3] = math.nan
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    with pytest.raises(FloatingPointError) as caught:
-        step(run, loop.LOSSES["clip"](), build_optimizer(run.model, recipe.optim), batch)
-    assert str(caught.value) == (
-        "the loss must stay a finite number; got a loss of nan with a gradient of norm nan. "
-        "Lower optim.learning_rate or raise optim.warmup; the weights from before that step are kept."
-    )
+    value, norm = step(run, loop.LOSSES["clip"](), build_optimizer(run.model, recipe.optim), batch)
+    assert math.isnan(value)
+    assert math.isnan(norm)
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
 
 

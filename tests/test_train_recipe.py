@@ -47,7 +47,10 @@ def complaint(*overrides, path="x.toml"):
         ("[data]\nchannels = 2", "data.channels: must be 1 or 3; got 2"),
         ("[data]\naugment = 1", "data.augment: must be true or false; got 1"),
         ("[data]\nsource = 3", "data.source: must be a text in quotes; got 3"),
-        ("[data]\nsource = 'mnist'", 'data.source: must be "glyphs" or the path of a .tsv file; got "mnist"'),
+        (
+            "[data]\nsource = 'mnist'",
+            'data.source: must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "mnist"',
+        ),
         ("[data]\nsource = 'mine.tsv'", 'data.source: no such file "mine.tsv"'),
         ("[model.image]\nkind = 'transformers'", "model.image: must have either folder or config, and not both"),
         (

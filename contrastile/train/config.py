@@ -25,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 
+from contrastile.data.sources import is_collection, missing, read_source
+
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -51,8 +53,11 @@ def _files_matter(info: ValidationInfo) -> bool:
 
 
 class DataSettings(Settings):
-    """`source`: "glyphs", or a tab-separated file with the columns filepath and title.
+    """`source`: "glyphs", a tab-separated file with the columns filepath and title, or a collection: tar shards such as
+    "a/{000..099}.tar", parquet files, folders of pictures, several joined by "::".
 
+    A pair of a collection's source comes `weights` times an epoch, one number for each source; more than
+    `max_bad_fraction` bad pairs end the run; `augment` cuts out a random part of each picture.
     Pictures become `image_size` pixels square, grey (1 channel) or in colour (3), and are kept under `cache`.
     `held_out` is the share kept from training, of the names or, for a table, of the pairs; `augment` bends them a bit.
     """
@@ -63,16 +68,22 @@ class DataSettings(Settings):
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     cache: str = "~/.cache/contrastile"
     augment: bool = True
+    weights: tuple[Count, ...] = ()
+    max_bad_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
 
     @field_validator("source")
     @classmethod
     def _source_is_known(cls, source: str, info: ValidationInfo) -> str:
         if source == "docstrings":
             raise ValueError('is a set of texts; set kind = "retriever" at the top of the recipe')
-        if source != "glyphs" and not source.endswith(".tsv"):
-            raise ValueError(f'must be "glyphs" or the path of a .tsv file; got "{source}"')
-        if source != "glyphs" and _files_matter(info) and not os.path.isfile(source):
-            raise ValueError(f'no such file "{source}"')
+        if is_collection(source):
+            absent = [path for one in read_source(source) if (path := missing(one)) is not None]
+        else:
+            absent = [source] if source != "glyphs" and not os.path.isfile(source) else []
+        if absent and _files_matter(info):
+            if source == absent[0] and not os.path.splitext(source)[1]:
+                raise ValueError(f'must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "{source}"')
+            raise ValueError(f'no such file "{absent[0]}"')
         return source
 
 
@@ -332,6 +343,18 @@ class EvaluateSettings(Settings):
         return prompts
 
 
+class SaveSettings(Settings):
+    """When everything that a step changes is kept: every `minutes`, and every so many `steps`; the newest `keep`.
+
+    A run that was killed goes on from there with --resume; what it did since is done again, bit for bit. Of several
+    ranks the first one writes, and the others wait: `train.timeout` has to be longer than that takes.
+    """
+
+    steps: Count | None = None
+    minutes: Positive = 10.0
+    keep: Count = 2
+
+
 class AnyRecipe(Settings):
     """What every run has. `name` is that of its folder, the recipe file's own where the recipe does not say."""
 
@@ -364,3 +387,4 @@ class Recipe(AnyRecipe):
     optim: AnyOptim = AdamWSettings()
     train: TrainSettings
     evaluate: EvaluateSettings = EvaluateSettings()
+    save: SaveSettings = SaveSettings()

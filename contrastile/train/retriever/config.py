@@ -18,6 +18,7 @@ from contrastile.train.config import (
     AnyRecipe,
     Count,
     LossSettings,
+    SaveSettings,
     Settings,
     Share,
     Steps,
@@ -203,3 +204,4 @@ class RetrieverRecipe(AnyRecipe):
     optim: AnyOptim = AdamWSettings()
     train: RetrieverSteps
     evaluate: RetrieverEvaluation = RetrieverEvaluation()
+    save: SaveSettings = SaveSettings()
