@@ -274,7 +274,7 @@ def test_the_loss_of_a_rank_without_rows_is_everyones(tmp_path: Path) -> None:
     assert all(math.isfinite(line["loss"]) for line in _steps(folder))
 
 
-SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0")
+SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9")
 
 
 def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def complaint(*overrides, path="x.toml"):
         ("[optim]\nwarmup = 1.0", "optim.warmup: must be less than 1; got 1.0"),
         ("[optim]\nfinal = 1.5", "optim.final: must be at most 1; got 1.5"),
         ("[optim]\nkind = 'sgd'", "optim.kind: must be one of 'adamw', 'adafactor'; got \"sgd\""),
-        ("[optim]\nkind = 'adafactor'\nbetas = [0.9, 0.9]", "optim.betas: unknown key with this kind"),
+        ("[optim]\nkind = 'adafactor'\neps = 1e-8", "optim.eps: unknown key with this kind"),
         ("[optim]\nbetas = [0.9]", "optim.betas.1: missing"),
         ("[optim]\nbetas = 0.9", "optim.betas: must be a list; got 0.9"),
         ("[loss]\nkind = 'siglip'\nlabel_smoothing = 0.1", "loss.label_smoothing: unknown key with this kind"),
@@ -90,7 +90,7 @@ def test_a_mistake_in_the_file_is_one_line(recipe_file, tmp_path, lines, sentenc
         ("examples = 10\nbatch = 0", "train.batch: must be at least 1; got 0"),
         ("examples = 10\nsub_batch = 0", "train.sub_batch: must be at least 1; got 0"),
         ("examples = 10\nsub_batch = {audio = 3}", "train.sub_batch.audio: unknown key"),
-        ("examples = 10\nprecision = 'fp8'", "train.precision: must be 'float32' or 'bf16'; got \"fp8\""),
+        ("examples = 10\nprecision = 'fp8'", "train.precision: must be 'float32', 'bf16' or 'fp16'; got \"fp8\""),
     ],
 )
 def test_a_mistake_in_the_train_section_is_one_line(recipe_file, tmp_path, train, sentence):

@@ -147,6 +147,20 @@ def test_asked_to_stop_in_its_last_step_it_still_ends_the_same(undisturbed, tmp_
     same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optim.kind=adafactor", "optim.ema=0.9", "train.precision=fp16", "optim.warmup_epochs=2.0"),
+        ("loss.kind=siglip", "train.precision=bf16", "train.batch=[[0.0, 16], [0.5, 48]]", "optim.schedule=cooldown"),
+    ],
+)
+def test_whatever_it_trains_with_it_goes_on_the_same(tmp_path, monkeypatch, overrides):
+    recipe = tiny_recipe(tmp_path, "train.examples=240", "train.batch=16", *overrides)
+    whole = run_recipe(recipe, tmp_path / "whole").folder
+    assert stopped(recipe, tmp_path / "runs", monkeypatch, at=7).stopped_by
+    same(run_recipe(recipe, tmp_path / "runs", resume=True).folder, whole)
+
+
 def test_asked_twice_it_stops_at_once(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     with pytest.raises(KeyboardInterrupt):

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 @dataclass(frozen=True)
 class Run:
     """The towers of a run with what they need to see pictures and read texts.
@@ -48,8 +51,8 @@ class Run:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that the run's towers train with."""
-        bf16 = self.recipe.train.precision == "bf16"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16)
+        half = HALVES.get(self.recipe.train.precision)
+        return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
 
     def transform(self, images: Sequence[Image]) -> Tensor:
         """Pillow pictures of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
@@ -114,14 +117,17 @@ def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
     """The untrained run of a recipe: its towers at the numbers that its seed draws."""
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
-    return Run(recipe, build_model(tower_settings(recipe), tokenizer=tokenizer).to(device), tokenizer, device)
+    model = build_model(tower_settings(recipe), tokenizer=tokenizer).to(device)
+    for side in recipe.model.locked:
+        getattr(model, side).tower.requires_grad_(False)
+    return Run(recipe, model, tokenizer, device)
 
 
 def tower_settings(recipe: Recipe) -> dict[str, Any]:
     """What `build_model` reads of a recipe."""
     trained = recipe.model.both is not None and recipe.model.both.folder is not None
     return {
-        **recipe.model.model_dump(exclude={"tokenizer"}, exclude_none=True),
+        **recipe.model.model_dump(exclude={"tokenizer", "locked"}, exclude_none=True),
         "image_size": recipe.data.image_size,
         "channels": recipe.data.channels,
         # a trained model has a scale and a bias of its own, which only an explicit word replaces
@@ -194,7 +200,7 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe) -> None:
 
 
 # what may be another when a run is resumed
-FREE = ("device", "save.", "data.cache")
+FREE = ("device", "save.", "data.cache", "train.timeout")
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

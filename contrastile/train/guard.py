@@ -9,7 +9,6 @@ import logging
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 logger = logging.getLogger("contrastile")
@@ -70,15 +69,3 @@ def culprit(model: nn.Module, pixels: Tensor) -> str:
         if parameter.grad is not None and not parameter.grad.isfinite().all():
             return f"the gradient of {name}"
     return "the loss or the norm alone"
-
-
-def running_statistics(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Those of batch norm and its like, with copies to `put_back` when the step that moves them is void."""
-    return [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.is_floating_point()]
-
-
-@torch.no_grad()
-def put_back(kept: list[tuple[Tensor, Tensor]]) -> None:
-    """As they were before the step."""
-    for buffer, before in kept:
-        buffer.copy_(before)

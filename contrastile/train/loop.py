@@ -23,6 +23,7 @@ from contrastile.cache import encode
 from contrastile.data.batches import Batches
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import ClipLoss, SigLipLoss
+from contrastile.train.average import Average
 from contrastile.train.checkpoint import Run, begin_run, build_run, fingerprint, load, same_recipe, save_run
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import encode_held_out, evaluate, probe
@@ -39,10 +40,17 @@ from contrastile.train.folder import (
     resumed_run,
 )
 from contrastile.train.galleries import galleries
-from contrastile.train.guard import Guard, put_back, running_statistics
+from contrastile.train.guard import Guard
 from contrastile.train.log import Metrics, progress, size
 from contrastile.train.memory import PeakMemory
-from contrastile.train.optim import build_optimizer, clamp_scale, clip_gradients, learning_rate, set_learning_rate
+from contrastile.train.optim import (
+    build_optimizer,
+    clamp_scale,
+    clip_gradients,
+    learning_rate,
+    set_learning_rate,
+    with_warmup,
+)
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.report import table_text, write_report
 from contrastile.train.signals import StopRequest
@@ -163,20 +171,29 @@ def train(
     """All steps of the run's recipe. The model is trained in place, `trained` says how far it came."""
     recipe, rows = run.recipe, materials.pairs.splits["train"]
     checkpoints = checkpoints or Checkpoints(None, recipe.save)
-    optimizer = build_optimizer(run.model, recipe.optim)
+    optim = with_warmup(recipe.optim, recipe.train, len(rows))
+    optimizer = build_optimizer(run.model, optim)
     loss = LOSSES[recipe.loss.kind](**recipe.loss.words())
     feed = Feed(materials, bend=recipe.data.augment, seed=recipe.seed)
     memory = PeakMemory(run.device)
     trained.base_bytes = memory.start()
     clock = Clock(recipe.train.length(len(rows)), recipe.train.minutes)
     course, guard = Course(recipe.evaluate.every), Guard()
+    scaler = torch.amp.GradScaler(run.device.type, enabled=recipe.train.precision == "fp16")
+    average = Average(run.model, recipe.optim.ema)
     # everything that a step changes; what dropout draws depends on the step alone
     parts: Parts = {
-        "model": run.model, "optimizer": optimizer, "feed": feed, "guard": guard, "metrics": metrics, "course": course,
+        "model": run.model, "optimizer": optimizer, "scaler": scaler, "average": average,
+        "feed": feed, "guard": guard, "metrics": metrics, "course": course,
     }  # fmt: skip
+
+    def measure() -> None:
+        with average.in_place():
+            probe_into(metrics, run, materials, clock.seen)
+
     if not ranks.restore(checkpoints, parts, materials.pairs.stream):
         metrics.load_state_dict({"bytes": 0})
-        probe_into(metrics, run, materials, 0)
+        measure()
     # `batches` reads the sizes as it goes, because the clock decides about them
     sizes = course.sizes
     batches = Batches(rows, sizes=sizes, seed=recipe.seed, step=len(sizes))
@@ -190,16 +207,19 @@ def train(
                 break
             planned = recipe.train.batch_at(done)
             sizes.append(min(planned, clock.examples - clock.seen))
-            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), recipe.optim)
+            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), optim)
             set_learning_rate(optimizer, rate)
             torch.manual_seed(step_seed(recipe.seed, len(sizes), ranks.rank))
             began = time.monotonic()
             batch = feed.batch(next(batches), ranks.share)
             feed.expect(batches.ahead(sizes[-1]), ranks.share)
-            value, norm = step(run, loss, optimizer, batch, ranks)
+            value, norm = step(run, loss, optimizer, batch, scaler, ranks)
             seconds = time.monotonic() - began
             clock.seen += sizes[-1]
-            if guard.passes(len(sizes), value, norm, run.model, batch.pixels):
+            # in fp16 a gradient may be too large for now: the scaler lowers its factor
+            too_large = scaler.is_enabled() and math.isfinite(value) and scaler.get_scale() >= 1
+            if guard.passes(len(sizes), value, norm, run.model, batch.pixels, counted=not too_large):
+                average.update()
                 metrics.write(
                     "step", examples=clock.seen, batch=sizes[-1], planned=planned, loss=value, norm=norm,
                     learning_rate=rate, scale=run.model.logit_scale.exp().item(), seconds=seconds,
@@ -211,7 +231,7 @@ def train(
             bar.update(sizes[-1], total=clock.expected(), loss=f"{value:.3f}", peak=size(course.peak_bytes))
             if course.next_probe <= clock.share() < 1:
                 course.next_probe += recipe.evaluate.every
-                probe_into(metrics, run, materials, clock.seen)
+                measure()
             # the clock of all ranks, who decide alike
             if checkpoints.due(len(sizes), clock.now):
                 ranks.hand_in(materials.pairs.stream)
@@ -219,6 +239,7 @@ def train(
         ranks.hand_in(materials.pairs.stream)
         if trained.stopped_by is not None:
             checkpoints.save(len(sizes), clock.now, parts, must=True)
+    average.settle()
     if trained.stopped_by is None:
         trained.finished = True
         probe_into(metrics, run, materials, clock.seen)
@@ -264,26 +285,36 @@ class Clock:
         return round(self.seen / min(self.share(), 1.0))
 
 
-def step(run: Run, loss: Loss, optimizer: Optimizer, batch: Batch, ranks: Ranks = ALONE) -> tuple[float, float]:
+def step(
+    run: Run,
+    loss: Loss,
+    optimizer: Optimizer,
+    batch: Batch,
+    scaler: torch.amp.GradScaler | None = None,
+    ranks: Ranks = ALONE,
+) -> tuple[float, float]:
     """Encode, compare, back-propagate, clip, move the weights, clamp the scale. The loss and the gradient's norm.
 
-    Both, and the weights, are those of the batch of all ranks, of which `batch` is this one's share. Where either is no
-    finite number the model stays as it was, on every rank.
+    Both, and the weights, are those of the batch of all ranks, of which `batch` is this one's share. With a `scaler`
+    the gradients are enlarged while they are in fp16, and of their true size when they are clipped. Where loss or norm
+    is no finite number the model stays as it was, on every rank.
     """
-    settings, statistics = run.recipe, running_statistics(run.model)
+    settings = run.recipe
+    scaler = scaler or torch.amp.GradScaler(run.device.type, enabled=False)
     optimizer.zero_grad()
     total = torch.zeros((), device=run.device)
     for part in batch.parts(settings.train.accumulate):
         value = batch_loss(run, loss, part) * (part.whole / batch.whole)
-        value.backward()
+        scaler.scale(value).backward()
         total += value.detach()
+    # before the scaler looks at them: all ranks' factors stay the same
     total = ranks.combine(run.model, total, settings.loss.gradient)
+    scaler.unscale_(optimizer)
     value, norm = torch.stack([total, clip_gradients(run.model, settings.optim.clip_norm)]).tolist()
-    if not math.isfinite(value + norm):
-        put_back(statistics)
-        return value, norm
-    optimizer.step()
-    clamp_scale(run.model.logit_scale)
+    if math.isfinite(value + norm):
+        optimizer.step()
+        clamp_scale(run.model.logit_scale)
+    scaler.update()
     return value, norm
 
 

@@ -175,9 +175,10 @@ def _same_sub_batch(sub_batch: Any) -> Any:
 
 
 class RetrieverSteps(Steps):
-    """The steps of encoders of queries and passages."""
+    """The steps of encoders of queries and passages, at which precision."""
 
     sub_batch: Annotated[TextSubBatch, BeforeValidator(_same_sub_batch)] = TextSubBatch()
+    precision: Literal["float32", "bf16"] = "float32"
 
 
 class RetrieverEvaluation(Settings):

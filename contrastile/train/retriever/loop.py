@@ -22,6 +22,7 @@ from contrastile.data.batches import Batches
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import InfoNCELoss
 from contrastile.retention import bytes_per_example
+from contrastile.train.average import Average
 from contrastile.train.checkpoint import begin_run, same_recipe, save_run
 from contrastile.train.facts import Trained, finished, kept_at_once, run_facts
 from contrastile.train.folder import CHECKPOINTS, METRICS, RunFolder, begun_run, finished_run, new_run, resumed_run
@@ -29,7 +30,14 @@ from contrastile.train.guard import Guard
 from contrastile.train.log import Metrics, progress, size
 from contrastile.train.loop import Clock, Outcome, kept
 from contrastile.train.memory import PeakMemory, dense_need
-from contrastile.train.optim import build_optimizer, clamp_scale, clip_gradients, learning_rate, set_learning_rate
+from contrastile.train.optim import (
+    build_optimizer,
+    clamp_scale,
+    clip_gradients,
+    learning_rate,
+    set_learning_rate,
+    with_warmup,
+)
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import probe
 from contrastile.train.retriever.feed import TextBatch, TextFeed, TextMaterials, open_text_materials
@@ -92,18 +100,26 @@ def train_retriever(
 ) -> None:
     """All steps of the run's recipe. The model is trained in place, `trained` says how far it came."""
     recipe, rows = run.recipe, materials.texts.splits["train"]
-    optimizer = build_optimizer(run.model, recipe.optim)
+    optim = with_warmup(recipe.optim, recipe.train, len(rows))
+    optimizer = build_optimizer(run.model, optim)
     loss = InfoNCELoss(**recipe.loss.words())
     feed = TextFeed(materials, recipe.data, seed=recipe.seed)
     memory = PeakMemory(run.device)
     trained.base_bytes = memory.start()
     clock = Clock(recipe.train.length(len(rows)), recipe.train.minutes)
-    course, guard = Course(recipe.evaluate.every), Guard()
+    course, guard, average = Course(recipe.evaluate.every), Guard(), Average(run.model, recipe.optim.ema)
     # everything that a step changes; what is drawn, and what dropout draws, depends on the step alone
-    parts: Parts = {"model": run.model, "optimizer": optimizer, "metrics": metrics, "course": course}
+    parts: Parts = {
+        "model": run.model, "optimizer": optimizer, "average": average, "metrics": metrics, "course": course,
+    }  # fmt: skip
+
+    def measure() -> None:
+        with average.in_place():
+            metrics.write("probe", examples=clock.seen, recall=probe(run, materials))
+
     if not checkpoints.restore(parts):
         metrics.load_state_dict({"bytes": 0})
-        metrics.write("probe", examples=0, recall=probe(run, materials))
+        measure()
     # `batches` reads the sizes as it goes, because the clock decides about them
     sizes = course.sizes
     batches = Batches(rows, sizes=sizes, seed=recipe.seed, step=len(sizes))
@@ -118,12 +134,13 @@ def train_retriever(
                 break
             planned = recipe.train.batch_at(done)
             sizes.append(min(planned, clock.examples - clock.seen))
-            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), recipe.optim)
+            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), optim)
             set_learning_rate(optimizer, rate)
             torch.manual_seed(step_seed(recipe.seed, len(sizes)))
             began = time.monotonic()
             drawn = feed.draw(next(batches), len(sizes))
             value, norm = retriever_step(run, loss, optimizer, feed.parts(drawn, recipe.train.accumulate))
+            average.update()
             seconds = time.monotonic() - began
             clock.seen += sizes[-1]
             course.seconds, course.peak_bytes = clock.seconds(), max(course.peak_bytes, memory.bytes())
@@ -135,12 +152,13 @@ def train_retriever(
             bar.update(sizes[-1], total=clock.expected(), loss=f"{value:.3f}", peak=size(course.peak_bytes))
             if course.next_probe <= clock.share() < 1:
                 course.next_probe += recipe.evaluate.every
-                metrics.write("probe", examples=clock.seen, recall=probe(run, materials))
+                measure()
             if checkpoints.due(len(sizes), clock.now):
                 checkpoints.save(len(sizes), clock.now, parts)
         trained.stopped_by = stop.signal
         if trained.stopped_by is not None:
             checkpoints.save(len(sizes), clock.now, parts, must=True)
+    average.settle()
     if trained.stopped_by is None:
         trained.finished = True
         metrics.write("probe", examples=clock.seen, recall=probe(run, materials))
