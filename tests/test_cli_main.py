@@ -148,3 +148,20 @@ def test_ctrl_c_keeps_the_run_and_says_how_to_go_on(tmp_path):
     assert "Traceback" not in complaint
     assert f"to evaluate it: contrastile evaluate {tmp_path}/runs/tiny" in said
     assert (tmp_path / "runs/tiny/model.safetensors").is_file()
+    assert "to go on with it: the same command with --resume" in said
+
+
+def test_resume_begins_goes_on_and_refuses_what_is_another_run(tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    words = ["train", str(recipe), "train.examples=32", "--runs", str(tmp_path / "runs"), "--resume"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    # a run that is through is evaluated again, in its place
+    assert main(words) == 0
+    assert capsys.readouterr().out == first
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
+    assert main([*words[:2], "seed=1", *words[2:]]) == 2
+    assert capsys.readouterr().err.endswith(
+        "`seed` must be what the run began with; got 1. "
+        "It began with 0: take that again, or train anew, without --resume.\n"
+    )

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from contrastile.train.config import AdafactorSettings, AdamWSettings
+from contrastile.train.adafactor import Adafactor
+from contrastile.train.average import Average
+from contrastile.train.config import AdafactorSettings, AdamWSettings, TrainSettings
 from contrastile.train.optim import (
     build_optimizer,
     clamp_scale,
@@ -14,6 +16,7 @@ from contrastile.train.optim import (
     learning_rate,
     parameter_groups,
     set_learning_rate,
+    with_warmup,
 )
 
 
@@ -55,9 +58,7 @@ def test_a_decay_of_the_scale_would_move_it_and_does_not():
     assert not torch.equal(model[2].weight, weight)
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind"), [(AdamWSettings(), torch.optim.AdamW), (AdafactorSettings(), torch.optim.Adafactor)]
-)
+@pytest.mark.parametrize(("settings", "kind"), [(AdamWSettings(), torch.optim.AdamW), (AdafactorSettings(), Adafactor)])
 def test_the_recipe_names_the_optimizer(settings, kind):
     assert type(build_optimizer(small_model(), settings)) is kind
 
@@ -69,8 +70,9 @@ def test_adamw_takes_its_settings():
 
 
 def test_adafactor_takes_its_settings():
-    group = build_optimizer(small_model(), AdafactorSettings(learning_rate=0.3, beta2_decay=-0.7)).param_groups[0]
-    assert (group["lr"], group["beta2_decay"]) == (0.3, -0.7)
+    settings = AdafactorSettings(learning_rate=0.3, betas=(0.5, 0.6), beta2_decay=-0.7)
+    group = build_optimizer(small_model(), settings).param_groups[0]
+    assert (group["lr"], group["betas"], group["beta2_decay"]) == (0.3, (0.5, 0.6), -0.7)
 
 
 @pytest.mark.parametrize("settings", [AdamWSettings(learning_rate=0.1), AdafactorSettings(learning_rate=0.1)])
@@ -135,6 +137,129 @@ def test_a_norm_of_zero_cuts_nothing():
     assert model.weight.grad.max().item() == 1.0
 
 
-def test_a_linear_decay_falls_in_a_straight_line():
-    settings = AdamWSettings(learning_rate=1.0, warmup=0.2, final=0.1, decay="linear")
+# --- Adafactor
+
+
+def dense_adafactor(weight, gradients, rates, peak, beta1, beta2, decay):
+    """The formula in float64, its second moments whole and then replaced by their best product of means."""
+    weight, momentum = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
+    square = torch.zeros_like(momentum)
+    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        kept = min(beta2, 1 - t**-0.8)
+        square = kept * square + (1 - kept) * (gradient.double() ** 2 + 1e-30)
+        shown = square
+        if weight.ndim > 1 and sorted(weight.shape)[-2] >= 32:
+            first, second = sorted(range(weight.ndim), key=lambda axis: weight.shape[axis])[:-3:-1]
+            rows, columns = square.mean(first, keepdim=True), square.mean(second, keepdim=True)
+            shown = rows * columns / square.mean((first, second), keepdim=True)
+        momentum = beta1 * momentum + (1 - beta1) * gradient.double() / shown.sqrt()
+        weight = weight - rate * momentum - rate / peak * decay * weight
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(5,), (40, 31), (40, 33), (33, 40), (64, 64), (3, 40, 2, 36)])
+def test_adafactor_is_its_formula(shape):
+    weight = torch.nn.Parameter(torch.randn(shape))
+    gradients, rates = torch.randn(30, *shape), [0.1 * (step + 1) / 30 for step in range(30)]
+    expected = dense_adafactor(weight.detach(), gradients, rates, 0.1, 0.9, 0.95, 0.01)
+    optimizer = Adafactor([weight], lr=0.1, betas=(0.9, 0.95), weight_decay=0.01)
+    for gradient, rate in zip(gradients, rates, strict=True):
+        set_learning_rate(optimizer, rate)
+        weight.grad = gradient
+        optimizer.step()
+    assert (weight.detach().double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_squares_of_one_row_and_one_column_are_kept_exactly():
+    """Where g² is an outer product, the factors lose nothing: every element moves by its sign."""
+    row, column = torch.rand(50, 1) + 0.1, torch.rand(1, 40) + 0.1
+    weight = torch.nn.Parameter(torch.zeros(50, 40))
+    weight.grad = row * column * torch.randn(50, 40).sign()
+    Adafactor([weight], lr=1.0, betas=(0.0, 0.95)).step()
+    torch.testing.assert_close(weight.detach(), -weight.grad.sign(), rtol=1e-5, atol=1e-5)
+
+
+def test_adafactor_keeps_little():
+    weight = torch.nn.Parameter(torch.zeros(64, 128))
+    weight.grad = torch.ones_like(weight)
+    optimizer = Adafactor([weight], betas=(0.0, 0.95))
+    optimizer.step()
+    kept = sum(value.numel() for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor))
+    assert kept == 64 + 128
+
+
+def test_its_decay_follows_the_schedule_and_not_the_height_of_the_rate():
+    for peak in (1e-3, 1e-1):
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = Adafactor([weight], lr=peak, weight_decay=0.5)
+        set_learning_rate(optimizer, peak / 4)
+        weight.grad = torch.zeros(4)
+        optimizer.step()
+        assert weight.tolist() == [0.875] * 4
+
+
+# --- schedules
+
+
+def test_a_linear_schedule_falls_in_a_straight_line():
+    settings = AdamWSettings(learning_rate=1.0, warmup=0.2, final=0.1, schedule="linear")
     assert [learning_rate(share, settings) for share in (0.1, 0.2, 0.6, 1.0)] == pytest.approx([0.5, 1.0, 0.55, 0.1])
+
+
+def test_a_constant_rate_stays():
+    settings = AdamWSettings(learning_rate=2.0, warmup=0.1, schedule="constant")
+    assert [learning_rate(share, settings) for share in (0.05, 0.1, 0.5, 1.0)] == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_cooldown_falls_straight_at_the_end():
+    settings = AdamWSettings(learning_rate=2.0, warmup=0.1, schedule="cooldown", cooldown=0.4, final=0.5)
+    rates = [learning_rate(share, settings) for share in (0.1, 0.6, 0.8, 1.0, 1.5)]
+    assert rates == pytest.approx([2.0, 2.0, 1.5, 1.0, 1.0])
+
+
+def test_warmup_in_epochs_and_in_steps_is_a_share_of_the_run():
+    epochs = with_warmup(AdamWSettings(warmup_epochs=0.5), TrainSettings(epochs=8.0), 1000)
+    assert epochs.warmup == 0.5 / 8
+    growing = TrainSettings(examples=1000, batch=((0.0, 10), (0.05, 100)))
+    # five steps of 10 reach the second stage, one of 100 follows
+    assert with_warmup(AdamWSettings(warmup_steps=6), growing, 77).warmup == 0.15
+    assert with_warmup(AdamWSettings(warmup=0.3), growing, 77).warmup == 0.3
+
+
+def test_a_warmup_longer_than_the_run_is_refused():
+    with pytest.raises(ValueError) as caught:
+        with_warmup(AdamWSettings(warmup_epochs=2.0), TrainSettings(epochs=2.0), 100)
+    assert str(caught.value) == (
+        "`optim.warmup` must be shorter than the run; got 200 of 200 examples. Warm up over less, or train longer."
+    )
+
+
+# --- the average
+
+
+def test_the_average_is_its_formula():
+    model = nn.Linear(3, 2)
+    average, mean = Average(model, 0.5), model.weight.detach().clone()
+    for step in range(1, 8):
+        with torch.no_grad():
+            model.weight.add_(torch.randn(2, 3))
+        average.update()
+        kept = min(0.5, (1 + step) / (10 + step))
+        mean = kept * mean + (1 - kept) * model.weight.detach()
+    own = model.weight.detach().clone()
+    with average.in_place():
+        torch.testing.assert_close(model.weight.detach(), mean)
+    assert torch.equal(model.weight, own)
+    other = Average(model, 0.5)
+    other.load_state_dict(average.state_dict())
+    other.settle()
+    torch.testing.assert_close(model.weight.detach(), mean)
+
+
+def test_without_a_decay_the_average_is_the_model():
+    model = nn.Linear(3, 2)
+    average, own = Average(model, None), model.weight.detach().clone()
+    average.update()
+    average.settle()
+    assert torch.equal(model.weight, own)
+    assert average.state_dict() == {"step": 0, "means": {}}

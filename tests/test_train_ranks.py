@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from ranks import Pool
 from test_train_loop import weights
-from tiny_runs import tiny_recipe, write_recipe
+from test_train_resume import same as same_run
+from tiny_runs import tiny_recipe, write_pictures, write_recipe, write_shards
 from torch import nn
 
 import contrastile
@@ -296,3 +297,73 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(
 def test_the_loss_of_a_rank_without_rows_is_everyones(tmp_path: Path) -> None:
     folder = _trained(tmp_path, 3, "train.batch=2", "train.examples=4")
     assert all(math.isfinite(line["loss"]) for line in _steps(folder))
+
+
+SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9")
+
+
+def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    whole = _trained(tmp_path, 2, *SAVED).rename(tmp_path / "whole")
+    words = _words(tmp_path, *SAVED)
+    with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
+        assert launched.codes() == [128 + signal.SIGTERM, 0]
+    folder = tmp_path / "runs" / "tiny"
+    assert (folder / "checkpoints" / "step-000000003").is_dir()
+    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
+        assert launched.codes() == [0, 0]
+    same_run(folder, whole)
+    # it is through: all ranks see that, and measure it again at most
+    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
+        assert launched.codes() == [0, 0]
+    same_run(folder, whole)
+
+
+def test_killed_and_resumed_on_other_ranks_it_is_the_curve_of_one_process(tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    alone = run_recipe(tiny_recipe(tmp_path / "alone", *SAVED), tmp_path / "alone" / "runs").folder
+    words = _words(tmp_path, *SAVED, "save.steps=2")
+    with Launched(3, tmp_path, _late_signal, words, signal.SIGKILL) as launched:
+        assert launched.codes() == [1, -signal.SIGKILL, 1]
+    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
+        assert launched.codes() == [0, 0]
+    for one, other in zip(_steps(alone), _steps(tmp_path / "runs" / "tiny"), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-4)
+
+
+def _spoilt(rank: int, words: list[str]) -> int:
+    """Rank 1 has a pixel in its second batch that is no number."""
+    real, calls = loop.Feed.batch, []
+
+    def batch(*arguments: Any) -> Any:
+        made = real(*arguments)
+        calls.append(1)
+        if (rank, len(calls)) == (1, 2):
+            made.pixels[0] = math.nan
+        return made
+
+    loop.Feed.batch = batch
+    return main(words)
+
+
+def test_a_step_that_is_no_number_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
+    with Launched(2, tmp_path, _spoilt, _words(tmp_path, "train.examples=64", "train.batch=16")) as launched:
+        assert launched.codes() == [0, 0]
+    folder = tmp_path / "runs" / "tiny"
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["kind"] for line in lines if line["kind"] != "probe"] == ["step", "skip", "step", "step"]
+    assert json.loads((folder / "run.json").read_text())["skipped_steps"] == 1
+    assert all(value.isfinite().all() for value in weights(folder).values())
+
+
+def test_shards_are_shared_out_and_what_is_skipped_is_counted_once(tmp_path: Path) -> None:
+    write_pictures(tmp_path)
+    (tmp_path / "B-left.png").write_bytes(b"<html>")
+    source = write_shards(tmp_path)
+    overrides = (f"data.source={source}", "data.max_bad_fraction=1.0", "train.examples=117", "save.steps=3")
+    (tmp_path / "alone").mkdir()
+    alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
+    folder = _trained(tmp_path, 2, *overrides)
+    counts = [json.loads((one / "run.json").read_text())["skipped"] for one in (alone, folder)]
+    assert counts[0] == counts[1]
+    assert counts[0]["broken picture"] >= 2
+    assert [line["examples"] for line in _steps(folder)] == [line["examples"] for line in _steps(alone)]

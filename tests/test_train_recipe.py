@@ -36,7 +36,7 @@ def complaint(*overrides, path="x.toml"):
         ("[optim]\nwarmup = 1.0", "optim.warmup: must be less than 1; got 1.0"),
         ("[optim]\nfinal = 1.5", "optim.final: must be at most 1; got 1.5"),
         ("[optim]\nkind = 'sgd'", "optim.kind: must be one of 'adamw', 'adafactor'; got \"sgd\""),
-        ("[optim]\nkind = 'adafactor'\nbetas = [0.9, 0.9]", "optim.betas: unknown key with this kind"),
+        ("[optim]\nkind = 'adafactor'\neps = 1e-8", "optim.eps: unknown key with this kind"),
         ("[optim]\nbetas = [0.9]", "optim.betas.1: missing"),
         ("[optim]\nbetas = 0.9", "optim.betas: must be a list; got 0.9"),
         ("[loss]\nkind = 'siglip'\nlabel_smoothing = 0.1", "loss.label_smoothing: unknown key with this kind"),
@@ -47,7 +47,10 @@ def complaint(*overrides, path="x.toml"):
         ("[data]\nchannels = 2", "data.channels: must be 1 or 3; got 2"),
         ("[data]\naugment = 1", "data.augment: must be true or false; got 1"),
         ("[data]\nsource = 3", "data.source: must be a text in quotes; got 3"),
-        ("[data]\nsource = 'mnist'", 'data.source: must be "glyphs" or the path of a .tsv file; got "mnist"'),
+        (
+            "[data]\nsource = 'mnist'",
+            'data.source: must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "mnist"',
+        ),
         ("[data]\nsource = 'mine.tsv'", 'data.source: no such file "mine.tsv"'),
         ("[model.image]\nkind = 'transformers'", "model.image: must have either folder or config, and not both"),
         (
@@ -87,7 +90,7 @@ def test_a_mistake_in_the_file_is_one_line(recipe_file, tmp_path, lines, sentenc
         ("examples = 10\nbatch = 0", "train.batch: must be at least 1; got 0"),
         ("examples = 10\nsub_batch = 0", "train.sub_batch: must be at least 1; got 0"),
         ("examples = 10\nsub_batch = {audio = 3}", "train.sub_batch.audio: unknown key"),
-        ("examples = 10\nprecision = 'fp8'", "train.precision: must be 'float32' or 'bf16'; got \"fp8\""),
+        ("examples = 10\nprecision = 'fp8'", "train.precision: must be 'float32', 'bf16' or 'fp16'; got \"fp8\""),
     ],
 )
 def test_a_mistake_in_the_train_section_is_one_line(recipe_file, tmp_path, train, sentence):

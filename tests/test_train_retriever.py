@@ -365,3 +365,27 @@ def test_probes_are_recalls_among_the_sample(finished):
     probe = read_metrics(finished[1].folder / "metrics.jsonl")[0]
     assert set(probe["recall"]["held_out"]) == {"1", "5"}
     assert np.isfinite(probe["recall"]["held_out"]["1"])
+
+
+def test_stopped_and_resumed_it_is_the_same_bit_for_bit(tmp_path, monkeypatch):
+    recipe = swapped(tmp_path, bert("both"), "save.steps=4", "train.examples=160")
+    whole = run_retriever(recipe, tmp_path / "whole").folder
+    real, steps = loop.retriever_step, []
+
+    def stop(*arguments):
+        steps.append(1)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "retriever_step", stop)
+    assert run_retriever(recipe, tmp_path / "runs").stopped_by == signal.SIGTERM
+    again = run_retriever(recipe, tmp_path / "runs", resume=True).folder
+    assert len(steps) == 8
+    one, other = weights(whole), weights(again)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    lines = [read_metrics(folder / "metrics.jsonl") for folder in (whole, again)]
+    for line in (*lines[0], *lines[1]):
+        line.pop("seconds", None)
+    assert lines[0] == lines[1]
+    assert not (again / "checkpoints").exists()

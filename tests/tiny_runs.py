@@ -1,5 +1,6 @@
 """A data set and a recipe so small that a whole run takes a second: eight letters in several sizes and places."""
 
+import tarfile
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -57,3 +58,19 @@ def write_recipe(folder: Path, name: str = "tiny") -> Path:
 def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
     """The recipe, read."""
     return load_recipe(write_recipe(folder), overrides)
+
+
+def write_shards(folder: Path, shards: int = 3) -> str:
+    """The same letters as tar shards, the pictures a little larger; the source that names them."""
+    if not (folder / "A-left.png").exists():
+        write_pictures(folder)
+    pictures = sorted(folder.glob("*-*.png"))
+    for shard in range(shards):
+        with tarfile.open(folder / f"{shard:02}.tar", "w") as tar:
+            for path in pictures[shard::shards]:
+                title = folder / f"{path.stem}.txt"
+                letter, place = path.stem.split("-")
+                title.write_text(f"letter {letter} {place}")
+                for member in (path, title):
+                    tar.add(member, arcname=member.name)
+    return f"{folder}/{{00..{shards - 1:02}}}.tar"

@@ -12,6 +12,7 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("recipe", help="a TOML file, such as recipes/glyphs.toml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.minutes=2 or loss.kind=siglip")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders go (default: runs)")
+    parser.add_argument("--resume", action="store_true", help="go on where the run of that name was interrupted")
     parser.set_defaults(verb=run)
 
 
@@ -26,14 +27,15 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.train.retriever.loop import run_retriever
 
     if isinstance(recipe, Recipe):
-        outcome, unit = run_recipe(recipe, arguments.runs), "pairs"
+        outcome, unit = run_recipe(recipe, arguments.runs, resume=arguments.resume), "pairs"
     else:
-        outcome, unit = run_retriever(recipe, arguments.runs), "queries"
+        outcome, unit = run_retriever(recipe, arguments.runs, resume=arguments.resume), "queries"
     if outcome.folder is None:
         # the first rank says how it ended; a launcher would stop it when this one said so before
         return 0
     if outcome.stopped_by is not None:
         print(f"stopped after {outcome.examples:,} {unit}; what was learned is in {outcome.folder}")
+        print("to go on with it: the same command with --resume")
         print(f"to evaluate it: contrastile evaluate {outcome.folder}")
         return 128 + outcome.stopped_by
     print(outcome.table)

@@ -41,14 +41,19 @@ class Batches(Iterator[Tensor]):
     def __next__(self) -> Tensor:
         if self.step == len(self._sizes):
             raise StopIteration
-        end = self.examples + self._sizes[self.step]
-        parts = []
-        while self.examples < end:
-            epoch, start = divmod(self.examples, len(self._rows))
-            part = self._epoch(epoch)[start : start + end - self.examples]
-            self.examples += len(part)
-            parts.append(part)
+        rows = self.ahead(self._sizes[self.step])
+        self.examples += len(rows)
         self.step += 1
+        return rows
+
+    def ahead(self, count: int) -> Tensor:
+        """The `count` rows that come next, whatever the batches that they come in."""
+        parts, here = [], self.examples
+        while here < self.examples + count:
+            epoch, start = divmod(here, len(self._rows))
+            part = self._epoch(epoch)[start : start + self.examples + count - here]
+            here += len(part)
+            parts.append(part)
         return torch.from_numpy(np.concatenate(parts))
 
     def _epoch(self, number: int) -> Indices:

@@ -7,17 +7,21 @@ from it, `augment` turns its bytes into what the towers see.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from contrastile._check import wrong
+from contrastile.data.sources import is_collection
+
+if TYPE_CHECKING:
+    from contrastile.data.collection import Stream
 
 Indices = npt.NDArray[np.int64]
 Pictures = npt.NDArray[np.uint8]
@@ -68,6 +72,7 @@ class PairSet:
     ids: `[n]`; pairs with equal ids could each be the other's right answer, so they are not each other's negatives.
     splits: sorted indices; "train" always, the held-out parts by their names.
     skipped: how many rows of the source gave no pair, by reason.
+    stream: of a collection, the pairs to train on, too many for all this: rows from `n` on, read when they are needed.
     """
 
     images: Pictures
@@ -75,6 +80,7 @@ class PairSet:
     ids: Indices
     splits: dict[str, Indices]
     skipped: dict[str, int]
+    stream: Stream | None = None
 
     def __len__(self) -> int:
         return len(self.titles)
@@ -87,15 +93,21 @@ def open_pairs(
     cache: Path,
     channels: int = 1,
     held_out: float = 0.05,
+    weights: Sequence[int] = (),
+    most_bad: float = 1.0,
     progress: ProgressFactory | None = None,
 ) -> PairSet:
-    """The pairs of `source`: "glyphs", or the path of a tab-separated file with the columns `filepath` and `title`.
+    """The pairs of `source`: "glyphs", the path of a tab-separated file with the columns `filepath` and `title`, or a
+    collection: tar shards, parquet files and folders of pictures, as `sources.py` reads them.
 
     The pictures are made once, `image_size` pixels square, with 1 channel (grey) or 3 (colour), and kept in a folder
-    under `cache`. `held_out` is the share kept from training: of the names (glyphs), of the pairs (a table).
+    under `cache`; of a collection only those that are held out, the others are read when they are needed. `held_out` is
+    the share kept from training: of the names (glyphs), of the pairs (a table, a collection). `weights`, `most_bad`: a
+    collection's, see `collection.py`.
 
     Raises ValueError for a size, a number of channels or a share that makes no sense, and for a table without pairs.
     """
+    from contrastile.data.collection import open_collection
     from contrastile.data.glyphs import open_glyphs
     from contrastile.data.table import open_table
 
@@ -105,7 +117,9 @@ def open_pairs(
         raise wrong("channels", "be 1 (grey) or 3 (colour)", channels, "Pictures are converted to either.")
     if not 0 < held_out < 1:
         raise wrong("held_out", "be a share between 0 and 1", held_out, "0.05 keeps a twentieth for evaluation.")
-    opened = open_glyphs if source == "glyphs" else partial(open_table, Path(source))
+    opened: Callable[..., PairSet] = open_glyphs if source == "glyphs" else partial(open_table, Path(source))
+    if is_collection(source):
+        opened = partial(open_collection, source, weights=weights, most_bad=most_bad)
     return opened(image_size=image_size, channels=channels, held_out=held_out, cache=cache, progress=progress or silent)
 
 

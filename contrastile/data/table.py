@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from contrastile._check import wrong
 from contrastile.data.cache import FORMAT, PictureWriter, cached_pairs
+from contrastile.data.crop import Box, Boxes
 from contrastile.data.pairs import (
     Indices,
     Labels,
@@ -36,6 +38,9 @@ logger = logging.getLogger("contrastile")
 
 # By the picture's header, before anything is decoded: a few bytes may promise gigabytes.
 MOST_PIXELS = 64_000_000
+
+# what is decoded by Pillow itself; other formats may call programs of the machine
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 Row = tuple[Path, str]
 
@@ -67,7 +72,7 @@ def open_table(
     pairs = cached_pairs(cache, "table", settings, shape=(channels, image_size, image_size), make=make)
     if pairs.skipped:
         count = sum(pairs.skipped.values())
-        logger.warning("%s: %d of %d rows are skipped (%s)", table, count, len(rows), _counted(pairs.skipped))
+        logger.warning("%s: %d of %d rows are skipped (%s)", table, count, len(rows), counted(pairs.skipped))
     return pairs
 
 
@@ -130,13 +135,14 @@ def _decode_all(
             bar.update(1)
     ids = joined_ids(titles, digests)
     if len(set(ids.tolist())) < 2:
-        got = f"{len(titles)} readable pairs" + (f" and skipped {_counted(skipped)}" if skipped else "")
+        got = f"{len(titles)} readable pairs" + (f" and skipped {counted(skipped)}" if skipped else "")
         remedy = "One is needed to train on, one to be held out."
         raise wrong("source", f"hold at least two pairs that differ and can be read ({table})", got, remedy)
     return titles, ids, split(titles, ids, held_out), dict(skipped)
 
 
-def _counted(skipped: Mapping[str, int]) -> str:
+def counted(skipped: Mapping[str, int]) -> str:
+    """Reasons and their counts."""
     return ", ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items()))
 
 
@@ -152,17 +158,22 @@ def split(titles: list[str], ids: Indices, share: float) -> dict[str, Indices]:
     }
 
 
-def decode(path: Path, shape: tuple[int, int, int]) -> Pictures:
-    """One picture as uint8 `[C, S, S]`: its middle square, resampled. Raises `Skipped` with the reason."""
+def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Boxes | None = None) -> Pictures:
+    """One picture as uint8 `[C, S, S]`: its middle square, or the part that `crop` says, resampled.
+
+    Raises `Skipped` with the reason.
+    """
     import warnings
 
     from PIL import Image
 
     try:
         # Pillow's own limit on pixels is a warning where it is not an error; ours is checked below and lies lower.
-        with warnings.catch_warnings(action="ignore"), Image.open(path) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise Skipped("picture over 64 megapixels")
+            if crop is not None:
+                return _part(image, shape, crop(*image.size))
             # A JPEG can be decoded at a fraction of its size.
             image.draft(None, (2 * shape[1], 2 * shape[2]))
             return squared(image, shape)
@@ -175,6 +186,20 @@ def decode(path: Path, shape: tuple[int, int, int]) -> Pictures:
     # A reader of pictures raises whatever a broken file leads it into.
     except Exception as failure:
         raise Skipped("broken picture") from failure
+
+
+def _part(image: Image.Image, shape: tuple[int, int, int], box: Box) -> Pictures:
+    """The part within `box`, upright: cut and resampled as it lies in the file, then turned."""
+    from PIL import Image, ImageOps
+
+    channels, size, _ = shape
+    width, height = image.size
+    image.draft(None, (round(2 * size * width / (box[2] - box[0])), round(2 * size * height / (box[3] - box[1]))))
+    across, down = image.width / width, image.height / height
+    there = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
+    plain = _flattened(image).convert("L" if channels == 1 else "RGB")
+    part = plain.resize((size, size), Image.Resampling.BICUBIC, box=there)
+    return np.asarray(ImageOps.exif_transpose(part)).reshape(size, size, channels).transpose(2, 0, 1).copy()
 
 
 def squared(image: Image.Image, shape: tuple[int, int, int]) -> Pictures:

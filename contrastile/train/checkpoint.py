@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,15 +22,19 @@ from torch import Tensor, nn
 from contrastile._check import wrong
 from contrastile.cache import encode
 from contrastile.data.augment import prepare
+from contrastile.data.pairs import PairSet
 from contrastile.data.table import squared
 from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.models.towers import DualEncoder, build_model
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.folder import FACTS, RECIPE, WEIGHTS, RunFolder, finished_run
-from contrastile.train.recipe import load_recipe, to_toml
+from contrastile.train.recipe import load_any_recipe, load_recipe, to_toml
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,8 @@ class Run:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that the run's towers train with."""
-        bf16 = self.recipe.train.precision == "bf16"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16)
+        half = HALVES.get(self.recipe.train.precision)
+        return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
 
     def transform(self, images: Sequence[Image]) -> Tensor:
         """Pillow pictures of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
@@ -112,14 +117,17 @@ def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
     """The untrained run of a recipe: its towers at the numbers that its seed draws."""
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
-    return Run(recipe, build_model(tower_settings(recipe), tokenizer=tokenizer).to(device), tokenizer, device)
+    model = build_model(tower_settings(recipe), tokenizer=tokenizer).to(device)
+    for side in recipe.model.locked:
+        getattr(model, side).tower.requires_grad_(False)
+    return Run(recipe, model, tokenizer, device)
 
 
 def tower_settings(recipe: Recipe) -> dict[str, Any]:
     """What `build_model` reads of a recipe."""
     trained = recipe.model.both is not None and recipe.model.both.folder is not None
     return {
-        **recipe.model.model_dump(exclude={"tokenizer"}, exclude_none=True),
+        **recipe.model.model_dump(exclude={"tokenizer", "locked"}, exclude_none=True),
         "image_size": recipe.data.image_size,
         "channels": recipe.data.channels,
         # a trained model has a scale and a bias of its own, which only an explicit word replaces
@@ -137,7 +145,7 @@ def choose_device(name: str) -> torch.device:
 
 
 class Saveable(Protocol):
-    """What `save_run` needs of a run."""
+    """What `begin_run` and `save_run` need of a run."""
 
     @property
     def recipe(self) -> AnyRecipe:
@@ -152,17 +160,51 @@ class Saveable(Protocol):
         """What it reads with."""
 
 
-def save_run(folder: RunFolder, run: Saveable, facts: dict[str, Any]) -> None:
-    """Recipe, tokenizer, weights and facts into the folder, each file whole or not at all."""
-    from safetensors.torch import save_model
-
-    folder.write_text(RECIPE, to_toml(run.recipe))
+def begin_run(folder: RunFolder, run: Saveable) -> None:
+    """What a run is told by, before its first step: the tokenizer, then the recipe, which says that both are there."""
     with tempfile.TemporaryDirectory(dir=folder.path, prefix=".tokenizer-") as beside:
         run.tokenizer.save(Path(beside))
         for file in Path(beside).iterdir():
             os.replace(file, folder / file.name)
+    folder.write_text(RECIPE, to_toml(run.recipe))
+
+
+def save_run(folder: RunFolder, run: Saveable, facts: dict[str, Any]) -> None:
+    """Weights and facts into the folder, each file whole or not at all."""
+    from safetensors.torch import save_model
+
     with folder.written_whole(WEIGHTS) as path:
         save_model(run.model, str(path))
         # the library makes a file that nobody else may read
         path.chmod(0o644)
     folder.write_json(FACTS, {**facts, "towers": run.model.settings, "weights_sha256": folder.checksum(WEIGHTS)})
+
+
+def fingerprint(pairs: PairSet, tokens: Mapping[str, Tensor]) -> str:
+    """What a run learns from, in one number: which pairs are trained on, who equals whom, every title's tokens."""
+    digest = sha256(pairs.splits["train"].tobytes() + pairs.ids.tobytes())
+    digest.update(pairs.stream.digest.encode() if pairs.stream is not None else b"")
+    for name, ids in tokens.items():
+        digest.update(name.encode() + ids.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def same_recipe(folder: RunFolder, recipe: AnyRecipe) -> None:
+    """Raises ValueError where a run began with another recipe, but for what changes nothing that is learned."""
+    began = _flat(load_any_recipe(folder / RECIPE, files=False).model_dump(mode="json"))
+    now = _flat(recipe.model_dump(mode="json"))
+    for key in sorted(began.keys() | now.keys()):
+        if began.get(key) != now.get(key) and not key.startswith(FREE):
+            remedy = f"It began with {began.get(key)}: take that again, or train anew, without --resume."
+            raise wrong(key, "be what the run began with", now.get(key), remedy)
+
+
+# what may be another when a run is resumed
+FREE = ("device", "save.", "data.cache", "train.timeout")
+
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

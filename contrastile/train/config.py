@@ -25,6 +25,8 @@ from pydantic import (
     model_validator,
 )
 
+from contrastile.data.sources import is_collection, missing, read_source
+
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -51,8 +53,11 @@ def _files_matter(info: ValidationInfo) -> bool:
 
 
 class DataSettings(Settings):
-    """`source`: "glyphs", or a tab-separated file with the columns filepath and title.
+    """`source`: "glyphs", a tab-separated file with the columns filepath and title, or a collection: tar shards such as
+    "a/{000..099}.tar", parquet files, folders of pictures, several joined by "::".
 
+    A pair of a collection's source comes `weights` times an epoch, one number for each source; more than
+    `max_bad_fraction` bad pairs end the run; `augment` cuts out a random part of each picture.
     Pictures become `image_size` pixels square, grey (1 channel) or in colour (3), and are kept under `cache`.
     `held_out` is the share kept from training, of the names or, for a table, of the pairs; `augment` bends them a bit.
     """
@@ -63,16 +68,22 @@ class DataSettings(Settings):
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     cache: str = "~/.cache/contrastile"
     augment: bool = True
+    weights: tuple[Count, ...] = ()
+    max_bad_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
 
     @field_validator("source")
     @classmethod
     def _source_is_known(cls, source: str, info: ValidationInfo) -> str:
         if source == "docstrings":
             raise ValueError('is a set of texts; set kind = "retriever" at the top of the recipe')
-        if source != "glyphs" and not source.endswith(".tsv"):
-            raise ValueError(f'must be "glyphs" or the path of a .tsv file; got "{source}"')
-        if source != "glyphs" and _files_matter(info) and not os.path.isfile(source):
-            raise ValueError(f'no such file "{source}"')
+        if is_collection(source):
+            absent = [path for one in read_source(source) if (path := missing(one)) is not None]
+        else:
+            absent = [source] if source != "glyphs" and not os.path.isfile(source) else []
+        if absent and _files_matter(info):
+            if source == absent[0] and not os.path.splitext(source)[1]:
+                raise ValueError(f'must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "{source}"')
+            raise ValueError(f'no such file "{absent[0]}"')
         return source
 
 
@@ -148,9 +159,13 @@ class TokenizerSettings(Settings):
 
 
 class ModelSettings(Settings):
-    """The two towers, or one model of transformers for `both`, and the size of the features that they meet in."""
+    """The two towers, or one model of transformers for `both`, and the size of the features that they meet in.
+
+    A tower that is `locked` keeps its weights; its projection learns (LiT).
+    """
 
     features: Count = 256
+    locked: tuple[Literal["image", "text"], ...] = ()
     image: AnyImageTower | None = None
     text: AnyTextTower | None = None
     both: TransformersModel | None = None
@@ -205,18 +220,30 @@ AnyLoss = Annotated[Annotated[ClipSettings, Tag("clip")] | Annotated[SigLipSetti
 
 
 class OptimSettings(Settings):
-    """What every optimizer shares. `warmup` is a share of the run, `final` the last rate over the highest.
+    """What every optimizer shares. The rate rises over the first `warmup` of the run (a share), or `warmup_steps`, or
+    `warmup_epochs`; then it falls as half a cosine, in a straight line ("linear"), stays ("constant"), or stays and
+    falls straight over the last `cooldown` (a share). `final` is the last rate over the highest.
 
-    After the warmup the rate falls as half a cosine, or in a straight line where `decay` says so. The norm of the whole
-    gradient is cut down to `clip_norm`; 0 leaves it as it is.
+    The norm of the whole gradient is cut down to `clip_norm`; 0 leaves it as it is. With `ema`, such as 0.9999, what is
+    measured and kept is the moving average of the weights.
     """
 
     learning_rate: Positive = 1e-3
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    schedule: Literal["cosine", "linear", "constant", "cooldown"] = "cosine"
     warmup: Share = 0.05
-    decay: Literal["cosine", "linear"] = "cosine"
+    warmup_steps: Count | None = None
+    warmup_epochs: Positive | None = None
+    cooldown: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> OptimSettings:
+        if self.warmup_steps is not None and self.warmup_epochs is not None:
+            raise ValueError("must have warmup_steps or warmup_epochs, and not both")
+        return self
 
 
 class AdamWSettings(OptimSettings):
@@ -228,10 +255,16 @@ class AdamWSettings(OptimSettings):
 
 
 class AdafactorSettings(OptimSettings):
-    """torch.optim.Adafactor: second moments by row and column, so that its state is small."""
+    """Adafactor as vision transformers are trained with it: second moments by row and column, momentum betas[0].
+
+    The second moment forgets at 1 - t^beta2_decay, but never slower than betas[1]; weight_decay follows the schedule of
+    the rate, not its height (1e-4 is usual).
+    """
 
     kind: Literal["adafactor"] = "adafactor"
+    betas: tuple[Share, Share] = (0.9, 0.95)
     beta2_decay: Annotated[float, Field(lt=0.0)] = -0.8
+    weight_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 1e-4
 
 
 AnyOptim = Annotated[
@@ -262,7 +295,7 @@ def _same_sub_batch(sub_batch: Any) -> Any:
 
 
 class Steps(Settings):
-    """How long (`examples` or `epochs`, and at most `minutes`), in which batches, at which precision.
+    """How long (`examples` or `epochs`, and at most `minutes`), in which batches.
 
     `batch` is a schedule of shares of the run and sizes, or one size. `retain` sub-batches of each tower keep their
     activations and need no second forward: memory for time; "auto" keeps as many as fit. With `accumulate = 4` a batch
@@ -278,7 +311,6 @@ class Steps(Settings):
     batch: Annotated[tuple[tuple[Share, Count], ...], BeforeValidator(_constant_schedule)] = ((0.0, 256),)
     retain: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
     accumulate: Count = 1
-    precision: Literal["float32", "bf16"] = "float32"
     timeout: Positive = 100.0
 
     @field_validator("batch")
@@ -307,9 +339,10 @@ class Steps(Settings):
 
 
 class TrainSettings(Steps):
-    """The steps of towers of pictures and texts."""
+    """The steps of towers of pictures and texts, at which precision."""
 
     sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = SubBatch()
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
 
 
 class EvaluateSettings(Settings):
@@ -330,6 +363,18 @@ class EvaluateSettings(Settings):
         if not prompts or any(prompt.count("{}") != 1 for prompt in prompts):
             raise ValueError("must be texts with one {} each, the place of the name")
         return prompts
+
+
+class SaveSettings(Settings):
+    """When everything that a step changes is kept: every `minutes`, and every so many `steps`; the newest `keep`.
+
+    A run that was killed goes on from there with --resume; what it did since is done again, bit for bit. Of several
+    ranks the first one writes, and the others wait: `train.timeout` has to be longer than that takes.
+    """
+
+    steps: Count | None = None
+    minutes: Positive = 10.0
+    keep: Count = 2
 
 
 class AnyRecipe(Settings):
@@ -364,3 +409,4 @@ class Recipe(AnyRecipe):
     optim: AnyOptim = AdamWSettings()
     train: TrainSettings
     evaluate: EvaluateSettings = EvaluateSettings()
+    save: SaveSettings = SaveSettings()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -14,16 +15,23 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from contrastile.data.pairs import PairSet
 from contrastile.retention import bytes_per_example
 from contrastile.train.checkpoint import Run
 from contrastile.train.config import AnyRecipe
 from contrastile.train.feed import Materials
+from contrastile.train.folder import FACTS, RunFolder
+from contrastile.train.guard import Guard
 from contrastile.train.memory import dense_need
+from contrastile.train.state import Course
 
 
 @dataclass
 class Trained:
-    """How far the steps came, and what they took: memory is one rank's. `stopped_by`: the signal that ended them."""
+    """How far the steps came, and what they took: memory is one rank's.
+
+    `finished`: all of them are done; `stopped_by`: the signal that ended them early.
+    """
 
     examples: int = 0
     steps: int = 0
@@ -32,7 +40,23 @@ class Trained:
     base_bytes: int = 0
     peak_bytes: int = 0
     ranks: int = 1
+    skipped_steps: int = 0
+    finished: bool = False
     stopped_by: int | None = None
+
+    def note(self, course: Course, guard: Guard) -> None:
+        """Be as far as the course."""
+        self.examples, self.steps, self.seconds = sum(course.sizes), len(course.sizes), course.seconds
+        self.largest_batch, self.peak_bytes = max(course.sizes, default=0), course.peak_bytes
+        self.skipped_steps = guard.skipped
+
+
+def finished(folder: RunFolder) -> Trained | None:
+    """What `facts` kept of a run that is through; None of one that is not."""
+    if not (folder / FACTS).is_file():
+        return None
+    kept = folder.read_json(FACTS)
+    return Trained(**{name: kept[name] for name in asdict(Trained())}) if kept.get("finished") else None
 
 
 def facts(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:
@@ -43,7 +67,7 @@ def facts(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:
     return {
         **run_facts(run.recipe, run.model, run.device, trained),
         "pairs": len(materials.pairs.splits["train"]),
-        "skipped": materials.pairs.skipped,
+        "skipped": skipped(materials.pairs),
         "loss": recipe.loss.kind,
         "batch": [batch for _, batch in recipe.train.batch],
         "memory": asdict(dense_need(activations_per_pair(run, materials), largest, kept)),
@@ -65,6 +89,12 @@ def run_facts(recipe: AnyRecipe, model: nn.Module, device: torch.device, trained
         "versions": versions(),
         "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def skipped(pairs: PairSet) -> dict[str, int]:
+    """What of the data gave no pair, by reason: when they were opened, and while they were read."""
+    later = pairs.stream.skipped if pairs.stream is not None else {}
+    return dict(Counter(pairs.skipped) + Counter(later))
 
 
 def activations_per_pair(run: Run, materials: Materials) -> int:

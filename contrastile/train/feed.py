@@ -6,15 +6,19 @@ bent anew every time. Everything stays in host memory: `encode` brings it to the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from contrastile.data.augment import Lots, bend, draw, prepare
-from contrastile.data.pairs import PairSet, open_pairs
+from contrastile.data.collection import Stream
+from contrastile.data.crop import Crop
+from contrastile.data.pairs import PairSet, lot, open_pairs
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.train.config import Recipe, TokenizerSettings
 from contrastile.train.log import progress
@@ -23,6 +27,8 @@ Tokens = dict[str, Tensor]
 
 # pictures bent, and lots drawn, at once
 SLICE = 512
+# titles of a collection that a tokenizer is trained on, and pictures that are decoded while a step computes
+MOST_TITLES, MOST_AHEAD = 1_000_000, 4096
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,20 @@ def open_materials(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Materi
         channels=data.channels,
         held_out=data.held_out,
         cache=Path(data.cache).expanduser(),
+        weights=data.weights,
+        most_bad=data.max_bad_fraction,
         progress=progress,
     )
     if tokenizer is None:
-        tokenizer = _tokenizer([pairs.titles[row] for row in pairs.splits["train"]], recipe.model.tokenizer)
+        tokenizer = _tokenizer(_titles(pairs), recipe.model.tokenizer)
     return Materials(pairs, tokenizer, tokenizer.tokenise(pairs.titles))
+
+
+def _titles(pairs: PairSet) -> list[str]:
+    """The titles to train a tokenizer on: all to train on, or a million of a collection, evenly spread over it."""
+    if pairs.stream is None:
+        return [pairs.titles[row] for row in pairs.splits["train"]]
+    return pairs.stream.titles(range(0, len(pairs.stream), -(-len(pairs.stream) // MOST_TITLES)))
 
 
 def _tokenizer(titles: list[str], settings: TokenizerSettings) -> Tokenizer:
@@ -93,14 +108,52 @@ class Feed:
     """Batches by rows; where `bend` is set, pictures are augmented by lots drawn from `seed`."""
 
     def __init__(self, materials: Materials, *, bend: bool, seed: int) -> None:
-        self._images, self._tokens, self._bend = materials.pairs.images, materials.tokens, bend
+        self._materials, self._bend = materials, bend
+        self._images, self._tokens = materials.pairs.images, materials.tokens
         self._ids = torch.from_numpy(materials.pairs.ids)
         self._generator = torch.Generator().manual_seed(seed)
+        self._crop = Crop(seed) if bend else None
+        self._served = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the lots of augmentation stand, and what was skipped."""
+        stream = self._materials.pairs.stream
+        skipped = {} if stream is None else {"skipped": dict(stream.skipped), "seen": stream.seen}
+        return {"generator": self._generator.get_state(), "served": self._served, **skipped}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Draw what would have been drawn next, count on."""
+        self._generator.set_state(state_dict["generator"])
+        self._served = state_dict["served"]
+        if (stream := self._materials.pairs.stream) is not None:
+            stream.skipped, stream.seen = Counter(state_dict["skipped"]), state_dict["seen"]
+
+    def expect(self, rows: Tensor, share: slice = slice(None)) -> None:
+        """Begin to read the pairs that the next batch, or this rank's share of it, will begin with."""
+        if (stream := self._materials.pairs.stream) is not None:
+            mine, places = self._places(rows, share)
+            stream.expect(mine[:MOST_AHEAD], places[:MOST_AHEAD], self._crop)
+
+    def _places(self, rows: Tensor, share: slice) -> tuple[list[int], range]:
+        """The rows of a stream, and which examples of the run they are, from which their crops are drawn."""
+        places = range(self._served, self._served + len(rows))
+        return (rows[share] - len(self._materials.pairs)).tolist(), places[share]
+
+    def _streamed(self, stream: Stream, rows: Tensor, share: slice, places: range) -> Batch:
+        images, titles = stream.read(*self._places(rows, share), self._crop)
+        self._served += len(rows)
+        ids = torch.tensor([int(lot(title) * 2**53) for title in titles], dtype=torch.int64)
+        # a share without pairs has tokens too, of no text
+        tokens = self._materials.tokenizer.tokenise(titles or [""])
+        tokens = {name: of_titles[: len(titles)] for name, of_titles in tokens.items()}
+        return Batch(prepare(torch.from_numpy(images)), tokens, ids, places)
 
     def batch(self, rows: Tensor, share: slice = slice(None)) -> Batch:
         """The pairs at `rows`, or a share of them, whose pictures are bent as they would be in the whole."""
-        lots = self._lots(len(rows)) if self._bend else None
         places = range(*share.indices(len(rows)))
+        if (stream := self._materials.pairs.stream) is not None:
+            return self._streamed(stream, rows, share, places)
+        lots = self._lots(len(rows)) if self._bend else None
         rows = rows[share]
         images = torch.from_numpy(self._images[rows.numpy()])
         # slice by slice: bending needs several times the memory of what is bent

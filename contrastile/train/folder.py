@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -25,6 +26,7 @@ TOKENIZER = "tokenizer.json"
 FACTS = "run.json"
 EVALUATION = "evaluation.json"
 REPORT = "report.html"
+CHECKPOINTS = "checkpoints"
 
 
 class RunFolder:
@@ -91,6 +93,21 @@ def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
     path.mkdir()
     with _held(path):
         yield RunFolder(path)
+
+
+def begun_run(runs: str | Path, name: str) -> RunFolder | None:
+    """The folder of a run that has begun, to be resumed; None where there is none."""
+    path = Path(runs) / name
+    return RunFolder(path) if (path / RECIPE).is_file() else None
+
+
+@contextmanager
+def resumed_run(folder: RunFolder) -> Iterator[RunFolder]:
+    """The same folder, held by this process alone; what a killed process left half written is removed."""
+    with _held(folder.path):
+        for left in folder.path.glob(".*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield folder
 
 
 def free_name(path: Path) -> Path:

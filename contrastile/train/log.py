@@ -7,15 +7,18 @@ then, so that the log stays readable.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
+
+logger = logging.getLogger("contrastile")
 
 # seconds between two lines where there is no terminal
 LINE_EVERY = 10.0
@@ -126,14 +129,43 @@ def size(count: float) -> str:
 
 
 class Metrics:
-    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is written; without a path, nowhere."""
+    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is written; without a path, nowhere.
+
+    A line that cannot be written is said aloud and never ends a run.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = (path or Path(os.devnull)).open("a", encoding="utf-8", buffering=1)
+        self._nowhere = path is None
+        self._file = (path or Path(os.devnull)).open("ab", buffering=0)
+        self._lost = 0
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one line; `kind` is "step", "probe" or "end"."""
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+        """Append one line; `kind` is "step", "skip", "probe" or "end"."""
+        line = (json.dumps({"kind": kind, **values}) + "\n").encode()
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError("the disk is full")
+        except OSError as failure:
+            # half a line would spoil the next one
+            with suppress(OSError):
+                self._file.truncate(end)
+            if not self._lost:
+                logger.warning("%s cannot be written (%s); the run goes on", self._file.name, failure)
+            self._lost += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """How long the file is, safe on the disk: a checkpoint says up to where its lines are those of the run."""
+        os.fsync(self._file.fileno())
+        return {"bytes": os.fstat(self._file.fileno()).st_size}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Forget the lines of steps that are taken again."""
+        there = os.fstat(self._file.fileno()).st_size
+        if there > state_dict["bytes"]:
+            self._file.truncate(state_dict["bytes"])
+        elif there < state_dict["bytes"] and not self._nowhere:
+            logger.warning("%s has lost lines from before the checkpoint", self._file.name)
 
     def __enter__(self) -> Metrics:
         return self
@@ -142,6 +174,8 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        if self._lost:
+            logger.warning("%d lines of %s were lost", self._lost, self._file.name)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -6,9 +6,11 @@ tells many times over. Under torchrun every rank tells it, on its share of each 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,20 +21,42 @@ from torch.optim import Optimizer
 
 from contrastile.cache import encode
 from contrastile.data.batches import Batches
+from contrastile.models.text import load_tokenizer
 from contrastile.modules import ClipLoss, SigLipLoss
-from contrastile.train.checkpoint import Run, build_run, load, save_run
+from contrastile.train.average import Average
+from contrastile.train.checkpoint import Run, begin_run, build_run, fingerprint, load, same_recipe, save_run
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import encode_held_out, evaluate, probe
-from contrastile.train.facts import Trained, facts
+from contrastile.train.facts import Trained, facts, finished
 from contrastile.train.feed import Batch, Feed, Materials, open_materials
-from contrastile.train.folder import EVALUATION, METRICS, RunFolder, finished_run, new_run
+from contrastile.train.folder import (
+    CHECKPOINTS,
+    EVALUATION,
+    METRICS,
+    RunFolder,
+    begun_run,
+    finished_run,
+    new_run,
+    resumed_run,
+)
 from contrastile.train.galleries import galleries
+from contrastile.train.guard import Guard
 from contrastile.train.log import Metrics, progress, size
 from contrastile.train.memory import PeakMemory
-from contrastile.train.optim import build_optimizer, clamp_scale, clip_gradients, learning_rate, set_learning_rate
+from contrastile.train.optim import (
+    build_optimizer,
+    clamp_scale,
+    clip_gradients,
+    learning_rate,
+    set_learning_rate,
+    with_warmup,
+)
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.report import table_text, write_report
 from contrastile.train.signals import StopRequest
+from contrastile.train.state import Checkpoints, Course, Parts, step_seed
+
+logger = logging.getLogger("contrastile")
 
 Loss = ClipLoss | SigLipLoss
 LOSSES: dict[str, type[Loss]] = {"clip": ClipLoss, "siglip": SigLipLoss}
@@ -51,27 +75,73 @@ class Outcome:
     stopped_by: int | None
 
 
-def run_recipe(recipe: Recipe, runs: str | Path) -> Outcome:
-    """Train what `recipe` describes into `runs/<its name>`, evaluate it, write its report."""
+def run_recipe(recipe: Recipe, runs: str | Path, *, resume: bool = False) -> Outcome:
+    """Train what `recipe` describes into `runs/<its name>`, evaluate it, write its report.
+
+    With `resume` a run of that name goes on from its newest checkpoint, as if it had never been interrupted; where
+    there is none yet, it begins. One that is through is evaluated again.
+    """
     ranks = Ranks.of_environment(recipe.device)
-    materials = open_materials(recipe)
+    begun = begun_run(runs, recipe.name) if resume else None
+    if begun is not None:
+        same_recipe(begun, recipe)
+    materials = open_materials(recipe, load_tokenizer(begun.path) if begun is not None else None)
     run = build_run(recipe, materials.tokenizer)
-    trained = Trained(ranks=ranks.size)
+    data = fingerprint(materials.pairs, materials.tokens)
+    checkpoints = Checkpoints(Path(runs) / recipe.name / CHECKPOINTS, recipe.save, data, writes=ranks.rank == 0)
     if ranks.rank > 0:
-        with Metrics(None) as metrics, ranks.joined(run, materials):
-            train(run, materials, metrics, trained, ranks)
-        return Outcome(None, trained.examples, "", trained.stopped_by)
-    with new_run(runs, recipe.name) as folder:
-        try:
-            with Metrics(folder / METRICS) as metrics, ranks.joined(run, materials):
-                train(run, materials, metrics, trained, ranks)
-        finally:
-            # after an error too: these are the weights of the last whole step. A launcher that saw another rank end
-            # asks this one to, which has to wait
-            with StopRequest(patient=True) if ranks.size > 1 else nullcontext():
-                save_run(folder, run, facts(run, materials, trained))
-        table = "" if trained.stopped_by is not None else evaluate_and_report(folder, run, materials)
+        beside = (finished(begun) if begun is not None else None) or train_beside(run, materials, checkpoints, ranks)
+        return Outcome(None, beside.examples, "", beside.stopped_by)
+    with resumed_run(begun) if begun is not None else new_run(runs, recipe.name) as folder:
+        if begun is None:
+            begin_run(folder, run)
+        trained = finished(folder)
+        if trained is None:
+            trained = train_into(folder, run, materials, checkpoints, ranks)
+        else:
+            run = load(folder.path, device=recipe.device)
+        table = evaluate_and_report(folder, run, materials) if trained.finished else ""
+        if trained.finished:
+            checkpoints.drop()
     return Outcome(folder.path, trained.examples, table, trained.stopped_by)
+
+
+def train_into(folder: RunFolder, run: Run, materials: Materials, checkpoints: Checkpoints, ranks: Ranks) -> Trained:
+    """Train, and keep the weights of the last whole step in the folder, whatever ended the training."""
+    trained = Trained(ranks=ranks.size)
+    keeping = kept(trained, lambda: save_run(folder, run, facts(run, materials, trained)))
+    with keeping, Metrics(folder / METRICS) as metrics, ranks.joined(run, materials):
+        train(run, materials, metrics, trained, checkpoints, ranks)
+    return trained
+
+
+@contextmanager
+def kept(trained: Trained, save: Callable[[], None]) -> Iterator[None]:
+    """Saves what was trained within, whatever ended it."""
+    whole = True
+    try:
+        yield
+    except KeyboardInterrupt:
+        # asked twice to stop: at once, and perhaps in the middle of a step
+        whole = False
+        raise
+    except BaseException:
+        # before the first step there is nothing to keep, and what an interrupted run has kept is better
+        whole = trained.steps > 0
+        raise
+    finally:
+        # a launcher that saw another rank end asks this one to, which has to wait
+        with StopRequest(patient=True) if trained.ranks > 1 else nullcontext():
+            if whole:
+                save()
+
+
+def train_beside(run: Run, materials: Materials, checkpoints: Checkpoints, ranks: Ranks) -> Trained:
+    """Train as one of several ranks, of which the first one keeps what comes of it."""
+    trained = Trained(ranks=ranks.size)
+    with Metrics(None) as metrics, ranks.joined(run, materials):
+        train(run, materials, metrics, trained, checkpoints, ranks)
+    return trained
 
 
 def evaluate_run(path: str | Path, *, device: str = "auto") -> str:
@@ -90,21 +160,47 @@ def evaluate_and_report(folder: RunFolder, run: Run, materials: Materials) -> st
     return table_text(results)
 
 
-def train(run: Run, materials: Materials, metrics: Metrics, trained: Trained, ranks: Ranks = ALONE) -> None:
+def train(
+    run: Run,
+    materials: Materials,
+    metrics: Metrics,
+    trained: Trained,
+    checkpoints: Checkpoints | None = None,
+    ranks: Ranks = ALONE,
+) -> None:
     """All steps of the run's recipe. The model is trained in place, `trained` says how far it came."""
     recipe, rows = run.recipe, materials.pairs.splits["train"]
-    optimizer = build_optimizer(run.model, recipe.optim)
+    checkpoints = checkpoints or Checkpoints(None, recipe.save)
+    optim = with_warmup(recipe.optim, recipe.train, len(rows))
+    optimizer = build_optimizer(run.model, optim)
     loss = LOSSES[recipe.loss.kind](**recipe.loss.words())
     feed = Feed(materials, bend=recipe.data.augment, seed=recipe.seed)
-    # `batches` reads the sizes as it goes, because the clock decides about them
-    sizes: list[int] = []
-    batches = Batches(rows, sizes=sizes, seed=recipe.seed)
     memory = PeakMemory(run.device)
     trained.base_bytes = memory.start()
     clock = Clock(recipe.train.length(len(rows)), recipe.train.minutes)
-    next_probe = recipe.evaluate.every
-    metrics.write("probe", examples=0, recall=probe(run, materials.pairs))
+    course, guard = Course(recipe.evaluate.every), Guard()
+    scaler = torch.amp.GradScaler(run.device.type, enabled=recipe.train.precision == "fp16")
+    average = Average(run.model, recipe.optim.ema)
+    # everything that a step changes; what dropout draws depends on the step alone
+    parts: Parts = {
+        "model": run.model, "optimizer": optimizer, "scaler": scaler, "average": average,
+        "feed": feed, "guard": guard, "metrics": metrics, "course": course,
+    }  # fmt: skip
+
+    def measure() -> None:
+        with average.in_place():
+            probe_into(metrics, run, materials, clock.seen)
+
+    if not ranks.restore(checkpoints, parts, materials.pairs.stream):
+        metrics.load_state_dict({"bytes": 0})
+        measure()
+    # `batches` reads the sizes as it goes, because the clock decides about them
+    sizes = course.sizes
+    batches = Batches(rows, sizes=sizes, seed=recipe.seed, step=len(sizes))
+    clock.go_on(sum(sizes), course.seconds)
+    trained.note(course, guard)
     with progress(clock.examples, "training", "pairs") as bar, StopRequest(patient=ranks.size > 1) as stop:
+        bar.update(clock.seen)
         while True:
             clock.now, trained.stopped_by = ranks.agree(len(sizes) + 1, clock.seconds(), stop.signal)
             done = clock.share()
@@ -113,24 +209,51 @@ def train(run: Run, materials: Materials, metrics: Metrics, trained: Trained, ra
                 break
             planned = recipe.train.batch_at(done)
             sizes.append(min(planned, clock.examples - clock.seen))
-            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), recipe.optim)
+            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), optim)
             set_learning_rate(optimizer, rate)
+            torch.manual_seed(step_seed(recipe.seed, len(sizes), ranks.rank))
             began = time.monotonic()
-            value, norm = step(run, loss, optimizer, feed.batch(next(batches), ranks.share), ranks)
+            batch = feed.batch(next(batches), ranks.share)
+            feed.expect(batches.ahead(sizes[-1]), ranks.share)
+            value, norm = step(run, loss, optimizer, batch, scaler, ranks)
             seconds = time.monotonic() - began
             clock.seen += sizes[-1]
-            trained.examples, trained.steps, trained.seconds = clock.seen, len(sizes), clock.seconds()
-            trained.largest_batch, trained.peak_bytes = max(sizes), memory.bytes()
-            metrics.write(
-                "step", examples=clock.seen, batch=sizes[-1], planned=planned, loss=value, norm=norm,
-                learning_rate=rate, scale=run.model.logit_scale.exp().item(), seconds=seconds,
-            )  # fmt: skip
-            bar.update(sizes[-1], total=clock.expected(), loss=f"{value:.3f}", peak=size(trained.peak_bytes))
-            if next_probe <= clock.share() < 1:
-                next_probe += recipe.evaluate.every
-                metrics.write("probe", examples=clock.seen, recall=probe(run, materials.pairs))
+            # in fp16 a gradient may be too large for now: the scaler lowers its factor
+            too_large = scaler.is_enabled() and math.isfinite(value) and scaler.get_scale() >= 1
+            if guard.passes(len(sizes), value, norm, run.model, batch.pixels, counted=not too_large):
+                average.update()
+                metrics.write(
+                    "step", examples=clock.seen, batch=sizes[-1], planned=planned, loss=value, norm=norm,
+                    learning_rate=rate, scale=run.model.logit_scale.exp().item(), seconds=seconds,
+                )  # fmt: skip
+            else:
+                metrics.write("skip", examples=clock.seen, batch=sizes[-1], loss=str(value), norm=str(norm))
+            course.seconds, course.peak_bytes = clock.seconds(), max(course.peak_bytes, memory.bytes())
+            trained.note(course, guard)
+            bar.update(sizes[-1], total=clock.expected(), loss=f"{value:.3f}", peak=size(course.peak_bytes))
+            if course.next_probe <= clock.share() < 1:
+                course.next_probe += recipe.evaluate.every
+                measure()
+            # the clock of all ranks, who decide alike
+            if checkpoints.due(len(sizes), clock.now):
+                ranks.hand_in(materials.pairs.stream)
+                checkpoints.save(len(sizes), clock.now, parts)
+        ranks.hand_in(materials.pairs.stream)
+        if trained.stopped_by is not None:
+            checkpoints.save(len(sizes), clock.now, parts, must=True)
+    average.settle()
     if trained.stopped_by is None:
-        metrics.write("probe", examples=clock.seen, recall=probe(run, materials.pairs))
+        trained.finished = True
+        probe_into(metrics, run, materials, clock.seen)
+
+
+def probe_into(metrics: Metrics, run: Run, materials: Materials, examples: int) -> None:
+    """Measure in small; a measurement that fails is told, and does not end the training."""
+    try:
+        metrics.write("probe", examples=examples, recall=probe(run, materials.pairs))
+    except Exception as failure:
+        logger.warning("the probe after %d pairs failed, the training goes on: %r", examples, failure)
+        metrics.write("failure", examples=examples, what="probe", why=repr(failure))
 
 
 @dataclass
@@ -146,8 +269,12 @@ class Clock:
     now: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
+    def go_on(self, seen: int, seconds: float) -> None:
+        """From where a checkpoint says that the run was."""
+        self.seen, self.now, self.began = seen, seconds, time.monotonic() - seconds
+
     def seconds(self) -> float:
-        """Since the run began."""
+        """Since the run began, without the time that it was interrupted for."""
         return time.monotonic() - self.began
 
     def share(self, ahead: float = 0.0) -> float:
@@ -160,27 +287,36 @@ class Clock:
         return round(self.seen / min(self.share(), 1.0))
 
 
-def step(run: Run, loss: Loss, optimizer: Optimizer, batch: Batch, ranks: Ranks = ALONE) -> tuple[float, float]:
+def step(
+    run: Run,
+    loss: Loss,
+    optimizer: Optimizer,
+    batch: Batch,
+    scaler: torch.amp.GradScaler | None = None,
+    ranks: Ranks = ALONE,
+) -> tuple[float, float]:
     """Encode, compare, back-propagate, clip, move the weights, clamp the scale. The loss and the gradient's norm.
 
-    Both, and the weights, are those of the batch of all ranks, of which `batch` is this one's share.
+    Both, and the weights, are those of the batch of all ranks, of which `batch` is this one's share. With a `scaler`
+    the gradients are enlarged while they are in fp16, and of their true size when they are clipped. Where loss or norm
+    is no finite number the model stays as it was, on every rank.
     """
     settings = run.recipe
+    scaler = scaler or torch.amp.GradScaler(run.device.type, enabled=False)
     optimizer.zero_grad()
     total = torch.zeros((), device=run.device)
     for part in batch.parts(settings.train.accumulate):
         value = batch_loss(run, loss, part) * (part.whole / batch.whole)
-        value.backward()
+        scaler.scale(value).backward()
         total += value.detach()
+    # before the scaler looks at them: all ranks' factors stay the same
     total = ranks.combine(run.model, total, settings.loss.gradient)
+    scaler.unscale_(optimizer)
     value, norm = torch.stack([total, clip_gradients(run.model, settings.optim.clip_norm)]).tolist()
-    if not math.isfinite(value + norm):
-        raise FloatingPointError(
-            f"the loss must stay a finite number; got a loss of {value} with a gradient of norm {norm}. "
-            "Lower optim.learning_rate or raise optim.warmup; the weights from before that step are kept."
-        )
-    optimizer.step()
-    clamp_scale(run.model.logit_scale)
+    if math.isfinite(value + norm):
+        optimizer.step()
+        clamp_scale(run.model.logit_scale)
+    scaler.update()
     return value, norm
 
 

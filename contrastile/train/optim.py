@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from contrastile.train.config import AdafactorSettings, AdamWSettings, OptimSettings
+from contrastile._check import wrong
+from contrastile.train.adafactor import Adafactor
+from contrastile.train.config import AdafactorSettings, AdamWSettings, OptimSettings, Steps
 
 Groups = list[dict[str, Any]]
 
@@ -38,7 +40,7 @@ def _adamw(groups: Groups, settings: AdamWSettings) -> Optimizer:
 
 
 def _adafactor(groups: Groups, settings: AdafactorSettings) -> Optimizer:
-    return torch.optim.Adafactor(groups, lr=settings.learning_rate, beta2_decay=settings.beta2_decay)
+    return Adafactor(groups, lr=settings.learning_rate, betas=settings.betas, beta2_decay=settings.beta2_decay)
 
 
 OPTIMIZERS: dict[type[OptimSettings], Callable[[Groups, Any], Optimizer]] = {
@@ -53,16 +55,52 @@ def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
     return OPTIMIZERS[type(settings)]([group for group in groups if group["params"]], settings)
 
 
-def learning_rate(progress: float, settings: OptimSettings) -> float:
-    """The rate when the share `progress` of the run is done: a straight rise over `warmup`, then the `decay`.
+def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSettings:
+    """The same with `warmup` as a share of the run, where it is told in steps or epochs of `pairs`.
 
-    At the end it is `final` times the highest.
+    Raises ValueError where that is no shorter than the run.
+    """
+    examples, seen = train.length(pairs), 0
+    if settings.warmup_epochs is not None:
+        seen = round(settings.warmup_epochs * pairs)
+    for _ in range(settings.warmup_steps or 0):
+        seen += train.batch_at(seen / examples)
+    if seen >= examples:
+        got = f"{seen:,} of {examples:,} examples"
+        raise wrong("optim.warmup", "be shorter than the run", got, "Warm up over less, or train longer.")
+    return settings.model_copy(update={"warmup": seen / examples}) if seen else settings
+
+
+def learning_rate(progress: float, settings: OptimSettings) -> float:
+    """The rate when the share `progress` of the run is done: a straight rise over `warmup`, then what `schedule` says.
+
+    At the end it is `final` times the highest, but for a constant one.
     """
     if progress < settings.warmup:
         return settings.learning_rate * progress / settings.warmup
-    fall = (min(progress, 1.0) - settings.warmup) / (1.0 - settings.warmup)
-    height = 1.0 - fall if settings.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * fall))
+    height = SCHEDULES[settings.schedule](min(progress, 1.0), settings)
     return settings.learning_rate * (settings.final + (1.0 - settings.final) * height)
+
+
+def _cosine(progress: float, settings: OptimSettings) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * (progress - settings.warmup) / (1.0 - settings.warmup)))
+
+
+def _linear(progress: float, settings: OptimSettings) -> float:
+    return (1.0 - progress) / (1.0 - settings.warmup)
+
+
+def _cooldown(progress: float, settings: OptimSettings) -> float:
+    return min(1.0, (1.0 - progress) / settings.cooldown)
+
+
+# from 1 to 0 behind the warm-up, by the share of the run that is done
+SCHEDULES: dict[str, Callable[[float, OptimSettings], float]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "cooldown": _cooldown,
+    "constant": lambda progress, settings: 1.0,  # noqa: ARG005
+}
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from torch.distributed.rendezvous import rendezvous
 from contrastile import comm
 from contrastile._check import wrong
 from contrastile._types import Gradient
+from contrastile.data.collection import Stream
 from contrastile.rollcall import here
-from contrastile.train.checkpoint import Run
+from contrastile.train.checkpoint import Run, fingerprint
 from contrastile.train.feed import Materials
 from contrastile.train.recipe import to_toml
+from contrastile.train.state import Checkpoints, Parts
 from contrastile.train.watch import Watch
 
 # for how long ranks that have opened their data wait for one that has not
@@ -97,6 +100,34 @@ class Ranks:
         store.wait([f"{LOADED}: all"], LOADING)
         return store
 
+    def restore(self, checkpoints: Checkpoints, parts: Parts, stream: Stream | None) -> int:
+        """`checkpoints.restore`, on every rank from the checkpoint that the first one found; its step, or 0."""
+        if self.size == 1:
+            return checkpoints.restore(parts)
+        statement: dict[str, Any] = {"checkpoint": 0}
+        if self.rank == 0:
+            try:
+                statement = {"checkpoint": checkpoints.restore(parts)}
+            except ValueError as error:
+                statement = {"error": str(error)}
+        step = int(comm.agree(None, statement, free=("checkpoint",))[0]["checkpoint"])
+        if self.rank > 0 and step:
+            checkpoints.restore_as(step, parts)
+            if stream is not None:
+                # the first rank has them
+                stream.skipped, stream.seen = Counter(), 0
+        return step
+
+    def hand_in(self, stream: Stream | None) -> None:
+        """The first rank counts what all of them skipped so far, the others count anew."""
+        if self.size == 1 or stream is None:
+            return
+        stated = comm.agree(None, {"skipped": stream.skipped, "seen": stream.seen}, free=("skipped", "seen"))
+        stream.skipped, stream.seen = Counter(), 0
+        for one in stated if self.rank == 0 else ():
+            stream.skipped.update(one["skipped"])
+            stream.seen += one["seen"]
+
     def agree(self, step: int, seconds: float, signal: int | None) -> tuple[float, int | None]:
         """Before a step: the first rank's clock, and the signal that any of them got."""
         if self.size == 1:
@@ -132,13 +163,10 @@ ALONE = Ranks()
 
 def _statement(run: Run, materials: Materials) -> dict[str, str | int]:
     """What ranks must have in common before the first step."""
-    data = hashlib.sha256(materials.pairs.ids.tobytes())
-    for tokens in materials.tokens.values():
-        data.update(tokens.numpy().tobytes())
     return {
         "device": run.device.type,
         "pairs": len(materials.pairs),
-        "data": data.hexdigest()[:16],
+        "data": fingerprint(materials.pairs, materials.tokens)[:16],
         "recipe": hashlib.sha256(to_toml(run.recipe).encode()).hexdigest()[:16],
         "torch": torch.__version__,
     }

@@ -195,6 +195,8 @@ def _subtitle(facts: Mapping[str, Any], unit: str) -> str:
     took = f"{facts['examples']:,} seen in {clock(facts['seconds'])} on {each}{facts['device']}"
     millions = facts["parameters"] / 1e6
     skipped = "".join(f"; skipped: {count:,} × {reason}" for reason, count in facts["skipped"].items())  # noqa: RUF001
+    if facts.get("skipped_steps"):
+        skipped += f"; {facts['skipped_steps']:,} steps whose loss or gradient was no finite number"
     return f"{facts['pairs']:,} training {unit}, {took}; batch {batches}; {millions:.1f} million parameters{skipped}"
 
 
@@ -224,13 +226,14 @@ def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
     seen = [line["examples"] for line in probes]
     recalls = {
         f"{part} @{k}": (seen, [100 * line["recall"][part][k] for line in probes])
-        for part in probes[0]["recall"]
+        for part in (probes[0]["recall"] if probes else ())
         for k in ("1", "5")
     }
-    recall = draw(recalls, title=wording.probes, percent=True)
+    # a run whose every probe failed has none
+    recall = [draw(recalls, title=wording.probes, percent=True)] if probes else []
     scale = draw({"scale": averaged(steps, lambda line: line["scale"])}, title="Learned scale")
     speeds = averaged(steps, lambda line: line["batch"] / line["seconds"])
-    return [losses, recall, scale, draw({"speed": speeds}, title=f"{wording.unit.capitalize()} per second")]
+    return [losses, *recall, scale, draw({"speed": speeds}, title=f"{wording.unit.capitalize()} per second")]
 
 
 def _stages(steps: Sequence[Line]) -> list[tuple[float, str]]:

@@ -18,6 +18,7 @@ from contrastile.train.config import (
     AnyRecipe,
     Count,
     LossSettings,
+    SaveSettings,
     Settings,
     Share,
     Steps,
@@ -174,9 +175,10 @@ def _same_sub_batch(sub_batch: Any) -> Any:
 
 
 class RetrieverSteps(Steps):
-    """The steps of encoders of queries and passages."""
+    """The steps of encoders of queries and passages, at which precision."""
 
     sub_batch: Annotated[TextSubBatch, BeforeValidator(_same_sub_batch)] = TextSubBatch()
+    precision: Literal["float32", "bf16"] = "float32"
 
 
 class RetrieverEvaluation(Settings):
@@ -203,3 +205,4 @@ class RetrieverRecipe(AnyRecipe):
     optim: AnyOptim = AdamWSettings()
     train: RetrieverSteps
     evaluate: RetrieverEvaluation = RetrieverEvaluation()
+    save: SaveSettings = SaveSettings()

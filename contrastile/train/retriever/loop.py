@@ -19,15 +19,25 @@ from torch.optim import Optimizer
 
 from contrastile.cache import encode
 from contrastile.data.batches import Batches
+from contrastile.models.text import load_tokenizer
 from contrastile.modules import InfoNCELoss
 from contrastile.retention import bytes_per_example
-from contrastile.train.checkpoint import save_run
-from contrastile.train.facts import Trained, kept_at_once, run_facts
-from contrastile.train.folder import METRICS, finished_run, new_run
+from contrastile.train.average import Average
+from contrastile.train.checkpoint import begin_run, same_recipe, save_run
+from contrastile.train.facts import Trained, finished, kept_at_once, run_facts
+from contrastile.train.folder import CHECKPOINTS, METRICS, RunFolder, begun_run, finished_run, new_run, resumed_run
+from contrastile.train.guard import Guard
 from contrastile.train.log import Metrics, progress, size
-from contrastile.train.loop import Clock, Outcome
+from contrastile.train.loop import Clock, Outcome, kept
 from contrastile.train.memory import PeakMemory, dense_need
-from contrastile.train.optim import build_optimizer, clamp_scale, clip_gradients, learning_rate, set_learning_rate
+from contrastile.train.optim import (
+    build_optimizer,
+    clamp_scale,
+    clip_gradients,
+    learning_rate,
+    set_learning_rate,
+    with_warmup,
+)
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import probe
 from contrastile.train.retriever.feed import TextBatch, TextFeed, TextMaterials, open_text_materials
@@ -35,22 +45,43 @@ from contrastile.train.retriever.report import evaluate_and_report
 from contrastile.train.retriever.run import RetrieverRun, build_retriever_run, load_retriever
 from contrastile.train.retriever.search import index_of
 from contrastile.train.signals import StopRequest
+from contrastile.train.state import Checkpoints, Course, Parts, step_seed
 
 
-def run_retriever(recipe: RetrieverRecipe, runs: str | Path) -> Outcome:
-    """Train what `recipe` describes into `runs/<its name>`, evaluate it, write its report."""
-    materials = open_text_materials(recipe)
+def run_retriever(recipe: RetrieverRecipe, runs: str | Path, *, resume: bool = False) -> Outcome:
+    """Train what `recipe` describes into `runs/<its name>`, evaluate it, write its report.
+
+    `resume` as in `run_recipe`.
+    """
+    begun = begun_run(runs, recipe.name) if resume else None
+    tokenizer = None
+    if begun is not None:
+        same_recipe(begun, recipe)
+        tokenizer = load_tokenizer(begun.path, length=recipe.model.tokenizer.length)
+    materials = open_text_materials(recipe, tokenizer)
     run = build_retriever_run(recipe, materials.tokenizer)
-    trained = Trained()
-    with new_run(runs, recipe.name) as folder:
-        try:
-            with Metrics(folder / METRICS) as metrics:
-                train_retriever(run, materials, metrics, trained)
-        finally:
-            # after an error too: these are the weights of the last whole step
-            save_run(folder, run, retriever_facts(run, materials, trained))
-        table = "" if trained.stopped_by is not None else evaluate_and_report(folder, run, materials)
+    with resumed_run(begun) if begun is not None else new_run(runs, recipe.name) as folder:
+        if begun is None:
+            begin_run(folder, run)
+        checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.save, materials.texts.digest())
+        trained = finished(folder)
+        if trained is None:
+            trained = train_into(folder, run, materials, checkpoints)
+        else:
+            run = load_retriever(folder.path, device=recipe.device)
+        table = evaluate_and_report(folder, run, materials) if trained.finished else ""
+        if trained.finished:
+            checkpoints.drop()
     return Outcome(folder.path, trained.examples, table, trained.stopped_by)
+
+
+def train_into(folder: RunFolder, run: RetrieverRun, materials: TextMaterials, checkpoints: Checkpoints) -> Trained:
+    """Train, and keep the weights of the last whole step in the folder, whatever ended the training."""
+    trained = Trained()
+    keeping = kept(trained, lambda: save_run(folder, run, retriever_facts(run, materials, trained)))
+    with keeping, Metrics(folder / METRICS) as metrics:
+        train_retriever(run, materials, metrics, trained, checkpoints)
+    return trained
 
 
 def evaluate_retriever(path: str | Path, *, device: str = "auto", index: str | None = None) -> str:
@@ -64,48 +95,72 @@ def evaluate_retriever(path: str | Path, *, device: str = "auto", index: str | N
     return evaluate_and_report(folder, run, open_text_materials(run.recipe, run.tokenizer), opened)
 
 
-def train_retriever(run: RetrieverRun, materials: TextMaterials, metrics: Metrics, trained: Trained) -> None:
+def train_retriever(
+    run: RetrieverRun, materials: TextMaterials, metrics: Metrics, trained: Trained, checkpoints: Checkpoints
+) -> None:
     """All steps of the run's recipe. The model is trained in place, `trained` says how far it came."""
     recipe, rows = run.recipe, materials.texts.splits["train"]
-    optimizer = build_optimizer(run.model, recipe.optim)
+    optim = with_warmup(recipe.optim, recipe.train, len(rows))
+    optimizer = build_optimizer(run.model, optim)
     loss = InfoNCELoss(**recipe.loss.words())
     feed = TextFeed(materials, recipe.data, seed=recipe.seed)
-    # `batches` reads the sizes as it goes, because the clock decides about them
-    sizes: list[int] = []
-    batches = Batches(rows, sizes=sizes, seed=recipe.seed)
     memory = PeakMemory(run.device)
     trained.base_bytes = memory.start()
     clock = Clock(recipe.train.length(len(rows)), recipe.train.minutes)
-    next_probe = recipe.evaluate.every
-    metrics.write("probe", examples=0, recall=probe(run, materials))
+    course, guard, average = Course(recipe.evaluate.every), Guard(), Average(run.model, recipe.optim.ema)
+    # everything that a step changes; what is drawn, and what dropout draws, depends on the step alone
+    parts: Parts = {
+        "model": run.model, "optimizer": optimizer, "average": average, "metrics": metrics, "course": course,
+    }  # fmt: skip
+
+    def measure() -> None:
+        with average.in_place():
+            metrics.write("probe", examples=clock.seen, recall=probe(run, materials))
+
+    if not checkpoints.restore(parts):
+        metrics.load_state_dict({"bytes": 0})
+        measure()
+    # `batches` reads the sizes as it goes, because the clock decides about them
+    sizes = course.sizes
+    batches = Batches(rows, sizes=sizes, seed=recipe.seed, step=len(sizes))
+    clock.go_on(sum(sizes), course.seconds)
+    trained.note(course, guard)
     run.model.train()
     with progress(clock.examples, "training", "queries") as bar, StopRequest() as stop:
+        bar.update(clock.seen)
         while stop.signal is None:
             clock.now = clock.seconds()
             if (done := clock.share()) >= 1:
                 break
             planned = recipe.train.batch_at(done)
             sizes.append(min(planned, clock.examples - clock.seen))
-            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), recipe.optim)
+            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), optim)
             set_learning_rate(optimizer, rate)
+            torch.manual_seed(step_seed(recipe.seed, len(sizes)))
             began = time.monotonic()
             drawn = feed.draw(next(batches), len(sizes))
-            parts = feed.parts(drawn, recipe.train.accumulate)
-            value, norm = retriever_step(run, loss, optimizer, parts)
+            value, norm = retriever_step(run, loss, optimizer, feed.parts(drawn, recipe.train.accumulate))
+            average.update()
             seconds = time.monotonic() - began
             clock.seen += sizes[-1]
-            trained.examples, trained.steps, trained.seconds = clock.seen, len(sizes), clock.seconds()
-            trained.largest_batch, trained.peak_bytes = max(sizes), memory.bytes()
+            course.seconds, course.peak_bytes = clock.seconds(), max(course.peak_bytes, memory.bytes())
+            trained.note(course, guard)
             metrics.write(
                 "step", examples=clock.seen, batch=sizes[-1], planned=planned, loss=value, norm=norm,
                 learning_rate=rate, scale=run.model.logit_scale.exp().item(), seconds=seconds,
             )  # fmt: skip
-            bar.update(sizes[-1], total=clock.expected(), loss=f"{value:.3f}", peak=size(trained.peak_bytes))
-            if next_probe <= clock.share() < 1:
-                next_probe += recipe.evaluate.every
-                metrics.write("probe", examples=clock.seen, recall=probe(run, materials))
+            bar.update(sizes[-1], total=clock.expected(), loss=f"{value:.3f}", peak=size(course.peak_bytes))
+            if course.next_probe <= clock.share() < 1:
+                course.next_probe += recipe.evaluate.every
+                measure()
+            if checkpoints.due(len(sizes), clock.now):
+                checkpoints.save(len(sizes), clock.now, parts)
         trained.stopped_by = stop.signal
+        if trained.stopped_by is not None:
+            checkpoints.save(len(sizes), clock.now, parts, must=True)
+    average.settle()
     if trained.stopped_by is None:
+        trained.finished = True
         metrics.write("probe", examples=clock.seen, recall=probe(run, materials))
 
 

@@ -1,0 +1,280 @@
+"""A collection too large to be decoded beforehand: an index in the cache, pictures decoded when a batch needs them.
+
+A source of the flow's first box beside glyphs and tables. The held-out pairs are few and lie decoded in the cache, as a
+table's do; the training pairs are read by their place in the index, so that `data/batches.py` alone decides the order,
+on any number of ranks and workers, and a run goes on in the middle of an epoch at no cost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from contrastile._check import wrong
+from contrastile.data.cache import PictureWriter, cached_pairs
+from contrastile.data.crop import Crop
+from contrastile.data.pairs import Indices, Labels, PairSet, Pictures, ProgressFactory, joined_ids, lot
+from contrastile.data.shards import find_pairs, state
+from contrastile.data.sources import Source, read_source
+from contrastile.data.table import Skipped, counted, decode
+
+logger = logging.getLogger("contrastile")
+
+FORMAT = 1
+# pairs that are held out at most, whatever the share: they are decoded beforehand and compared with each other
+MOST_HELD_OUT = 10_000
+# below so many pairs seen, a few bad ones say nothing
+FEW = 1000
+# rows that are looked at for each of a batch in which no picture can be read
+TRIES = 10
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where `n` pairs lie: file number, offset, size `[n, 3]`; their titles one behind the other, `ends` `[n]`.
+
+    lots: `[n]`, drawn by the titles. parts: how many pairs each source has.
+    """
+
+    files: list[str]
+    where: npt.NDArray[np.int64]
+    text: npt.NDArray[np.uint8]
+    ends: npt.NDArray[np.int64]
+    lots: npt.NDArray[np.float64]
+    parts: list[int]
+    skipped: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.where)
+
+    def title(self, row: int) -> str:
+        """The title of a pair."""
+        return bytes(self.text[self.ends[row - 1] if row else 0 : self.ends[row]]).decode()
+
+    def picture(self, row: int) -> bytes:
+        """The picture of a pair, as it lies in its file."""
+        number, offset, size = (int(value) for value in self.where[row])
+        with open(self.files[number], "rb") as file:
+            content = os.pread(file.fileno(), size, offset)
+        if len(content) != size:
+            raise Skipped("missing picture")
+        return content
+
+
+class Stream:
+    """The training pairs of a collection, read and decoded by row; `rows` of the index are rows 0, 1, ... here.
+
+    What cannot be read is counted by reason in `skipped`, and the pair before it in the batch, or in this rank's share,
+    stands in for it: their ids are equal, so it is no negative. Above `most_bad` of what was read, the run is stopped.
+    """
+
+    def __init__(
+        self, index: Index, rows: Indices, *, shape: tuple[int, int, int], most_bad: float, digest: str
+    ) -> None:
+        self._index, self._rows, self._shape, self._most_bad = index, rows, shape, most_bad
+        self.digest = digest
+        self.skipped: Counter[str] = Counter()
+        self.seen = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: dict[tuple[int, int], Future[Pictures | str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def titles(self, rows: Iterable[int]) -> list[str]:
+        """The titles of `rows`."""
+        return [self._index.title(self._rows[row]) for row in rows]
+
+    def expect(self, rows: Sequence[int], places: Sequence[int], crop: Crop | None) -> None:
+        """Begin to read what `read` will be asked for next."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoding")
+        for row, place in zip(rows, places, strict=True):
+            if (row, place) not in self._ahead:
+                self._ahead[row, place] = self._pool.submit(self._decoded, row, place, crop)
+
+    def read(
+        self, rows: Sequence[int], places: Sequence[int], crop: Crop | None, *, tries: int = TRIES
+    ) -> tuple[Pictures, list[str]]:
+        """Pictures `[b, C, S, S]` uint8 and titles of `rows`; the lots of `crop` are drawn by seed and place alone."""
+        if not rows:
+            return np.empty((0, *self._shape), np.uint8), []
+        self.expect(rows, places, crop)
+        found = [self._ahead.pop(key).result() for key in zip(rows, places, strict=True)]
+        # of a batch shared out otherwise than it was expected to be, some will never be asked for
+        self._ahead = {key: picture for key, picture in self._ahead.items() if key[1] > places[-1]}
+        self._count(found)
+        good = {number: picture for number, picture in enumerate(found) if not isinstance(picture, str)}
+        if not good and tries:
+            # a share of a few pairs alone: others stand in, found by their rows, so that it happens again on resuming
+            return self.read([(row + 1) % len(self) for row in rows], places, crop, tries=tries - 1)
+        if not good:
+            raise wrong("source", "have pictures that can be read", counted(self.skipped), "Look at the shards.")
+        # each place itself where it is good, else the last good one before it, else the first
+        chosen, last = [], next(iter(good))
+        for number in range(len(found)):
+            last = number if number in good else last
+            chosen.append(last)
+        return np.stack([good[number] for number in chosen]), self.titles([rows[number] for number in chosen])
+
+    def _count(self, found: Sequence[Pictures | str]) -> None:
+        self.seen += len(found)
+        bad = [picture for picture in found if isinstance(picture, str)]
+        if bad and not self.skipped:
+            logger.warning("a picture of the collection is skipped (%s); all are counted in the report", bad[0])
+        self.skipped.update(bad)
+        check_bad(self.skipped, max(self.seen, min(len(self), FEW)), self._most_bad)
+
+    def _decoded(self, row: int, place: int, crop: Crop | None) -> Pictures | str:
+        try:
+            content = BytesIO(self._index.picture(int(self._rows[row])))
+            return decode(content, self._shape, None if crop is None else crop.box(place))
+        except OSError as failure:
+            return f"unreadable file ({failure.strerror})"
+        except Skipped as reason:
+            return str(reason)
+
+
+def check_bad(skipped: Counter[str] | dict[str, int], seen: int, most_bad: float) -> None:
+    """Raises ValueError where more than the share `most_bad` of what was seen could not be used."""
+    if (bad := sum(skipped.values())) > most_bad * seen:
+        got = f"{bad:,} of {seen:,} ({counted(skipped)})"
+        raise wrong("source", f"have at most {most_bad:.1%} bad pairs", got, "Mend it, or raise data.max_bad_fraction.")
+
+
+def open_collection(
+    text: str,
+    *,
+    image_size: int,
+    channels: int,
+    held_out: float,
+    weights: Sequence[int],
+    most_bad: float,
+    cache: Path,
+    progress: ProgressFactory,
+) -> PairSet:
+    """The pairs of shards, parquet files and folders: held-out ones as rows of the set, training ones in its stream.
+
+    A pair of source `i` comes `weights[i]` times an epoch; once, where there are no weights. Training rows are numbered
+    behind the held-out ones. Pairs that share a title share an id and lie on the same side of the split.
+    """
+    sources, shape = read_source(text), (channels, image_size, image_size)
+    if weights and len(weights) != len(sources):
+        raise wrong("weights", f"be one for each of the {len(sources)} sources", len(weights), "Or leave them out.")
+    digest = hashlib.sha256(json.dumps([FORMAT, *map(state, sources)]).encode()).hexdigest()
+    index = _indexed(cache / f"index-{digest[:16]}", sources, cache / "unpacked", progress)
+    check_bad(index.skipped, len(index) + sum(index.skipped.values()), most_bad)
+    if len(np.unique(index.lots)) < 2:
+        got = f"{len(index)}" + (f" and skipped {counted(index.skipped)}" if index.skipped else "")
+        raise wrong("source", "hold at least two pairs that differ in their titles", got, "One is to be held out.")
+    aside = _held_out(index, held_out)
+
+    def make(writer: PictureWriter) -> Labels:
+        titles, skipped = [], Counter[str]()
+        with progress(int(aside.sum()), "reading the held-out pictures", "pictures") as bar:
+            for row in np.flatnonzero(aside).tolist():
+                try:
+                    writer.add(decode(BytesIO(index.picture(row)), writer.shape))
+                    titles.append(index.title(row))
+                except Skipped as reason:
+                    skipped[str(reason)] += 1
+                bar.update(1)
+        return titles, joined_ids(titles), {"held_out": np.arange(len(titles))}, dict(skipped)
+
+    settings = {"format": FORMAT, "index": digest, "held_out": held_out, "channels": channels}
+    pairs = cached_pairs(cache, "held-out", settings, shape=shape, make=make)
+    of_source = np.repeat(np.arange(len(sources)), index.parts)
+    times = np.asarray(weights or [1] * len(sources))[of_source] * ~aside
+    stream = Stream(index, np.repeat(np.arange(len(index)), times), shape=shape, most_bad=most_bad, digest=digest)
+    skipped = Counter(index.skipped) + Counter(pairs.skipped)
+    training = np.arange(len(pairs), len(pairs) + len(stream))
+    return replace(pairs, splits={**pairs.splits, "train": training}, skipped=dict(skipped), stream=stream)
+
+
+def _held_out(index: Index, share: float) -> npt.NDArray[np.bool_]:
+    """The pairs whose titles drew the lowest lots: the share, but at most `MOST_HELD_OUT`, and never none or all."""
+    drawn = np.unique(index.lots)
+    most = np.sort(index.lots)[min(MOST_HELD_OUT, len(index) - 1)]
+    bound = min(max(min(share, most), drawn[1]), drawn[-1])
+    return index.lots < bound
+
+
+def _indexed(folder: Path, sources: Sequence[Source], unpacked: Path, progress: ProgressFactory) -> Index:
+    """The index from the cache, made first where it is not there or damaged; written beside its place and renamed."""
+    if folder.exists() and not _is_whole(folder):
+        logger.warning("the cache %s is damaged and is made again", folder)
+        shutil.rmtree(folder)
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as beside:
+            _write_index(Path(beside) / "index", sources, unpacked, progress)
+            # another process may have been faster
+            if not folder.exists():
+                (Path(beside) / "index").rename(folder)
+    told = json.loads((folder / TOLD).read_text(encoding="utf-8"))
+    where, ends, lots, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ARRAYS)
+    return Index(told["files"], where, text, ends, lots, told["parts"], told["skipped"])
+
+
+TOLD, ARRAYS = "index.json", ("where.npy", "ends.npy", "lots.npy", "titles.npy")
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        told = json.loads((folder / TOLD).read_text(encoding="utf-8"))
+        return all(_checksum(folder / name) == told["sha256"][name] for name in ARRAYS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_index(folder: Path, sources: Sequence[Source], unpacked: Path, progress: ProgressFactory) -> None:
+    folder.mkdir()
+    # arrays of plain numbers: millions of pairs as Python's own would not fit
+    where, ends, lots, text, parts = array("q"), array("q"), array("d"), bytearray(), []
+    files: dict[str, int] = {}
+    skipped: Counter[str] = Counter()
+    with progress(sum(len(source.paths) for source in sources), "reading the shards", "files") as bar:
+        for source in sources:
+            before = len(ends)
+            for path in source.paths:
+                for finding in find_pairs(replace(source, paths=(path,)), unpacked):
+                    if isinstance(finding, str):
+                        skipped[finding] += 1
+                        continue
+                    where.extend((files.setdefault(finding.path, len(files)), finding.offset, finding.size))
+                    text += finding.title.encode()
+                    ends.append(len(text))
+                    lots.append(lot(finding.title))
+                bar.update(1)
+            parts.append(len(ends) - before)
+    contents: list[npt.NDArray[Any]] = [
+        np.frombuffer(where, np.int64).reshape(-1, 3),
+        np.frombuffer(ends, np.int64),
+        np.frombuffer(lots, np.float64),
+        np.frombuffer(text, np.uint8),
+    ]
+    for name, content in zip(ARRAYS, contents, strict=True):
+        np.save(folder / name, content)
+    sums = {name: _checksum(folder / name) for name in ARRAYS}
+    told = {"files": list(files), "parts": parts, "skipped": skipped, "sha256": sums}
+    (folder / TOLD).write_text(json.dumps(told), encoding="utf-8")

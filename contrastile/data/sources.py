@@ -1,0 +1,84 @@
+"""What a source names: the text of a recipe as files on this machine, before anything of them is read.
+
+Before the flow's first box. Sources are joined by `::`; each is tar shards or parquet files, with ranges in braces, or
+a folder of pictures. Nothing is fetched and nothing is run: an address or a pipe is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+KINDS = (".tar", ".parquet")
+MOST_FILES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one kind: ".tar", ".parquet", or "folder" with the one path of a folder of pictures."""
+
+    kind: str
+    paths: tuple[str, ...]
+
+
+def is_collection(source: str) -> bool:
+    """Whether a text names shards, parquet files or folders, rather than the glyphs or one table."""
+    return source != "glyphs" and ("::" in source or not source.endswith(".tsv"))
+
+
+def read_source(text: str) -> list[Source]:
+    """The sources of a text such as "a/{000..099}.tar::b/pictures", in its order; the files are not looked at.
+
+    Raises ValueError where it names no files.
+
+    >>> read_source("a/{08..10}.tar::b/x.parquet")[0].paths
+    ('a/08.tar', 'a/09.tar', 'a/10.tar')
+    """
+    return [_one(part) for part in text.split("::")]
+
+
+def _one(part: str) -> Source:
+    if not part.strip() or part.startswith("pipe:") or "://" in part:
+        raise ValueError(f'must name files on this machine; got "{part}"')
+    paths = tuple(braces(part))
+    for kind in KINDS:
+        if part.endswith(kind):
+            return Source(kind, paths)
+    if len(paths) > 1 or re.search(r"\.(gz|tgz|zip|csv|json|jsonl)$", part):
+        raise ValueError(f'must end in .tsv, .tar or .parquet, or be a folder of pictures or "glyphs"; got "{part}"')
+    return Source("folder", paths)
+
+
+def missing(source: Source) -> str | None:
+    """The first of its paths that is not there."""
+    there = os.path.isdir if source.kind == "folder" else os.path.isfile
+    return next((path for path in source.paths if not there(path)), None)
+
+
+def braces(pattern: str) -> Iterator[str]:
+    """Every text that a pattern stands for: {007..012} counts and keeps the zeros, {a,b} is either.
+
+    >>> list(braces("{x,y}/{9..11}"))
+    ['x/9', 'x/10', 'x/11', 'y/9', 'y/10', 'y/11']
+    """
+    parts = re.split(r"(\{[^{}]*\})", pattern)
+    choices = [_choices(part) if part.startswith("{") else [part] for part in parts]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count > MOST_FILES:
+        raise ValueError(f'must name at most {MOST_FILES:,} files; got {count:,} in "{pattern}"')
+    return ("".join(chosen) for chosen in product(*choices))
+
+
+def _choices(group: str) -> list[str]:
+    counted = re.fullmatch(r"\{(\d+)\.\.(\d+)\}", group)
+    if counted is None:
+        return group[1:-1].split(",")
+    low, high = counted.groups()
+    if int(high) < int(low) or int(high) - int(low) >= MOST_FILES:
+        raise ValueError(f"must count upwards, to {MOST_FILES:,} files at most; got {group}")
+    return [f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1)]

@@ -1,0 +1,97 @@
+"""Adafactor as vision transformers are trained with it: momentum, a capped second moment, decoupled weight decay.
+
+One of the optimizers of `optim.py`. Shazeer & Stern (arXiv:1804.04235) in the form of Zhai et al., "Scaling Vision
+Transformers" (arXiv:2106.04560, section 3.4), which Inf-CL trains with (arXiv:2410.17243, section 4.1): no steps
+relative to a parameter's size, no clipping of updates, momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# below this many rows or columns a matrix has its whole second moment
+SMALLEST_FACTORED = 32
+EPS = 1e-30
+
+
+class Adafactor(Optimizer):
+    """For a gradient g at step t, with β₂(t) = min(beta2, 1 − t^beta2_decay):
+
+        v ← β₂(t) v + (1 − β₂(t)) (g² + 1e-30)        of a matrix only its means by row r and by column c are kept,
+        u = g / √v                                    where v is r cᵀ / mean(r)
+        m ← beta1 m + (1 − beta1) u
+        p ← p − lr m − (lr / peak) weight_decay p
+
+    so that decay follows the schedule of the rate, not its height; `peak` is the `lr` that the group was made with. A
+    tensor of more axes is factored over its two longest. State is float32: for a matrix `m` and two vectors.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+    >>> optimizer = Adafactor([weight], lr=0.1, betas=(0.0, 0.95))
+    >>> weight.grad = torch.full((2, 2), 7.0)
+    >>> optimizer.step(); weight
+    Parameter containing:
+    tensor([[0.9000, 0.9000],
+            [0.9000, 0.9000]], requires_grad=True)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        beta2_decay: float = -0.8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "beta2_decay": beta2_decay, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            group["peak"] = group["lr"]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Move every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _move(parameter, parameter.grad.float(), self.state[parameter], group)
+        return loss
+
+
+def _move(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    state["step"] = state.get("step", 0) + 1
+    kept = min(beta2, 1 - state["step"] ** group["beta2_decay"])
+    update = gradient * _inverse_root(gradient.square() + EPS, state, kept)
+    if beta1 > 0:
+        momentum = state.setdefault("momentum", torch.zeros_like(gradient))
+        update = momentum.lerp_(update, 1 - beta1)
+    if group["weight_decay"]:
+        parameter.mul_(1 - group["lr"] / group["peak"] * group["weight_decay"])
+    parameter.sub_(group["lr"] * update)
+
+
+def _inverse_root(square: Tensor, state: dict[str, Any], kept: float) -> Tensor:
+    """1/√v, v the mean of squares up to now: whole, or as the product of its means over the two longest axes."""
+    axes = _factored(square.shape)
+    if axes is None:
+        return state.setdefault("square", torch.zeros_like(square)).lerp_(square, 1 - kept).rsqrt()
+    by_row, by_column = (square.mean(axis, keepdim=True) for axis in axes)
+    row = state.setdefault("row", torch.zeros_like(by_row)).lerp_(by_row, 1 - kept)
+    column = state.setdefault("column", torch.zeros_like(by_column)).lerp_(by_column, 1 - kept)
+    return (row / row.mean(axes[1], keepdim=True)).rsqrt() * column.rsqrt()
+
+
+def _factored(shape: torch.Size) -> tuple[int, int] | None:
+    """The longest axis and the next, where both are long enough."""
+    if len(shape) < 2:
+        return None
+    *_, second, first = sorted(range(len(shape)), key=lambda axis: shape[axis])
+    return (first, second) if shape[second] >= SMALLEST_FACTORED else None

@@ -1,0 +1,467 @@
+"""Collections: every pair is found, every cut is noticed, nothing leaves the folder, each is seen once an epoch."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from contrastile.data.batches import Batches
+from contrastile.data.collection import Stream
+from contrastile.data.crop import Crop
+from contrastile.data.pairs import open_pairs
+from contrastile.data.shards import find_in_folder, find_in_tar
+from contrastile.data.sources import braces, read_source
+from contrastile.data.table import decode
+
+
+def jpeg(number, size=(24, 16)):
+    """A picture whose grey says its number."""
+    file = io.BytesIO()
+    Image.new("L", size, 8 * (number % 30)).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+def add(tar, name, content, **entry):
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for key, value in entry.items():
+        setattr(info, key, value)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def write_shard(path, numbers, title="picture number {}"):
+    with tarfile.open(path, "w") as tar:
+        for number in numbers:
+            add(tar, f"{number:05}.jpg", jpeg(number))
+            add(tar, f"{number:05}.txt", title.format(number).encode())
+            add(tar, f"{number:05}.json", b"{}")
+    return path
+
+
+def write_shards(folder, shards=3, each=20):
+    for shard in range(shards):
+        write_shard(folder / f"{shard:02}.tar", range(shard * each, (shard + 1) * each))
+    return f"{folder}/{{00..{shards - 1:02}}}.tar"
+
+
+def opened(source, folder, **settings):
+    return open_pairs(str(source), image_size=8, cache=folder / "cache", **{"held_out": 0.1, **settings})
+
+
+# --- names
+
+
+def test_braces_count_and_choose():
+    assert list(braces("a/{098..101}.tar")) == ["a/098.tar", "a/099.tar", "a/100.tar", "a/101.tar"]
+    assert list(braces("{a,b}{1..2}")) == ["a1", "a2", "b1", "b2"]
+    assert list(braces("plain")) == ["plain"]
+
+
+def test_sources_are_joined():
+    kinds = [(source.kind, len(source.paths)) for source in read_source("a/{0..4}.tar::b/pictures::c/x.parquet")]
+    assert kinds == [(".tar", 5), ("folder", 1), (".parquet", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("pipe:curl x.tar", 'must name files on this machine; got "pipe:curl x.tar"'),
+        ("https://x/0.tar", 'must name files on this machine; got "https://x/0.tar"'),
+        ("a.tar::", 'must name files on this machine; got ""'),
+        ("{9..1}.tar", "must count upwards, to 1,000,000 files at most; got {9..1}"),
+        ("{0..9999999}.tar", "must count upwards, to 1,000,000 files at most; got {0..9999999}"),
+        ("{0..9999}{0..9999}.tar", 'must name at most 1,000,000 files; got 100,000,000 in "{0..9999}{0..9999}.tar"'),
+        (
+            "a.tar.gz",
+            'must end in .tsv, .tar or .parquet, or be a folder of pictures or "glyphs"; got "a.tar.gz"',
+        ),
+    ],
+)
+def test_what_names_no_files_is_refused(text, sentence):
+    with pytest.raises(ValueError) as caught:
+        read_source(text)
+    assert str(caught.value) == sentence
+
+
+# --- what is found
+
+
+def test_every_pair_of_a_shard_is_found(tmp_path):
+    shard = write_shard(tmp_path / "a.tar", range(5))
+    pairs = list(find_in_tar(shard))
+    assert [pair.title for pair in pairs] == [f"picture number {number}" for number in range(5)]
+    for number, pair in enumerate(pairs):
+        with shard.open("rb") as file:
+            file.seek(pair.offset)
+            assert file.read(pair.size) == jpeg(number)
+
+
+def test_what_gives_no_pair_is_counted_by_reason(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "good.jpg", jpeg(1))
+        add(tar, "good.txt", b" two \n words ")
+        add(tar, "picture only.jpg", jpeg(1))
+        add(tar, "text only.txt", b"text")
+        add(tar, "empty.jpg", jpeg(1))
+        add(tar, "empty.txt", b"  ")
+        add(tar, "latin.jpg", jpeg(1))
+        add(tar, "latin.txt", "é".encode("latin-1"))
+        add(tar, "twice.jpg", jpeg(1))
+        add(tar, "twice.png", jpeg(1))
+        add(tar, "twice.txt", b"twice")
+        add(tar, "link.jpg", b"", type=tarfile.SYMTYPE, linkname="/etc/passwd")
+        add(tar, "device.jpg", b"", type=tarfile.CHRTYPE)
+        add(tar, "notes.json", b"{}")
+        add(tar, "long.jpg", jpeg(1))
+        add(tar, "long.txt", b"x" * 70_000)
+    found = list(find_in_tar(tmp_path / "a.tar"))
+    assert [pair.title for pair in found if not isinstance(pair, str)] == ["two words"]
+    assert Counter(pair for pair in found if isinstance(pair, str)) == {
+        "missing title": 1,
+        "missing picture": 1,
+        "empty title": 1,
+        "not UTF-8": 1,
+        "key used twice": 1,
+        "not a plain file": 2,
+        "too large": 1,
+    }
+
+
+def test_names_in_a_shard_never_become_paths(tmp_path):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    with tarfile.open(inside / "a.tar", "w") as tar:
+        for name in ("../evil", "/tmp/evil", "x/../../evil", "long" * 60, "pipe:touch evil"):
+            add(tar, f"{name}.jpg", jpeg(1))
+            add(tar, f"{name}.txt", name.encode())
+        add(tar, "payload.pyd", b"cos\nsystem\n(S'touch evil'\ntR.")
+    pairs = opened(inside / "a.tar", tmp_path, held_out=0.3)
+    assert len(pairs) + len(pairs.stream) == 5
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+def test_a_shard_cut_anywhere_is_noticed(tmp_path):
+    shard = write_shard(tmp_path / "a.tar", range(4))
+    whole = shard.read_bytes()
+    end = whole.rstrip(b"\0")
+    # in headers, at headers, in contents, between members, in the zeros at the end
+    cuts = [*range(1, len(end), 211), *range(0, len(end), 512), len(end), len(end) // 512 * 512 + 1024]
+    for cut in cuts:
+        shard.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match="must be whole shards"):
+            list(find_in_tar(shard))
+    shard.write_bytes(whole)
+    assert len(list(find_in_tar(shard))) == 4
+
+
+def test_a_header_that_is_damaged_is_noticed(tmp_path):
+    shard = write_shard(tmp_path / "a.tar", range(4))
+    whole = shard.read_bytes()
+    with tarfile.open(shard) as tar:
+        headers = [entry.offset for entry in tar]
+    for header in headers:
+        for place in (0, 124, 150, 300):
+            damaged = bytearray(whole)
+            damaged[header + place] ^= 4
+            shard.write_bytes(damaged)
+            with pytest.raises(ValueError, match="must be whole shards"):
+                list(find_in_tar(shard))
+        # sectors of zeros, which the format takes for its end; in the place of the last file they are its end
+        if header == headers[-1]:
+            continue
+        shard.write_bytes(whole[:header] + bytes(1024) + whole[header + 1024 :])
+        with pytest.raises(ValueError, match="must be whole shards"):
+            list(find_in_tar(shard))
+
+
+def test_a_member_that_claims_a_tebibyte_is_noticed(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        info = tarfile.TarInfo("a.jpg")
+        info.size = 1 << 40
+        tar.addfile(info)
+    with pytest.raises(ValueError, match="must be whole shards"):
+        list(find_in_tar(tmp_path / "a.tar"))
+
+
+def test_sizes_and_sums_are_compared_where_they_are_given(tmp_path):
+    shard = write_shard(tmp_path / "a.tar", range(4))
+    (tmp_path / "sizes.json").write_text(json.dumps({"a.tar": 4, "b.tar": 7}))
+    digest = hashlib.sha256(shard.read_bytes()).hexdigest()
+    (tmp_path / "SHA256SUMS").write_text(f"{digest} *a.tar\n")
+    assert len(list(find_in_tar(shard))) == 4
+    (tmp_path / "sizes.json").write_text(json.dumps({"a.tar": 5}))
+    with pytest.raises(ValueError) as caught:
+        list(find_in_tar(shard))
+    assert str(caught.value) == (
+        f"`source` must be whole shards ({shard}); got 4 pairs where sizes.json says 5. "
+        "Copy that shard again; it is cut or damaged."
+    )
+    (tmp_path / "sizes.json").write_text("[")
+    with pytest.raises(ValueError, match=r"`sizes.json` must be an object of shards and their numbers of pairs"):
+        list(find_in_tar(shard))
+    content = bytearray(shard.read_bytes())
+    content[600] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match="another checksum than SHA256SUMS says"):
+        list(find_in_tar(shard))
+
+
+def test_folders_of_pictures(tmp_path):
+    for name, number in (("red_fox", 1), ("red_fox", 2), ("owl", 3)):
+        (tmp_path / "set" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name / f"{number}.jpg").write_bytes(jpeg(number))
+    (tmp_path / "set" / "owl" / "3.txt").write_text("an owl at night")
+    (tmp_path / "secret.jpg").write_bytes(jpeg(4))
+    (tmp_path / "set" / "owl" / "4.jpg").symlink_to(tmp_path / "secret.jpg")
+    found = list(find_in_folder(tmp_path / "set"))
+    assert [pair if isinstance(pair, str) else pair.title for pair in found] == [
+        "an owl at night",
+        "outside the folder",
+        "red fox",
+        "red fox",
+    ]
+
+
+def test_parquet_gives_the_same_pairs(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pictures = [{"bytes": jpeg(number), "path": "../../etc/passwd"} for number in range(30)]
+    titles = [f"picture number {number}" for number in range(30)]
+    table = pyarrow.table({"caption": [*titles, "nothing"], "image": [*pictures, None]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    write_shard(tmp_path / "a.tar", range(30))
+    one, other = (opened(tmp_path / name, tmp_path, most_bad=0.1) for name in ("a.parquet", "a.tar"))
+    assert one.titles == other.titles
+    assert np.array_equal(one.images, other.images)
+    rows, places = range(len(one.stream) - 1), range(len(one.stream) - 1)
+    assert np.array_equal(one.stream.read(rows, places, None)[0], other.stream.read(rows, places, None)[0])
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-50])
+    with pytest.raises(ValueError, match="must be whole shards"):
+        opened(tmp_path / "b.parquet", tmp_path)
+
+
+def test_parquet_without_the_columns_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"words": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path / "a.parquet", tmp_path)
+    assert str(caught.value) == (
+        "`source` must have a column among title, text, caption, TEXT; got words. Rename the one that is."
+    )
+
+
+# --- the set
+
+
+def test_every_pair_is_on_one_side_and_titles_stay_together(tmp_path):
+    write_shards(tmp_path)
+    write_shard(tmp_path / "10.tar", range(60, 100), title="the same title")
+    pairs = opened(f"{tmp_path}/{{00..02}}.tar::{tmp_path}/10.tar", tmp_path, held_out=0.2)
+    held, trained = pairs.titles, pairs.stream.titles(range(len(pairs.stream)))
+    assert len(held) + len(trained) == 100
+    assert not set(held) & set(trained)
+    assert 0 < len(set(held)) < 30
+    assert pairs.splits["train"].tolist() == list(range(len(held), 100))
+
+
+def test_the_index_is_made_once_and_again_where_it_is_damaged(tmp_path, monkeypatch, caplog):
+    source = write_shards(tmp_path)
+    first = opened(source, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("contrastile.data.collection.find_pairs", None)
+        assert opened(source, tmp_path).titles == first.titles
+    damaged = next((tmp_path / "cache").glob("index-*")) / "where.npy"
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    assert opened(source, tmp_path).titles == first.titles
+    assert "is damaged and is made again" in caplog.text
+
+
+def test_a_shard_that_changed_is_read_again(tmp_path):
+    source = write_shards(tmp_path)
+    before = opened(source, tmp_path)
+    write_shard(tmp_path / "00.tar", range(100, 110))
+    after = opened(source, tmp_path)
+    assert before.stream.digest != after.stream.digest
+    assert len(after) + len(after.stream) == 50
+
+
+def test_weights_repeat_a_source(tmp_path):
+    write_shards(tmp_path, shards=2)
+    pairs = opened(f"{tmp_path}/00.tar::{tmp_path}/01.tar", tmp_path, weights=(1, 3))
+    counts = Counter(pairs.stream.titles(range(len(pairs.stream))))
+    for title, count in counts.items():
+        assert count == (1 if int(title.split()[-1]) < 20 else 3)
+    with pytest.raises(ValueError) as caught:
+        opened(f"{tmp_path}/00.tar", tmp_path, weights=(1, 3))
+    assert str(caught.value) == "`weights` must be one for each of the 1 sources; got 2. Or leave them out."
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_each_pair_is_seen_once_an_epoch_in_one_order_on_any_number_of_ranks(tmp_path, ranks):
+    pairs = opened(write_shards(tmp_path), tmp_path)
+    rows, sizes = pairs.splits["train"], [12] * 40
+    length = len(rows)
+    # half way with one process, the rest on several, each with every so many rows of a batch
+    seen = [row for batch in list(Batches(rows, sizes=sizes[:3], seed=1)) for row in batch.tolist()]
+    parts = [
+        [batch[rank::ranks].tolist() for batch in Batches(rows, sizes=sizes, seed=1, step=3)] for rank in range(ranks)
+    ]
+    for shares in zip(*parts, strict=True):
+        batch = torch.empty(12, dtype=torch.int64)
+        for rank, share in enumerate(shares):
+            batch[rank::ranks] = torch.tensor(share)
+        seen += batch.tolist()
+    whole = [row for batch in Batches(rows, sizes=sizes, seed=1) for row in batch.tolist()]
+    assert seen == whole
+    for start in range(0, len(seen) - length, length):
+        assert sorted(seen[start : start + length]) == rows.tolist()
+
+
+def test_what_comes_ahead_is_what_comes():
+    batches = Batches(np.arange(7), sizes=[3] * 9, seed=2)
+    for _ in range(8):
+        next(batches)
+        ahead = batches.ahead(3)
+        assert torch.equal(ahead, batches.ahead(9)[:3])
+        assert torch.equal(ahead, next(Batches(np.arange(7), sizes=[3] * 99, seed=2, step=batches.step)))
+
+
+# --- what is read
+
+
+def stream_of(tmp_path, contents, **settings):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, content in enumerate(contents):
+            add(tar, f"{number:03}.jpg", content)
+            add(tar, f"{number:03}.txt", f"title {number}".encode())
+    pairs = opened(tmp_path / "a.tar", tmp_path, held_out=1e-9, **settings)
+    return pairs.stream
+
+
+def test_a_bad_picture_is_counted_and_its_neighbour_stands_in(tmp_path):
+    stream = stream_of(tmp_path, [jpeg(number) for number in range(12)], most_bad=0.5)
+    titles = stream.titles(range(len(stream)))
+    broken = [jpeg(number) for number in range(12)]
+    for title in (titles[0], titles[4], titles[5]):
+        broken[int(title.split()[-1])] = b"<html>not found</html>"
+    (tmp_path / "cache").rename(tmp_path / "old")
+    stream = stream_of(tmp_path, broken, most_bad=0.5)
+    images, read = stream.read(range(len(stream)), range(len(stream)), None)
+    assert read[:7] == [titles[1], titles[1], titles[2], titles[3], titles[3], titles[3], titles[6]]
+    assert np.array_equal(images[5], images[3])
+    assert stream.skipped == {"broken picture": 3}
+
+
+def test_too_many_bad_ones_stop_the_run(tmp_path):
+    contents = [jpeg(number) for number in range(40)]
+    contents[1::2] = [b"<html>"] * 20
+    stream = stream_of(tmp_path, contents, most_bad=0.2)
+    with pytest.raises(ValueError) as caught:
+        stream.read(range(len(stream)), range(len(stream)), None)
+    assert str(caught.value).startswith("`source` must have at most 20.0% bad pairs; got ")
+    assert str(caught.value).endswith("Mend it, or raise data.max_bad_fraction.")
+
+
+def test_a_bomb_is_refused_by_its_header(tmp_path):
+    huge = io.BytesIO()
+    Image.new("1", (10_000, 10_000)).save(huge, "PNG")
+    assert len(huge.getvalue()) < 100_000
+    stream = stream_of(tmp_path, [jpeg(number) for number in range(5)] + [huge.getvalue()], most_bad=1.0)
+    stream.read(range(len(stream)), range(len(stream)), None)
+    assert set(stream.skipped) <= {"picture over 64 megapixels"}
+    assert decodes(huge.getvalue()) == "picture over 64 megapixels"
+
+
+def test_formats_that_may_call_programs_are_refused():
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    assert decodes(postscript) == "broken picture"
+
+
+def decodes(content):
+    from contrastile.data.table import Skipped
+
+    try:
+        decode(io.BytesIO(content), (1, 8, 8))
+    except Skipped as reason:
+        return str(reason)
+    return None
+
+
+# --- the crop
+
+
+def test_boxes_have_the_paper_s_areas_and_ratios():
+    crop = Crop(0)
+    boxes = [crop.box(place)(400, 300) for place in range(2000)]
+    wide = np.array([right - left for left, _, right, _ in boxes])
+    high = np.array([bottom - top for _, top, _, bottom in boxes])
+    shares, ratios = wide * high / (400 * 300), wide / high
+    assert all(left >= 0 and top >= 0 and right <= 400 and bottom <= 300 for left, top, right, bottom in boxes)
+    assert 0.078 < shares.min() < 0.1
+    assert 0.9 < shares.max() <= 1.0
+    assert 0.74 < ratios.min() < 0.77
+    assert 1.30 < ratios.max() < 1.35
+    # uniform areas, but for the largest, which seldom fit
+    assert 0.4 < shares.mean() < 0.54
+
+
+def test_a_box_depends_on_seed_and_place_alone():
+    assert Crop(3).box(5)(99, 77) == Crop(3).box(5)(99, 77)
+    assert Crop(3).box(5)(99, 77) != Crop(3).box(6)(99, 77)
+    assert Crop(3).box(5)(99, 77) != Crop(4).box(5)(99, 77)
+
+
+def test_a_picture_too_long_for_any_box_gives_its_middle():
+    left, top, right, bottom = Crop(0, scale=(0.9, 1.0)).box(0)(1000, 10)
+    assert (top, bottom) == (0, 10)
+    assert right - left == 13
+    assert left == (1000 - 13) // 2
+
+
+def test_the_part_within_the_box_is_decoded(tmp_path):
+    left = Image.new("RGB", (400, 200), "black")
+    left.paste("white", (0, 0, 200, 200))
+    file = io.BytesIO()
+    left.save(file, "JPEG", quality=95)
+
+    def part(*box):
+        return decode(io.BytesIO(file.getvalue()), (3, 16, 16), lambda width, height: box)
+
+    assert part(0, 0, 150, 150).min() > 240
+    assert part(250, 0, 400, 150).max() < 15
+    half = part(100, 0, 300, 200)
+    assert half[:, :, :7].min() > 230
+    assert half[:, :, 9:].max() < 25
+
+
+def test_a_turned_picture_is_cut_upright():
+    """Orientation 6: the top of the scene is the left edge of the file."""
+    scene = Image.new("L", (64, 32), 0)
+    scene.paste(255, (0, 0, 32, 32))
+    exif = scene.getexif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    scene.save(file, "PNG", exif=exif)
+    upright = decode(io.BytesIO(file.getvalue()), (1, 16, 16), lambda width, height: (16, 0, 48, 32))[0]
+    assert upright[:7].min() > 240
+    assert upright[9:].max() < 15
+
+
+def test_reading_ahead_changes_nothing(tmp_path):
+    file = io.BytesIO()
+    Image.linear_gradient("L").save(file, "JPEG")
+    stream = stream_of(tmp_path, [file.getvalue()] * 20)
+    crop = Crop(1)
+    plain = stream.read(range(8), range(100, 108), crop)
+    stream.expect(range(12), range(100, 112), crop)
+    again = stream.read(range(8), range(100, 108), crop)
+    assert np.array_equal(plain[0], again[0])
+    assert isinstance(stream, Stream)
+    assert not np.array_equal(plain[0], stream.read(range(8), range(200, 208), crop)[0])

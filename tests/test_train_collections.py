@@ -1,0 +1,108 @@
+"""Runs that learn from tar shards: they learn, they count what they skip, they go on bit for bit."""
+
+import json
+import signal
+
+import pytest
+import torch
+from test_train_resume import killed, left, same
+from tiny_runs import tiny_recipe, write_pictures, write_shards
+
+from contrastile.train import loop
+from contrastile.train.log import read_metrics
+from contrastile.train.loop import run_recipe
+from contrastile.train.recipe import RecipeError
+
+
+def shards_recipe(folder, *overrides):
+    write_pictures(folder)
+    return tiny_recipe(folder, f"data.source={write_shards(folder)}", "train.batch=16", *overrides)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    recipe = shards_recipe(folder, "save.steps=4")
+    return recipe, run_recipe(recipe, folder / "runs").folder
+
+
+def test_a_run_learns_from_shards(tmp_path):
+    recipe = shards_recipe(tmp_path, "train.examples=1200", "data.augment=false")
+    losses = [
+        line["loss"]
+        for line in read_metrics(run_recipe(recipe, tmp_path / "runs").folder / "metrics.jsonl")
+        if line["kind"] == "step"
+    ]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_it_is_evaluated_and_reported_as_others_are(undisturbed):
+    _, folder = undisturbed
+    tests = [row["test"] for row in json.loads((folder / "evaluation.json").read_text())]
+    assert tests[0] == "held-out pairs, picture → name"
+    assert (folder / "report.html").is_file()
+
+
+def test_killed_and_resumed_in_the_middle_of_an_epoch_it_is_the_same(undisturbed, tmp_path):
+    recipe, whole = undisturbed
+    patience = 0.3
+    while not killed(recipe, tmp_path, patience):
+        patience *= 1.4
+    same(tmp_path / recipe.name, whole)
+
+
+def test_stopped_and_resumed_it_counts_on(tmp_path, monkeypatch):
+    recipe = shards_recipe(tmp_path, "data.max_bad_fraction=1.0")
+    (tmp_path / "B-left.png").write_bytes(b"<html>")
+    (tmp_path / "H-low.png").write_bytes(b"<html>")
+    write_shards(tmp_path)
+    whole = run_recipe(recipe, tmp_path / "whole").folder
+    real, steps = loop.step, []
+
+    def stop(*arguments):
+        steps.append(1)
+        if len(steps) == 20:
+            signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "step", stop)
+    run_recipe(recipe, tmp_path / "runs")
+    again = run_recipe(recipe, tmp_path / "runs", resume=True).folder
+    same(again, whole)
+    counts = [json.loads((folder / "run.json").read_text())["skipped"] for folder in (whole, again)]
+    assert counts[0] == counts[1]
+    assert counts[0]["broken picture"] >= 2
+    assert "broken picture" in (again / "report.html").read_text()
+
+
+def test_the_crop_is_not_drawn_without_augmentation(tmp_path):
+    recipe = shards_recipe(tmp_path, "train.examples=32")
+    plain = recipe.model_copy(update={"data": recipe.data.model_copy(update={"augment": False})})
+    bent, straight = (run_recipe(one, tmp_path / name).folder for one, name in ((recipe, "a"), (plain, "b")))
+    weights = [left(folder)[0]["image.projection.weight"] for folder in (bent, straight)]
+    assert not torch.equal(*weights)
+
+
+def test_shards_that_changed_cannot_be_gone_on_with(undisturbed, tmp_path, monkeypatch):
+    recipe = shards_recipe(tmp_path, "train.examples=64")
+    real = loop.step
+    monkeypatch.setattr(loop, "step", lambda *arguments: signal.raise_signal(signal.SIGINT) or real(*arguments))
+    run_recipe(recipe, tmp_path / "runs")
+    write_shards(tmp_path)
+    with pytest.raises(ValueError, match="`data` must be the pairs and the tokens that the run began with"):
+        run_recipe(recipe, tmp_path / "runs", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("data.source=nowhere/{0..3}.tar", 'data.source: no such file "nowhere/0.tar"'),
+        ("data.source=pipe:cat x", 'data.source: must name files on this machine; got "pipe:cat x"'),
+        ("data.weights=[0]", "data.weights.0: must be at least 1; got 0"),
+        ("data.max_bad_fraction=2.0", "data.max_bad_fraction: must be at most 1; got 2.0"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, override, sentence):
+    with pytest.raises(RecipeError) as caught:
+        tiny_recipe(tmp_path, override)
+    assert str(caught.value) == f"{override}: {sentence}"

@@ -1,0 +1,283 @@
+"""A run that is killed anywhere and resumed is, bit for bit, the run that was never interrupted."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from tiny_runs import tiny_recipe
+
+from contrastile.train import loop
+from contrastile.train.folder import RunFolder, resumed_run
+from contrastile.train.log import Metrics, read_metrics
+from contrastile.train.loop import run_recipe
+
+# dropout and augmentation are on, and a checkpoint is saved every fourth step
+DROPOUT = (
+    "model.text={kind='transformers', config={model_type='bert', hidden_size=16, num_hidden_layers=1, "
+    "num_attention_heads=2, intermediate_size=16, hidden_dropout_prob=0.2}}"
+)
+SAVED = ("train.examples=320", "train.batch=16", "save.steps=4")
+
+
+def left(folder):
+    """What a run leaves behind, without what the clock says."""
+    from safetensors.torch import load_file
+
+    lines = read_metrics(folder / "metrics.jsonl")
+    for line in lines:
+        line.pop("seconds", None)
+    return load_file(folder / "model.safetensors"), lines, (folder / "evaluation.json").read_text()
+
+
+def same(one, other):
+    weights, *rest = left(one)
+    others, *others_rest = left(other)
+    assert rest == others_rest
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    recipe = tiny_recipe(folder, DROPOUT, *SAVED)
+    return recipe, run_recipe(recipe, folder / "runs").folder
+
+
+def killed(recipe, runs, seconds):
+    """Resume the run in a process of its own and kill it after `seconds`; whether it was through by then."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            run_recipe(recipe, runs, resume=True)
+            code = 0
+        finally:
+            os._exit(code)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return True
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
+    recipe, whole = undisturbed
+    lot, kills, patience = random.Random(0), 0, 0.05
+    while not killed(recipe, tmp_path, lot.uniform(0, patience)):
+        kills += 1
+        # long enough to come a little further in the end
+        patience *= 1.15
+    assert kills >= 5
+    same(tmp_path / recipe.name, whole)
+
+
+class Killed(BaseException):
+    """In the place of a kill: nothing catches it."""
+
+
+@pytest.mark.parametrize("at", [1, 4, 5, 13, 20])
+def test_lost_behind_any_step_it_goes_on_from_its_newest_checkpoint(undisturbed, tmp_path, monkeypatch, at):
+    recipe, whole = undisturbed
+    real, steps = loop.step, []
+
+    def lost(*arguments):
+        steps.append(1)
+        if len(steps) == at:
+            os._exit(9)
+        return real(*arguments)
+
+    child = os.fork()
+    if not child:
+        loop.step = lost
+        try:
+            run_recipe(recipe, tmp_path)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    count = []
+    monkeypatch.setattr(loop, "step", lambda *arguments: count.append(1) or real(*arguments))
+    outcome = run_recipe(recipe, tmp_path, resume=True)
+    # only what came after the last checkpoint is done again
+    assert len(count) == 20 - 4 * ((at - 1) // 4)
+    same(outcome.folder, whole)
+    assert outcome.examples == 320
+    assert not (outcome.folder / "checkpoints").exists()
+
+
+def stopped(recipe, runs, monkeypatch, at, number=signal.SIGTERM, times=1):
+    real, steps = loop.step, []
+
+    def stop(*arguments):
+        steps.append(1)
+        if len(steps) == at:
+            for _ in range(times):
+                signal.raise_signal(number)
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "step", stop)
+        return run_recipe(recipe, runs)
+
+
+def test_asked_to_stop_it_finishes_its_step_saves_and_goes_on_from_there(undisturbed, tmp_path, monkeypatch):
+    recipe, whole = undisturbed
+    outcome = stopped(recipe, tmp_path, monkeypatch, at=6)
+    assert (outcome.stopped_by, outcome.examples) == (signal.SIGTERM, 6 * 16)
+    assert (outcome.folder / "checkpoints" / "step-000000006" / "manifest.json").is_file()
+    real, count = loop.step, []
+    monkeypatch.setattr(loop, "step", lambda *arguments: count.append(1) or real(*arguments))
+    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    assert len(count) == 14
+
+
+def test_asked_to_stop_in_its_last_step_it_still_ends_the_same(undisturbed, tmp_path, monkeypatch):
+    recipe, whole = undisturbed
+    assert stopped(recipe, tmp_path, monkeypatch, at=20).stopped_by == signal.SIGTERM
+    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optim.kind=adafactor", "optim.ema=0.9", "train.precision=fp16", "optim.warmup_epochs=2.0"),
+        ("loss.kind=siglip", "train.precision=bf16", "train.batch=[[0.0, 16], [0.5, 48]]", "optim.schedule=cooldown"),
+    ],
+)
+def test_whatever_it_trains_with_it_goes_on_the_same(tmp_path, monkeypatch, overrides):
+    recipe = tiny_recipe(tmp_path, "train.examples=240", "train.batch=16", *overrides)
+    whole = run_recipe(recipe, tmp_path / "whole").folder
+    assert stopped(recipe, tmp_path / "runs", monkeypatch, at=7).stopped_by
+    same(run_recipe(recipe, tmp_path / "runs", resume=True).folder, whole)
+
+
+def test_asked_twice_it_stops_at_once(undisturbed, tmp_path, monkeypatch):
+    recipe, whole = undisturbed
+    with pytest.raises(KeyboardInterrupt):
+        stopped(recipe, tmp_path, monkeypatch, at=6, number=signal.SIGINT, times=2)
+    folder = tmp_path / recipe.name
+    # no weights that may be those of half a step
+    assert not (folder / "model.safetensors").exists()
+    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+
+
+def test_the_newest_checkpoint_damaged_the_one_before_is_used(undisturbed, tmp_path, monkeypatch, caplog):
+    recipe, whole = undisturbed
+    folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
+    with (folder / "checkpoints" / "step-000000006" / "optimizer.safetensors").open("r+b") as file:
+        file.truncate(100)
+    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    assert "step-000000006 is damaged (the checksum of optimizer.safetensors does not agree)" in caplog.text
+
+
+def test_a_failing_evaluation_is_an_error_after_which_nothing_is_lost(undisturbed, tmp_path, monkeypatch):
+    recipe, whole = undisturbed
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "evaluate_and_report", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        with pytest.raises(OSError, match="no space"):
+            run_recipe(recipe, tmp_path)
+    monkeypatch.setattr(loop, "step", None)
+    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+
+
+def test_a_failing_probe_and_full_metrics_do_not_touch_the_training(undisturbed, tmp_path, monkeypatch, caplog):
+    recipe, whole = undisturbed
+    monkeypatch.setattr(loop, "probe", lambda *_: 1 / 0)
+    outcome = run_recipe(recipe, tmp_path)
+    weights, lines, _ = left(outcome.folder)
+    assert all(torch.equal(value, left(whole)[0][name]) for name, value in weights.items())
+    assert [line["what"] for line in lines if line["kind"] == "failure"] == ["probe"] * 3
+    assert "the probe after 0 pairs failed, the training goes on: ZeroDivisionError" in caplog.text
+
+
+def test_metrics_on_a_full_disk_lose_lines_and_nothing_else(tmp_path, monkeypatch, caplog):
+    class Full:
+        """Takes half a line, as a disk that fills up does."""
+
+        def __init__(self, file):
+            self.file, self.name, self.fileno, self.truncate, self.close = (
+                file,
+                file.name,
+                file.fileno,
+                file.truncate,
+                file.close,
+            )
+
+        def write(self, line):
+            return self.file.write(line[: len(line) // 2])
+
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write("step", loss=1.0)
+        file = metrics._file
+        metrics._file = Full(file)
+        metrics.write("step", loss=2.0)
+        metrics.write("step", loss=3.0)
+        metrics._file = file
+        metrics.write("step", loss=4.0)
+    assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 4.0]
+    assert "cannot be written (the disk is full); the run goes on" in caplog.text
+    assert "2 lines of" in caplog.text
+
+
+def test_metrics_that_lost_lines_are_told(tmp_path, caplog):
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        metrics.load_state_dict({"bytes": 10})
+    assert "has lost lines from before the checkpoint" in caplog.text
+
+
+def test_a_step_that_is_no_number_is_skipped_and_counted(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path, "train.examples=128", "train.batch=16")
+    real, calls = loop.Feed.batch, []
+
+    def spoilt(feed, rows, share):
+        batch = real(feed, rows, share)
+        calls.append(1)
+        if len(calls) in (2, 3, 5):
+            batch.pixels[0] = float("nan")
+        return batch
+
+    monkeypatch.setattr(loop.Feed, "batch", spoilt)
+    outcome = run_recipe(recipe, tmp_path / "runs")
+    lines = read_metrics(outcome.folder / "metrics.jsonl")
+    kinds = [line["kind"] for line in lines if line["kind"] != "probe"]
+    assert kinds == ["step", "skip", "skip", "step", "skip", "step", "step", "step"]
+    assert json.loads((outcome.folder / "run.json").read_text())["skipped_steps"] == 3
+    assert all(value.isfinite().all() for value in left(outcome.folder)[0].values())
+    assert "3 steps whose loss or gradient was no finite number" in (outcome.folder / "report.html").read_text()
+
+
+def test_resuming_what_never_began_begins_it(undisturbed, tmp_path):
+    recipe, whole = undisturbed
+    (tmp_path / recipe.name).mkdir()
+    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    assert (tmp_path / f"{recipe.name}-1").is_dir()
+
+
+def test_another_recipe_is_refused(undisturbed, tmp_path, monkeypatch):
+    recipe, _ = undisturbed
+    stopped(recipe, tmp_path, monkeypatch, at=2)
+    other = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"learning_rate": 0.5})})
+    with pytest.raises(ValueError) as caught:
+        run_recipe(other, tmp_path, resume=True)
+    assert str(caught.value) == (
+        "`optim.learning_rate` must be what the run began with; got 0.5. "
+        "It began with 0.003: take that again, or train anew, without --resume."
+    )
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    (tmp_path / ".run.json.part").write_text("hal")
+    (tmp_path / ".tokenizer-x").mkdir()
+    (tmp_path / "recipe.toml").write_text("")
+    with resumed_run(RunFolder(tmp_path)):
+        assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
