@@ -359,6 +359,29 @@ def test_a_bad_picture_is_counted_and_its_neighbour_stands_in(tmp_path):
     assert stream.skipped == {"broken picture": 3}
 
 
+def test_where_none_can_be_read_the_rows_behind_stand_in(tmp_path):
+    contents = [jpeg(number) for number in range(12)]
+    titles = stream_of(tmp_path, contents, most_bad=0.5).titles(range(8))
+    for title in titles[3:5]:
+        contents[int(title.split()[-1])] = b"<html>not found</html>"
+    (tmp_path / "cache").rename(tmp_path / "old")
+    stream = stream_of(tmp_path, contents, most_bad=1.0)
+    assert stream.read([3], [70], None)[1] == [titles[5]]
+    assert stream.skipped == {"broken picture": 2}
+    with pytest.raises(ValueError, match="`source` must have pictures that can be read; got broken picture: 3"):
+        stream.read([4], [71], None, tries=0)
+
+
+def test_a_share_may_be_empty_and_what_nobody_asks_for_is_forgotten(tmp_path):
+    stream = stream_of(tmp_path, [jpeg(number) for number in range(12)], most_bad=0.5)
+    images, titles = stream.read([], [], None)
+    assert (images.shape, titles) == ((0, *stream.read([0], [0], None)[0].shape[1:]), [])
+    stream.expect([1, 2, 3], [1, 3, 5], None)
+    stream.read([1], [1], None)
+    stream.read([4], [4], None)
+    assert list(stream._ahead) == [(3, 5)]
+
+
 def test_too_many_bad_ones_stop_the_run(tmp_path):
     contents = [jpeg(number) for number in range(40)]
     contents[1::2] = [b"<html>"] * 20

@@ -366,4 +366,55 @@ def test_shards_are_shared_out_and_what_is_skipped_is_counted_once(tmp_path: Pat
     counts = [json.loads((one / "run.json").read_text())["skipped"] for one in (alone, folder)]
     assert counts[0] == counts[1]
     assert counts[0]["broken picture"] >= 2
-    assert [line["examples"] for line in _steps(folder)] == [line["examples"] for line in _steps(alone)]
+    words = _words(tmp_path, *overrides, "save.steps=1")
+    with Launched(2, tmp_path, _late_signal, words, signal.SIGKILL) as launched:
+        assert launched.codes() == [1, -signal.SIGKILL]
+    with Launched(2, tmp_path, _late_signal, [*words, "--resume"], signal.SIGTERM) as launched:
+        assert launched.codes() == [128 + signal.SIGTERM, 0]
+    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
+        assert launched.codes() == [0, 0]
+    assert json.loads((folder / "run.json").read_text())["skipped"] == counts[0]
+
+
+def test_the_curve_from_shards_is_that_of_one_process(tmp_path: Path) -> None:
+    write_pictures(tmp_path)
+    overrides = (f"data.source={write_shards(tmp_path)}", "train.examples=117", "evaluate.every=1.0")
+    (tmp_path / "alone").mkdir()
+    alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
+    for one, other in zip(_steps(alone), _steps(_trained(tmp_path, 2, *overrides)), strict=True):
+        assert other["batch"] == one["batch"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-4)
+
+
+def _nothing_to_see(rank: int, words: list[str]) -> int:
+    """Rank 1 looks for the checkpoints on another disk."""
+    if rank == 1:
+        words[words.index("--runs") + 1] += "-elsewhere"
+    return main(words)
+
+
+def test_checkpoints_that_a_rank_does_not_see_are_refused(tmp_path: Path) -> None:
+    words = _words(tmp_path, *SAVED)
+    with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
+        assert launched.codes() == [128 + signal.SIGTERM, 0]
+    kept = weights(tmp_path / "runs" / "tiny")
+    with Launched(2, tmp_path, _nothing_to_see, [*words, "--resume"]) as launched:
+        assert launched.codes() == [1, 2]
+        assert launched.said(1).splitlines()[-1] == (
+            "`checkpoints` must be the same files on all ranks; got manifest.json: No such file or directory. "
+            "Put the folder of runs on a file system that all ranks share."
+        )
+    assert all(torch.equal(value, kept[name]) for name, value in weights(tmp_path / "runs" / "tiny").items())
+
+
+def test_damaged_checkpoints_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    words = _words(tmp_path, *SAVED)
+    with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
+        assert launched.codes() == [128 + signal.SIGTERM, 0]
+    (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000000003" / "manifest.json").unlink()
+    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
+        assert launched.codes() == [2, 2]
+        for rank in range(2):
+            assert launched.said(rank).splitlines()[-1].startswith("rank 0: `checkpoints` must hold one that is whole")
+    # what was learned before is not written over by what was not
+    assert json.loads((tmp_path / "runs" / "tiny" / "run.json").read_text())["examples"] == 48

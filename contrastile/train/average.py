@@ -60,6 +60,14 @@ class Average:
         """The model has the means for good."""
         self._put(self._means)
 
+    @contextmanager
+    def at_the_end(self) -> Iterator[None]:
+        """Settles when the steps within are over, or have failed: what is kept is what is measured."""
+        try:
+            yield
+        finally:
+            self.settle()
+
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:
         for name, value in values.items():

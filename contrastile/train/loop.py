@@ -199,7 +199,8 @@ def train(
     batches = Batches(rows, sizes=sizes, seed=recipe.seed, step=len(sizes))
     clock.go_on(sum(sizes), course.seconds)
     trained.note(course, guard)
-    with progress(clock.examples, "training", "pairs") as bar, StopRequest(patient=ranks.size > 1) as stop:
+    stopping = StopRequest(patient=ranks.size > 1)
+    with progress(clock.examples, "training", "pairs") as bar, stopping as stop, average.at_the_end():
         bar.update(clock.seen)
         while True:
             clock.now, trained.stopped_by = ranks.agree(len(sizes) + 1, clock.seconds(), stop.signal)
@@ -241,7 +242,6 @@ def train(
         ranks.hand_in(materials.pairs.stream)
         if trained.stopped_by is not None:
             checkpoints.save(len(sizes), clock.now, parts, must=True)
-    average.settle()
     if trained.stopped_by is None:
         trained.finished = True
         probe_into(metrics, run, materials, clock.seen)

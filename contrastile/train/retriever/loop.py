@@ -126,7 +126,7 @@ def train_retriever(
     clock.go_on(sum(sizes), course.seconds)
     trained.note(course, guard)
     run.model.train()
-    with progress(clock.examples, "training", "queries") as bar, StopRequest() as stop:
+    with progress(clock.examples, "training", "queries") as bar, StopRequest() as stop, average.at_the_end():
         bar.update(clock.seen)
         while stop.signal is None:
             clock.now = clock.seconds()
@@ -158,7 +158,6 @@ def train_retriever(
         trained.stopped_by = stop.signal
         if trained.stopped_by is not None:
             checkpoints.save(len(sizes), clock.now, parts, must=True)
-    average.settle()
     if trained.stopped_by is None:
         trained.finished = True
         metrics.write("probe", examples=clock.seen, recall=probe(run, materials))
