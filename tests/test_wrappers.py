@@ -109,7 +109,7 @@ def _ddp_steps(rank: int, group: Any, way: str, how: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_ddp_reduces_each_gradient_once(pool: Pool, way: str, how: dict[str, Any]) -> None:
-    pool.run(_ddp_steps, 3, way, how)
+    pool.check(_ddp_steps, 3, way, how)
 
 
 def _each_tower(rank: int, group: Any) -> None:
@@ -126,7 +126,7 @@ def _each_tower(rank: int, group: Any) -> None:
 
 
 def test_each_tower_wrapped_for_itself(pool: Pool) -> None:
-    pool.run(_each_tower, 3)
+    pool.check(_each_tower, 3)
 
 
 def _shared_tower(rank: int, group: Any, kind: str, plain: str) -> None:
@@ -150,7 +150,7 @@ def _shared_tower(rank: int, group: Any, kind: str, plain: str) -> None:
 @pytest.mark.parametrize("plain", ["nowhere", "before", "after"])
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_one_tower_for_both_sides_is_reduced_once(pool: Pool, kind: str, plain: str) -> None:
-    pool.run(_shared_tower, 3, kind, plain)
+    pool.check(_shared_tower, 3, kind, plain)
 
 
 def _accumulate(rank: int, group: Any, kind: str, way: str) -> None:
@@ -180,7 +180,7 @@ def _accumulate(rank: int, group: Any, kind: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_accumulation_reduces_with_the_last_micro_batch(pool: Pool, kind: str, way: str) -> None:
-    pool.run(_accumulate, 3, kind, way)
+    pool.check(_accumulate, 3, kind, way)
 
 
 def _partly_trained(rank: int, group: Any, kind: str, way: str, what: str, how: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ def _partly_trained(rank: int, group: Any, kind: str, way: str, what: str, how: 
     ids=str,
 )
 def test_frozen_and_unused_parameters(pool: Pool, kind: str, how: dict[str, Any], way: str, what: str) -> None:
-    pool.run(_partly_trained, 2, kind, way, what, how)
+    pool.check(_partly_trained, 2, kind, way, what, how)
 
 
 @contextmanager
@@ -316,7 +316,7 @@ def _sharded_steps(rank: int, group: Any, way: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["blocks", "towers", "all at once"])
 @pytest.mark.parametrize("way", SHARDED_WAYS)
 def test_fsdp2_scatters_each_group_once(pool: Pool, way: str, how: str) -> None:
-    pool.run(_sharded_steps, 3, way, how)
+    pool.check(_sharded_steps, 3, way, how)
 
 
 def _mixed(rank: int, group: Any) -> None:
@@ -338,7 +338,7 @@ def _mixed(rank: int, group: Any) -> None:
 
 
 def test_fsdp2_in_mixed_precision(pool: Pool) -> None:
-    pool.run(_mixed, 2)
+    pool.check(_mixed, 2)
 
 
 def _hybrid(rank: int, group: Any) -> None:
@@ -356,7 +356,7 @@ def _hybrid(rank: int, group: Any) -> None:
 
 
 def test_hybrid_sharding(pool: Pool) -> None:
-    pool.run(_hybrid, 4)
+    pool.check(_hybrid, 4)
 
 
 def _sentences(rank: int, group: Any) -> dict[str, str]:
@@ -452,7 +452,7 @@ def _allowed(rank: int, group: Any) -> None:
 
 
 def test_what_needs_no_reduction_is_allowed(pool: Pool) -> None:
-    pool.run(_allowed, 2)
+    pool.check(_allowed, 2)
 
 
 def _stepped_too_soon(rank: int, group: Any, kind: str) -> str:
