@@ -165,3 +165,21 @@ def test_resume_begins_goes_on_and_refuses_what_is_another_run(tmp_path, capsys)
         "`seed` must be what the run began with; got 1. "
         "It began with 0: take that again, or train anew, without --resume.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "the following arguments are required: recipe"),
+        (["train", "recipes/glyphs.toml", "--resume", "optim.rate=1"], "optim.rate=1: optim.rate: unknown key"),
+        (["train", "recipes/glyphs.toml", "--resume", "seed"], "unrecognized arguments: seed"),
+        (["evaluate", "x", "a=1"], "unrecognized arguments: a=1"),
+    ],
+)
+def test_words_may_stand_behind_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(words)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert said in capsys.readouterr().err

@@ -10,7 +10,7 @@ def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
     parser = verbs.add_parser("compare", help="spend the same memory in four ways, at equal examples and equal time")
     parser.add_argument("recipe", help="a TOML file, such as recipes/glyphs.toml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as for train")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds each way is run with (default: 3)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where the results go (default: runs)")
     parser.set_defaults(verb=run)

@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
-    chosen = build_parser().parse_args(arguments)
+    chosen = _parsed(build_parser(), arguments)
     try:
         return int(chosen.verb(chosen))
     except KeyboardInterrupt:
@@ -53,6 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.traceback:
             raise
         return _say(str(error), 1)
+
+
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """As `parse_args`, with key=value behind options too, where argparse takes no more of them."""
+    chosen, more = parser.parse_known_args(arguments)
+    strange = [word for word in more if word.startswith("-") or "=" not in word or not hasattr(chosen, "overrides")]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    if more:
+        chosen.overrides = [*chosen.overrides, *more]
+    return chosen
 
 
 def _say(sentence: str, code: int) -> int:

@@ -10,7 +10,9 @@ def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
     parser = verbs.add_parser("train", help="train what a recipe describes, evaluate it and write its report")
     parser.add_argument("recipe", help="a TOML file, such as recipes/glyphs.toml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.minutes=2 or loss.kind=siglip")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as train.minutes=2 or loss.kind=siglip"
+    )
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders go (default: runs)")
     parser.add_argument("--resume", action="store_true", help="go on where the run of that name was interrupted")
     parser.set_defaults(verb=run)
