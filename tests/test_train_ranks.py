@@ -418,3 +418,12 @@ def test_damaged_checkpoints_are_an_error_on_all_ranks(tmp_path: Path) -> None:
             assert launched.said(rank).splitlines()[-1].startswith("rank 0: `checkpoints` must hold one that is whole")
     # what was learned before is not written over by what was not
     assert json.loads((tmp_path / "runs" / "tiny" / "run.json").read_text())["examples"] == 48
+
+
+def test_ranks_in_half_precision_skip_the_same_steps(tmp_path: Path) -> None:
+    folder = _trained(tmp_path, 2, "train.precision=fp16", "optim.kind=adafactor", "train.examples=240")
+    kinds = [line["kind"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] != "probe"]
+    # the scaler's first factors are too large, for all
+    assert kinds[0] == "skip"
+    assert set(kinds[4:]) == {"step"}
+    assert all(value.isfinite().all() for value in weights(folder).values())
