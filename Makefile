@@ -16,7 +16,7 @@ demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data 
 	$(BIN)/contrastile evaluate runs/glyphs
 
 demo-ranks: $(VENV)/.train ## a short run of the same on two ranks under torchrun (half a minute)
-	$(BIN)/torchrun --standalone --nproc-per-node 2 -m contrastile train recipes/glyphs.toml name=glyphs-ranks \
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m contrastile train recipes/glyphs.toml name=glyphs-ranks \
 		train.examples=10_000 train.batch=512 evaluate.every=1.0 evaluate.digits=false
 
 demo-search: $(VENV)/.train ## train a retriever for the Python code on this machine, then search it (about 7 minutes on 2 cores)
