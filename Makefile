@@ -19,7 +19,7 @@ demo-ranks: $(VENV)/.train ## a short run of the same on two ranks under torchru
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m contrastile train recipes/glyphs.toml name=glyphs-ranks \
 		train.examples=10_000 train.batch=512 evaluate.every=1.0 evaluate.digits=false
 
-demo-search: $(VENV)/.train ## train a retriever for the Python code on this machine, then search it (about 7 minutes on 2 cores)
+demo-search: $(VENV)/.train ## train a retriever for the Python code on this machine, then search it (two minutes on 2 cores)
 	$(BIN)/contrastile train recipes/docstrings.toml
 	$(BIN)/contrastile encode runs/docstrings
 	$(BIN)/contrastile search runs/docstrings "bracket the minimum of a function"
