@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from contrastile._check import wrong
-from contrastile._choose import Options, choose_tiles, device_memory
+from contrastile._choose import Options, choose_tiles
 from contrastile._sweep import Call, Swept, finished, poison, with_states, workspace_on
 from contrastile._types import accumulator
 from contrastile.exchange.base import Exchange
 from contrastile.losses.base import PairLoss, Side
-from contrastile.offload import Belt, host_room
+from contrastile.offload import Belt, free_memory, host_room
 from contrastile.tiles.base import inner_product
 
 # columns of a shard: long enough for the matrix products, short beside the device's memory
@@ -65,22 +65,12 @@ def device_of(asked: Any, features: Tensor) -> torch.device:
 def cut(N: int, M: int, D: int, dtype: torch.dtype, device: torch.device, workspace: int) -> Cut:
     """Strips of equal length, as few as the free memory allows."""
     per_row = D * (dtype.itemsize + accumulator(dtype).itemsize)
-    room = int(SHARE * max(0, _free(device) - workspace))
+    room = int(SHARE * max(0, free_memory(device)[0] - workspace))
     # two shards on the device, and what is on its way back
     shard = max(LEAST_ROWS, min(SHARD, M, room // (4 * 3 * per_row)))
     most = max(LEAST_ROWS, (room - 3 * shard * per_row) // per_row)
     strips = max(1, -(-N // most))
     return Cut(max(LEAST_ROWS, -(-N // (strips * LEAST_ROWS)) * LEAST_ROWS), shard)
-
-
-def _free(device: torch.device) -> int:
-    """Bytes that can still be allocated."""
-    if device.type != "cuda":
-        return device_memory(device) // 4
-    free, total = torch.cuda.mem_get_info(device)
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    return min(free + reserved, limit) - allocated
 
 
 def _on_device(side: Side, device: torch.device) -> Side:

@@ -1,11 +1,14 @@
 """What waits where: sub-batches come from host memory to the device while the present one computes.
 
-Ground of the house, used by `cache.py`. On a machine without an accelerator everything here is a plain cut of a tensor.
+Ground of the house, used by `cache.py`, `_streamed.py` and `retention.py`. On a machine without an accelerator
+everything here is a plain cut of a tensor.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +22,37 @@ def numbered(device: torch.device | str) -> torch.device:
     if device.index is None and device.type not in ("cpu", "meta"):
         return torch.device(device.type, torch.get_device_module(device).current_device())
     return device
+
+
+def free_memory(device: torch.device | None) -> tuple[int, int]:
+    """Bytes that can still be allocated, what torch holds unused included, and all that this process may have.
+
+    On a CUDA device within `torch.cuda.set_per_process_memory_fraction`; else of the machine, or of the container
+    around this process.
+    """
+    if device is None or device.type != "cuda":
+        return _host_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    total = int(min(1.0, torch.cuda.get_per_process_memory_fraction(device)) * total)
+    return max(0, min(free + reserved, total) - allocated), total
+
+
+def _host_memory() -> tuple[int, int]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    try:
+        entries = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(entries["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        # other systems do not say; half is a guess on the safe side
+        free = total // 2
+    group = Path("/sys/fs/cgroup")
+    try:
+        most, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free, total
+    return (free, total) if most == "max" else (max(0, min(free, int(most) - used)), min(total, int(most)))
 
 
 def stream(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from contrastile.offload import free_memory
 
 AUTO: Literal["auto"] = "auto"
 # of what is free beyond the reserve, one call of `encode` may keep this much: the other towers want some as well
@@ -121,27 +122,9 @@ def bytes_per_example(forward: Callable[[int], object], sub_batch: int) -> int:
 
 
 def spare_bytes(device: torch.device | None) -> int:
-    """What the device has free beyond the reserve, memory that torch holds unused included."""
-    if device is not None and device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        share = torch.cuda.get_per_process_memory_fraction(device)
-        free = min(free, int(share * total) - torch.cuda.memory_allocated(device))
-        return max(0, free - int(RESERVE * min(1.0, share) * total))
-    free, total = _host_memory()
+    """What the device has free beyond the reserve."""
+    free, total = free_memory(device)
     return max(0, free - int(RESERVE * total))
-
-
-def _host_memory() -> tuple[int, int]:
-    """Bytes free and in all, of the machine or of the container around this process."""
-    entries = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free, total = (int(entries[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    group = Path("/sys/fs/cgroup")
-    try:
-        most, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free, total
-    return (free, total) if most == "max" else (min(free, int(most) - used), min(total, int(most)))
 
 
 # by an encoder's first parameter: what was found for inputs of some shapes

@@ -1,8 +1,15 @@
-"""What waits where: the device by its number, and nothing to copy where nothing is encoded again."""
+"""What waits where: the device by its number, and nothing to copy where nothing is encoded again, what is free."""
 
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch
 
-from contrastile.offload import numbered, stream
+from contrastile.offload import free_memory, numbered, stream
+
+GROUP = "/sys/fs/cgroup/memory"
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch):
@@ -15,3 +22,31 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch):
 
 def test_where_every_graph_was_kept_nothing_travels():
     assert list(stream([torch.zeros(4, 2), None], [], torch.device("cuda", 0))) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "free", "share"),
+    [
+        # 8 GiB available on a machine; half of everything where the system does not say
+        ({"/proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8388608 kB"}, lambda total: 8 * 2**30, 1.0),
+        ({}, lambda total: total // 2, 1.0),
+        # a container of 64 MiB that has used 40
+        ({f"{GROUP}.max": f"{2**26}\n", f"{GROUP}.current": str(40 * 2**20)}, lambda _: 24 * 2**20, 0.0),
+        # and one without a limit
+        ({f"{GROUP}.max": "max\n", f"{GROUP}.current": "7"}, lambda total: total // 2, 1.0),
+    ],
+    ids=["a machine", "another system", "a container", "no limit"],
+)
+def test_free_memory_is_the_machines_or_the_containers(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], free: Callable[[int], int], share: float
+) -> None:
+    def read_text(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found, total = free_memory(None)
+    assert found == free(everything)
+    assert total == (everything if share else 2**26)

@@ -109,13 +109,13 @@ def test_the_device_of_the_features_changes_nothing() -> None:
 
 def test_strips_and_shards_fit_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     device, gib = torch.device("cpu"), 2**30
-    monkeypatch.setattr(_streamed, "_free", lambda _: 14 * gib)
+    monkeypatch.setattr(_streamed, "free_memory", lambda _: (14 * gib, 16 * gib))
     found = _streamed.cut(2**22, 2**22, 768, torch.bfloat16, device, 2 * gib)
     taken = (found.strip + 3 * found.shard) * 768 * 6
     assert 4 * gib < taken <= _streamed.SHARE * 12 * gib
     assert found.shard == _streamed.SHARD
     # with next to nothing free it still goes on
-    monkeypatch.setattr(_streamed, "_free", lambda _: 0)
+    monkeypatch.setattr(_streamed, "free_memory", lambda _: (0, 16 * gib))
     least = _streamed.LEAST_ROWS
     assert _streamed.cut(2**20, 2**20, 768, torch.bfloat16, device, gib) == _streamed.Cut(least, least)
     assert _streamed.cut(0, 0, 768, torch.bfloat16, device, gib).strip == least

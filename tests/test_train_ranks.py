@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from ranks import Pool
 from test_train_loop import weights
-from test_train_resume import same as same_run
+from test_train_resume import check_same as same_run
 from tiny_runs import tiny_recipe, write_pictures, write_recipe, write_shards
 from torch import nn
 

@@ -33,7 +33,7 @@ def left(folder):
     return load_file(folder / "model.safetensors"), lines, (folder / "evaluation.json").read_text()
 
 
-def same(one, other):
+def check_same(one, other):
     weights, *rest = left(one)
     others, *others_rest = left(other)
     assert rest == others_rest
@@ -79,7 +79,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(undisturbed
         # long enough to come a little further in the end
         patience *= 1.15
     assert kills >= 5
-    same(tmp_path / recipe.name, whole)
+    check_same(tmp_path / recipe.name, whole)
 
 
 class Killed(BaseException):
@@ -110,7 +110,7 @@ def test_lost_behind_any_step_it_goes_on_from_its_newest_checkpoint(undisturbed,
     outcome = run_recipe(recipe, tmp_path, resume=True)
     # only what came after the last checkpoint is done again
     assert len(count) == 20 - 4 * ((at - 1) // 4)
-    same(outcome.folder, whole)
+    check_same(outcome.folder, whole)
     assert outcome.examples == 320
     assert not (outcome.folder / "checkpoints").exists()
 
@@ -137,14 +137,14 @@ def test_asked_to_stop_it_finishes_its_step_saves_and_goes_on_from_there(undistu
     assert (outcome.folder / "checkpoints" / "step-000000006" / "manifest.json").is_file()
     real, count = loop.step, []
     monkeypatch.setattr(loop, "step", lambda *arguments: count.append(1) or real(*arguments))
-    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
     assert len(count) == 14
 
 
 def test_asked_to_stop_in_its_last_step_it_still_ends_the_same(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     assert stopped(recipe, tmp_path, monkeypatch, at=20).stopped_by == signal.SIGTERM
-    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_whatever_it_trains_with_it_goes_on_the_same(tmp_path, monkeypatch, over
     recipe = tiny_recipe(tmp_path, "train.examples=240", "train.batch=16", *overrides)
     whole = run_recipe(recipe, tmp_path / "whole").folder
     assert stopped(recipe, tmp_path / "runs", monkeypatch, at=7).stopped_by
-    same(run_recipe(recipe, tmp_path / "runs", resume=True).folder, whole)
+    check_same(run_recipe(recipe, tmp_path / "runs", resume=True).folder, whole)
 
 
 def test_asked_twice_it_stops_at_once(undisturbed, tmp_path, monkeypatch):
@@ -168,7 +168,7 @@ def test_asked_twice_it_stops_at_once(undisturbed, tmp_path, monkeypatch):
     folder = tmp_path / recipe.name
     # no weights that may be those of half a step
     assert not (folder / "model.safetensors").exists()
-    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
 def test_the_newest_checkpoint_damaged_the_one_before_is_used(undisturbed, tmp_path, monkeypatch, caplog):
@@ -176,7 +176,7 @@ def test_the_newest_checkpoint_damaged_the_one_before_is_used(undisturbed, tmp_p
     folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
     with (folder / "checkpoints" / "step-000000006" / "optimizer.safetensors").open("r+b") as file:
         file.truncate(100)
-    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
     assert "step-000000006 is damaged (the checksum of optimizer.safetensors does not agree)" in caplog.text
 
 
@@ -187,7 +187,7 @@ def test_a_failing_evaluation_is_an_error_after_which_nothing_is_lost(undisturbe
         with pytest.raises(OSError, match="no space"):
             run_recipe(recipe, tmp_path)
     monkeypatch.setattr(loop, "step", None)
-    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
 def test_a_failing_probe_and_full_metrics_do_not_touch_the_training(undisturbed, tmp_path, monkeypatch, caplog):
@@ -259,7 +259,7 @@ def test_a_step_that_is_no_number_is_skipped_and_counted(tmp_path, monkeypatch):
 def test_resuming_what_never_began_begins_it(undisturbed, tmp_path):
     recipe, whole = undisturbed
     (tmp_path / recipe.name).mkdir()
-    same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
     assert (tmp_path / f"{recipe.name}-1").is_dir()
 
 
