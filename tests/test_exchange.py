@@ -104,14 +104,14 @@ def _fused_on_a_rank(
 @pytest.mark.parametrize("name", ["clip", "clip_ids_weights_smoothing", "siglip"])
 def test_fused_kernels_too(pool: Pool, name: str, exchange: str) -> None:
     pytest.importorskip("triton")
-    shares = [(9, 9), (4, 4)]
+    shares = [(9, 9), (0, 0), (4, 4)]
     whole, leaves = _whole(name, shares)
     truth, true_gradients = whole.by_tiles(leaves)
-    answers = pool.run(_fused_on_a_rank, 2, name, shares, exchange)
+    answers = pool.run(_fused_on_a_rank, 3, name, shares, exchange)
     for loss, _ in answers:
         assert distance(loss, truth) <= 1e-6
     for key, true_gradient in true_gradients.items():
-        parts = [gradients[key] / 2 for _, gradients in answers]
+        parts = [gradients[key] / 3 for _, gradients in answers]
         combined = torch.cat(parts) if key in ("q", "k") else torch.stack(parts).sum(0)
         assert distance(combined, true_gradient) <= 1e-5, key
 

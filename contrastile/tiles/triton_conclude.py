@@ -46,8 +46,9 @@ def ended(
         SMOOTH=bool(smoothing), BLOCK=BLOCK,
     )  # fmt: skip
     value, coefficients = numbers.new_empty(()), numbers.new_empty(n)
+    # a rank without rows has a value, too
     run(
-        ends.share, (tiles_of(n, BLOCK),), weight_ptr=left[WEIGHT], totals_ptr=total(sums.sum(1)),
+        ends.share, (max(tiles_of(n, BLOCK), 1),), weight_ptr=left[WEIGHT], totals_ptr=total(sums.sum(1)),
         out_ptr=coefficients, value_ptr=value, N=N, n=n, MEAN=mean, SIDES=S, BLOCK=BLOCK,
     )  # fmt: skip
     return value, list(left[:STATE].split(lengths, 1)), list(coefficients.split(lengths))
