@@ -15,10 +15,10 @@ from dataclasses import replace
 from statistics import median
 
 from contrastile.data.batches import Batches
-from contrastile.train.checkpoint import build_run
-from contrastile.train.feed import Feed, open_materials
-from contrastile.train.loop import LOSSES, step
+from contrastile.train.image_text import ImageText
+from contrastile.train.loop import step
 from contrastile.train.optim import build_optimizer
+from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 
 RECIPE = "recipes/glyphs.toml"
@@ -32,17 +32,17 @@ def measure(path: str, words: list[str], retain: int | str) -> tuple[float, floa
     ways = [
         recipe.model_copy(update={"train": recipe.train.model_copy(update={"retain": kept})}) for kept in (1, retain)
     ]
-    materials = open_materials(recipe)
-    run = build_run(recipe, materials.tokenizer)
-    optimizer, loss = build_optimizer(run.model, recipe.optim), LOSSES[recipe.loss.kind](**recipe.loss.words())
-    feed, sizes = Feed(materials, bend=recipe.data.augment, seed=0), []
-    batches = Batches(materials.pairs.splits["train"], sizes=sizes, seed=0)
+    first = ImageText.open(ways[0])
+    # one model, two ways to take its steps
+    jobs = (first, ImageText(replace(first.run, recipe=ways[1]), first.materials))
+    optimizer, sizes = build_optimizer(first.run.model, recipe.optim), []
+    batches = Batches(first.rows, sizes=sizes, seed=0)
     (small, large) = (recipe.train.batch[place][1] for place in (0, -1))
 
     def one(way: int, size: int) -> float:
         sizes.append(size)
         began = time.perf_counter()
-        step(replace(run, recipe=ways[way]), loss, optimizer, feed.batch(next(batches)))
+        step(jobs[way], optimizer, jobs[way].parts(next(batches), len(sizes), ALONE))
         return size / (time.perf_counter() - began)
 
     for way, size in ((0, small), (0, small), (1, large)):

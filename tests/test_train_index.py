@@ -14,15 +14,15 @@ import contrastile
 from contrastile.cli.main import main
 from contrastile.data.texts import Passage
 from contrastile.train.folder import finished_run
+from contrastile.train.loop import run_recipe
 from contrastile.train.retriever import index as indexing
 from contrastile.train.retriever.index import Index, encode_corpus, maker
-from contrastile.train.retriever.loop import run_retriever
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    return run_retriever(tiny_retriever(folder, "train.examples=64"), folder / "runs").folder
+    return run_recipe(tiny_retriever(folder, "train.examples=64"), folder / "runs").folder
 
 
 @pytest.fixture

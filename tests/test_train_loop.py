@@ -13,12 +13,13 @@ from tiny_runs import tiny_recipe, write_pictures
 
 import contrastile
 from contrastile.train import loop
-from contrastile.train.checkpoint import build_run
 from contrastile.train.facts import Trained
-from contrastile.train.feed import Batch, Feed, open_materials
+from contrastile.train.feed import Batch
+from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
-from contrastile.train.loop import Clock, batch_loss, run_recipe, step
+from contrastile.train.loop import Clock, run_recipe, step
 from contrastile.train.optim import build_optimizer
+from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 
 
@@ -189,65 +190,51 @@ def test_the_cached_step_is_the_plain_one(tmp_path):
     for sub_batch, retain in ((16, 0), (48, 1)):
         overrides = f"train.sub_batch={sub_batch}", f"train.retain={retain}"
         recipe = tiny_recipe(tmp_path, *overrides, "data.augment=false")
-        materials = open_materials(recipe)
-        run = build_run(recipe, materials.tokenizer)
-        rows = torch.from_numpy(np.resize(materials.pairs.splits["train"], 48))
-        batch = Feed(materials, bend=False, seed=0).batch(rows)
-        batch_loss(run, loop.LOSSES["clip"](), batch).backward()
-        gradients.append({name: parameter.grad for name, parameter in run.model.named_parameters()})
+        job = ImageText.open(recipe)
+        job.loss(job.feed.batch(torch.from_numpy(np.resize(job.rows, 48)))).backward()
+        gradients.append({name: parameter.grad for name, parameter in job.run.model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-6)
 
 
 def test_accumulated_parts_have_their_own_negatives(tmp_path):
     recipe = tiny_recipe(tmp_path, "data.augment=false", "train.accumulate=3", "optim.clip_norm=0")
-    materials = open_materials(recipe)
-    run = build_run(recipe, materials.tokenizer)
-    loss = loop.LOSSES["clip"]()
-    batch = Feed(materials, bend=False, seed=0).batch(torch.arange(12))
-    parts = list(batch.parts(3))
-    expected = sum(batch_loss(run, loss, part).item() for part in parts) / 3
-    said, _ = step(run, loss, build_optimizer(run.model, recipe.optim), batch)
+    job = ImageText.open(recipe)
+    parts = job.parts(torch.arange(12), 1, ALONE)
+    expected = sum(job.loss(part).item() for part in parts) / 3
+    said, _ = step(job, build_optimizer(job.run.model, recipe.optim), parts)
     assert [len(part) for part in parts] == [4, 4, 4]
     assert said == pytest.approx(expected, rel=1e-5)
 
 
 def test_equal_ids_are_not_negatives(tmp_path):
     recipe = tiny_recipe(tmp_path, "data.augment=false")
-    materials = open_materials(recipe)
-    run = build_run(recipe, materials.tokenizer)
-    batch = Feed(materials, bend=False, seed=0).batch(torch.arange(6))
+    job = ImageText.open(recipe)
+    batch = job.feed.batch(torch.arange(6))
     alike = Batch(batch.pixels, batch.tokens, torch.zeros(6, dtype=torch.int64))
-    assert batch_loss(run, loop.LOSSES["clip"](), alike).item() == pytest.approx(0.0, abs=1e-6)
-    assert batch_loss(run, loop.LOSSES["clip"](), batch).item() > 0.5
+    assert job.loss(alike).item() == pytest.approx(0.0, abs=1e-6)
+    assert job.loss(batch).item() > 0.5
 
 
 def test_the_scale_is_clamped_after_a_step(tmp_path):
     recipe = tiny_recipe(tmp_path)
-    materials = open_materials(recipe)
-    run = build_run(recipe, materials.tokenizer)
+    job = ImageText.open(recipe)
     with torch.no_grad():
-        run.model.logit_scale.fill_(9.0)
-    step(
-        run,
-        loop.LOSSES["clip"](),
-        build_optimizer(run.model, recipe.optim),
-        Feed(materials, bend=False, seed=0).batch(torch.arange(8)),
-    )
-    assert run.model.logit_scale.item() == pytest.approx(math.log(100.0))
+        job.run.model.logit_scale.fill_(9.0)
+    step(job, build_optimizer(job.run.model, recipe.optim), [job.feed.batch(torch.arange(8))])
+    assert job.run.model.logit_scale.item() == pytest.approx(math.log(100.0))
 
 
 def test_a_loss_that_is_no_number_never_reaches_the_weights(tmp_path):
     recipe = tiny_recipe(tmp_path)
-    materials = open_materials(recipe)
-    run = build_run(recipe, materials.tokenizer)
-    batch = Feed(materials, bend=False, seed=0).batch(torch.arange(8))
+    job = ImageText.open(recipe)
+    model, batch = job.run.model, job.feed.batch(torch.arange(8))
     batch.pixels[3] = math.nan
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    value, norm = step(run, loop.LOSSES["clip"](), build_optimizer(run.model, recipe.optim), batch)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    value, norm = step(job, build_optimizer(model, recipe.optim), [batch])
     assert math.isnan(value)
     assert math.isnan(norm)
-    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_siglip_bf16_and_adafactor_run(tmp_path):
@@ -260,11 +247,10 @@ def test_fp16_is_scaled_and_comes_back_to_its_size(tmp_path):
     norms = []
     for precision in ("float32", "fp16"):
         recipe = tiny_recipe(tmp_path, "data.augment=false", f"train.precision={precision}")
-        materials = open_materials(recipe)
-        run = build_run(recipe, materials.tokenizer)
+        job = ImageText.open(recipe)
         scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=2.0**10)
-        batch = Feed(materials, bend=False, seed=0).batch(torch.arange(12))
-        norms.append(step(run, loop.LOSSES["clip"](), build_optimizer(run.model, recipe.optim), batch, scaler))
+        batch = job.feed.batch(torch.arange(12))
+        norms.append(step(job, build_optimizer(job.run.model, recipe.optim), [batch], scaler))
     assert norms[1] == pytest.approx(norms[0], rel=2e-2)
 
 
@@ -282,7 +268,7 @@ def test_fp16_gets_over_a_factor_that_is_too_large(tmp_path, monkeypatch):
 
 def test_a_locked_tower_stays_and_its_projection_learns(tmp_path):
     recipe = tiny_recipe(tmp_path, "model.locked=['image']", "train.examples=64")
-    began = build_run(recipe, open_materials(recipe).tokenizer).model.state_dict()
+    began = ImageText.open(recipe).run.model.state_dict()
     trained = weights(run_recipe(recipe, tmp_path / "runs").folder)
     moved = {name for name, value in trained.items() if not torch.equal(value, began[name])}
     assert "image.projection.weight" in moved
@@ -359,9 +345,9 @@ def test_minutes_end_a_run_that_is_not_through(tmp_path):
 
 def test_a_run_makes_one_step_at_least(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.minutes=0.000001")
-    materials, trained = open_materials(recipe), Trained()
+    trained = Trained()
     with Metrics(None) as metrics:
-        loop.train(build_run(recipe, materials.tokenizer), materials, metrics, trained)
+        loop.train(ImageText.open(recipe), metrics, trained)
     assert (trained.steps, trained.examples) == (1, 48)
 
 

@@ -26,7 +26,7 @@ from torch import nn
 
 import contrastile
 from contrastile.cli.main import main
-from contrastile.train import loop
+from contrastile.train import image_text, loop
 from contrastile.train.feed import Feed, open_materials
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
@@ -192,7 +192,7 @@ def _another_recipe(rank: int, words: list[str]) -> int:
 
 
 def _other_weights(rank: int, words: list[str]) -> int:
-    real = loop.build_run
+    real = image_text.build_run
 
     def build(*arguments: Any) -> Any:
         run = real(*arguments)
@@ -201,7 +201,7 @@ def _other_weights(rank: int, words: list[str]) -> int:
                 tensor.add_(rank)
         return run
 
-    loop.build_run = build
+    image_text.build_run = build
     return main(words)
 
 
@@ -332,7 +332,7 @@ def test_killed_and_resumed_on_other_ranks_it_is_the_curve_of_one_process(tmp_pa
 
 def _spoilt(rank: int, words: list[str]) -> int:
     """Rank 1 has a pixel in its second batch that is no number."""
-    real, calls = loop.Feed.batch, []
+    real, calls = Feed.batch, []
 
     def batch(*arguments: Any) -> Any:
         made = real(*arguments)
@@ -341,7 +341,7 @@ def _spoilt(rank: int, words: list[str]) -> int:
             made.pixels[0] = math.nan
         return made
 
-    loop.Feed.batch = batch
+    Feed.batch = batch
     return main(words)
 
 

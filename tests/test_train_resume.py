@@ -10,8 +10,10 @@ import pytest
 import torch
 from tiny_runs import tiny_recipe
 
-from contrastile.train import loop
+from contrastile.train import image_text, loop
+from contrastile.train.feed import Feed
 from contrastile.train.folder import RunFolder, resumed_run
+from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe
 
@@ -183,7 +185,7 @@ def test_the_newest_checkpoint_damaged_the_one_before_is_used(undisturbed, tmp_p
 def test_a_failing_evaluation_is_an_error_after_which_nothing_is_lost(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "evaluate_and_report", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        patched.setattr(ImageText, "report", lambda *_: (_ for _ in ()).throw(OSError("no space")))
         with pytest.raises(OSError, match="no space"):
             run_recipe(recipe, tmp_path)
     monkeypatch.setattr(loop, "step", None)
@@ -192,7 +194,7 @@ def test_a_failing_evaluation_is_an_error_after_which_nothing_is_lost(undisturbe
 
 def test_a_failing_probe_and_full_metrics_do_not_touch_the_training(undisturbed, tmp_path, monkeypatch, caplog):
     recipe, whole = undisturbed
-    monkeypatch.setattr(loop, "probe", lambda *_: 1 / 0)
+    monkeypatch.setattr(image_text, "probe", lambda *_: 1 / 0)
     outcome = run_recipe(recipe, tmp_path)
     weights, lines, _ = left(outcome.folder)
     assert all(torch.equal(value, left(whole)[0][name]) for name, value in weights.items())
@@ -237,7 +239,7 @@ def test_metrics_that_lost_lines_are_told(tmp_path, caplog):
 
 def test_a_step_that_is_no_number_is_skipped_and_counted(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path, "train.examples=128", "train.batch=16")
-    real, calls = loop.Feed.batch, []
+    real, calls = Feed.batch, []
 
     def spoilt(feed, rows, share):
         batch = real(feed, rows, share)
@@ -246,7 +248,7 @@ def test_a_step_that_is_no_number_is_skipped_and_counted(tmp_path, monkeypatch):
             batch.pixels[0] = float("nan")
         return batch
 
-    monkeypatch.setattr(loop.Feed, "batch", spoilt)
+    monkeypatch.setattr(Feed, "batch", spoilt)
     outcome = run_recipe(recipe, tmp_path / "runs")
     lines = read_metrics(outcome.folder / "metrics.jsonl")
     kinds = [line["kind"] for line in lines if line["kind"] != "probe"]

@@ -12,14 +12,14 @@ from tiny_texts import tiny_retriever
 
 import contrastile
 from contrastile.modules import InfoNCELoss
+from contrastile.train import loop
 from contrastile.train.load import load
 from contrastile.train.log import read_metrics
+from contrastile.train.loop import evaluate_run, run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
-from contrastile.train.retriever import loop
 from contrastile.train.retriever.feed import Drawn, TextFeed, TokenStore, open_text_materials
-from contrastile.train.retriever.loop import evaluate_retriever, retriever_loss, retriever_step, run_retriever
-from contrastile.train.retriever.run import build_retriever_run
+from contrastile.train.retriever.job import Retrieval, retriever_loss
 
 BERT = (
     "{kind='transformers', pooling='%s', config={model_type='bert', hidden_size=16, num_hidden_layers=2, "
@@ -45,7 +45,7 @@ def finished(tmp_path_factory):
     """One run that several tests look at."""
     folder = tmp_path_factory.mktemp("run")
     recipe = tiny_retriever(folder)
-    return recipe, run_retriever(recipe, folder / "runs")
+    return recipe, run_recipe(recipe, folder / "runs")
 
 
 def weights(folder):
@@ -55,8 +55,8 @@ def weights(folder):
 
 
 def made(recipe):
-    materials = open_text_materials(recipe)
-    return materials, build_retriever_run(recipe, materials.tokenizer), TextFeed(materials, recipe.data, seed=0)
+    job = Retrieval.open(recipe)
+    return job.materials, job.run, job.feed
 
 
 def test_a_run_leaves_its_files_and_no_others(finished):
@@ -96,8 +96,8 @@ def test_the_run_learns(finished):
 def test_the_same_seed_gives_the_same_weights_and_another_gives_others(finished, tmp_path):
     recipe, outcome = finished
     first = weights(outcome.folder)
-    again = weights(run_retriever(recipe, tmp_path).folder)
-    other = weights(run_retriever(recipe.model_copy(update={"seed": 1}), tmp_path).folder)
+    again = weights(run_recipe(recipe, tmp_path).folder)
+    other = weights(run_recipe(recipe.model_copy(update={"seed": 1}), tmp_path).folder)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["encoders.both.words.weight"], other["encoders.both.words.weight"])
 
@@ -131,7 +131,7 @@ def test_the_run_files_hold_what_the_table_says(finished, capsys):
 def test_evaluating_again_gives_the_same(finished):
     _, outcome = finished
     before = (outcome.folder / "evaluation.json").read_text()
-    assert evaluate_retriever(outcome.folder) == outcome.table
+    assert evaluate_run(outcome.folder) == outcome.table
     assert (outcome.folder / "evaluation.json").read_text() == before
 
 
@@ -292,7 +292,7 @@ def test_accumulated_parts_have_their_own_negatives(tmp_path):
     parts = feed.parts(drawn, 3)
     expected = sum(retriever_loss(run, InfoNCELoss(), part).item() for part in parts) / 3
     together = retriever_loss(run, InfoNCELoss(), feed.batch(drawn)).item()
-    said, _ = retriever_step(run, InfoNCELoss(), build_optimizer(run.model, recipe.optim), parts)
+    said, _ = step(Retrieval(run, materials), build_optimizer(run.model, recipe.optim), parts)
     assert [len(part) for part in parts] == [4, 4, 4]
     assert said == pytest.approx(expected, rel=1e-5)
     assert together > said + 0.3
@@ -305,14 +305,15 @@ def test_a_loss_that_is_no_number_never_reaches_the_weights(tmp_path):
         run.model.encoders["both"].words.weight[3:, 0] = math.nan
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     parts = feed.parts(feed.draw(torch.from_numpy(materials.texts.splits["train"][:8]), 1), 1)
-    with pytest.raises(FloatingPointError, match="the loss must stay a finite number; got a loss of nan"):
-        retriever_step(run, InfoNCELoss(), build_optimizer(run.model, recipe.optim), parts)
+    value, norm = step(Retrieval(run, materials), build_optimizer(run.model, recipe.optim), parts)
+    assert math.isnan(value)
+    assert math.isnan(norm)
     for name, value in run.model.state_dict().items():
         torch.testing.assert_close(value, before[name], equal_nan=True, rtol=0, atol=0)
 
 
 def test_a_stop_keeps_what_was_learned(tmp_path, monkeypatch):
-    real, calls = loop.retriever_step, []
+    real, calls = loop.step, []
 
     def stop_at_the_third(*arguments):
         calls.append(1)
@@ -320,17 +321,17 @@ def test_a_stop_keeps_what_was_learned(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return real(*arguments)
 
-    monkeypatch.setattr(loop, "retriever_step", stop_at_the_third)
-    outcome = run_retriever(tiny_retriever(tmp_path), tmp_path / "runs")
+    monkeypatch.setattr(loop, "step", stop_at_the_third)
+    outcome = run_recipe(tiny_retriever(tmp_path), tmp_path / "runs")
     assert (outcome.stopped_by, outcome.examples) == (signal.SIGINT, 48)
-    assert "held-out queries, retriever" in evaluate_retriever(outcome.folder)
+    assert "held-out queries, retriever" in evaluate_run(outcome.folder)
 
 
 def test_towers_of_the_library_train_and_load(tmp_path):
     recipe = swapped(
         tmp_path, bert("query", "cls"), bert("passage", "cls"), "train.examples=32", "train.precision=bf16"
     )
-    outcome = run_retriever(recipe, tmp_path / "runs")
+    outcome = run_recipe(recipe, tmp_path / "runs")
     run = contrastile.load(outcome.folder, device="cpu")
     assert run.encode_query(["where"]).shape == (1, 16)
     assert sorted(run.model.encoders) == ["passage", "query"]
@@ -369,8 +370,8 @@ def test_probes_are_recalls_among_the_sample(finished):
 
 def test_stopped_and_resumed_it_is_the_same_bit_for_bit(tmp_path, monkeypatch):
     recipe = swapped(tmp_path, bert("both"), "save.steps=4", "train.examples=160")
-    whole = run_retriever(recipe, tmp_path / "whole").folder
-    real, steps = loop.retriever_step, []
+    whole = run_recipe(recipe, tmp_path / "whole").folder
+    real, steps = loop.step, []
 
     def stop(*arguments):
         steps.append(1)
@@ -378,9 +379,9 @@ def test_stopped_and_resumed_it_is_the_same_bit_for_bit(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
         return real(*arguments)
 
-    monkeypatch.setattr(loop, "retriever_step", stop)
-    assert run_retriever(recipe, tmp_path / "runs").stopped_by == signal.SIGTERM
-    again = run_retriever(recipe, tmp_path / "runs", resume=True).folder
+    monkeypatch.setattr(loop, "step", stop)
+    assert run_recipe(recipe, tmp_path / "runs").stopped_by == signal.SIGTERM
+    again = run_recipe(recipe, tmp_path / "runs", resume=True).folder
     assert len(steps) == 8
     one, other = weights(whole), weights(again)
     assert all(torch.equal(one[name], other[name]) for name in one)

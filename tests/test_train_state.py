@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from contrastile.train.config import SaveSettings
+from contrastile.train.feed import Batch
 from contrastile.train.guard import Guard
 from contrastile.train.state import Checkpoints, Course, put_together, step_seed, taken_apart
 
@@ -299,10 +300,16 @@ def test_the_lots_of_a_step_are_its_own():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def parts_of(pixel):
+    """A batch in two parts, the second of one pixel."""
+    tokens = {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}
+    return [Batch(torch.full((1,), value), tokens, torch.zeros(1, dtype=torch.int64)) for value in (0.0, pixel)]
+
+
 def test_three_skipped_steps_in_a_row_stop_the_run(caplog):
     model = nn.Linear(2, 2)
     model.weight.grad = torch.tensor([[1.0, float("nan")], [0.0, 0.0]])
-    guard, pixels = Guard(), torch.zeros(1)
+    guard, pixels = Guard(), parts_of(0.0)
     nan = float("nan")
     assert not guard.passes(1, nan, nan, model, pixels)
     assert "step 1 is skipped: a loss of nan with a gradient of norm nan, first seen in the gradient of weight" in (
@@ -326,8 +333,8 @@ def test_the_culprit_is_named():
     guard, model = Guard(), nn.Linear(2, 2)
     guard.in_a_row = 2
     with pytest.raises(FloatingPointError, match="the pixels of the batch"):
-        guard.passes(3, float("nan"), 1.0, model, torch.tensor([float("inf")]))
+        guard.passes(3, float("nan"), 1.0, model, parts_of(float("inf")))
     with torch.no_grad():
         model.bias[0] = float("nan")
     with pytest.raises(FloatingPointError, match="the weights bias"):
-        guard.passes(4, float("nan"), 1.0, model, torch.zeros(1))
+        guard.passes(4, float("nan"), 1.0, model, parts_of(0.0))

@@ -24,23 +24,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.judgements is not None:
         return _measure(arguments.run, arguments.judgements)
 
-    from contrastile.train.config import Recipe
     from contrastile.train.folder import RECIPE, finished_run
     from contrastile.train.recipe import load_any_recipe
 
+    # a mistake is told before anything heavy is imported
     folder = finished_run(arguments.run)
-    recipe = load_any_recipe(folder / RECIPE, files=False)
+    load_any_recipe(folder / RECIPE, files=False)
 
-    from contrastile._check import wrong
     from contrastile.train.loop import evaluate_run
-    from contrastile.train.retriever.loop import evaluate_retriever
 
-    if not isinstance(recipe, Recipe):
-        print(evaluate_retriever(folder.path, device=arguments.device, index=arguments.index))
-    elif arguments.index is None:
-        print(evaluate_run(folder.path, device=arguments.device))
-    else:
-        raise wrong("--index", "be left out for pictures and texts", arguments.index, "It belongs to a retriever.")
+    print(evaluate_run(folder.path, device=arguments.device, index=arguments.index))
     print(f"report: {folder / 'report.html'}")
     return 0
 

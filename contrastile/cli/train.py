@@ -20,23 +20,18 @@ def add_to(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe before anything heavy is imported, then train."""
-    from contrastile.train.config import Recipe
     from contrastile.train.recipe import load_any_recipe
 
     recipe = load_any_recipe(arguments.recipe, arguments.overrides)
 
     from contrastile.train.loop import run_recipe
-    from contrastile.train.retriever.loop import run_retriever
 
-    if isinstance(recipe, Recipe):
-        outcome, unit = run_recipe(recipe, arguments.runs, resume=arguments.resume), "pairs"
-    else:
-        outcome, unit = run_retriever(recipe, arguments.runs, resume=arguments.resume), "queries"
+    outcome = run_recipe(recipe, arguments.runs, resume=arguments.resume)
     if outcome.folder is None:
         # the first rank says how it ended; a launcher would stop it when this one said so before
         return 0
     if outcome.stopped_by is not None:
-        print(f"stopped after {outcome.examples:,} {unit}; what was learned is in {outcome.folder}")
+        print(f"stopped after {outcome.examples:,} {outcome.unit}; what was learned is in {outcome.folder}")
         print("to go on with it: the same command with --resume")
         print(f"to evaluate it: contrastile evaluate {outcome.folder}")
         return 128 + outcome.stopped_by

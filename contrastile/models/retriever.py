@@ -56,9 +56,12 @@ class Retriever(nn.Module):
         return self._encode("passage", input_ids, attention_mask)
 
     def _encode(self, side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        # columns that are padding in every row cost as much as words
-        longest = max(int(attention_mask.sum(dim=1).max()), 1) if len(input_ids) else 1
         encoder = self.encoders[side if side in self.encoders else "both"]
+        if len(input_ids) == 0:
+            # a rank without rows; many models cannot do without one
+            return encoder(input_ids.new_zeros(1, 1), attention_mask.new_ones(1, 1))[:0]
+        # columns that are padding in every row cost as much as words
+        longest = max(int(attention_mask.sum(dim=1).max()), 1)
         return encoder(input_ids[:, :longest], attention_mask[:, :longest])
 
     def comparable(self, features: Tensor, dimensions: int | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """A run in memory and on disk: the two towers, their tokenizer and transform; saved whole, loaded exactly.
 
-`loop.py` builds a `Run`, trains its model and saves it; `contrastile.load` gives it back to anyone. Nothing here is
-unpickled: weights are safetensors, everything else is text, and the weights' checksum is compared when they are read.
+`image_text.py` builds a `Run`, the loop trains its model and saves it; `contrastile.load` gives it back to anyone.
+Nothing here is unpickled: weights are safetensors, everything else is text, and the weights' checksum is compared when
+they are read.
 """
 
 from __future__ import annotations

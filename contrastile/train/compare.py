@@ -23,6 +23,7 @@ from contrastile.train.evaluation import encode_held_out, evaluate
 from contrastile.train.facts import Trained, describe, versions
 from contrastile.train.feed import Materials, open_materials
 from contrastile.train.folder import RECIPE, RunFolder, new_run
+from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics
 from contrastile.train.loop import train
 from contrastile.train.recipe import to_toml
@@ -125,7 +126,7 @@ def _run(plan: Plan, materials: Materials, folder: RunFolder, trials: list[Trial
     recipe, trained = plan.recipe, Trained()
     run = build_run(recipe, materials.tokenizer)
     with Metrics(folder / f"{plan.budget}-{plan.way}-{recipe.seed}.jsonl") as metrics:
-        train(run, materials, metrics, trained)
+        train(ImageText(run, materials), metrics, trained)
     if trained.stopped_by is None:
         results = evaluate(run, encode_held_out(run, materials.pairs))
         recall = {row["test"]: row["recall"]["1"] for row in results if row["headline"]}

@@ -91,6 +91,11 @@ class Batch:
         """The pairs of all ranks."""
         return len(self) if self.places is None else self.places.stop
 
+    @property
+    def floats(self) -> dict[str, Tensor]:
+        """What may hold no numbers, for the guard."""
+        return {"the pixels of the batch": self.pixels}
+
     def parts(self, count: int) -> Iterator[Batch]:
         """The batch of all ranks cut into at most `count` nearly equal parts: this rank's share of each."""
         places = range(len(self)) if self.places is None else self.places

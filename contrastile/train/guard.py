@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
+
+if TYPE_CHECKING:
+    from contrastile.train.job import Share
 
 logger = logging.getLogger("contrastile")
 
@@ -33,7 +37,7 @@ class Guard:
         vars(self).update(state_dict)
 
     def passes(
-        self, step: int, value: float, norm: float, model: nn.Module, pixels: Tensor, *, counted: bool = True
+        self, step: int, value: float, norm: float, model: nn.Module, parts: Sequence[Share], *, counted: bool = True
     ) -> bool:
         """Whether loss and norm are numbers; otherwise the step is told, and the third in a row stops the run.
 
@@ -47,21 +51,22 @@ class Guard:
         self.skipped += 1
         self.in_a_row += counted
         happened = f"step {step} is skipped: a loss of {value} with a gradient of norm {norm}, first seen in "
-        happened += culprit(model, pixels)
+        happened += culprit(model, parts)
         if self.in_a_row >= MOST_IN_A_ROW:
             raise FloatingPointError(
                 f"the loss must stay a finite number; {happened}, and the {MOST_IN_A_ROW - 1} steps before it too. "
                 "Lower optim.learning_rate or raise optim.warmup; the weights from before these steps are kept."
             )
         if counted:
-            logger.warning("%s; its pairs are passed over", happened)
+            logger.warning("%s; its examples are passed over", happened)
         return False
 
 
-def culprit(model: nn.Module, pixels: Tensor) -> str:
-    """The first tensor of a step that holds what is no finite number: of the pixels, the weights, the gradients."""
-    if not pixels.isfinite().all():
-        return "the pixels of the batch"
+def culprit(model: nn.Module, parts: Sequence[Share]) -> str:
+    """The first tensor of a step that holds what is no finite number: of the inputs, the weights, the gradients."""
+    for name, tensor in (pair for part in parts for pair in part.floats.items()):
+        if not tensor.isfinite().all():
+            return name
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             return f"the weights {name}"

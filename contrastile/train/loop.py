@@ -1,7 +1,8 @@
-"""The story of a run, top to bottom: data, towers, optimizer, steps, evaluation, report.
+"""The story of a run, top to bottom: data, model, optimizer, steps, evaluation, report.
 
-`run_recipe` tells it for the command line; `train` is the part between the towers and the weights, which `compare`
-tells many times over. Under torchrun every rank tells it, on its share of each batch; see `ranks.py`.
+`run_recipe` tells it for the command line; `train` is the part between the model and the weights, which `compare` tells
+many times over. What is trained is a `Job`, the same story for all. Under torchrun every rank tells it, on its share of
+each batch; see `ranks.py`.
 """
 
 from __future__ import annotations
@@ -9,39 +10,33 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.optim import Optimizer
 
-from contrastile.cache import encode
 from contrastile.data.batches import Batches
-from contrastile.models.text import load_tokenizer
-from contrastile.modules import ClipLoss, SigLipLoss
 from contrastile.train.average import Average
-from contrastile.train.checkpoint import Run, begin_run, build_run, fingerprint, load, same_recipe, save_run
-from contrastile.train.config import Recipe
-from contrastile.train.evaluation import encode_held_out, evaluate, probe
-from contrastile.train.facts import Trained, facts, finished
-from contrastile.train.feed import Batch, Feed, Materials, open_materials
+from contrastile.train.checkpoint import begin_run, same_recipe, save_run
+from contrastile.train.facts import Trained, finished
 from contrastile.train.folder import (
     CHECKPOINTS,
-    EVALUATION,
     METRICS,
+    RECIPE,
     RunFolder,
     begun_run,
     finished_run,
     new_run,
     resumed_run,
 )
-from contrastile.train.galleries import galleries
 from contrastile.train.guard import Guard
-from contrastile.train.log import Metrics, progress, size
+from contrastile.train.image_text import ImageText
+from contrastile.train.job import AnyTrained, Job, Share
+from contrastile.train.log import Bar, Metrics, progress, size
 from contrastile.train.memory import PeakMemory
 from contrastile.train.optim import (
     build_optimizer,
@@ -52,30 +47,32 @@ from contrastile.train.optim import (
     with_warmup,
 )
 from contrastile.train.ranks import ALONE, Ranks
-from contrastile.train.report import table_text, write_report
+from contrastile.train.recipe import load_any_recipe
+from contrastile.train.retriever.job import Retrieval
 from contrastile.train.signals import StopRequest
 from contrastile.train.state import Checkpoints, Course, Parts, step_seed
 
 logger = logging.getLogger("contrastile")
 
-Loss = ClipLoss | SigLipLoss
-LOSSES: dict[str, type[Loss]] = {"clip": ClipLoss, "siglip": SigLipLoss}
+# who does what a recipe of each kind describes
+JOBS: dict[str, type[Job[Any]]] = {"image-text": ImageText, "retriever": Retrieval}
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What a run came to: its folder, the table of its results, and the signal that ended it early, if one did.
 
-    Of several ranks the first one writes; the others have no folder.
+    Of several ranks the first one writes; the others have no folder. `unit`: what the examples are.
     """
 
     folder: Path | None
     examples: int
     table: str
     stopped_by: int | None
+    unit: str
 
 
-def run_recipe(recipe: Recipe, runs: str | Path, *, resume: bool = False) -> Outcome:
+def run_recipe(recipe: AnyTrained, runs: str | Path, *, resume: bool = False) -> Outcome:
     """Train what `recipe` describes into `runs/<its name>`, evaluate it, write its report.
 
     With `resume` a run of that name goes on from its newest checkpoint, as if it had never been interrupted; where
@@ -85,33 +82,42 @@ def run_recipe(recipe: Recipe, runs: str | Path, *, resume: bool = False) -> Out
     begun = begun_run(runs, recipe.name) if resume else None
     if begun is not None:
         same_recipe(begun, recipe)
-    materials = open_materials(recipe, load_tokenizer(begun.path) if begun is not None else None)
-    run = build_run(recipe, materials.tokenizer)
-    data = fingerprint(materials.pairs, materials.tokens)
-    checkpoints = Checkpoints(Path(runs) / recipe.name / CHECKPOINTS, recipe.save, data, writes=ranks.rank == 0)
+    job = JOBS[recipe.kind].open(recipe, begun)
+    checkpoints = Checkpoints(Path(runs) / recipe.name / CHECKPOINTS, recipe.save, job.data, writes=ranks.rank == 0)
     if ranks.rank > 0:
-        beside = (finished(begun) if begun is not None else None) or train_beside(run, materials, checkpoints, ranks)
-        return Outcome(None, beside.examples, "", beside.stopped_by)
+        beside = (finished(begun) if begun is not None else None) or train_beside(job, checkpoints, ranks)
+        return Outcome(None, beside.examples, "", beside.stopped_by, job.unit)
     with resumed_run(begun) if begun is not None else new_run(runs, recipe.name) as folder:
         if begun is None:
-            begin_run(folder, run)
+            begin_run(folder, job.run)
         trained = finished(folder)
         if trained is None:
-            trained = train_into(folder, run, materials, checkpoints, ranks)
+            trained = train_into(folder, job, checkpoints, ranks)
         else:
-            run = load(folder.path, device=recipe.device)
-        table = evaluate_and_report(folder, run, materials) if trained.finished else ""
+            job = job.trained_in(folder)
+        table = job.report(folder) if trained.finished else ""
         if trained.finished:
             checkpoints.drop()
-    return Outcome(folder.path, trained.examples, table, trained.stopped_by)
+    return Outcome(folder.path, trained.examples, table, trained.stopped_by, job.unit)
 
 
-def train_into(folder: RunFolder, run: Run, materials: Materials, checkpoints: Checkpoints, ranks: Ranks) -> Trained:
+def evaluate_run(path: str | Path, *, device: str = "auto", index: str | Path | None = None) -> str:
+    """Measure the saved weights of a run again and write its report again; the table.
+
+    `index`: of a retriever, what `contrastile encode` wrote, in which to look instead of in the run's own passages.
+    """
+    folder = finished_run(path)
+    recipe = load_any_recipe(folder / RECIPE, files=False)
+    job = JOBS[recipe.kind].of_run(folder, device=device, index=None if index is None else Path(index))
+    return job.report(folder)
+
+
+def train_into(folder: RunFolder, job: Job[Any], checkpoints: Checkpoints, ranks: Ranks) -> Trained:
     """Train, and keep the weights of the last whole step in the folder, whatever ended the training."""
     trained = Trained(ranks=ranks.size)
-    keeping = kept(trained, lambda: save_run(folder, run, facts(run, materials, trained)))
-    with keeping, Metrics(folder / METRICS) as metrics, ranks.joined(run, materials):
-        train(run, materials, metrics, trained, checkpoints, ranks)
+    keeping = kept(trained, lambda: save_run(folder, job.run, job.facts(trained)))
+    with keeping, Metrics(folder / METRICS) as metrics, ranks.joined(job):
+        train(job, metrics, trained, checkpoints, ranks)
     return trained
 
 
@@ -136,124 +142,154 @@ def kept(trained: Trained, save: Callable[[], None]) -> Iterator[None]:
                 save()
 
 
-def train_beside(run: Run, materials: Materials, checkpoints: Checkpoints, ranks: Ranks) -> Trained:
+def train_beside(job: Job[Any], checkpoints: Checkpoints, ranks: Ranks) -> Trained:
     """Train as one of several ranks, of which the first one keeps what comes of it."""
     trained = Trained(ranks=ranks.size)
-    with Metrics(None) as metrics, ranks.joined(run, materials):
-        train(run, materials, metrics, trained, checkpoints, ranks)
+    with Metrics(None) as metrics, ranks.joined(job):
+        train(job, metrics, trained, checkpoints, ranks)
     return trained
 
 
-def evaluate_run(path: str | Path, *, device: str = "auto") -> str:
-    """Measure the saved weights of a run again and write its report again; the table."""
-    folder = finished_run(path)
-    run = load(folder.path, device=device)
-    return evaluate_and_report(folder, run, open_materials(run.recipe, run.tokenizer))
-
-
-def evaluate_and_report(folder: RunFolder, run: Run, materials: Materials) -> str:
-    """Measure everything, write evaluation.json and report.html; the table of results as text."""
-    seen = encode_held_out(run, materials.pairs)
-    results = evaluate(run, seen)
-    folder.write_json(EVALUATION, results)
-    write_report(folder, galleries(materials.pairs, seen))
-    return table_text(results)
-
-
 def train(
-    run: Run,
-    materials: Materials,
+    job: Job[Any],
     metrics: Metrics,
     trained: Trained,
     checkpoints: Checkpoints | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """All steps of the run's recipe. The model is trained in place, `trained` says how far it came."""
-    recipe, rows = run.recipe, materials.pairs.splits["train"]
-    checkpoints = checkpoints or Checkpoints(None, recipe.save)
-    optim = with_warmup(recipe.optim, recipe.train, len(rows))
-    optimizer = build_optimizer(run.model, optim)
-    loss = LOSSES[recipe.loss.kind](**recipe.loss.words())
-    feed = Feed(materials, bend=recipe.data.augment, seed=recipe.seed)
-    memory = PeakMemory(run.device)
-    trained.base_bytes = memory.start()
-    clock = Clock(recipe.train.length(len(rows)), recipe.train.minutes)
-    course, guard = Course(recipe.evaluate.every), Guard()
-    scaler = torch.amp.GradScaler(run.device.type, enabled=recipe.train.precision == "fp16")
-    average = Average(run.model, recipe.optim.ema)
-    # everything that a step changes; what dropout draws depends on the step alone
-    parts: Parts = {
-        "model": run.model, "optimizer": optimizer, "scaler": scaler, "average": average,
-        "feed": feed, "guard": guard, "metrics": metrics, "course": course,
-    }  # fmt: skip
-
-    def measure() -> None:
-        with average.in_place():
-            probe_into(metrics, run, materials, clock.seen)
-
-    if not ranks.restore(checkpoints, parts, materials.pairs.stream):
-        metrics.load_state_dict({"bytes": 0})
-        measure()
-    # `batches` reads the sizes as it goes, because the clock decides about them
-    sizes = course.sizes
-    batches = Batches(rows, sizes=sizes, seed=recipe.seed, step=len(sizes))
-    clock.go_on(sum(sizes), course.seconds)
-    trained.note(course, guard)
+    """All steps of the job's recipe. The model is trained in place, `trained` says how far it came."""
+    checkpoints = checkpoints or Checkpoints(None, job.run.recipe.save)
+    course = Training(job, metrics, trained, ranks)
+    course.begin(checkpoints)
     stopping = StopRequest(patient=ranks.size > 1)
-    with progress(clock.examples, "training", "pairs") as bar, stopping as stop, average.at_the_end():
-        bar.update(clock.seen)
-        while True:
-            clock.now, trained.stopped_by = ranks.agree(len(sizes) + 1, clock.seconds(), stop.signal)
-            done = clock.share()
-            # one step at least, even where the first probe took all the time
-            if (sizes and done >= 1) or trained.stopped_by is not None:
-                break
-            planned = recipe.train.batch_at(done)
-            sizes.append(min(planned, clock.examples - clock.seen))
-            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), optim)
-            set_learning_rate(optimizer, rate)
-            torch.manual_seed(step_seed(recipe.seed, len(sizes), ranks.rank))
-            began = time.monotonic()
-            batch = feed.batch(next(batches), ranks.share)
-            feed.expect(batches.ahead(sizes[-1]), ranks.share)
-            value, norm = step(run, loss, optimizer, batch, scaler, ranks)
-            seconds = time.monotonic() - began
-            clock.seen += sizes[-1]
-            # in fp16 a gradient may be too large for now: the scaler lowers its factor
-            too_large = scaler.is_enabled() and math.isfinite(value) and scaler.get_scale() >= 1
-            if guard.passes(len(sizes), value, norm, run.model, batch.pixels, counted=not too_large):
-                average.update()
-                metrics.write(
-                    "step", examples=clock.seen, batch=sizes[-1], planned=planned, loss=value, norm=norm,
-                    learning_rate=rate, scale=run.model.logit_scale.exp().item(), seconds=seconds,
-                )  # fmt: skip
-            else:
-                metrics.write("skip", examples=clock.seen, batch=sizes[-1], loss=str(value), norm=str(norm))
-            course.seconds, course.peak_bytes = clock.seconds(), max(course.peak_bytes, memory.bytes())
-            trained.note(course, guard)
-            bar.update(sizes[-1], total=clock.expected(), loss=f"{value:.3f}", peak=size(course.peak_bytes))
-            if course.next_probe <= clock.share() < 1:
-                course.next_probe += recipe.evaluate.every
-                measure()
-            # the clock of all ranks, who decide alike
-            if checkpoints.due(len(sizes), clock.now):
-                ranks.hand_in(materials.pairs.stream)
-                checkpoints.save(len(sizes), clock.now, parts)
-        ranks.hand_in(materials.pairs.stream)
-        if trained.stopped_by is not None:
-            checkpoints.save(len(sizes), clock.now, parts, must=True)
+    with course.shown() as bar, stopping as stop, course.average.at_the_end():
+        while course.goes_on(stop.signal):
+            course.step()
+            course.tell(bar)
+            course.probe_if_due()
+            course.save_if_due(checkpoints)
+        course.end(checkpoints)
     if trained.stopped_by is None:
         trained.finished = True
-        probe_into(metrics, run, materials, clock.seen)
+        course.probe()
 
 
-def probe_into(metrics: Metrics, run: Run, materials: Materials, examples: int) -> None:
-    """Measure in small; a measurement that fails is told, and does not end the training."""
-    try:
-        metrics.write("probe", examples=examples, recall=probe(run, materials.pairs))
-    except Exception as failure:
-        logger.warning("the probe after %d pairs failed, the training goes on: %r", examples, failure)
-        metrics.write("failure", examples=examples, what="probe", why=repr(failure))
+class Training:
+    """A job's steps: what they read, and everything that they change."""
+
+    def __init__(self, job: Job[Any], metrics: Metrics, trained: Trained, ranks: Ranks) -> None:
+        self.job, self.recipe, self.model = job, job.run.recipe, job.run.model
+        self.metrics, self.trained, self.ranks = metrics, trained, ranks
+        self.optim = with_warmup(self.recipe.optim, self.recipe.train, len(job.rows))
+        self.optimizer = build_optimizer(self.model, self.optim)
+        self.scaler = torch.amp.GradScaler(job.run.device.type, enabled=self.recipe.train.precision == "fp16")
+        self.average = Average(self.model, self.recipe.optim.ema)
+        self.memory = PeakMemory(job.run.device)
+        trained.base_bytes = self.memory.start()
+        self.clock = Clock(self.recipe.train.length(len(job.rows)), self.recipe.train.minutes)
+        self.course, self.guard = Course(self.recipe.evaluate.every), Guard()
+        # everything that a step changes; what dropout draws depends on the step alone
+        self.state: Parts = {
+            "model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "average": self.average,
+            "guard": self.guard, "metrics": metrics, "course": self.course, **job.state,
+        }  # fmt: skip
+
+    @property
+    def sizes(self) -> list[int]:
+        """The batch of every step so far: `batches` reads them as they come, because the clock decides about them."""
+        return self.course.sizes
+
+    def begin(self, checkpoints: Checkpoints) -> None:
+        """From the newest checkpoint, or with a first probe."""
+        if not self.ranks.restore(checkpoints, self.state, self.job.stream):
+            self.metrics.load_state_dict({"bytes": 0})
+            self.probe()
+        self.batches = Batches(self.job.rows, sizes=self.sizes, seed=self.recipe.seed, step=len(self.sizes))
+        self.clock.go_on(sum(self.sizes), self.course.seconds)
+        self.trained.note(self.course, self.guard)
+        self.model.train()
+
+    @contextmanager
+    def shown(self) -> Iterator[Bar]:
+        """A bar that stands where the run does."""
+        with progress(self.clock.examples, "training", self.job.unit) as bar:
+            bar.update(self.clock.seen)
+            yield bar
+
+    def goes_on(self, signal: int | None) -> bool:
+        """Whether there is another step: all ranks ask at once, and answer alike."""
+        clock, trained = self.clock, self.trained
+        clock.now, trained.stopped_by = self.ranks.agree(len(self.sizes) + 1, clock.seconds(), signal)
+        # one step at least, even where the first probe took all the time
+        return trained.stopped_by is None and (not self.sizes or clock.share() < 1)
+
+    def step(self) -> None:
+        """The next batch: drawn, compared, learned from unless its loss is no number, told."""
+        job, clock, ranks = self.job, self.clock, self.ranks
+        planned = self.recipe.train.batch_at(clock.share())
+        self.sizes.append(min(planned, clock.examples - clock.seen))
+        number, count = len(self.sizes), self.sizes[-1]
+        rate = learning_rate(clock.share(ahead=count / 2), self.optim)
+        set_learning_rate(self.optimizer, rate)
+        torch.manual_seed(step_seed(self.recipe.seed, number, ranks.rank))
+        began = time.monotonic()
+        parts = job.parts(next(self.batches), number, ranks)
+        job.expect(self.batches.ahead(count), ranks)
+        value, norm = step(job, self.optimizer, parts, self.scaler, ranks)
+        seconds = time.monotonic() - began
+        clock.seen += count
+        if self._learned(number, value, norm, parts):
+            self.average.update()
+            self.metrics.write(
+                "step", examples=clock.seen, batch=count, planned=planned, loss=value, norm=norm,
+                learning_rate=rate, scale=self.model.logit_scale.exp().item(), seconds=seconds,
+            )  # fmt: skip
+        else:
+            self.metrics.write("skip", examples=clock.seen, batch=count, loss=str(value), norm=str(norm))
+        self.last_loss = value
+
+    def _learned(self, number: int, value: float, norm: float, parts: Sequence[Share]) -> bool:
+        """Whether loss and norm were numbers; raises FloatingPointError at the third in a row that were not."""
+        scaler = self.scaler
+        # in fp16 a gradient may be too large for now: the scaler lowers its factor
+        too_large = scaler.is_enabled() and math.isfinite(value) and scaler.get_scale() >= 1
+        return self.guard.passes(number, value, norm, self.model, parts, counted=not too_large)
+
+    def tell(self, bar: Bar) -> None:
+        """How far it is, to the bar and to whoever keeps the facts."""
+        course = self.course
+        course.seconds, course.peak_bytes = self.clock.seconds(), max(course.peak_bytes, self.memory.bytes())
+        self.trained.note(course, self.guard)
+        facts = {"loss": f"{self.last_loss:.3f}", "peak": size(course.peak_bytes)}
+        bar.update(self.sizes[-1], total=self.clock.expected(), **facts)
+
+    def probe_if_due(self) -> None:
+        """Between two steps, on the averaged weights."""
+        if self.course.next_probe <= self.clock.share() < 1:
+            self.course.next_probe += self.recipe.evaluate.every
+            self.probe()
+
+    def probe(self) -> None:
+        """Measure in small; a measurement that fails is told, and does not end the training."""
+        examples, unit = self.clock.seen, self.job.unit
+        try:
+            with self.average.in_place():
+                self.metrics.write("probe", examples=examples, recall=self.job.probe())
+        except Exception as failure:
+            logger.warning("the probe after %d %s failed, the training goes on: %r", examples, unit, failure)
+            self.metrics.write("failure", examples=examples, what="probe", why=repr(failure))
+
+    def save_if_due(self, checkpoints: Checkpoints) -> None:
+        """By the clock of all ranks, who decide alike."""
+        if checkpoints.due(len(self.sizes), self.clock.now):
+            self.ranks.hand_in(self.job.stream)
+            checkpoints.save(len(self.sizes), self.clock.now, self.state)
+
+    def end(self, checkpoints: Checkpoints) -> None:
+        """What was counted is brought together; what was asked to stop can go on later."""
+        self.ranks.hand_in(self.job.stream)
+        if self.trained.stopped_by is not None:
+            checkpoints.save(len(self.sizes), self.clock.now, self.state, must=True)
 
 
 @dataclass
@@ -288,25 +324,25 @@ class Clock:
 
 
 def step(
-    run: Run,
-    loss: Loss,
+    job: Job[Any],
     optimizer: Optimizer,
-    batch: Batch,
+    parts: Sequence[Share],
     scaler: torch.amp.GradScaler | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[float, float]:
     """Encode, compare, back-propagate, clip, move the weights, clamp the scale. The loss and the gradient's norm.
 
-    Both, and the weights, are those of the batch of all ranks, of which `batch` is this one's share. With a `scaler`
+    Both, and the weights, are those of the batch of all ranks, of which `parts` are this one's shares. With a `scaler`
     the gradients are enlarged while they are in fp16, and of their true size when they are clipped. Where loss or norm
     is no finite number the model stays as it was, on every rank.
     """
-    settings = run.recipe
+    run, settings = job.run, job.run.recipe
     scaler = scaler or torch.amp.GradScaler(run.device.type, enabled=False)
     optimizer.zero_grad()
     total = torch.zeros((), device=run.device)
-    for part in batch.parts(settings.train.accumulate):
-        value = batch_loss(run, loss, part) * (part.whole / batch.whole)
+    whole = sum(part.whole for part in parts)
+    for part in parts:
+        value = job.loss(part) * (part.whole / whole)
         scaler.scale(value).backward()
         total += value.detach()
     # before the scaler looks at them: all ranks' factors stay the same
@@ -318,22 +354,3 @@ def step(
         clamp_scale(run.model.logit_scale)
     scaler.update()
     return value, norm
-
-
-def batch_loss(run: Run, loss: Loss, batch: Batch) -> Tensor:
-    """The loss of a batch of any size; activations are kept of the retained sub-batches, or of one at a time."""
-    model, settings = run.model, run.recipe.train
-    size = settings.sub_batch
-    texts, tokens = (size.text, None) if size.text_tokens is None else (None, size.text_tokens)
-    with run.autocast():
-        # with a sub-batch retained, a batch that fits into one is encoded once, in the plain way
-        image = encode(model.encode_image, batch.pixels, sub_batch=size.image, retain=settings.retain)
-        text = encode(
-            model.encode_text,
-            batch.tokens,
-            sub_batch=texts,
-            sub_batch_tokens=tokens,
-            retain=settings.retain,
-        )
-    image, text = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
-    return loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=batch.ids.to(run.device))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,12 @@ from contrastile._check import wrong
 from contrastile._types import Gradient
 from contrastile.data.collection import Stream
 from contrastile.rollcall import here
-from contrastile.train.checkpoint import Run, fingerprint
-from contrastile.train.feed import Materials
 from contrastile.train.recipe import to_toml
 from contrastile.train.state import Checkpoints, Parts
 from contrastile.train.watch import Watch
+
+if TYPE_CHECKING:
+    from contrastile.train.job import Job
 
 # for how long ranks that have opened their data wait for one that has not
 LOADING = timedelta(hours=1)
@@ -69,11 +70,12 @@ class Ranks:
         return slice(self.rank, None, self.size)
 
     @contextmanager
-    def joined(self, run: Run, materials: Materials) -> Iterator[None]:
+    def joined(self, job: Job[Any]) -> Iterator[None]:
         """Together with the others, all with the first one's weights; an error, where a rank is lost or not alike."""
         if self.size == 1:
             yield
             return
+        run = job.run
         timeout = timedelta(seconds=run.recipe.train.timeout)
         store = self._met(timeout)
         on_gpu = run.device.type == "cuda"
@@ -86,7 +88,7 @@ class Ranks:
             device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
         )
         with Watch(timeout):
-            comm.agree(None, _statement(run, materials))
+            comm.agree(None, _statement(job))
             for tensor in run.model.state_dict().values():
                 comm.spread(tensor, None)
             yield
@@ -161,12 +163,12 @@ class Ranks:
 ALONE = Ranks()
 
 
-def _statement(run: Run, materials: Materials) -> dict[str, str | int]:
+def _statement(job: Job[Any]) -> dict[str, str | int]:
     """What ranks must have in common before the first step."""
     return {
-        "device": run.device.type,
-        "pairs": len(materials.pairs),
-        "data": fingerprint(materials.pairs, materials.tokens)[:16],
-        "recipe": hashlib.sha256(to_toml(run.recipe).encode()).hexdigest()[:16],
+        "device": job.run.device.type,
+        job.unit: len(job.rows),
+        "data": job.data[:16],
+        "recipe": hashlib.sha256(to_toml(job.run.recipe).encode()).hexdigest()[:16],
         "torch": torch.__version__,
     }

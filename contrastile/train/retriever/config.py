@@ -178,7 +178,7 @@ class RetrieverSteps(Steps):
     """The steps of encoders of queries and passages, at which precision."""
 
     sub_batch: Annotated[TextSubBatch, BeforeValidator(_same_sub_batch)] = TextSubBatch()
-    precision: Literal["float32", "bf16"] = "float32"
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
 
 
 class RetrieverEvaluation(Settings):

@@ -7,10 +7,13 @@ either.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +52,10 @@ class TokenStore:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def stir(self, digest: Any) -> None:
+        """All tokens into a hash."""
+        digest.update(self._ids.numpy().tobytes() + self._starts.numpy().tobytes())
 
     def rows(self, rows: Tensor) -> Tokens:
         """`input_ids` and `attention_mask` of these texts, int64 `[n, longest]`, padded behind."""
@@ -153,16 +160,25 @@ class Drawn:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """queries, passages: tokens, `[b, L]` and `[keys, L]`. positives `[b, P]`: their keys, −1 pads; ids of both."""
+    """queries, passages: tokens, `[b, L]` and `[keys, L]`. positives `[b, P]`: their keys, −1 pads; ids of both.
+
+    It is what one rank has of a batch with `whole` queries.
+    """
 
     queries: Tokens
     passages: Tokens
     positives: Tensor
     query_ids: Tensor
     key_ids: Tensor
+    whole: int
 
     def __len__(self) -> int:
         return len(self.positives)
+
+    @property
+    def floats(self) -> dict[str, Tensor]:
+        """Tokens are always numbers."""
+        return {}
 
 
 class TextFeed:
@@ -186,28 +202,87 @@ class TextFeed:
             rows = [rows[place] for place in lots.permutation(len(rows))[:count]]
         return tuple(int(self._materials.same[row]) for row in rows)
 
-    def batch(self, drawn: Sequence[Drawn]) -> TextBatch:
-        """These queries and every passage among them once; a passage that is known to be right is a positive."""
+    def batch(self, drawn: Sequence[Drawn], rank: int = 0, size: int = 1) -> TextBatch:
+        """These queries and every passage among them once; a passage that is known to be right is a positive.
+
+        Of several ranks each has some of the queries and some of the passages: no passage is on two of them, and each
+        query is where all that is right for it is. So all ranks together compare exactly what one process would.
+        """
         made = self._materials
+        right = self._known(drawn)
+        home = homes(right, size)
+        owner: dict[int, int] = {}
+        for passages, at in zip(right, home, strict=True):
+            owner |= dict.fromkeys(passages, at)
+        for one, at in zip(drawn, home, strict=True):
+            for row in one.negatives:
+                owner.setdefault(row, at)
         # the longest first: sub-batches are then of like lengths, and too little memory shows at once
-        drawn = sorted(drawn, key=lambda one: -int(made.queries.lengths[one.query]))
-        keys = torch.tensor(sorted({row for one in drawn for row in (*one.positives, *one.negatives)}))
+        mine = [place for place, at in enumerate(home) if at == rank]
+        mine.sort(key=lambda place: -int(made.queries.lengths[drawn[place].query]))
+        keys = torch.tensor(sorted(row for row, at in owner.items() if at == rank), dtype=torch.int64)
         keys = keys[made.passages.lengths[keys].argsort(descending=True, stable=True)]
-        place = {row: number for number, row in enumerate(keys.tolist())}
-        right = []
-        for one in drawn:
-            known = dict.fromkeys(int(made.same[row]) for row in made.texts.queries[one.query].positives)
-            right.append([place[row] for row in known if row in place])
-        widest = max(map(len, right))
+        number = {row: place for place, row in enumerate(keys.tolist())}
+        places = [[number[row] for row in right[place]] for place in mine]
+        widest = max(map(len, places), default=1)
+        padded = [[*some, *[-1] * (widest - len(some))] for some in places]
         return TextBatch(
-            queries=made.queries.rows(torch.tensor([one.query for one in drawn])),
+            queries=made.queries.rows(torch.tensor([drawn[place].query for place in mine], dtype=torch.int64)),
             passages=made.passages.rows(keys),
-            positives=torch.tensor([[*places, *[-1] * (widest - len(places))] for places in right]),
-            query_ids=torch.tensor([one.positives[0] for one in drawn]),
+            positives=torch.tensor(padded, dtype=torch.int64).view(len(mine), widest),
+            query_ids=torch.tensor([drawn[place].positives[0] for place in mine], dtype=torch.int64),
             key_ids=keys,
+            whole=len(drawn),
         )
 
-    def parts(self, drawn: Sequence[Drawn], count: int) -> list[TextBatch]:
-        """At most `count` nearly equal batches, each with its own negatives only."""
+    def _known(self, drawn: Sequence[Drawn]) -> list[list[int]]:
+        """For each query, which passages of the batch are right, whoever brought them."""
+        there = {row for one in drawn for row in (*one.positives, *one.negatives)}
+        known = []
+        for one in drawn:
+            rows = self._materials.texts.queries[one.query].positives
+            known.append([row for row in dict.fromkeys(int(self._materials.same[row]) for row in rows) if row in there])
+        return known
+
+    def parts(self, drawn: Sequence[Drawn], count: int, rank: int = 0, size: int = 1) -> list[TextBatch]:
+        """At most `count` nearly equal batches, each with its own negatives only; one rank's share of each."""
         cuts = torch.arange(len(drawn)).tensor_split(min(count, len(drawn)))
-        return [self.batch([drawn[place] for place in cut.tolist()]) for cut in cuts]
+        return [self.batch([drawn[place] for place in cut.tolist()], rank, size) for cut in cuts]
+
+
+def homes(right: Sequence[Sequence[int]], size: int) -> list[int]:
+    """The rank of each query: those that share a right passage stay together, and all ranks get nearly as many.
+
+    >>> homes([[7], [8], [9, 7], [5]], size=2)
+    [0, 1, 0, 1]
+    """
+    if size == 1:
+        return [0] * len(right)
+    leader = list(range(len(right)))
+
+    def led(query: int) -> int:
+        while leader[query] != query:
+            leader[query] = leader[leader[query]]
+            query = leader[query]
+        return query
+
+    first: dict[int, int] = {}
+    for query, passages in enumerate(right):
+        for row in passages:
+            one, other = led(query), led(first.setdefault(row, query))
+            leader[max(one, other)] = min(one, other)
+    groups = Counter(led(query) for query in range(len(right)))
+    load = [0] * size
+    at: dict[int, int] = {}
+    for group, count in groups.items():
+        at[group] = load.index(min(load))
+        load[at[group]] += count
+    return [at[led(query)] for query in range(len(right))]
+
+
+def fingerprint(materials: TextMaterials) -> str:
+    """What a retriever learns from, in one number: texts, splits and negatives, and the tokens of all of them."""
+    digest = sha256(materials.texts.digest().encode())
+    for store in (materials.queries, materials.passages):
+        store.stir(digest)
+    return digest.hexdigest()

@@ -1,7 +1,7 @@
 """A retriever in memory and on disk: its encoders and tokenizer; saved whole, loaded exactly.
 
-`loop.py` builds a `RetrieverRun`, trains its model and saves it; `contrastile.load` gives it back to anyone. Folders
-are those of `train/checkpoint.py`: safetensors and text, with a checksum.
+`job.py` builds a `RetrieverRun`, the loop trains its model and saves it; `contrastile.load` gives it back to anyone.
+Folders are those of `train/checkpoint.py`: safetensors and text, with a checksum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contrastile.data.pairs import silent
 from contrastile.data.texts import Passage
 from contrastile.models.retriever import Retriever, build_retriever
 from contrastile.models.text import Tokenizer, load_tokenizer
-from contrastile.train.checkpoint import checked_towers, choose_device, load_weights
+from contrastile.train.checkpoint import HALVES, checked_towers, choose_device, load_weights
 from contrastile.train.folder import RECIPE, finished_run
 from contrastile.train.log import progress
 from contrastile.train.recipe import RecipeError, load_any_recipe
@@ -45,8 +45,8 @@ class RetrieverRun:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that the run's encoders train with."""
-        bf16 = self.recipe.train.precision == "bf16"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16)
+        half = HALVES.get(self.recipe.train.precision)
+        return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
 
     def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Tensor:
         """Features `[n, D]`, float32, of questions; their first `dimensions` only where that is given."""

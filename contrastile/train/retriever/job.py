@@ -1,0 +1,150 @@
+"""Retrievers, as a job of `train/loop.py`: what they learn from, their loss, what they are worth.
+
+A step encodes the queries and every passage of the batch once, each side sub-batch by sub-batch, and compares all with
+all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from contrastile.cache import encode
+from contrastile.data.pairs import Indices
+from contrastile.models.text import load_tokenizer
+from contrastile.modules import InfoNCELoss
+from contrastile.retention import bytes_per_example
+from contrastile.train.facts import Trained, kept_at_once, run_facts
+from contrastile.train.folder import RunFolder
+from contrastile.train.memory import dense_need
+from contrastile.train.ranks import Ranks
+from contrastile.train.retriever.config import RetrieverRecipe
+from contrastile.train.retriever.evaluation import Searchable, probe
+from contrastile.train.retriever.feed import TextBatch, TextFeed, TextMaterials, fingerprint, open_text_materials
+from contrastile.train.retriever.report import evaluate_and_report
+from contrastile.train.retriever.run import RetrieverRun, build_retriever_run, load_retriever
+from contrastile.train.retriever.search import index_of
+from contrastile.train.state import Parts
+
+
+class Retrieval:
+    """The job of a retriever's recipe; what is found at its end is looked for in `index`, else in the run's texts."""
+
+    unit = "queries"
+    # texts are at hand
+    stream = None
+
+    def __init__(self, run: RetrieverRun, materials: TextMaterials, index: Searchable | None = None) -> None:
+        recipe = run.recipe
+        self.run, self.materials = run, materials
+        self.feed = TextFeed(materials, recipe.data, seed=recipe.seed)
+        # what is drawn in a step depends on its number alone
+        self.state: Parts = {}
+        self._loss, self._index = InfoNCELoss(**recipe.loss.words()), index
+
+    @classmethod
+    def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
+        """The job that a recipe describes; a tokenizer is trained where none has `begun`."""
+        length = recipe.model.tokenizer.length
+        tokenizer = load_tokenizer(begun.path, length=length) if begun is not None else None
+        materials = open_text_materials(recipe, tokenizer)
+        return cls(build_retriever_run(recipe, materials.tokenizer), materials)
+
+    @classmethod
+    def of_run(cls, folder: RunFolder, *, device: str = "auto", index: Path | None = None) -> Self:
+        """That of a finished run; `index`: look among its passages, which may be more than fit into memory."""
+        opened = None if index is None else index_of(folder, index)
+        run = load_retriever(folder.path, device=device)
+        return cls(run, open_text_materials(run.recipe, run.tokenizer), opened)
+
+    @property
+    def rows(self) -> Indices:
+        """The queries to train on."""
+        return self.materials.texts.splits["train"]
+
+    @property
+    def data(self) -> str:
+        """The fingerprint of texts and tokens."""
+        return fingerprint(self.materials)
+
+    def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[TextBatch]:
+        """All ranks draw the passages of the whole batch alike, and take their shares."""
+        drawn = self.feed.draw(rows, step)
+        return self.feed.parts(drawn, self.run.recipe.train.accumulate, ranks.rank, ranks.size)
+
+    def expect(self, rows: Tensor, ranks: Ranks) -> None:
+        """Nothing has to be read."""
+
+    def loss(self, part: TextBatch) -> Tensor:
+        """From queries to passages."""
+        return retriever_loss(self.run, self._loss, part)
+
+    def probe(self) -> dict[str, dict[str, float]]:
+        """Recall among the right passages of a sample."""
+        return probe(self.run, self.materials)
+
+    def report(self, folder: RunFolder) -> str:
+        """Measure everything, write evaluation.json, run files and report.html; the table of results as text."""
+        return evaluate_and_report(folder, self.run, self.materials, self._index)
+
+    def trained_in(self, folder: RunFolder) -> Self:
+        """The same with the weights that a folder keeps."""
+        model = load_retriever(folder.path, device=self.run.recipe.device).model
+        return type(self)(replace(self.run, model=model), self.materials, self._index)
+
+    def facts(self, trained: Trained) -> dict[str, Any]:
+        """What run.json says."""
+        recipe, texts = self.run.recipe, self.materials.texts
+        largest = max(trained.largest_batch, 1)
+        kept = kept_at_once(recipe.train.retain, recipe.train.sub_batch.query, largest)
+        return {
+            **run_facts(recipe, self.run.model, self.run.device, trained),
+            "pairs": len(texts.splits["train"]),
+            "unit": self.unit,
+            "passages": len(texts.passages),
+            "texts_sha256": texts.digest(),
+            "skipped": texts.skipped,
+            "loss": "infonce",
+            "batch": [batch for _, batch in recipe.train.batch],
+            "memory": asdict(dense_need(activations_per_query(self.run, self.materials), largest, kept)),
+        }
+
+
+def retriever_loss(run: RetrieverRun, loss: InfoNCELoss, batch: TextBatch) -> Tensor:
+    """The loss of a batch of any size: from queries to all its passages, averaged over the recipe's dimensions."""
+    model, settings = run.model, run.recipe.train
+    with run.autocast():
+        queries = encode(model.encode_query, batch.queries, sub_batch=settings.sub_batch.query, retain=settings.retain)
+        passages = encode(
+            model.encode_passage, batch.passages, sub_batch=settings.sub_batch.passage, retain=settings.retain
+        )
+    ids = {name: getattr(batch, name).to(run.device) for name in ("positives", "query_ids", "key_ids")}
+    cuts = (None, *run.recipe.model.dimensions)
+    losses = [
+        loss(model.comparable(queries, cut), model.comparable(passages, cut), model.logit_scale.exp(), **ids)
+        for cut in cuts
+    ]
+    return torch.stack(losses).mean()
+
+
+def activations_per_query(run: RetrieverRun, materials: TextMaterials) -> int:
+    """The bytes that autograd keeps for one query and its passages, measured on texts of middling length."""
+    data, sub_batch = run.recipe.data, run.recipe.train.sub_batch
+
+    def of(side: str) -> int:
+        store = materials.queries if side == "query" else materials.passages
+        middle = store.lengths.argsort()[len(store) // 2]
+        encoder = getattr(run.model, f"encode_{side}")
+
+        def forward(count: int) -> object:
+            tokens = {name: ids.to(run.device) for name, ids in store.rows(middle.expand(count)).items()}
+            return encoder(**tokens)
+
+        return bytes_per_example(forward, getattr(sub_batch, side))
+
+    with run.autocast():
+        return of("query") + of("passage") * (data.positives + data.negatives)

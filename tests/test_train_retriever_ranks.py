@@ -1,0 +1,143 @@
+"""A retriever on several ranks: the curve of one process, each passage on one rank, the same run when it is resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_train_ranks import Launched, _late_signal, _main, _steps
+from test_train_resume import check_same
+from test_train_retriever import bert
+from tiny_texts import tiny_retriever, write_text_recipe
+
+import contrastile
+from contrastile.train.loop import run_recipe
+from contrastile.train.ranks import Ranks
+from contrastile.train.recipe import load_any_recipe
+from contrastile.train.retriever.feed import homes
+from contrastile.train.retriever.job import Retrieval
+
+SHORT = ("train.examples=132", "evaluate.every=1.0")
+# a question has several right passages, and some passages are right for several
+SEVERAL = ("data.positives=2", "data.negatives=1")
+
+
+def _words(folder: Path, *overrides: str) -> list[str]:
+    return ["train", str(write_text_recipe(folder)), *overrides, "--runs", str(folder / "runs")]
+
+
+def _trained(folder: Path, W: int, *overrides: str) -> Path:
+    with Launched(W, folder, _main, _words(folder, *overrides)) as launched:
+        assert launched.codes() == [0] * W, launched.said(0)
+    return folder / "runs" / "tiny"
+
+
+@pytest.mark.parametrize(
+    ("W", "overrides"),
+    [
+        (2, ("model.dimensions=[4, 8]", "loss.learn_scale=true")),
+        # parts of each batch, the last batch so small that a rank has nothing of its second part
+        (3, ("train.batch=43", "train.accumulate=2", "loss.exchange=ring", "loss.gradient=sum", *SEVERAL)),
+    ],
+)
+def test_the_curve_is_that_of_one_process(tmp_path: Path, W: int, overrides: tuple[str, ...]) -> None:
+    (tmp_path / "alone").mkdir()
+    alone = run_recipe(tiny_retriever(tmp_path / "alone", *SHORT, *overrides), tmp_path / "alone" / "runs").folder
+    together = _trained(tmp_path, W, *SHORT, *overrides)
+    for one, same in zip(_steps(alone), _steps(together), strict=True):
+        for exact in ("examples", "batch", "learning_rate"):
+            assert same[exact] == one[exact]
+        assert same["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert same["norm"] == pytest.approx(one["norm"], rel=1e-3)
+    assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
+    assert json.loads((together / "run.json").read_text())["ranks"] == W
+    assert contrastile.load(together).encode_query(["where"]).shape == (1, 16)
+
+
+def test_towers_with_dropout_train_on_ranks_of_which_some_have_nothing(tmp_path: Path) -> None:
+    recipe = write_text_recipe(tmp_path)
+    recipe.write_text("\n".join(line for line in recipe.read_text().splitlines() if not line.startswith("both")))
+    encoders = bert("query", "cls"), bert("passage", "last")
+    words = ["train", str(recipe), *encoders, "train.batch=2", "train.examples=6", "--runs", str(tmp_path / "runs")]
+    with Launched(3, tmp_path, _main, words) as launched:
+        codes = launched.codes()
+        assert codes == [0, 0, 0], "".join(launched.said(rank) for rank in range(3))
+    steps = _steps(tmp_path / "runs" / "tiny")
+    assert len(steps) == 3
+    assert all(0 < step["loss"] < 10 and step["norm"] > 0 for step in steps)
+
+
+SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9", "train.precision=bf16")
+
+
+def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    whole = _trained(tmp_path, 2, *SAVED).rename(tmp_path / "whole")
+    words = _words(tmp_path, *SAVED)
+    with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
+        assert launched.codes() == [128 + signal.SIGTERM, 0]
+    folder = tmp_path / "runs" / "tiny"
+    assert (folder / "checkpoints" / "step-000000003").is_dir()
+    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
+        assert launched.codes() == [0, 0]
+    check_same(folder, whole)
+
+
+def test_ranks_that_read_other_texts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    words = _words(tmp_path)
+    others = Path(_words(tmp_path / "other")[1])
+    source = tmp_path / "other" / "texts.jsonl"
+    source.write_text(source.read_text().replace("forest", "meadow"))
+    others.write_text(others.read_text().replace(str(source), str(tmp_path / "texts.jsonl")))
+    with Launched(2, tmp_path, _other_texts, words, source) as launched:
+        assert launched.codes() == [2, 2]
+        for rank in range(2):
+            assert launched.said(rank).splitlines()[-1].startswith("`data` must be the same on all ranks; got ")
+
+
+def _other_texts(rank: int, words: list[str], source: Path) -> int:
+    """Rank 1 finds other texts under the same name."""
+    from contrastile.cli.main import main
+    from contrastile.train.retriever import feed
+
+    real = feed.open_texts
+    feed.open_texts = lambda name, **how: real(str(source) if rank == 1 else name, **how)
+    return main(words)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_each_passage_is_on_one_rank_and_what_is_right_is_beside_its_query(tmp_path: Path, size: int) -> None:
+    write_text_recipe(tmp_path)
+    lines = (tmp_path / "texts.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    # every fourth question is also answered by the next one's passage
+    for one, after in zip(entries[::4], entries[1::4], strict=True):
+        one["positive_ctxs"] += after["positive_ctxs"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    job = Retrieval.open(load_any_recipe(tmp_path / "tiny.toml", SEVERAL))
+    rows = torch.from_numpy(job.rows)
+    (whole,) = job.parts(rows, 1, Ranks())
+    shares = [job.parts(rows, 1, Ranks(rank, size))[0] for rank in range(size)]
+    assert {share.whole for share in shares} == {len(rows)}
+    assert sum(map(len, shares)) == len(rows)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 2
+    assert sorted(torch.cat([share.key_ids for share in shares]).tolist()) == sorted(whole.key_ids.tolist())
+
+    def known(batch: Any) -> list[tuple[int, list[int]]]:
+        keys = batch.key_ids.tolist()
+        right = [sorted(keys[place] for place in places if place >= 0) for places in batch.positives.tolist()]
+        return sorted(zip(batch.query_ids.tolist(), right, strict=True))
+
+    assert sorted(pair for share in shares for pair in known(share)) == known(whole)
+    assert max(len(right) for _, right in known(whole)) == 2
+
+
+def test_queries_that_share_a_right_passage_share_a_rank() -> None:
+    assert homes([[1], [2], [3], [4]], size=2) == [0, 1, 0, 1]
+    assert homes([[1], [2, 3], [4], [3, 5], [5], [6]], size=3) == [0, 1, 2, 1, 1, 0]
+    assert homes([[1], [2], [1, 2]], size=2) == [0, 0, 0]
+    assert homes([], size=2) == []
