@@ -95,7 +95,7 @@ def choose_exchange(
 ) -> Exchange:
     """Where the columns come from: what was asked for, or what needs no more than a sixteenth of the memory.
 
-    differentiated: whether q, and whether k, will get a gradient, which the ranks exchange too.
+    differentiated: whether q, k, the scale and the bias will get a gradient, for which the ranks work together.
     """
     name, group = options.exchange, options.group
     W = comm.size(group)
@@ -105,10 +105,9 @@ def choose_exchange(
     if name == "single":
         # nothing travels: one rank may compute a loss of its own, for validation, while the others do not
         return Single(options.gradient, Shards(None, 0, (len(rows),), (len(cols),)))
-    free = ("rows", "columns")
-    stated = comm.agree(group, _statement(options, loss, rows, cols, differentiated), free)
-    counted = (tuple(int(other[of]) for other in stated) for of in free)
-    shards = Shards(group, comm.rank(group), *counted)
+    statement = _statement(options, loss, rows, cols, differentiated)
+    counted = comm.tally(group, statement, (len(rows), len(cols)))
+    shards = Shards(group, comm.rank(group), *(tuple(each) for each in zip(*counted, strict=True)))
     _check.not_empty(sum(shards.rows))
     if name == "auto":
         D = max(sum(math.prod(x.shape[1:]) for x in side.leaves) for side in (rows, cols))
@@ -122,7 +121,7 @@ def choose_exchange(
 def _statement(
     options: Options, loss: PairLoss, rows: Side, cols: Side, differentiated: Sequence[bool]
 ) -> dict[str, Any]:
-    """What the ranks must have in common, and how much each has. The exchange first: it says what else must agree."""
+    """What the ranks must have in common. The exchange first: it says what else must agree."""
     return {
         "exchange": options.exchange,
         "loss": repr(loss),
@@ -137,8 +136,6 @@ def _statement(
         "positives": None if rows.positives is None else rows.positives.shape[1],
         "labels": rows.labels is not None,
         "ids": rows.ids is not None,
-        "rows": len(rows),
-        "columns": len(cols),
     }
 
 

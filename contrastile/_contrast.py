@@ -108,10 +108,11 @@ def contrast(
             raise wrong("device", f"be left out with {with_what}", repr(str(device)), "Move the features there.")
     except ValueError as error:
         # the other ranks must not wait for one that is wrong
-        if comm.size(options.group) > 1:
-            comm.agree(options.group, {"error": str(error)})
+        if comm.size(options.group) > 1 and options.exchange != "single":
+            comm.tally(options.group, {"error": str(error)}, (0, 0))
         raise
-    differentiated = [torch.is_grad_enabled() and x.requires_grad for x in (q, k)]
+    inputs = (q, k, scale, bias) if pair is None else (*pair.rows, *pair.cols, scale, bias, *pair.scorer.parameters[:1])
+    differentiated = [torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs]
     exchange = choose_exchange(options, loss, rows, cols, differentiated)
     rows, cols = exchange.shards.place(rows, cols)
     dtype = q.dtype if pair is None else pair.scorer.dtype
@@ -218,6 +219,7 @@ class _ContrastAtOnce(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, scale, bias, *found = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:4]
+        upstream = upstream * ctx.call.exchange.gradient_factor()
         return *hand_back(ctx.call, Gradients(*found), upstream, q, k, scale, bias, wanted), None
 
 

@@ -121,8 +121,8 @@ class _ScoredAtOnce(torch.autograd.Function):
             rows, coefficient = with_coefficients(call, tiles.scale * 0)
             u, v = _room(tiles, rows, call.cols)
             with silent(scorer.parameters):
-                stats, sums = tiles.stats_and_grads(rows, call.cols, u, v)
-            value: Tensor = (coefficient * call.loss.finish(stats).loss).sum()
+                stats, sums = call.exchange.stats_and_grads(tiles, rows, call.cols, u, v)
+            value: Tensor = call.exchange.total((coefficient * call.loss.finish(stats).loss).sum())
         ctx.call, ctx.tiles = call, tiles
         ctx.save_for_backward(scale, bias, u, v, sums, *tensors)
         return value
@@ -131,7 +131,7 @@ class _ScoredAtOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale, bias, u, v, sums, *_ = ctx.saved_tensors
-        times = upstream.to(sums.dtype)
+        times = upstream.to(sums.dtype) * ctx.call.exchange.gradient_factor()
         # asked for again, they must be as they were
         u, v = (None if x is None else x * times for x in (u, v))
         found = Gradients(u, v, sums * times)

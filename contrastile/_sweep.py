@@ -121,8 +121,9 @@ def forward_with_gradients(
         tiles = call.arithmetic(scale, bias, q.dtype)
         rows, coefficient = with_coefficients(call, poison(tiles.scale, q, k))
         u, v = _room(q, k, wanted)
-        stats, total = tiles.stats_and_grads(replace(rows, features=q), replace(call.cols, features=k), u, v)
-        value = (coefficient * call.loss.finish(stats).loss).sum()
+        rows, cols = replace(rows, features=q), replace(call.cols, features=k)
+        stats, total = call.exchange.stats_and_grads(tiles, rows, cols, u, v)
+        value = call.exchange.total((coefficient * call.loss.finish(stats).loss).sum())
     return value, Gradients(u, v, total)
 
 
@@ -130,14 +131,16 @@ def with_coefficients(call: Call, not_finite: Tensor) -> tuple[Side, Tensor]:
     """The rows with their coefficients for an upstream of 1, which those of a pairwise loss have before any sweep."""
     n, wide = len(call.rows), not_finite.dtype
     weights = not_finite.new_ones(n) if call.weights is None else call.weights.to(wide)
-    coefficient = (weights / weights.sum() if call.reduction == "mean" else weights) + not_finite
+    # of all ranks, so that what one has makes the gradients of all NaN
+    mass, not_finite = call.exchange.total(torch.stack([weights.sum(), not_finite])).unbind()
+    coefficient = (weights / mass if call.reduction == "mean" else weights) + not_finite
     # a pairwise loss leaves no state
     return replace(call.rows, coefficient=coefficient, state=coefficient.new_empty(0, n)), coefficient
 
 
 def at_once(call: Call) -> bool:
-    """Whether the gradients can come with the loss: those of a pair wait for nothing, and no column is elsewhere."""
-    return call.loss.pairwise and len(call.exchange.shards) == 1 and call.reduction != "none"
+    """Whether the gradients can come with the loss: those of a pair wait for nothing."""
+    return call.loss.pairwise and call.reduction != "none"
 
 
 def backward(

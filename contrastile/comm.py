@@ -7,11 +7,13 @@ know that it is empty. What fails here is told by `rollcall.py`, with the rank, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,9 +28,11 @@ from contrastile.rollcall import here, lost
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# bytes of what a rank says of itself before a step's first exchange, and letters of a sentence in it
+# bytes of what a rank says of itself where it is asked in full, and letters of a sentence in it
 STATEMENT = 2048
 SENTENCE = 320
+# in the place of a statement's digest: look at what I say
+LISTEN = 0
 
 # by group: what has been posted and not waited for. It keeps the buffers alive, whatever becomes of the caller
 _under_way: dict[Any, Flight] = {}
@@ -48,6 +52,26 @@ def rank(group: Any) -> int:
     return dist.get_rank(group) if size(group) > 1 else 0
 
 
+def tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[list[int]]:
+    """The counts of every rank, in rank order, after making sure that all ranks state the same.
+
+    What each step begins with, so it is short: a digest of the statement and the counts, in one gather of whole
+    numbers, which waits for the other ranks but for nothing that this one's device still has to do. Where digests
+    differ, all ranks `agree`, and raise what comes of it.
+    """
+    here.count()
+    said = [LISTEN if "error" in statement else _digest(statement), *counts]
+    device = _device(group)
+    with _apart(device):
+        everyone = torch.empty(size(group) * len(said), dtype=torch.int64, device=device)
+        with _together("agreement", group):
+            _all_gather(everyone, torch.tensor(said, device=device), group=group)
+        heard = everyone.view(-1, len(said)).tolist()
+    if any(digest == LISTEN or digest != said[0] for digest, *_ in heard):
+        _agreed(group, statement, ())
+    return [counted for _, *counted in heard]
+
+
 def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What every rank states, in rank order, after making sure that they state the same (but for the `free` entries).
 
@@ -55,16 +79,21 @@ def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> li
     wrong is an error on all of them, before any exchange could wait for ever.
     """
     here.count()
+    return _agreed(group, statement, free)
+
+
+def _agreed(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list[dict[str, Any]]:
     if "error" in statement:
         statement = {"error": statement["error"][:SENTENCE]}
     written = json.dumps(statement).encode()
     mine = torch.zeros(STATEMENT, dtype=torch.uint8)
     mine[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
     device = _device(group)
-    everyone = torch.empty(size(group) * STATEMENT, dtype=torch.uint8, device=device)
-    with _together("agreement", group):
-        _all_gather(everyone, mine.to(device), group=group)
-    heard = everyone.cpu().numpy().tobytes()
+    with _apart(device):
+        everyone = torch.empty(size(group) * STATEMENT, dtype=torch.uint8, device=device)
+        with _together("agreement", group):
+            _all_gather(everyone, mine.to(device), group=group)
+        heard = everyone.cpu().numpy().tobytes()
     stated = [json.loads(heard[at : at + STATEMENT].rstrip(b"\0")) for at in range(0, len(heard), STATEMENT)]
     for at, other in enumerate(stated):
         if "error" in other:
@@ -82,35 +111,58 @@ def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> li
     return stated
 
 
+def _digest(statement: dict[str, Any]) -> int:
+    """63 bits that say whether two statements are the same; never `LISTEN`."""
+    short = hashlib.blake2b(json.dumps(statement).encode(), digest_size=8).digest()
+    return int.from_bytes(short) >> 1 | 1
+
+
 def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     """The rows [Σ sizes, ...] of all ranks' x, in rank order; ranks may have different numbers of them."""
-    if x.dtype == torch.bool:
-        return gather_rows(_sendable(x), sizes, group).view(torch.bool)
-    most = max(sizes)
-    room = x.new_empty((len(sizes) * most, *x.shape[1:]))
+    return begin_gather([x], sizes, group).wait()[0]
+
+
+def begin_gather(each: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Flight:
+    """`gather_rows` of several tensors, under way: what it brings is there after `wait`."""
+    group, largest = _default(group), max(sizes)
+    sent = [_padded(_sendable(x), largest) for x in each]
+    rooms = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
+
+    def joined(arrived: list[Tensor]) -> list[Tensor]:
+        return [_joined(room, sizes).view(x.dtype) for room, x in zip(arrived, each, strict=True)]
+
     with _together("gather of rows", group):
-        _all_gather(room, _padded(x, most), group=group)
-    return torch.cat([part[:n] for part, n in zip(room.split(most), sizes, strict=True)])
+        works = [
+            _all_gather(room, x, group=group, async_op=True)
+            for room, x in zip(rooms, sent, strict=True)
+            if room.numel()
+        ]
+    return _take_off(Flight(group, "gather of rows", works, rooms, sent, joined))
 
 
-def scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
-    """This rank's rows of Σ over ranks of x [Σ sizes, ...]."""
-    most = max(sizes)
-    parts = torch.cat([_padded(part, most) for part in x.split(list(sizes))])
-    mine = x.new_empty((most, *x.shape[1:]))
-    with _together("sum of the ranks' parts", group):
-        _reduce_scatter(mine, parts, group=group)
-    return mine[: sizes[rank(group)]]
+def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Flight:
+    """This rank's rows of Σ over ranks of x [Σ sizes, ...], under way."""
+    group, largest, what = _default(group), max(sizes), "sum of the ranks' parts"
+    even = all(n == largest for n in sizes)
+    parts = x if even else torch.cat([_padded(part, largest) for part in x.split(list(sizes))])
+    mine, rows = x.new_empty((largest, *x.shape[1:])), sizes[rank(group)]
+    with _together(what, group):
+        works = [_reduce_scatter(mine, parts, group=group, async_op=True)] if mine.numel() else []
+    return _take_off(Flight(group, what, works, [mine], [parts], lambda arrived: [arrived[0][:rows]]))
 
 
-def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> list[Tensor]:
-    """Each rank's version of this rank's rows of x [Σ sizes, ...]: W tensors [sizes[rank], ...], in rank order."""
-    most = max(sizes)
-    parts = torch.cat([_padded(part, most) for part in x.split(list(sizes))])
-    room = torch.empty_like(parts)
+def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+    """From the rows x [Σ sizes of the others, ...] meant for each other rank, those meant for this one.
+
+    [W − 1, sizes[rank], ...], in rank order; nothing is meant for the rank itself.
+    """
+    me, W = rank(group), len(sizes)
+    leaving = [0 if other == me else n for other, n in enumerate(sizes)]
+    arriving = [0 if other == me else sizes[me] for other in range(W)]
+    room = x.new_empty(((W - 1) * sizes[me], *x.shape[1:]))
     with _together("exchange of statistics", group):
-        dist.all_to_all_single(room, parts, group=group)
-    return [part[: sizes[rank(group)]] for part in room.split(most)]
+        dist.all_to_all_single(room, x, arriving, leaving, group=group)
+    return room.view(W - 1, sizes[me], *x.shape[1:])
 
 
 def total(x: Tensor, group: Any) -> Tensor:
@@ -160,44 +212,54 @@ def most(number: int, group: Any) -> int:
     return int(largest)
 
 
+def _as_it_came(arrived: list[Tensor]) -> list[Tensor]:
+    return arrived
+
+
 @dataclass
 class Flight:
-    """Tensors under way from the previous rank and to the next one; waited for once, before anything else is sent."""
+    """Tensors under way between ranks; waited for once, before anything else is sent."""
 
     group: Any
+    operation: str
     works: list[Any]
     arriving: list[Tensor]
     # must live until they have left
     leaving: list[Tensor]
+    # what to make of them
+    made: Callable[[list[Tensor]], list[Tensor]] = _as_it_came
 
     def wait(self) -> list[Tensor]:
         if _under_way.pop(self.group, None) is not self:
-            raise _misused("that was waited for already")
-        with _together(RING, self.group):
+            raise _misused(f"a {self.operation} that was waited for already")
+        with _together(self.operation, self.group):
             for work in self.works:
                 work.wait()
         self.leaving = []
-        return self.arriving
+        return self.made(self.arriving)
 
 
 RING = "ring exchange"
 
 
-def post(leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: Any) -> Flight:
-    """Sends tensors to the next rank of the ring and receives as many buffers from the previous one.
+def post(leaving: Tensor, arriving: Tensor, group: Any) -> Flight:
+    """Sends a tensor to the next rank of the ring and receives another from the previous one.
 
     Raises RuntimeError where something is under way in the group already.
     """
     group = _default(group)
     ranks, me = size(group), rank(group)
     following, previous = (dist.get_global_rank(group, (me + step) % ranks) for step in (1, -1))
-    sent = [_sendable(x).contiguous() for x in leaving]
-    operations = [dist.P2POp(dist.isend, x, following, group) for x in sent if x.numel()]
-    operations += [dist.P2POp(dist.irecv, _sendable(x), previous, group) for x in arriving if x.numel()]
+    operations = [dist.P2POp(dist.isend, leaving, following, group)] if leaving.numel() else []
+    operations += [dist.P2POp(dist.irecv, arriving, previous, group)] if arriving.numel() else []
     with _together(RING, group):
         works = dist.batch_isend_irecv(operations) if operations else []
-    _under_way[group] = Flight(group, works, list(arriving), sent)
-    return _under_way[group]
+    return _take_off(Flight(group, RING, works, [arriving], [leaving]))
+
+
+def _take_off(flight: Flight) -> Flight:
+    _under_way[flight.group] = flight
+    return flight
 
 
 @contextmanager
@@ -205,7 +267,7 @@ def _together(operation: str, group: Any) -> Iterator[None]:
     """Around what all ranks of the group carry out: where it fails, the error says who, when and what."""
     group = _default(group)
     if group in _under_way:
-        raise _misused(f"under way, which the {operation} would meet")
+        raise _misused(f"a {_under_way[group].operation} under way, which the {operation} would meet")
     here.operation = operation
     try:
         yield
@@ -219,7 +281,7 @@ def _together(operation: str, group: Any) -> Iterator[None]:
 
 def _misused(what: str) -> RuntimeError:
     remedy = "An error or a second thread left it so; start all ranks again, and give each thread a group of its own."
-    return RuntimeError(str(wrong("group", "carry one exchange at a time", f"a {RING} {what}", remedy)))
+    return RuntimeError(str(wrong("group", "carry one exchange at a time", what, remedy)))
 
 
 def _default(group: Any) -> Any:
@@ -229,6 +291,14 @@ def _default(group: Any) -> Any:
 def _sendable(x: Tensor) -> Tensor:
     """x as bytes, where it is made of truth values, which not every backend sends."""
     return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _joined(room: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The rows of all ranks without what pads them; as they came where nothing does."""
+    most = max(sizes)
+    if all(n == most for n in sizes):
+        return room
+    return torch.cat([part[:n] for part, n in zip(room.split(most), sizes, strict=True)])
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
@@ -244,3 +314,13 @@ def _device(group: Any) -> torch.device:
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _apart(device: torch.device) -> AbstractContextManager[object]:
+    """On a GPU, a stream that waits for nothing which the device still has to do."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

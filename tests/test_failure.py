@@ -142,7 +142,8 @@ def _disagree(rank: int, group: Any, kind: str) -> str:
         ("exchange", "`exchange` must be the same on all ranks; got 'ring' on rank 0 and 'gather' on rank 1. "),
         (
             "requires_grad",
-            "`requires_grad` must be the same on all ranks; got [False, False] on rank 0 and [True, True] on rank 2. ",
+            "`requires_grad` must be the same on all ranks; got [False, False, False, False] "
+            "on rank 0 and [True, True, False, False] on rank 2. ",
         ),
     ],
 )
@@ -184,7 +185,7 @@ def test_a_long_complaint_is_cut(pool: Pool) -> None:
 
 def _post_twice(rank: int, group: Any) -> list[str]:
     def posted() -> comm.Flight:
-        return comm.post([torch.full((2,), float(rank))], [torch.empty(2)], group)
+        return comm.post(torch.full((2,), float(rank)), torch.empty(2), group)
 
     flight, said = posted(), []
     for misuse in (posted, lambda: comm.total(torch.ones(1), group), lambda: comm.agree(group, {})):
@@ -213,7 +214,7 @@ def test_a_misused_group_says_so(pool: Pool) -> None:
 
 
 def _dropped(rank: int, group: Any) -> list[float]:
-    comm.post([torch.full((1000,), float(rank))], [torch.empty(1000)], group)
+    comm.post(torch.full((1000,), float(rank)), torch.empty(1000), group)
     # what was posted lives on, though nobody here holds it
     trash = [torch.full((1000,), -1.0) for _ in range(100)]
     (flight,) = comm._under_way.values()

@@ -27,7 +27,7 @@ class Circle:
     """What W simulated ranks share: a queue from each to the next, and one table for what all of them say."""
 
     W: int
-    queues: list[SimpleQueue[list[Tensor]]] = field(init=False)
+    queues: list[SimpleQueue[Tensor]] = field(init=False)
     table: list[Any] = field(init=False)
     barrier: Barrier = field(init=False)
 
@@ -56,22 +56,22 @@ class Place:
 @dataclass
 class Posted:
     place: Place
-    arriving: list[Tensor]
+    arriving: Tensor
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> None:
         arrived = self.place.circle.queues[self.place.rank].get(timeout=PATIENCE)
         # exactly what room was made for
-        assert [x.shape for x in arrived] == [x.shape for x in self.arriving]
-        return arrived
+        assert (arrived.shape, arrived.dtype) == (self.arriving.shape, self.arriving.dtype)
+        self.arriving.copy_(arrived)
 
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """comm's part of the ring, without torch.distributed."""
 
-    def post(leaving: list[Tensor], arriving: list[Tensor], group: Place) -> Posted:
+    def post(leaving: Tensor, arriving: Tensor, group: Place) -> Posted:
         following = (group.rank + 1) % group.circle.W
-        group.circle.queues[following].put([x.clone() for x in leaving])
+        group.circle.queues[following].put(leaving.clone())
         return Posted(group, arriving)
 
     def total(x: Tensor, group: Place) -> Tensor:
@@ -80,7 +80,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in (
         ("size", lambda group: group.circle.W if group else 1),
         ("rank", lambda group: group.rank),
-        ("agree", lambda group, statement, free=(): group.circle.everyone(group.rank, statement)),
+        ("tally", lambda group, statement, counts: group.circle.everyone(group.rank, counts)),
         ("total", total),
         ("post", post),
     ):

@@ -13,6 +13,7 @@ back for its own features is `W · ∂L/∂features` where the wrapper takes the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -66,8 +67,17 @@ class Exchange(ABC):
 
     @abstractmethod
     def grads(self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        """Adds to u and v what all ranks' pairs give this rank's rows and columns; returns the sums over this rank's
-        rows.
+        """Adds to u and v, which come as zeros, what all ranks' pairs give this rank's rows and columns.
+
+        Returns the sums over this rank's rows.
+        """
+
+    @abstractmethod
+    def stats_and_grads(
+        self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Both in one sweep, for a pairwise loss whose rows carry their coefficients: the rows' statistics, and the
+        sums over this rank's rows.
         """
 
     @classmethod
@@ -82,3 +92,26 @@ class Exchange(ABC):
     def gradient_factor(self) -> int:
         """What the wrapper's averaging will divide by."""
         return len(self.shards) if self.gradient == "mean" else 1
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """All ranks' shards of a side, on their way."""
+
+    side: Side
+    flight: comm.Flight
+
+    def wait(self) -> Side:
+        """All of them as one side, in rank order."""
+        luggage = self.flight.wait()
+        if self.side.state is not None:
+            luggage[-1] = luggage[-1].T
+        return self.side.moved(luggage, 0)
+
+
+def gather_side(side: Side, sizes: Sequence[int], group: Any) -> Gathering:
+    """Asks all ranks for their shards, with all that travels with them."""
+    luggage = side.luggage()
+    if side.state is not None:
+        luggage[-1] = luggage[-1].T.contiguous()
+    return Gathering(side, comm.begin_gather([x.contiguous() for x in luggage], sizes, group))

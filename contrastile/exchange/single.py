@@ -21,6 +21,11 @@ class Single(Exchange):
     def grads(self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
         return tiles.grads(rows, cols, u, v)
 
+    def stats_and_grads(
+        self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return tiles.stats_and_grads(rows, cols, u, v)
+
     @classmethod
     def extra_bytes(cls, shards: Shards, D: int, itemsize: int) -> int:
         del shards, D, itemsize

@@ -11,6 +11,7 @@ positives by label; SigLIP's is `Sigmoid()`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -73,27 +74,18 @@ class Side:
         )
 
     def luggage(self) -> list[Tensor]:
-        """What has to travel with the rows, each tensor with the rows as its first axis."""
-        state = None if self.state is None else self.state.T
-        carried = [x for x in (self.labels, self.ids, self.coefficient, state) if x is not None]
+        """What has to travel with the rows, which are the first axis of each tensor, but the last of the state's."""
+        carried = [x for x in (self.labels, self.ids, self.coefficient, self.state) if x is not None]
         return [*self.leaves, *carried]
 
-    def moved(self, luggage: list[Tensor], start: int) -> Side:
+    def moved(self, luggage: Sequence[Tensor], start: int) -> Side:
         """Another shard, unpacked from its luggage; it has what this one has, and begins at `start`."""
         unpacked = iter(luggage)
         features, *others = (next(unpacked) for _ in self.leaves)
         labels, ids, coefficient, state = (
             None if x is None else next(unpacked) for x in (self.labels, self.ids, self.coefficient, self.state)
         )
-        return Side(
-            features,
-            start,
-            labels=labels,
-            ids=ids,
-            coefficient=coefficient,
-            state=None if state is None else state.T,
-            others=tuple(others),
-        )
+        return Side(features, start, labels=labels, ids=ids, coefficient=coefficient, state=state, others=tuple(others))
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,11 @@ class Tiles(ABC):
         Returns the statistics of the rows, and Σ_ij g_ij.
         """
 
+    def merge(self, stats: Tensor, parts: Tensor) -> None:
+        """Merges the parts [P, K, n], one after the other, into the statistics [K, n] of the same rows."""
+        for part in parts:
+            stats.copy_(self.loss.merge(stats, part))
+
     @abstractmethod
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         """The most that a block of N × M of D features in `dtype` takes beside inputs, outputs and accumulators."""

@@ -139,6 +139,10 @@ class Triton(Tiles):
             self._listed_stats(block, row_stats, None)
         return row_stats, total
 
+    def merge(self, stats: Tensor, parts: Tensor) -> None:
+        with on(self.scale.device):
+            launch.merge_parts(stats, parts, sigmoid=self._sigmoid)
+
     def ended(
         self,
         stats: Sequence[Tensor],
@@ -147,13 +151,14 @@ class Triton(Tiles):
         total: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
         blocks = list(self.numbers.values())
-        if self._sigmoid or reduction == "none" or len(blocks) != 1:
+        if self._sigmoid or reduction == "none" or not blocks:
             return None
         weights = None if weights is None else weights.to(torch.float32).contiguous()
-        # statistics that have travelled are not laid out as the kernels read them
+        # statistics that have been cut out of others are not laid out as the kernels read them
         stats = [side.contiguous() for side in stats]
         with on(self.scale.device):
             mean, smoothing = reduction == "mean", self._smoothing
+            # the first block has this rank's own columns: between them, the ranks look at all features
             return conclude.ended(stats, weights, blocks[0], total, mean=mean, smoothing=smoothing)
 
     def scaled(

@@ -155,6 +155,20 @@ def merge_maxima(rows: Merge, cols: Merge | None, numbers: Tensor, *, labels: bo
     run(vectors.merge_maxima, grid, numbers_ptr=numbers, LABELS=labels, **given)
 
 
+def merge_parts(stats: Tensor, parts: Tensor, *, sigmoid: bool) -> None:
+    """Merges parts [P, K, n] of statistics into those [K, n] of the same rows, one after the other."""
+    P, _, n = parts.shape
+    if sigmoid:
+        stats.add_(parts[0] if P == 1 else parts.sum(0))
+    elif n:
+        part_stride, row_stride, col_stride = parts.stride()
+        run(
+            vectors.merge_parts, (tiles_of(n, BLOCK), 2), stats_ptr=stats, stats_row_stride=stats.stride(0),
+            stats_stride=stats.stride(1), part_ptr=parts, part_stride=part_stride, part_row_stride=row_stride,
+            part_col_stride=col_stride, parts=P, n=n, BLOCK=BLOCK,
+        )  # fmt: skip
+
+
 def prepare(sides: list[tuple[Tensor, Tensor]], numbers: Tensor, smoothing: float) -> list[tuple[Tensor, Tensor]]:
     """Each side's vectors for `gradient`, times the unit; raises the flag where the careful form is needed."""
     lengths = [len(coefficient) for _, coefficient in sides]

@@ -37,7 +37,8 @@ POSITIVE_TOP, LOGIT_SUM = (tl.constexpr(SoftmaxStats._fields.index(name)) for na
 STATS = tl.constexpr(len(SoftmaxStats._fields))
 # numbers that change from call to call: compiled once for all their values
 ANY = ("n", "N", "M", "stride", "q_blocks", "blocks", "col_tiles", "row_tiles", "row_first", "row_last", "col_first",
-       "col_last", "smoothing", "cut", "careful", "row_state_stride", "col_state_stride")  # fmt: skip
+       "col_last", "smoothing", "cut", "careful", "row_state_stride", "col_state_stride", "stats_row_stride",
+       "stats_stride", "parts", "part_stride", "part_row_stride", "part_col_stride")  # fmt: skip
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -238,6 +239,44 @@ def merge_maxima(numbers_ptr, row_part_ptr, row_stats_ptr, row_stride, col_tiles
         else:
             _merge_careful_side(col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, block,
                                 LABELS, BLOCK, TILES)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ANY)
+def merge_parts(stats_ptr, stats_row_stride, stats_stride, part_ptr, part_stride, part_row_stride,
+                part_col_stride, parts, n, BLOCK: tl.constexpr):  # fmt: skip
+    """Merges parts [parts, 8, n] of statistics, of disjoint sets of pairs, into those [8, n] of the same rows.
+
+    Where program_id 1 is 0, the sum of exponentials and the sums over all pairs; where it is 1, what is known of the
+    positives.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    kind = tl.program_id(1)
+    # rows of (top, total), and of the two sums
+    first = 2 * kind
+    sums = tl.where(kind == 0, LOGIT_SUM, POSITIVE_TOP + 2)
+    out = stats_ptr + at * stats_stride.to(tl.int64)
+    here = part_ptr + at * part_col_stride.to(tl.int64)
+    stats_row_stride = stats_row_stride.to(tl.int64)
+    row_stride = part_row_stride.to(tl.int64)
+    top = tl.load(out + first * stats_row_stride, mask=inside, other=-float("inf"))
+    total = tl.load(out + (first + 1) * stats_row_stride, mask=inside, other=0.0)
+    one = tl.load(out + sums * stats_row_stride, mask=inside, other=0.0)
+    other = tl.load(out + (sums + 1) * stats_row_stride, mask=inside, other=0.0)
+    for part in range(parts):
+        source = here + part * part_stride.to(tl.int64)
+        part_top = tl.load(source + first * row_stride, mask=inside, other=-float("inf"))
+        part_total = tl.load(source + (first + 1) * row_stride, mask=inside, other=0.0)
+        higher = tl.maximum(top, part_top)
+        safe = tl.where(higher == -float("inf"), 0.0, higher)
+        total = total * tl.exp(top - safe) + part_total * tl.exp(part_top - safe)
+        top = higher
+        one += tl.load(source + sums * row_stride, mask=inside, other=0.0)
+        other += tl.load(source + (sums + 1) * row_stride, mask=inside, other=0.0)
+    tl.store(out + first * stats_row_stride, top, mask=inside)
+    tl.store(out + (first + 1) * stats_row_stride, total, mask=inside)
+    tl.store(out + sums * stats_row_stride, one, mask=inside)
+    tl.store(out + (sums + 1) * stats_row_stride, other, mask=inside)
 
 
 @triton.jit
