@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +21,23 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from contrastile._check import wrong
-from contrastile._types import accumulator
 from contrastile.lengths import Cut, cut, cut_by_tokens
 from contrastile.offload import Bounds, numbered, stream
 from contrastile.reach import (
     Autocast,
     RandomState,
     Reached,
-    graph_leaves,
     has_other_path,
     reach,
     refusing_batch_norm,
+    sharing_casts,
     silent,
 )
-from contrastile.retention import AUTO, Retention, largest_sub_batch
+from contrastile.retention import AUTO, Graph, Graphs, Retention, largest_sub_batch, later_bytes, with_room
+from contrastile.sums import Sums
 from contrastile.wrappers import Sharding, inside, refuse_bypass, unwrap
+
+Result = TypeVar("Result")
 
 
 def encode(
@@ -104,7 +106,7 @@ def encode(
             apply = partial(_Encode.apply, job, leaves, *reached.parameters, *_differentiable(leaves))
             features = inside(wrapper, apply) if wrapper is not None and reached.parameters else apply()
         else:
-            features = job.first_pass(leaves, _Kept(), grad=False)
+            features = job.first_pass(leaves, job.nothing_kept(), grad=False)
     return pytree.tree_unflatten(planned.unsort(features), job.output_structure[0])
 
 
@@ -138,9 +140,12 @@ def _fitting(job: _Job, leaves: Sequence[Tensor | None]) -> int:
 
     key = next(iter(job.reached.parameters), None)
     shapes = tuple(None if leaf is None else (leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    later = later_bytes(job.reached.parameters, sum(leaf.nbytes for leaf in _differentiable(leaves)), (), 1)
     before = RandomState.capture(job.device)
     try:
-        return largest_sub_batch(work, _batch_size(leaves), job.device, key=key, shapes=shapes, most=job.sharding.most)
+        return largest_sub_batch(
+            work, _batch_size(leaves), job.device, key=key, shapes=shapes, later=later, most=job.sharding.most
+        )
     finally:
         before.restore()
 
@@ -170,17 +175,12 @@ def _differentiable(leaves: Sequence[Tensor | None]) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
 
 
-# a sub-batch's outputs with their graph, and the inputs that want a gradient
-Graph = tuple[list[Any], list[Tensor]]
-
-
 @dataclass
 class _Kept:
     """What the first pass keeps for the backward."""
 
+    graphs: Graphs
     random: list[RandomState] = field(default_factory=list)
-    # by sub-batch
-    graphs: dict[int, Graph] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,16 @@ class _Job:
                 row for row, want in zip(rows, wanted, strict=True) if want and row is not None
             ]
 
+    def nothing_kept(self) -> _Kept:
+        # what one rank runs again, all would have to
+        yielding = self.retain == AUTO and not self.sharding.modules
+        return _Kept(Graphs(len(self.bounds), self.device, yielding=yielding))
+
+    def with_room(self, random: RandomState, run: Callable[..., Result], *arguments: Any) -> Result:
+        """run(), for which graphs give way where memory ends, unless other ranks would have to run again as well."""
+        run = partial(run, *arguments)
+        return run() if self.sharding.modules else with_room(run, self.device, random.restore)
+
     def first_pass(self, leaves: Sequence[Tensor | None], kept: _Kept, *, grad: bool) -> list[Any]:
         """Act 1: features of the whole batch, the graph of the last sub-batches only."""
         wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
@@ -248,35 +258,48 @@ class _Job:
                 kept.random.append(RandomState.capture(self.device))
                 if retention.tries(index):
                     outputs = self._keep_graph(index, rows, wanted, kept, retention)
-                elif grad and self.other_path:
-                    outputs, _ = self.run_with_graph(index, rows, wanted)
                 else:
-                    outputs = self.run(index, rows)
+                    graph = grad and self.other_path
+                    outputs = self._drop_graph(index, rows, wanted if graph else None, kept)
                 self._gather(gathered, outputs, self.bounds[index])
         return gathered
+
+    def _drop_graph(
+        self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool] | None, kept: _Kept
+    ) -> list[Any]:
+        """A sub-batch's outputs, computed with a graph if something is `wanted`."""
+        if wanted is None:
+            return self.with_room(kept.random[index], self.run, index, rows)
+        return self.with_room(kept.random[index], self.run_with_graph, index, rows, wanted)[0]
 
     def _keep_graph(
         self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool], kept: _Kept, retention: Retention
     ) -> list[Any]:
         """A sub-batch's outputs with their graph; of "auto", the oldest graphs give way where memory ends."""
         size = sum(row.nbytes for row in rows if row is not None)
+        run = partial(self.run_with_graph, index, rows, wanted)
         while retention.tries(index):
             try:
-                with retention.weighing(index, size):
-                    graph = self.run_with_graph(index, rows, wanted)
+                graph = retention.weighed(index, run, size, partial(self._later, rows, wanted))
             except torch.OutOfMemoryError:
-                # what one rank runs again, all would have to
                 if not retention.auto or self.sharding.modules:
                     raise
                 oldest = min(kept.graphs, default=index)
-                kept.graphs.pop(oldest, None)
+                kept.graphs.give_up(oldest)
                 retention.gave_up(oldest)
                 kept.random[index].restore()
             else:
                 if retention.keeps(index):
                     kept.graphs[index] = graph
                 return graph[0]
-        return self.run(index, rows)
+        return self._drop_graph(index, rows, wanted if self.other_path else None, kept)
+
+    def _later(self, rows: Sequence[Tensor | None], wanted: Sequence[bool], graph: Graph) -> int:
+        """Bytes that the step takes beside graphs, after the first sub-batch, whose rows and graph these are."""
+        start, stop = self.bounds[0]
+        times = self.bounds[-1][1] / max(1, stop - start)
+        inputs = sum(row.nbytes for row, want in zip(rows, wanted, strict=True) if want and row is not None)
+        return later_bytes(self.reached.parameters, int(times * inputs), graph[0], times)
 
     def _gather(self, gathered: list[Any], outputs: Sequence[Any], bounds: Bounds) -> None:
         start, stop = bounds
@@ -292,7 +315,7 @@ class _Job:
                     "encoder", "return rows of one shape, one for each example", got, "Pad all sub-batches alike."
                 )
             if whole is not None:
-                whole[start:stop] = part.detach()
+                whole[start:stop] = part
 
 
 def _room(out: Any, batch: int, rows: int) -> Tensor:
@@ -310,7 +333,7 @@ class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: _Job, leaves: list[Tensor | None], *inputs: Tensor) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
-        ctx.job, ctx.kept = job, _Kept()
+        ctx.job, ctx.kept = job, job.nothing_kept()
         ctx.wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
         ctx.parameters = inputs[: len(inputs) - sum(ctx.wanted)]
         ctx.versions = [parameter._version for parameter in job.sharding.stored(ctx.parameters)]
@@ -332,93 +355,44 @@ class _Encode(torch.autograd.Function):
                 raise wrong(
                     "encoder", "have the parameters of the first pass", got, "Step the optimizer after backward."
                 )
-        sums = _Sums(job, list(ctx.parameters), leaves, upstream)
-        graphs, ctx.kept.graphs = ctx.kept.graphs, {}
-        again = [index for index in range(len(job.bounds)) if index not in graphs]
+        sums = Sums(job.bounds, list(ctx.parameters), leaves, upstream)
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
         after = RandomState.capture(job.device)
         try:
             with silent(ctx.parameters), job.sharding.holding_back():
-                # those that still have their graph first: each gives memory back
-                for index in sorted(graphs, reverse=True):
-                    sums.add(index, *graphs.pop(index))
-                for index, rows in zip(again, stream(values, [job.bounds[i] for i in again], job.device), strict=True):
-                    ctx.kept.random[index].restore()
-                    with job.autocast.restored():
-                        outputs, inputs = job.run_with_graph(index, rows, ctx.wanted)
-                    sums.add(index, outputs, inputs)
+                done = _consume(job, ctx.kept.graphs, sums)
+                again = [index for index in range(len(job.bounds)) if index not in done]
+                places = stream(values, [job.bounds[index] for index in again], job.device)
+                with sharing_casts(job.device):
+                    for index, rows in zip(again, places, strict=True):
+                        ctx.kept.random[index].restore()
+                        job.with_room(ctx.kept.random[index], _replay, job, index, rows, ctx.wanted, sums)
         finally:
             after.restore()
         return None, None, *sums.finish()
 
 
-class _Sums:
-    """Act 3's running gradients of parameters and inputs, in the accumulator's type."""
+def _consume(job: _Job, graphs: Graphs, sums: Sums) -> set[int]:
+    """Back-propagates the sub-batches that still have their graph, the last first; those that came through."""
+    done = set()
+    while graphs:
+        index = max(graphs)
+        try:
+            # out of the others' reach; each gives memory back
+            sums.add(index, *graphs.pop(index))
+        except torch.OutOfMemoryError:
+            if not graphs.yielding:
+                raise
+            graphs.give_up(index)
+        else:
+            job.sharding.settle()
+            done.add(index)
+    return done
 
-    def __init__(
-        self,
-        job: _Job,
-        parameters: list[Tensor],
-        leaves: Sequence[Tensor | None],
-        upstream: Sequence[Tensor | None],
-    ) -> None:
-        self.job, self.parameters, self.upstream = job, parameters, upstream
-        self.totals: list[Tensor | None] = [None] * len(parameters)
-        # whether a total is ours to add to in place; the first gradient is autograd's, and may be shared
-        self.owned = [False] * len(parameters)
-        self.known = {id(parameter) for parameter in parameters}
-        self.inputs = [torch.zeros_like(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad]
 
-    def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
-        """Back-propagates one sub-batch from its part of the cached gradients."""
-        start, stop = self.job.bounds[index]
-        pairs = [
-            (out, whole[start:stop])
-            for out, whole in zip(outputs, self.upstream, strict=True)
-            if out is not None and out.requires_grad and whole is not None
-        ]
-        if not pairs:
-            return
-        outs, gradients = zip(*pairs, strict=True)
-        self._refuse_strangers(outs, inputs)
-        found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
-        self.job.sharding.settle()
-        self._accumulate(found[: len(self.parameters)])
-        for whole, gradient in zip(self.inputs, found[len(self.parameters) :], strict=True):
-            if gradient is not None:
-                whole[start:stop] = gradient
-
-    def _accumulate(self, gradients: Sequence[Tensor | None]) -> None:
-        owned: list[tuple[Tensor, Tensor]] = []
-        for place, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            total, wide = self.totals[place], gradient.to(accumulator(gradient.dtype))
-            if total is None:
-                self.totals[place] = wide
-            elif self.owned[place]:
-                owned.append((total, wide))
-            else:
-                self.totals[place] = total + wide
-                self.owned[place] = True
-        if owned:
-            # a few kernels instead of one for each parameter
-            torch._foreach_add_(*map(list, zip(*owned, strict=True)))
-
-    def _refuse_strangers(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        known = self.known | {id(row) for row in inputs}
-        for leaf in graph_leaves(outs):
-            if id(leaf) not in known:
-                got = f"one of shape {list(leaf.shape)} elsewhere"
-                raise wrong(
-                    "encoder",
-                    "own every parameter that it uses",
-                    got,
-                    "Pass the module that holds them, or its method.",
-                )
-
-    def finish(self) -> list[Tensor | None]:
-        return [
-            None if total is None else total.to(parameter.dtype)
-            for parameter, total in zip(self.parameters, self.totals, strict=True)
-        ] + self.inputs
+def _replay(job: _Job, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool], sums: Sums) -> None:
+    """Encodes a sub-batch again, as the first time, and back-propagates it."""
+    with job.autocast.entered():
+        outputs, inputs = job.run_with_graph(index, rows, wanted)
+    sums.add(index, outputs, inputs)
+    job.sharding.settle()

@@ -38,6 +38,11 @@ def free_memory(device: torch.device | None) -> tuple[int, int]:
     return max(0, min(free + reserved, total) - allocated), total
 
 
+def allocated(device: torch.device | None) -> int:
+    """Bytes of tensors on an accelerator, whole blocks counted; 0 on a CPU, which does not say."""
+    return torch.cuda.memory_allocated(device) if device is not None and device.type == "cuda" else 0
+
+
 def _host_memory() -> tuple[int, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page

@@ -174,13 +174,30 @@ class Autocast:
         ])  # fmt: skip
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        # weights that were cast without a graph must not be found again by a pass that needs one
-        torch.clear_autocast_cache()
+    def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             for setting in self.settings:
                 stack.enter_context(torch.autocast(**setting))
             yield
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        with sharing_casts(None), self.entered():
+            yield
+
+
+@contextmanager
+def sharing_casts(device: torch.device | None) -> Iterator[None]:
+    """Weights that autocast casts in here are cast once, and are not found outside.
+
+    Those that were cast before may be without a graph, and must not be found in here.
+    """
+    torch.clear_autocast_cache()
+    try:
+        # emptied where the outermost autocast ends: this one, which changes nothing
+        with Autocast.current(device).entered():
+            yield
+    finally:
         torch.clear_autocast_cache()
 
 

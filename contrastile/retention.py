@@ -1,31 +1,81 @@
 """How much of an encoder's work fits into memory: the graphs worth keeping, and the largest sub-batch.
 
-Ground of the house, used by `cache.py` where the user says "auto". What a graph holds is measured by asking autograd
-for everything that it saves; what is free is asked of the device.
+Ground of the house, used by `cache.py` where the user says "auto". What a graph holds is measured on the first one;
+what is free is asked of the device. If that was too much after all, graphs give way one by one: whoever runs out of
+memory here takes one from any call of `encode`, whose backward then encodes that sub-batch again.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from contrastile.offload import free_memory
+from contrastile._types import accumulator
+from contrastile.offload import allocated, free_memory
+
+T = TypeVar("T")
+# a sub-batch's outputs with their graph, and the inputs that want a gradient
+Graph = tuple[list[Any], list[Tensor]]
 
 AUTO: Literal["auto"] = "auto"
-# of what is free beyond the reserve, one call of `encode` may keep this much: the other towers want some as well
-SHARE = 0.6
-# of all that the device has, left alone: the loss, the optimizer's temporaries, fragmentation
-RESERVE = 0.1
-# a backward holds about as much again as the graph that it consumes
-BACKWARD = 2.0
+# of an accelerator's memory, left alone: fragmentation, and what nobody counts
+MARGIN = 0.06
+# of an accelerator's memory, what a loss takes beside features, gradients and accumulators
+WORKSPACE = 1 / 64
+# a CPU's memory has other users too: more is left alone, and of the rest a share is taken
+MARGIN_CPU, SHARE_CPU = 0.1, 0.6
+# beside the graphs that are kept, room for one more, but not more than this share of the memory: what the backward of
+# a graph needs while the graph is still there, and another tower's sub-batch
+BESIDE = 1 / 10
+# what forward and backward of a graph take, in graphs; an accelerator then tries whether that is enough
+BACKWARD, BACKWARD_TRIED = 2.0, 1.25
 
 logger = logging.getLogger("contrastile")
+
+
+class Graphs(dict[int, Graph]):
+    """The graphs that a call of `encode` keeps, by sub-batch, of `count`. If `yielding`, anyone may take them."""
+
+    def __init__(self, count: int, device: torch.device | None, *, yielding: bool) -> None:
+        super().__init__()
+        self.count, self.device, self.yielding = count, device, yielding
+        if yielding:
+            _calling[next(_calls)] = self
+
+    def give_up(self, index: int) -> None:
+        """Frees a graph, if it is there; everything up to `index` goes without."""
+        self.pop(index, None)
+        kept = self.count - index - 1
+        logger.warning("encode: out of memory; %d of %d sub-batches keep their graph", kept, self.count)
+
+
+_calls = itertools.count()
+# by the order of the calls
+_calling: WeakValueDictionary[int, Graphs] = WeakValueDictionary()
+
+
+def with_room(run: Callable[[], T], device: torch.device | None, reset: Callable[[], None]) -> T:
+    """run(), and reset() and again after each graph that gives way, as long as memory runs out and there is one.
+
+    The first call's graphs go first, because its backward comes last, and of these the oldest for the same reason.
+    """
+    while True:
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            graphs = next((g for _, g in sorted(_calling.items()) if g and g.device == device), None)
+            if graphs is None:
+                raise
+            graphs.give_up(min(graphs))
+            reset()
 
 
 class Retention:
@@ -61,29 +111,47 @@ class Retention:
         """Whether the sub-batch runs with a graph, to keep it or to see how large it is."""
         return self.keeps(index) or (self.thrifty and index == 0)
 
-    @contextmanager
-    def weighing(self, index: int, inputs: int) -> Iterator[None]:
-        """Run the first sub-batch in here, with its graph: it shows how many fit. `inputs`: its inputs' bytes."""
+    def weighed(self, index: int, run: Callable[[], Graph], inputs: int, later: Callable[[Graph], int]) -> Graph:
+        """run(), the graph of a sub-batch; the first one shows how many fit.
+
+        `inputs`: bytes of the sub-batch's inputs. `later`: bytes that the rest of the step takes beside graphs.
+        """
         if index > 0 or not (self.auto or self.thrifty):
-            yield
-            return
-        free = spare_bytes(self.device)
+            return run()
+        room, before = spare_bytes(self.device), allocated(self.device)
         with counting() as kept:
-            yield
-        each = max(1, sum(size for address, size in kept.items() if address not in self.held))
-        if self.thrifty and each <= inputs:
+            graph = run()
+        saved = sum(size for address, size in kept.items() if address not in self.held)
+        # what the device has handed out: also what is not saved by autograd's own means, and whole blocks
+        each = max(1, saved, allocated(self.device) - before)
+        if self.thrifty and saved <= inputs:
             self.first = 0
         elif self.auto:
-            # one more for the sub-batch that is being replayed or back-propagated
-            self.first = max(0, self.count - max(0, int(SHARE * free / each) - 1))
+            beside = min(each, int(BESIDE * free_memory(self.device)[1]))
+            self.first = max(0, self.count - max(0, (room - later(graph) - beside) // each))
         self.first = self.most(self.first)
+        return graph
 
     def gave_up(self, index: int) -> None:
         """There was no room after all: everything up to `index` goes without."""
         self.first = index + 1
-        logger.warning(
-            "encode: out of memory; %d of %d sub-batches keep their graph", self.count - index - 1, self.count
-        )
+
+
+def later_bytes(parameters: Sequence[Tensor], inputs: int, outputs: Sequence[Any], times: float) -> int:
+    """What a step takes after its first sub-batch, beside graphs: features, gradients, running sums.
+
+    `inputs`: bytes of those that want a gradient. `outputs` are the first sub-batch's; a batch has `times` as many.
+    """
+    total = inputs
+    for x in parameters:
+        wide = accumulator(x.dtype).itemsize
+        # the running sum, a backward's own gradient, and the sum in the parameter's type
+        total += x.numel() * (wide + x.dtype.itemsize * (1 if wide == x.dtype.itemsize else 2))
+    for x in outputs:
+        if isinstance(x, Tensor) and x.requires_grad:
+            # features, their gradient, and the loss's accumulator
+            total += int(times * x.numel()) * (2 * x.dtype.itemsize + accumulator(x.dtype).itemsize)
+    return total
 
 
 @contextmanager
@@ -122,9 +190,11 @@ def bytes_per_example(forward: Callable[[int], object], sub_batch: int) -> int:
 
 
 def spare_bytes(device: torch.device | None) -> int:
-    """What the device has free beyond the reserve."""
+    """What may be taken: on an accelerator all that is free but a margin and a loss's workspace, else a share of it."""
     free, total = free_memory(device)
-    return max(0, free - int(RESERVE * total))
+    if device is None or device.type == "cpu":
+        return int(SHARE_CPU * max(0.0, free - MARGIN_CPU * total))
+    return max(0, int(free - (MARGIN + WORKSPACE) * total))
 
 
 # by an encoder's first parameter: what was found for inputs of some shapes
@@ -138,21 +208,24 @@ def largest_sub_batch(
     *,
     key: Tensor | None,
     shapes: object,
+    later: int = 0,
     most: Callable[[int], int] = int,
 ) -> int:
     """The largest sub-batch whose forward and backward fit, found once for an encoder and its inputs' shapes.
 
     `work(n, backward)` encodes the first n examples with a graph, and back-propagates if asked. The size comes from
-    what an example adds to the graph; on a CUDA device it is then tried, and halved until it fits. Of several ranks
-    that must run equally often, the smallest size is everybody's.
+    what an example adds to the graph; on a CUDA device it is then tried, and halved until it fits. `later`: bytes that
+    the step takes beside it. Of several ranks that must run equally often, the smallest size is everybody's.
     """
     known = _found.setdefault(key, {}) if key is not None else {}
     size = known.get(shapes)
     if size is None:
         few = min(batch, 8)
         each = max(1, bytes_per_example(lambda n: work(n, False), few) if few > 1 else 1)
-        size = max(1, min(batch, int(SHARE * spare_bytes(device) / (BACKWARD * each))))
-        while device is not None and device.type == "cuda":
+        tried = device is not None and device.type == "cuda"
+        backward = BACKWARD_TRIED if tried else BACKWARD
+        size = max(1, min(batch, int((spare_bytes(device) - later) / (backward * each))))
+        while tried:
             try:
                 work(size, True)
                 break

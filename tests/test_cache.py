@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from problems import distance
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from contrastile import ClipLoss, encode
@@ -147,6 +149,52 @@ def test_autocast_is_restored(tower: Tower) -> None:
         assert torch.equal(features, truth)
         # bf16 gradients of sub-batches, summed in another order
         _check_equal(_gradients(tower), true_gradients, 1e-2)
+
+
+class Counting(TorchDispatchMode):
+    """How often each operation runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_the_weights_once_for_all_replays() -> None:
+    layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    casts = []
+    for sub_batch in (12, 4, 2):
+        with Counting() as counting, torch.autocast("cpu", dtype=torch.bfloat16):
+            features = encode(layers, torch.ones(12, 8), sub_batch=sub_batch)
+        with counting:
+            features.float().sum().backward()
+        # beside the weights, in both passes: the inputs, and the gradients, of weights and of features
+        casts.append(counting.ran["_to_copy"] - (12 // sub_batch) * (2 + 4))
+    # the weights in each pass, and the features and their gradient here
+    assert casts == [2 * 4 + 2] * 3
+
+
+@pytest.mark.parametrize("layers", [2, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_the_encoder_little_runs_for_a_sub_batch(dtype: torch.dtype, layers: int) -> None:
+    """Slices of inputs, features and their gradients, and one operation that adds to all parameters' sums."""
+    tower = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)]).to(dtype)
+    few, more, plain = Counting(), Counting(), Counting()
+    for counting, batch in ((few, 5), (more, 9)):
+        with counting:
+            encode(tower, torch.ones(batch, 8, dtype=dtype), sub_batch=1).sum().backward()
+        tower.zero_grad()
+    row = torch.ones(1, 8, dtype=dtype)
+    with plain:
+        with torch.no_grad():
+            tower(row)
+        out = tower(row)
+        torch.autograd.grad(out, list(tower.parameters()), out)
+    each = {name: (count - few.ran[name]) / 4 - plain.ran[name] for name, count in more.ran.items()}
+    assert {name: count for name, count in each.items() if count > 0} == {"slice": 4, "copy_": 1, "_foreach_add_": 1}
 
 
 def test_bf16_gradients_are_summed_in_float32() -> None:

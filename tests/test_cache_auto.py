@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile import encode, retention
+from contrastile import cache, encode, retention
+from contrastile.retention import Retention, later_bytes, spare_bytes
 
 B, L, D = 29, 11, 6
 LENGTHS = torch.randint(1, L + 1, (B,), generator=torch.Generator().manual_seed(5))
@@ -121,7 +122,8 @@ def test_auto_retains_what_fits(
         graph = words(**{name: leaf[:8] for name, leaf in texts.items()})
     each = sum(size for address, size in kept.items() if address not in held)
     del graph
-    monkeypatch.setattr(retention, "spare_bytes", lambda _: int(graphs * each / retention.SHARE) + 8)
+    monkeypatch.setattr(retention, "spare_bytes", lambda _: int(graphs * each) + 8)
+    monkeypatch.setattr(cache, "later_bytes", lambda *_: 0)
     assert _rows(_compare(words, texts, sub_batch=8, retain="auto")) == [8, 8, 8, 5, *again]
 
 
@@ -152,6 +154,141 @@ def test_out_of_memory_gives_the_oldest_graphs_up_and_loses_nothing(texts: dict[
     assert "encode: out of memory; 2 of 4 sub-batches keep their graph" in caplog.text
 
 
+class Backward(torch.autograd.Function):
+    """Runs out of memory in the backward as often as `left` says."""
+
+    left = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if Backward.left > 0:
+            Backward.left -= 1
+            raise torch.OutOfMemoryError
+        return gradient
+
+
+@pytest.mark.parametrize("fails", [1, 2, 4])
+def test_graphs_that_cannot_be_back_propagated_are_encoded_again(
+    texts: dict[str, Tensor], caplog: Any, fails: int
+) -> None:
+    torch.manual_seed(3)
+    words = Words(dropout=0.4).double()
+
+    def tight(**inputs: Tensor) -> Any:
+        return {name: Backward.apply(x) if x.requires_grad else x for name, x in words(**inputs).items()}
+
+    torch.manual_seed(4)
+    truth = _gradients(words, encode(words, texts, sub_batch=8))
+    torch.manual_seed(4)
+    features = encode(_Owned(words, tight), texts, sub_batch=8, retain="auto")
+    words.seen.clear()
+    Backward.left = fails
+    found = _gradients(words, features)
+    for ours, theirs in zip(found, truth, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
+    # the last sub-batch is the first to be back-propagated
+    assert _rows(words.seen) == [8, 8, 8, 5][4 - fails :]
+    assert caplog.text.count("encode: out of memory") == fails
+
+
+def test_told_how_many_graphs_to_keep_a_step_fails_rather_than_keep_less(texts: dict[str, Tensor]) -> None:
+    words = Words().double()
+
+    def tight(**inputs: Tensor) -> Any:
+        return {name: Backward.apply(x) if x.requires_grad else x for name, x in words(**inputs).items()}
+
+    features = encode(_Owned(words, tight), texts, sub_batch=8, retain=4)
+    Backward.left = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        _gradients(words, features)
+
+
+@pytest.mark.parametrize("when", ["first pass", "backward"])
+def test_graphs_of_another_tower_give_way(texts: dict[str, Tensor], caplog: Any, when: str) -> None:
+    """The second tower has no room, in its first pass or in its backward, until two of the first one's graphs go."""
+    torch.manual_seed(3)
+    first, second = Words().double(), Words().double()
+    failures = 2
+
+    def tight(**inputs: Tensor) -> Any:
+        nonlocal failures
+        if failures > 0 and (when == "first pass" or torch.is_grad_enabled()):
+            failures -= 1
+            raise torch.OutOfMemoryError
+        return second(**inputs)
+
+    def value(one: dict[str, Tensor], other: dict[str, Tensor]) -> Tensor:
+        return (one["mean"] * other["mean"]).sum(1).cos().sum()
+
+    both = [*first.parameters(), *second.parameters()]
+    truth = torch.autograd.grad(value(first(**texts), second(**texts)), both)
+    first.seen.clear()
+    one = encode(first, texts, sub_batch=8, retain="auto")
+    found = torch.autograd.grad(value(one, encode(_Owned(second, tight), texts, sub_batch=8)), both)
+    for ours, theirs in zip(found, truth, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
+    assert _rows(first.seen) == [8, 8, 8, 5, 8, 8]
+    assert "1 of 4 sub-batches keep" not in caplog.text
+    assert "2 of 4 sub-batches keep their graph" in caplog.text
+
+
+GIB = 2**30
+
+
+def test_on_an_accelerator_all_graphs_that_fit_are_kept(monkeypatch: Any) -> None:
+    """Two towers of 8 graphs, 108 GiB in all, on a device of 139.8 GiB with 137 free."""
+    device, used = torch.device("cuda", 0), 0.0
+    monkeypatch.setattr(retention, "free_memory", lambda _: (int((137 - used) * GIB), int(139.8 * GIB)))
+    monkeypatch.setattr(retention, "allocated", lambda _: int(used * GIB))
+
+    def kept(each: float, count: int) -> int:
+        nonlocal used
+
+        def graph() -> Any:
+            nonlocal used
+            used += each
+            return [], []
+
+        choice = Retention("auto", count, device)
+        choice.weighed(0, graph, 1, lambda _: GIB)
+        used += each * (count - choice.first - 1)
+        return count - choice.first
+
+    assert [kept(10.7, 8), kept(2.8, 8)] == [8, 8]
+    # much larger batches: next to all of the memory, but for the margin, the workspace, and room beside
+    used = 0.0
+    assert 0 < kept(10.7, 500) < 500
+    assert 0 < kept(2.8, 500) < 500
+    assert 0.8 * 137 < used < (1 - retention.MARGIN) * 139.8 - 2.8
+    # one graph that takes nearly all of it
+    used = 0.0
+    assert [kept(85.6, 1), kept(22.4, 1)] == [1, 1]
+
+
+def test_what_may_be_taken(monkeypatch: Any) -> None:
+    monkeypatch.setattr(retention, "free_memory", lambda _: (100_000, 128_000))
+    assert spare_bytes(torch.device("cuda")) == 100_000 - 0.06 * 128_000 - 2_000
+    # others want a CPU's memory too
+    assert spare_bytes(torch.device("cpu")) == spare_bytes(None) == int(0.6 * (100_000 - 12_800))
+    monkeypatch.setattr(retention, "free_memory", lambda _: (1_000, 128_000))
+    assert spare_bytes(torch.device("cuda")) == spare_bytes(None) == 0
+
+
+def test_what_a_step_takes_beside_graphs() -> None:
+    half, whole = nn.Parameter(torch.zeros(10, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(7))
+    # running sum, a backward's own, and, where that is another type, what is handed over
+    assert later_bytes([half], 0, (), 1) == 10 * (4 + 2 + 2)
+    assert later_bytes([whole], 0, (), 1) == 7 * (4 + 4)
+    assert later_bytes([], 11, (), 1) == 11
+    # features, their gradient and the loss's accumulator, for the whole batch
+    assert later_bytes([], 0, [torch.zeros(4, 5, requires_grad=True), torch.zeros(4), None], 2.5) == 50 * 3 * 4
+    assert later_bytes([], 0, [torch.zeros(4, 5, dtype=torch.bfloat16, requires_grad=True)], 1) == 20 * (2 + 2 + 4)
+
+
 class _Owned(nn.Module):
     def __init__(self, inner: nn.Module, how: Any) -> None:
         super().__init__()
@@ -169,7 +306,8 @@ def test_auto_sub_batch_is_what_fits_and_is_found_once(
     words: Words, texts: dict[str, Tensor], monkeypatch: Any
 ) -> None:
     each = retention.bytes_per_example(lambda n: words(**{name: leaf[:n] for name, leaf in texts.items()}), 8)
-    monkeypatch.setattr(retention, "spare_bytes", lambda _: int(7.5 * each * retention.BACKWARD / retention.SHARE))
+    monkeypatch.setattr(retention, "spare_bytes", lambda _: int(7.5 * each * retention.BACKWARD))
+    monkeypatch.setattr(cache, "later_bytes", lambda *_: 0)
     before = torch.get_rng_state()
     # two trials of what an example needs come first
     assert _rows(_compare(words, texts, sub_batch="auto"))[:7] == [8, 4, 7, 7, 7, 7, 1]

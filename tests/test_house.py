@@ -21,7 +21,8 @@ BELOW = {
     "lengths": GROUND,
     "retention": GROUND,
     "wrappers": GROUND,
-    "cache": GROUND | {"reach", "wrappers", "lengths", "retention"},
+    "sums": GROUND | {"reach"},
+    "cache": GROUND | {"reach", "wrappers", "lengths", "retention", "sums"},
     "models": GROUND,
     "data": GROUND,
 }

@@ -1,0 +1,101 @@
+"""The running sums of act 3: gradients of parameters and inputs, sub-batch by sub-batch, in float32 or better.
+
+Beside `cache.py`, whose backward fills them and hands them to autograd once. The first sub-batch's gradients are taken
+as autograd gives them, the second's sum makes the room that is ours, and from then on all is added in place: a few
+kernels for all parameters, and nothing copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastile._check import wrong
+from contrastile._types import accumulator
+from contrastile.offload import Bounds
+from contrastile.reach import graph_leaves
+
+
+class Sums:
+    """Sums over sub-batches. `upstream`: the cached gradients, of each output of the encoder for the whole batch."""
+
+    def __init__(
+        self,
+        bounds: Sequence[Bounds],
+        parameters: list[Tensor],
+        leaves: Sequence[Tensor | None],
+        upstream: Sequence[Tensor | None],
+    ) -> None:
+        self.bounds, self.parameters, self.upstream = bounds, parameters, upstream
+        self.totals: list[Tensor | None] = [None] * len(parameters)
+        # whether a total is ours to add to in place; the first gradient is autograd's, and may be shared
+        self.owned = [False] * len(parameters)
+        self.known = {id(parameter) for parameter in parameters}
+        self.inputs = [torch.zeros_like(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad]
+
+    def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
+        """Back-propagates one sub-batch from its part of the cached gradients."""
+        start, stop = self.bounds[index]
+        pairs = [
+            (out, whole[start:stop])
+            for out, whole in zip(outputs, self.upstream, strict=True)
+            if out is not None and out.requires_grad and whole is not None
+        ]
+        if not pairs:
+            return
+        outs, gradients = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
+        # while the device still computes
+        self._refuse_strangers(outs, inputs)
+        self._accumulate(found[: len(self.parameters)])
+        for whole, gradient in zip(self.inputs, found[len(self.parameters) :], strict=True):
+            if gradient is not None:
+                whole[start:stop] = gradient
+
+    def _accumulate(self, gradients: Sequence[Tensor | None]) -> None:
+        first: list[tuple[int, Tensor]] = []
+        second: list[tuple[int, Tensor, Tensor]] = []
+        later: list[tuple[Tensor, Tensor]] = []
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            total = self.totals[place]
+            if total is None:
+                first.append((place, gradient.to(accumulator(gradient.dtype))))
+            elif self.owned[place]:
+                later.append((total, gradient))
+            else:
+                second.append((place, total, gradient))
+        # all that may run out of memory comes before anything is added: a sub-batch that runs again counts once
+        sums: Sequence[Tensor] = ()
+        if second:
+            _, totals, more = map(list, zip(*second, strict=True))
+            sums = torch._foreach_add(totals, more)
+        for (place, *_), total in zip(second, sums, strict=True):
+            self.totals[place], self.owned[place] = total, True
+        for place, gradient in first:
+            self.totals[place] = gradient
+        if later:
+            torch._foreach_add_(*map(list, zip(*later, strict=True)))
+
+    def _refuse_strangers(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        known = self.known | {id(row) for row in inputs}
+        for leaf in graph_leaves(outs):
+            if id(leaf) not in known:
+                got = f"one of shape {list(leaf.shape)} elsewhere"
+                raise wrong(
+                    "encoder",
+                    "own every parameter that it uses",
+                    got,
+                    "Pass the module that holds them, or its method.",
+                )
+
+    def finish(self) -> list[Tensor | None]:
+        """The sums in their parameters' types, and the inputs' gradients."""
+        return [
+            None if total is None else total.to(parameter.dtype)
+            for parameter, total in zip(self.parameters, self.totals, strict=True)
+        ] + self.inputs
