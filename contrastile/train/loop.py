@@ -210,7 +210,7 @@ def train(
                 break
             planned = recipe.train.batch_at(done)
             sizes.append(min(planned, clock.examples - clock.seen))
-            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), optim)
+            rate = learning_rate(clock.share(ahead=sizes[-1] / 2), optim, planned)
             set_learning_rate(optimizer, rate)
             torch.manual_seed(step_seed(recipe.seed, len(sizes), ranks.rank))
             began = time.monotonic()
