@@ -1,23 +1,29 @@
 """The step's last part: which parameters decay, how the rate runs, where the scale may go."""
 
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from contrastile.train.adafactor import Adafactor
 from contrastile.train.average import Average
-from contrastile.train.config import AdafactorSettings, AdamWSettings, TrainSettings
+from contrastile.train.config import TrainSettings
+from contrastile.train.muon import Together, matrices
 from contrastile.train.optim import (
     build_optimizer,
     clamp_scale,
     clip_gradients,
     learning_rate,
     parameter_groups,
+    rate_factor,
     set_learning_rate,
     with_warmup,
 )
+from contrastile.train.optim_settings import AdafactorSettings, AdamWSettings, MuonSettings
+from contrastile.train.state import put_together, taken_apart
 
 
 def small_model():
@@ -58,7 +64,10 @@ def test_a_decay_of_the_scale_would_move_it_and_does_not():
     assert not torch.equal(model[2].weight, weight)
 
 
-@pytest.mark.parametrize(("settings", "kind"), [(AdamWSettings(), torch.optim.AdamW), (AdafactorSettings(), Adafactor)])
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [(AdamWSettings(), torch.optim.AdamW), (AdafactorSettings(), Adafactor), (MuonSettings(), Together)],
+)
 def test_the_recipe_names_the_optimizer(settings, kind):
     assert type(build_optimizer(small_model(), settings)) is kind
 
@@ -75,8 +84,10 @@ def test_adafactor_takes_its_settings():
     assert (group["lr"], group["betas"], group["beta2_decay"]) == (0.3, (0.5, 0.6), -0.7)
 
 
-@pytest.mark.parametrize("settings", [AdamWSettings(learning_rate=0.1), AdafactorSettings(learning_rate=0.1)])
-def test_both_optimizers_lower_a_loss(settings):
+@pytest.mark.parametrize(
+    "settings", [kind(learning_rate=0.1) for kind in (AdamWSettings, AdafactorSettings, MuonSettings)]
+)
+def test_every_optimizer_lowers_a_loss(settings):
     model = nn.Linear(4, 1)
     x, y = torch.randn(64, 4), torch.randn(64, 1)
     optimizer = build_optimizer(model, settings)
@@ -196,6 +207,191 @@ def test_its_decay_follows_the_schedule_and_not_the_height_of_the_rate():
         weight.grad = torch.zeros(4)
         optimizer.step()
         assert weight.tolist() == [0.875] * 4
+
+
+def big_vision_adafactor(weight, gradients, schedule, peak, decay, *, momentum=0.9, cap=0.95, power=0.8, least=32):
+    """The chain of big_vision's `optax.make` with its `scale_by_adafactor`, step by step, in NumPy's float64.
+
+    Factored second moments without clipping, an average of the updates without debiasing, times the rate; plus the
+    decay times the weight; times the schedule; subtracted.
+    """
+    weight, average = weight.astype(np.float64), np.zeros(weight.shape)
+    order = np.argsort(weight.shape, kind="stable")
+    factored = weight.ndim > 1 and weight.shape[order[-2]] >= least
+    if factored:
+        short, long = int(order[-2]), int(order[-1])
+        # the mean over the longest axis, and the mean over the one before
+        row, column = (np.zeros(np.delete(weight.shape, axis)) for axis in (long, short))
+    else:
+        whole = np.zeros(weight.shape)
+    for count, (gradient, height) in enumerate(zip(gradients, schedule, strict=True)):
+        gradient = gradient.astype(np.float64)
+        kept = min(cap, 1.0 - (count + 1.0) ** -power)
+        squares = gradient**2 + 1e-30
+        if factored:
+            row = kept * row + (1 - kept) * squares.mean(axis=long)
+            column = kept * column + (1 - kept) * squares.mean(axis=short)
+            along = short - 1 if short > long else short
+            by_row = (row / row.mean(axis=along, keepdims=True)) ** -0.5
+            update = gradient * np.expand_dims(by_row, long) * np.expand_dims(column**-0.5, short)
+        else:
+            whole = kept * whole + (1 - kept) * squares
+            update = gradient * whole**-0.5
+        average = momentum * average + (1 - momentum) * update
+        weight = weight - height * (peak * average + decay * weight)
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(7,), (31, 90), (32, 90), (90, 32), (48, 48), (34, 3, 40)])
+def test_adafactor_is_big_visions(shape):
+    lots = np.random.default_rng(0)
+    start, gradients = lots.normal(size=shape).astype(np.float32), lots.normal(size=(40, *shape)).astype(np.float32)
+    peak, decay, schedule = 0.03, 1e-2, [min((step + 1) / 10, 1.0) for step in range(40)]
+    expected = big_vision_adafactor(start, gradients, schedule, peak, decay)
+    weight = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer = Adafactor([weight], lr=peak, betas=(0.9, 0.95), weight_decay=decay)
+    for gradient, height in zip(gradients, schedule, strict=True):
+        set_learning_rate(optimizer, peak * height)
+        weight.grad = torch.from_numpy(gradient)
+        optimizer.step()
+    np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+# --- Muon
+
+
+def muon_formula(weight, gradients, rate, momentum, decay):
+    """M ← μ M + (1 − μ) G; U = (1 − μ) G + μ M; five times X ← aX + (bA + cA²)X with A = XXᵀ; in NumPy's float64."""
+    weight, average = weight.astype(np.float64), np.zeros(weight.shape)
+    for gradient in gradients.astype(np.float64):
+        average = momentum * average + (1 - momentum) * gradient
+        x = (1 - momentum) * gradient + momentum * average
+        flat = x.shape[0] <= x.shape[1]
+        x = (x if flat else x.T) / np.linalg.norm(x)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        weight = (1 - rate * decay) * weight - rate * 0.2 * math.sqrt(max(weight.shape)) * (x if flat else x.T)
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32), (3, 50)])
+def test_muon_is_its_formula(shape):
+    lots = np.random.default_rng(1)
+    start, gradients = lots.normal(size=shape).astype(np.float32), lots.normal(size=(8, *shape)).astype(np.float32)
+    layer = nn.Linear(shape[1], shape[0])
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(start))
+    optimizer = build_optimizer(layer, MuonSettings(learning_rate=0.02, weight_decay=0.5))
+    for gradient in gradients:
+        layer.weight.grad = torch.from_numpy(gradient)
+        optimizer.step()
+    expected = muon_formula(start, gradients, 0.02, 0.95, 0.5)
+    moved = np.linalg.norm(expected - start)
+    # its iteration runs in bfloat16, which has three digits
+    assert np.linalg.norm(layer.weight.detach().numpy() - expected) < 0.02 * moved
+
+
+def test_an_update_of_muon_has_nearly_equal_singular_values_and_the_size_of_adamws():
+    layer = nn.Linear(60, 40)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.randn(40, 3) @ torch.diag(torch.tensor([30.0, 10.0, 3.0])) @ torch.randn(3, 60)
+    layer.weight.grad += 1e-3 * torch.randn(40, 60)
+    build_optimizer(layer, MuonSettings(learning_rate=1e-2, weight_decay=0.0)).step()
+    update = (layer.weight.detach() - before) / 1e-2
+    singular = torch.linalg.svdvals(update / (0.2 * math.sqrt(60)))[:3]
+    assert ((singular > 0.5) & (singular < 1.3)).all()
+    full = nn.Linear(60, 40)
+    full.weight.grad = torch.randn(40, 60)
+    before = full.weight.detach().clone()
+    build_optimizer(full, MuonSettings(learning_rate=1e-2, weight_decay=0.0)).step()
+    # AdamW's first step has a root mean square of 1, its later ones of about 0.2 to 0.4
+    assert 0.1 < ((full.weight.detach() - before) / 1e-2).square().mean().sqrt() < 0.3
+
+
+class Towered(nn.Module):
+    """A tower with all that Muon leaves alone around what it takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.positional_embedding = nn.Parameter(torch.randn(5, 6))
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.norm = nn.LayerNorm(6)
+        self.patches = nn.Conv2d(3, 6, 2)
+        self.unembed = nn.Linear(6, 11, bias=False)
+        self.unembed.weight = self.words.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.projection = nn.Linear(6, 4, bias=False)
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+
+
+def test_muon_takes_the_matrices_inside_and_adamw_all_else():
+    model = Towered()
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    taken = [named[id(parameter)] for parameter in matrices(model)]
+    assert taken == ["attention.in_proj_weight", "attention.out_proj.weight"]
+    optimizer = build_optimizer(model, MuonSettings(learning_rate=0.5))
+    muon, decaying, free = optimizer.param_groups
+    assert [named[id(parameter)] for parameter in muon["params"]] == taken
+    assert {named[id(parameter)] for parameter in decaying["params"]} == {
+        "words.weight", "positional_embedding", "patches.weight", "projection.weight",
+    }  # fmt: skip
+    grouped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    assert (muon["momentum"], decaying["betas"], free["weight_decay"]) == (0.95, (0.9, 0.98), 0.0)
+
+
+def test_towers_without_matrices_are_refused():
+    with pytest.raises(ValueError) as caught:
+        build_optimizer(small_model()[:2], MuonSettings())
+    assert str(caught.value) == (
+        '`optim.kind` must suit towers with matrices; got muon, and they have none. Use "adamw".'
+    )
+
+
+def test_muon_goes_on_bit_for_bit_and_its_rate_reaches_both_members():
+    def model():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+    def steps(model, optimizer, lots):
+        for lot in lots:
+            torch.manual_seed(lot)
+            set_learning_rate(optimizer, 0.01 * (lot + 1))
+            optimizer.zero_grad()
+            model(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+
+    whole = model()
+    steps(whole, build_optimizer(whole, MuonSettings()), range(6))
+    begun = model()
+    optimizer = build_optimizer(begun, MuonSettings())
+    steps(begun, optimizer, range(3))
+    tensors = {}
+    plain = json.loads(json.dumps(taken_apart(optimizer.state_dict(), "optimizer", tensors)))
+    resumed = model()
+    resumed.load_state_dict(begun.state_dict())
+    again = build_optimizer(resumed, MuonSettings())
+    again.load_state_dict(put_together(plain, tensors))
+    steps(resumed, again, range(3, 6))
+    assert {group["lr"] for group in again.param_groups} == {0.06}
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert not torch.equal(whole[0].weight, begun[0].weight)
+
+
+# --- the rate and the batch
+
+
+@pytest.mark.parametrize(("how", "factor"), [("none", 1.0), ("sqrt", 4.0), ("linear", 16.0)])
+def test_the_rate_follows_the_batch_as_the_recipe_says(how, factor):
+    base = None if how == "none" else 256
+    settings = AdamWSettings(learning_rate=0.5, warmup=0.1, final=0.25, rate_scaling=how, base_batch=base)
+    assert rate_factor(settings, 4096) == factor
+    plain = AdamWSettings(learning_rate=0.5, warmup=0.1, final=0.25)
+    for share in (0.05, 0.1, 0.7, 1.0):
+        assert learning_rate(share, settings, 4096) == pytest.approx(factor * learning_rate(share, plain))
+        assert learning_rate(share, settings, 256) == pytest.approx(learning_rate(share, plain))
 
 
 # --- schedules

@@ -35,7 +35,7 @@ def complaint(*overrides, path="x.toml"):
         ("[optim]\nlearning_rate = nan", "optim.learning_rate: must be a finite number; got NaN"),
         ("[optim]\nwarmup = 1.0", "optim.warmup: must be less than 1; got 1.0"),
         ("[optim]\nfinal = 1.5", "optim.final: must be at most 1; got 1.5"),
-        ("[optim]\nkind = 'sgd'", "optim.kind: must be one of 'adamw', 'adafactor'; got \"sgd\""),
+        ("[optim]\nkind = 'sgd'", "optim.kind: must be one of 'adamw', 'adafactor', 'muon'; got \"sgd\""),
         ("[optim]\nkind = 'adafactor'\neps = 1e-8", "optim.eps: unknown key with this kind"),
         ("[optim]\nbetas = [0.9]", "optim.betas.1: missing"),
         ("[optim]\nbetas = 0.9", "optim.betas: must be a list; got 0.9"),

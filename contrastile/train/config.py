@@ -9,47 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from contrastile.data.sources import is_collection, missing, read_source
-
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0.0)]
-
-
-class Settings(BaseModel):
-    """A section of a recipe: exact types, no unknown keys, finite numbers, never changed once read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def _kind_or(default: str) -> Discriminator:
-    """Which class reads a section, by its key `kind`; `default` where the key is left out."""
-
-    def kind(section: Any) -> Any:
-        return section.get("kind", default) if isinstance(section, Mapping) else getattr(section, "kind", default)
-
-    return Discriminator(kind)
-
-
-def _files_matter(info: ValidationInfo) -> bool:
-    """A recipe to be run needs its files; one that is read back from its run folder does not."""
-    return bool((info.context or {}).get("files"))
+from contrastile.train.model_settings import ModelSettings
+from contrastile.train.optim_settings import AdamWSettings, AnyOptim
+from contrastile.train.settings import Count, Positive, Settings, Share, files_matter, kind_or
 
 
 class DataSettings(Settings):
@@ -80,108 +48,11 @@ class DataSettings(Settings):
             absent = [path for one in read_source(source) if (path := missing(one)) is not None]
         else:
             absent = [source] if source != "glyphs" and not os.path.isfile(source) else []
-        if absent and _files_matter(info):
+        if absent and files_matter(info):
             if source == absent[0] and not os.path.splitext(source)[1]:
                 raise ValueError(f'must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "{source}"')
             raise ValueError(f'no such file "{absent[0]}"')
         return source
-
-
-class ConvTower(Settings):
-    """The small convolutional net of the demo."""
-
-    kind: Literal["conv"] = "conv"
-    width: Count = 32
-
-
-class WordsTower(Settings):
-    """The small word-level text tower of the demo."""
-
-    kind: Literal["words"] = "words"
-    width: Count = 128
-
-
-class TransformersModel(Settings):
-    """A model of transformers: a local `folder` with its weights, or a `config` with its model_type, from scratch.
-
-    `mean` and `std` are what pixels are normalised with; a folder's own where they are left out.
-    """
-
-    kind: Literal["transformers"] = "transformers"
-    folder: str | None = None
-    config: dict[str, Any] | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-
-    @field_validator("folder")
-    @classmethod
-    def _folder_exists(cls, folder: str | None, info: ValidationInfo) -> str | None:
-        absent = folder is not None and not os.path.isfile(os.path.join(folder, "config.json"))
-        if absent and _files_matter(info):
-            raise ValueError(f'must be a folder with a config.json; got "{folder}"')
-        return folder
-
-    @field_validator("config")
-    @classmethod
-    def _config_has_a_type(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
-        if config is not None and "model_type" not in config:
-            raise ValueError('must have a model_type, such as "vit"')
-        return config
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> TransformersModel:
-        if (self.folder is None) == (self.config is None):
-            raise ValueError("must have either folder or config, and not both")
-        return self
-
-
-class TransformersTower(TransformersModel):
-    """One side alone: its features are the mean over its places, its first place ("cls") or its own pooler's."""
-
-    pooling: Literal["mean", "cls", "pooler"] = "mean"
-
-
-AnyImageTower = Annotated[
-    Annotated[ConvTower, Tag("conv")] | Annotated[TransformersTower, Tag("transformers")], _kind_or("conv")
-]
-AnyTextTower = Annotated[
-    Annotated[WordsTower, Tag("words")] | Annotated[TransformersTower, Tag("transformers")], _kind_or("words")
-]
-
-
-class TokenizerSettings(Settings):
-    """A tokenizer of `size` words trained on the run's own titles, or that in `folder`; titles are cut at `length`."""
-
-    kind: Literal["words"] = "words"
-    size: Annotated[int, Field(ge=8)] = 8000
-    length: Count = 16
-    folder: str | None = None
-
-
-class ModelSettings(Settings):
-    """The two towers, or one model of transformers for `both`, and the size of the features that they meet in.
-
-    A tower that is `locked` keeps its weights; its projection learns (LiT).
-    """
-
-    features: Count = 256
-    locked: tuple[Literal["image", "text"], ...] = ()
-    image: AnyImageTower | None = None
-    text: AnyTextTower | None = None
-    both: TransformersModel | None = None
-    tokenizer: TokenizerSettings = TokenizerSettings()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _towers_or_both(cls, section: Any) -> Any:
-        """Where there is no model for both, each side has its small tower by default."""
-        if not isinstance(section, Mapping):
-            return section
-        if "both" not in section:
-            return {"image": {"kind": "conv"}, "text": {"kind": "words"}, **section}
-        if "image" in section or "text" in section:
-            raise ValueError("must have either both or image and text")
-        return section
 
 
 class LossSettings(Settings):
@@ -216,60 +87,7 @@ class SigLipSettings(LossSettings):
     bias: float = -10.0
 
 
-AnyLoss = Annotated[Annotated[ClipSettings, Tag("clip")] | Annotated[SigLipSettings, Tag("siglip")], _kind_or("clip")]
-
-
-class OptimSettings(Settings):
-    """What every optimizer shares. The rate rises over the first `warmup` of the run (a share), or `warmup_steps`, or
-    `warmup_epochs`; then it falls as half a cosine, in a straight line ("linear"), stays ("constant"), or stays and
-    falls straight over the last `cooldown` (a share). `final` is the last rate over the highest.
-
-    The norm of the whole gradient is cut down to `clip_norm`; 0 leaves it as it is. With `ema`, such as 0.9999, what is
-    measured and kept is the moving average of the weights.
-    """
-
-    learning_rate: Positive = 1e-3
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    schedule: Literal["cosine", "linear", "constant", "cooldown"] = "cosine"
-    warmup: Share = 0.05
-    warmup_steps: Count | None = None
-    warmup_epochs: Positive | None = None
-    cooldown: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
-    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-
-    @model_validator(mode="after")
-    def _one_warmup(self) -> OptimSettings:
-        if self.warmup_steps is not None and self.warmup_epochs is not None:
-            raise ValueError("must have warmup_steps or warmup_epochs, and not both")
-        return self
-
-
-class AdamWSettings(OptimSettings):
-    """torch.optim.AdamW."""
-
-    kind: Literal["adamw"] = "adamw"
-    betas: tuple[Share, Share] = (0.9, 0.98)
-    eps: Positive = 1e-8
-
-
-class AdafactorSettings(OptimSettings):
-    """Adafactor as vision transformers are trained with it: second moments by row and column, momentum betas[0].
-
-    The second moment forgets at 1 - t^beta2_decay, but never slower than betas[1]; weight_decay follows the schedule of
-    the rate, not its height (1e-4 is usual).
-    """
-
-    kind: Literal["adafactor"] = "adafactor"
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    beta2_decay: Annotated[float, Field(lt=0.0)] = -0.8
-    weight_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 1e-4
-
-
-AnyOptim = Annotated[
-    Annotated[AdamWSettings, Tag("adamw")] | Annotated[AdafactorSettings, Tag("adafactor")], _kind_or("adamw")
-]
+AnyLoss = Annotated[Annotated[ClipSettings, Tag("clip")] | Annotated[SigLipSettings, Tag("siglip")], kind_or("clip")]
 
 
 class SubBatch(Settings):

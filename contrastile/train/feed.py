@@ -20,8 +20,9 @@ from contrastile.data.collection import Stream
 from contrastile.data.crop import Crop
 from contrastile.data.pairs import PairSet, lot, open_pairs
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
-from contrastile.train.config import Recipe, TokenizerSettings
+from contrastile.train.config import Recipe
 from contrastile.train.log import progress
+from contrastile.train.model_settings import TokenizerSettings
 
 Tokens = dict[str, Tensor]
 

@@ -229,7 +229,7 @@ class Training:
         planned = self.recipe.train.batch_at(clock.share())
         self.sizes.append(min(planned, clock.examples - clock.seen))
         number, count = len(self.sizes), self.sizes[-1]
-        rate = learning_rate(clock.share(ahead=count / 2), self.optim)
+        rate = learning_rate(clock.share(ahead=count / 2), self.optim, planned)
         set_learning_rate(self.optimizer, rate)
         torch.manual_seed(step_seed(self.recipe.seed, number, ranks.rank))
         began = time.monotonic()

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from contrastile._check import wrong
 from contrastile.train.adafactor import Adafactor
-from contrastile.train.config import AdafactorSettings, AdamWSettings, OptimSettings, Steps
+from contrastile.train.config import Steps
+from contrastile.train.muon import Together, matrices
+from contrastile.train.optim_settings import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 
 Groups = list[dict[str, Any]]
 
@@ -26,33 +28,56 @@ LOG_SCALE_BOUNDS = (0.0, math.log(100.0))
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
     """Two groups: matrices and filters, which decay; gains, biases and the scale (at most one axis), which do not.
 
-    Parameters that do not train are left out.
+    Parameters that do not train are left out, and a group that has none.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return [
+    groups = [
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
 
 
-def _adamw(groups: Groups, settings: AdamWSettings) -> Optimizer:
+def _adamw(model: nn.Module, settings: AdamWSettings) -> Optimizer:
+    return _adamw_of(model.parameters(), settings)
+
+
+def _adamw_of(parameters: Iterable[nn.Parameter], settings: AdamWSettings | MuonSettings) -> Optimizer:
+    groups = parameter_groups(parameters, settings.weight_decay)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps)
 
 
-def _adafactor(groups: Groups, settings: AdafactorSettings) -> Optimizer:
+def _adafactor(model: nn.Module, settings: AdafactorSettings) -> Optimizer:
+    groups = parameter_groups(model.parameters(), settings.weight_decay)
     return Adafactor(groups, lr=settings.learning_rate, betas=settings.betas, beta2_decay=settings.beta2_decay)
 
 
-OPTIMIZERS: dict[type[OptimSettings], Callable[[Groups, Any], Optimizer]] = {
+def _muon(model: nn.Module, settings: MuonSettings) -> Optimizer:
+    """torch's Muon, its updates as large as AdamW's: times 0.2 √max(rows, columns) (arXiv:2502.16982); and AdamW."""
+    inner = matrices(model)
+    if not inner:
+        raise wrong("optim.kind", "suit towers with matrices", "muon, and they have none", 'Use "adamw".')
+    theirs = {id(parameter) for parameter in inner}
+    muon = torch.optim.Muon(
+        inner,
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return Together(muon, _adamw_of((p for p in model.parameters() if id(p) not in theirs), settings))
+
+
+OPTIMIZERS: dict[type[OptimSettings], Callable[[nn.Module, Any], Optimizer]] = {
     AdamWSettings: _adamw,
     AdafactorSettings: _adafactor,
+    MuonSettings: _muon,
 }
 
 
 def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
     """The optimizer that the recipe names, over the model's trained parameters."""
-    groups = parameter_groups(model.parameters(), settings.weight_decay)
-    return OPTIMIZERS[type(settings)]([group for group in groups if group["params"]], settings)
+    return OPTIMIZERS[type(settings)](model, settings)
 
 
 def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSettings:
@@ -71,15 +96,27 @@ def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSetti
     return settings.model_copy(update={"warmup": seen / examples}) if seen else settings
 
 
-def learning_rate(progress: float, settings: OptimSettings) -> float:
+def learning_rate(progress: float, settings: OptimSettings, batch: int | None = None) -> float:
     """The rate when the share `progress` of the run is done: a straight rise over `warmup`, then what `schedule` says.
 
-    At the end it is `final` times the highest, but for a constant one.
+    At the end it is `final` times the highest, but for a constant one. A step of `batch` pairs has `rate_factor` times
+    that.
     """
+    highest = settings.learning_rate * rate_factor(settings, batch)
     if progress < settings.warmup:
-        return settings.learning_rate * progress / settings.warmup
+        return highest * progress / settings.warmup
     height = SCHEDULES[settings.schedule](min(progress, 1.0), settings)
-    return settings.learning_rate * (settings.final + (1.0 - settings.final) * height)
+    return highest * (settings.final + (1.0 - settings.final) * height)
+
+
+def rate_factor(settings: OptimSettings, batch: int | None) -> float:
+    """What the rate of a step of `batch` pairs is multiplied with: (batch / base_batch) to the power of 0, 1/2 or 1."""
+    if settings.base_batch is None or batch is None:
+        return 1.0
+    return float((batch / settings.base_batch) ** POWERS[settings.rate_scaling])
+
+
+POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def _cosine(progress: float, settings: OptimSettings) -> float:

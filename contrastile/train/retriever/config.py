@@ -12,21 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from contrastile.train.config import (
-    AdamWSettings,
-    AnyOptim,
-    AnyRecipe,
-    Count,
-    LossSettings,
-    SaveSettings,
-    Settings,
-    Share,
-    Steps,
-    TransformersModel,
-    WordsTower,
-    _files_matter,
-    _kind_or,
-)
+from contrastile.train.config import AnyRecipe, LossSettings, SaveSettings, Steps
+from contrastile.train.model_settings import TransformersModel, WordsTower
+from contrastile.train.optim_settings import AdamWSettings, AnyOptim
+from contrastile.train.settings import Count, Settings, Share, files_matter, kind_or
 
 
 class TextDataSettings(Settings):
@@ -57,7 +46,7 @@ class TextDataSettings(Settings):
     def _files_exist(cls, path: str | None, info: ValidationInfo) -> str | None:
         if path is None or (path == "docstrings" and info.field_name == "source"):
             return path
-        if _files_matter(info) and not os.path.exists(os.path.expanduser(path)):
+        if files_matter(info) and not os.path.exists(os.path.expanduser(path)):
             known = '"docstrings" or ' if info.field_name == "source" else ""
             raise ValueError(f'must be {known}a file or folder; there is no "{path}"')
         return path
@@ -80,7 +69,7 @@ AnyEncoder = Annotated[
     Annotated[BagTower, Tag("bag")]
     | Annotated[WordsTower, Tag("words")]
     | Annotated[TransformersEncoder, Tag("transformers")],
-    _kind_or("bag"),
+    kind_or("bag"),
 ]
 
 

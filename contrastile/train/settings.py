@@ -1,0 +1,35 @@
+"""What every section of a recipe is made of: a frozen class of exact types, and the numbers that many of them take.
+
+Ground of `config.py` and of the sections in files of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo
+
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class Settings(BaseModel):
+    """A section of a recipe: exact types, no unknown keys, finite numbers, never changed once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def kind_or(default: str) -> Discriminator:
+    """Which class reads a section, by its key `kind`; `default` where the key is left out."""
+
+    def kind(section: Any) -> Any:
+        return section.get("kind", default) if isinstance(section, Mapping) else getattr(section, "kind", default)
+
+    return Discriminator(kind)
+
+
+def files_matter(info: ValidationInfo) -> bool:
+    """A recipe to be run needs its files; one that is read back from its run folder does not."""
+    return bool((info.context or {}).get("files"))
