@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks demo-search test test-gpu test-gpu-multi lint format bench clean
+.PHONY: help demo demo-ranks demo-kills demo-search test test-gpu test-gpu-multi lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data 
 demo-ranks: $(VENV)/.train ## a short run of the same on two ranks under torchrun (half a minute)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m contrastile train recipes/glyphs.toml name=glyphs-ranks \
 		train.examples=10_000 train.batch=512 evaluate.every=1.0 evaluate.digits=false
+
+demo-kills: $(VENV)/.train ## kill a run on two ranks six times and resume it: the same weights as undisturbed (four minutes)
+	$(BIN)/python benchmarks/kills.py recipes/glyph-shards.toml
 
 demo-search: $(VENV)/.train ## train a retriever for the Python code on this machine, then search it (two minutes on 2 cores)
 	$(BIN)/contrastile train recipes/docstrings.toml

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,19 @@ MOST_HELD_OUT = 10_000
 FEW = 1000
 # rows that are looked at for each of a batch in which no picture can be read
 TRIES = 10
+
+
+class Library(Protocol):
+    """Whatever knows the titles of its rows and has their pictures."""
+
+    def title(self, row: int) -> str:
+        """The title of a row."""
+
+    def picture(self, row: int, place: int) -> bytes:
+        """Its picture as it lies in a file, for the example number `place` of the run."""
+
+    def identity(self, title: str) -> int:
+        """The same number for titles that could be each other's right answer."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +79,12 @@ class Index:
         """The title of a pair."""
         return bytes(self.text[self.ends[row - 1] if row else 0 : self.ends[row]]).decode()
 
-    def picture(self, row: int) -> bytes:
-        """The picture of a pair, as it lies in its file."""
+    def identity(self, title: str) -> int:
+        """Equal titles are each other's right answer."""
+        return int(lot(title) * 2**53)
+
+    def picture(self, row: int, place: int = 0) -> bytes:  # noqa: ARG002
+        """The picture of a pair, as it lies in its file, wherever in the run it is needed."""
         number, offset, size = (int(value) for value in self.where[row])
         with open(self.files[number], "rb") as file:
             content = os.pread(file.fileno(), size, offset)
@@ -77,17 +94,27 @@ class Index:
 
 
 class Stream:
-    """The training pairs of a collection, read and decoded by row; `rows` of the index are rows 0, 1, ... here.
+    """The training pairs of a collection, read and decoded by row; `rows` of the library are rows 0, 1, ... here.
+
+    They are the same `copies` times over. Where they are `bent`, augmentation has been done.
 
     What cannot be read is counted by reason in `skipped`, and the pair before it in the batch, or in this rank's share,
     stands in for it: their ids are equal, so it is no negative. Above `most_bad` of what was read, the run is stopped.
     """
 
     def __init__(
-        self, index: Index, rows: Indices, *, shape: tuple[int, int, int], most_bad: float, digest: str
+        self,
+        library: Library,
+        rows: Indices,
+        *,
+        shape: tuple[int, int, int],
+        most_bad: float,
+        digest: str,
+        copies: int = 1,
+        bent: bool = False,
     ) -> None:
-        self._index, self._rows, self._shape, self._most_bad = index, rows, shape, most_bad
-        self.digest = digest
+        self._library, self._rows, self._shape, self._most_bad = library, rows, shape, most_bad
+        self.digest, self._copies, self.bent = digest, copies, bent
         self.skipped: Counter[str] = Counter()
         self.seen = 0
         self._pool: ThreadPoolExecutor | None = None
@@ -98,7 +125,16 @@ class Stream:
 
     def titles(self, rows: Iterable[int]) -> list[str]:
         """The titles of `rows`."""
-        return [self._index.title(self._rows[row]) for row in rows]
+        return [self._library.title(self._rows[row]) for row in rows]
+
+    def some_titles(self, most: int) -> list[str]:
+        """Titles to train a tokenizer on: of one copy of the pairs, or of `most` of them, evenly spread."""
+        count = len(self) // self._copies
+        return self.titles(range(0, count, -(-count // most)))
+
+    def identities(self, titles: Iterable[str]) -> list[int]:
+        """The same number for titles that could be each other's right answer."""
+        return [self._library.identity(title) for title in titles]
 
     def expect(self, rows: Sequence[int], places: Sequence[int], crop: Crop | None) -> None:
         """Begin to read what `read` will be asked for next."""
@@ -142,7 +178,7 @@ class Stream:
 
     def _decoded(self, row: int, place: int, crop: Crop | None) -> Pictures | str:
         try:
-            content = BytesIO(self._index.picture(int(self._rows[row])))
+            content = BytesIO(self._library.picture(int(self._rows[row]), place))
             return decode(content, self._shape, None if crop is None else crop.box(place))
         except OSError as failure:
             return f"unreadable file ({failure.strerror})"

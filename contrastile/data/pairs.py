@@ -95,6 +95,8 @@ def open_pairs(
     held_out: float = 0.05,
     weights: Sequence[int] = (),
     most_bad: float = 1.0,
+    copies: int = 1,
+    seed: int = 0,
     progress: ProgressFactory | None = None,
 ) -> PairSet:
     """The pairs of `source`: "glyphs", the path of a tab-separated file with the columns `filepath` and `title`, or a
@@ -103,11 +105,13 @@ def open_pairs(
     The pictures are made once, `image_size` pixels square, with 1 channel (grey) or 3 (colour), and kept in a folder
     under `cache`; of a collection only those that are held out, the others are read when they are needed. `held_out` is
     the share kept from training: of the names (glyphs), of the pairs (a table, a collection). `weights`, `most_bad`: a
-    collection's, see `collection.py`.
+    collection's, see `collection.py`. `copies` of each pair of the others, if more than one: from shards in the order
+    of `seed`, see `copies.py`.
 
     Raises ValueError for a size, a number of channels or a share that makes no sense, and for a table without pairs.
     """
     from contrastile.data.collection import open_collection
+    from contrastile.data.copies import with_copies
     from contrastile.data.glyphs import open_glyphs
     from contrastile.data.table import open_table
 
@@ -120,7 +124,9 @@ def open_pairs(
     opened: Callable[..., PairSet] = open_glyphs if source == "glyphs" else partial(open_table, Path(source))
     if is_collection(source):
         opened = partial(open_collection, source, weights=weights, most_bad=most_bad)
-    return opened(image_size=image_size, channels=channels, held_out=held_out, cache=cache, progress=progress or silent)
+    size = {"image_size": image_size, "channels": channels}
+    pairs = opened(**size, held_out=held_out, cache=cache, progress=progress or silent)
+    return pairs if copies == 1 else with_copies(pairs, copies, seed=seed, cache=cache)
 
 
 def joined_ids(*keys: Sequence[Hashable]) -> Indices:

@@ -28,6 +28,7 @@ class DataSettings(Settings):
     `max_bad_fraction` bad pairs end the run; `augment` cuts out a random part of each picture.
     Pictures become `image_size` pixels square, grey (1 channel) or in colour (3), and are kept under `cache`.
     `held_out` is the share kept from training, of the names or, for a table, of the pairs; `augment` bends them a bit.
+    With `copies` an epoch has so many of each pair, each bent anew, in tar shards that are written on the way.
     """
 
     source: str = "glyphs"
@@ -38,6 +39,13 @@ class DataSettings(Settings):
     augment: bool = True
     weights: tuple[Count, ...] = ()
     max_bad_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
+    copies: Annotated[int, Field(ge=1, le=10_000)] = 1
+
+    @model_validator(mode="after")
+    def _copies_are_bent(self) -> DataSettings:
+        if self.copies > 1 and (is_collection(self.source) or not self.augment):
+            raise ValueError("must have copies only of glyphs or a table, and with augment")
+        return self
 
     @field_validator("source")
     @classmethod

@@ -18,7 +18,7 @@ from torch import Tensor
 from contrastile.data.augment import Lots, bend, draw, prepare
 from contrastile.data.collection import Stream
 from contrastile.data.crop import Crop
-from contrastile.data.pairs import PairSet, lot, open_pairs
+from contrastile.data.pairs import PairSet, open_pairs
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.train.config import Recipe
 from contrastile.train.log import progress
@@ -52,6 +52,8 @@ def open_materials(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Materi
         cache=Path(data.cache).expanduser(),
         weights=data.weights,
         most_bad=data.max_bad_fraction,
+        copies=data.copies,
+        seed=recipe.seed,
         progress=progress,
     )
     if tokenizer is None:
@@ -63,7 +65,7 @@ def _titles(pairs: PairSet) -> list[str]:
     """The titles to train a tokenizer on: all to train on, or a million of a collection, evenly spread over it."""
     if pairs.stream is None:
         return [pairs.titles[row] for row in pairs.splits["train"]]
-    return pairs.stream.titles(range(0, len(pairs.stream), -(-len(pairs.stream) // MOST_TITLES)))
+    return pairs.stream.some_titles(MOST_TITLES)
 
 
 def _tokenizer(titles: list[str], settings: TokenizerSettings) -> Tokenizer:
@@ -118,7 +120,8 @@ class Feed:
         self._images, self._tokens = materials.pairs.images, materials.tokens
         self._ids = torch.from_numpy(materials.pairs.ids)
         self._generator = torch.Generator().manual_seed(seed)
-        self._crop = Crop(seed) if bend else None
+        bent = materials.pairs.stream is not None and materials.pairs.stream.bent
+        self._crop = Crop(seed) if bend and not bent else None
         self._served = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,7 +151,7 @@ class Feed:
     def _streamed(self, stream: Stream, rows: Tensor, share: slice, places: range) -> Batch:
         images, titles = stream.read(*self._places(rows, share), self._crop)
         self._served += len(rows)
-        ids = torch.tensor([int(lot(title) * 2**53) for title in titles], dtype=torch.int64)
+        ids = torch.tensor(stream.identities(titles), dtype=torch.int64)
         # a share without pairs has tokens too, of no text
         tokens = self._materials.tokenizer.tokenise(titles or [""])
         tokens = {name: of_titles[: len(titles)] for name, of_titles in tokens.items()}
