@@ -10,8 +10,9 @@ from problems import PROBLEMS, Problem, distance
 from ranks import Pool
 from torch import Tensor
 
-from contrastile import contrast
+from contrastile import SigLipLoss, contrast
 from contrastile.losses.softmax import Softmax
+from contrastile.tiles.eager import Eager
 
 EXCHANGES = ["replicate", "gather", "ring"]
 # rows and keys of each rank: even, uneven, one rank without any, and more keys than rows
@@ -189,3 +190,30 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(pool: Pool) -> None:
     first, second, third = pool.run(_sentence, 3, "own")
     assert third.startswith("rank 2: `query_ids` must be a tensor of shape [3]")
     assert first == second == third
+
+
+def _tiles_computed(rank: int, group: Any, exchange: str) -> tuple[int, int]:
+    """Tiles of logits that a rank computes forward and backward."""
+    real, seen = Eager._tile, []
+
+    def counted(*given: Any) -> Any:
+        seen.append(1)
+        return real(*given)
+
+    Eager._tile = counted
+    try:
+        q, k = (torch.eye(5, 7).double().requires_grad_() for _ in range(2))
+        value = SigLipLoss(exchange=exchange, group=group)(q, k, 5.0, -2.0)
+        forward = len(seen)
+        value.backward()
+        return forward, len(seen) - forward
+    finally:
+        Eager._tile = real
+
+
+@pytest.mark.parametrize(("exchange", "blocks"), [("replicate", 1), ("gather", 3), ("ring", 3)])
+def test_a_pairwise_loss_computes_each_pair_once(pool: Pool, exchange: str, blocks: int) -> None:
+    answers = pool.run(_tiles_computed, 3, exchange)
+    # gather's other columns are one block at either end of the ranks, two in the middle
+    assert answers[1] == (blocks, 0)
+    assert all(forward <= blocks and backward == 0 for forward, backward in answers)

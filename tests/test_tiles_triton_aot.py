@@ -90,7 +90,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             yield kernel, f"{name} six products", plain | SIX
             yield kernel, f"{name} ids", plain | {"IDS": True}
     for module, names in (
-        (triton_vectors, ("split", "norms", "numbers", "merge_sums", "merge_maxima", "prepare")),
+        (triton_vectors, ("split", "norms", "numbers", "merge_sums", "merge_maxima", "merge_parts", "prepare")),
         (triton_listed, ("listed_totals", "listed_gradient", "add_pairs")),
         (triton_ends, ("finish", "share", "scaled")),
     ):
