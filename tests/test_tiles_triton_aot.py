@@ -39,7 +39,14 @@ BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_kernel_compiles_and_fits(capability: int, tmp_path: Any) -> None:
     taken = _compiled(str(capability), tmp_path)
-    assert {name.split()[0] for name in taken} >= {*PRODUCTS, "split", "norms", "merge_sums", "merge_parts", "listed_gradient"}
+    assert {name.split()[0] for name in taken} >= {
+        *PRODUCTS,
+        "split",
+        "norms",
+        "merge_sums",
+        "merge_parts",
+        "listed_gradient",
+    }
     assert max(taken.values()) <= SHARED[capability]
     programs = SHAPES[capability].programs
     assert programs * (max(taken[name] for name in BUSY) + KEPT) <= SHARED[capability] + KEPT
