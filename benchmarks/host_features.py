@@ -82,6 +82,18 @@ def milliseconds(loss: ClipLoss, q: Tensor, k: Tensor, rounds: int) -> float:
     return sorted(taken)[len(taken) // 2]
 
 
+def note(path: Path | None, row: dict[str, object]) -> None:
+    """Writes a row behind those that are there, at once: what comes next may take minutes, or fail."""
+    if path is None:
+        return
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", type=int, default=2**22)
@@ -89,6 +101,7 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=768)
     parser.add_argument("--limit", type=float, default=16.0, help="GiB of the device that may be allocated")
     parser.add_argument("--workspace", type=int, default=2**30)
+    parser.add_argument("--longest", type=float, default=600.0, help="seconds that the step of --size may take")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     total = torch.cuda.get_device_properties(DEVICE).total_memory
@@ -96,7 +109,6 @@ def main() -> None:
     d = options.features
     host, resident = ClipLoss(device=DEVICE, workspace=options.workspace), ClipLoss(workspace=options.workspace)
     check(d, host, resident)
-    rows: list[dict[str, object]] = []
     rates: list[float] = []
 
     def measure(name: str, loss: ClipLoss, q: Tensor, k: Tensor, rounds: int) -> float:
@@ -111,7 +123,7 @@ def main() -> None:
         print(
             f"{name:9} b {b:8} d {d} {ms:10.1f} ms {rate:6.1f} TFLOP/s {ratio:.3f} {peak / 2**30:5.2f} GiB", flush=True
         )
-        rows.append({
+        note(options.csv, {
             "impl": "contrastile", "loss": "clip", "backend": f"triton, {name}", "b": b, "d": d, "dtype": "bfloat16",
             "ms": round(ms, 2), "effective_tflops": round(rate, 1), "ratio": round(ratio, 4), "peak_bytes": peak,
             "limit_bytes": int(options.limit * 2**30), "chip": torch.cuda.get_device_name(),
@@ -127,17 +139,16 @@ def main() -> None:
     measure("resident", resident, *on_device, ROUNDS)
     del on_device
     milliseconds(host, q, k, 1)
-    measure("host", host, q, k, ROUNDS)
-    if options.size > options.beside:
+    rate = measure("host", host, q, k, ROUNDS)
+    ahead = 8 * options.size**2 * d / rate / 1e12
+    if ahead > options.longest:
+        print(f"{options.size} pairs: left out, a step would take about {ahead:,.0f} s", flush=True)
+    elif options.size > options.beside:
+        print(f"{options.size} pairs: about {ahead:,.0f} s from when their features lie there", flush=True)
         many = [features(options.size, d, seed) for seed in (3, 4)]
         pinned_before(options.size, d)
         measure("host", host, *many, 1)
         measure("resident", resident, q.to(DEVICE), k.to(DEVICE), ROUNDS)
-    if options.csv:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,50 @@ def test_what_fails_or_takes_too_long_is_named_and_costs_its_own_row_only(monkey
     assert lines[-1].startswith("  plain, whole batch at 24: left out, it would take about ")
 
 
+def test_a_bench_ends_in_its_time(monkeypatch):
+    """What is not known to fit into the rest of it is left out: an unmeasured way is as slow as the slowest."""
+    clock = iter(range(10_000))
+    monkeypatch.setattr(bench_step.time, "perf_counter", lambda: float(next(clock)))
+    ways = {name: WAYS[name] for name in ("plain", "retain-0")}
+    monkeypatch.setattr(bench_step, "WAYS", ways)
+    lines = []
+    # a step takes a tick of this clock: 8 pairs a second
+    bench = StepBench(CPU, torch.float32, lines.append, seconds=0.0, within=40.0)
+    bench.measure("tiny", {8: ["plain"], 16: ["plain"], 2**20: ["plain", "retain-0"]})
+    assert [(row.way, row.batch) for row in bench.rows] == [("whole batch", 8), ("whole batch", 16)]
+    assert [line for line in lines if "left out" in line] == [
+        "  plain, whole batch at 1,048,576: left out, it would take about 65,536 s",
+        "  contrastile, retain 0 at 1,048,576: left out, it would take about 65,536 s",
+    ]
+
+
+def test_a_way_may_have_sizes_of_its_own(tmp_path):
+    rows = tmp_path / "rows.csv"
+    words = [
+        "--models",
+        "tiny",
+        "--sizes",
+        "8",
+        "24",
+        "--ways",
+        "plain@8",
+        "retain-0",
+        "pool-0@24,32",
+        "--seconds",
+        "0",
+    ]
+    assert main(["bench", "step", "--device", "cpu", *words, "--csv", str(rows)]) == 0
+    with rows.open() as file:
+        found = [(row["way"], int(row["batch"])) for row in csv.DictReader(file)]
+    assert found == [
+        ("whole batch", 8),
+        ("retain 0", 8),
+        ("retain 0", 24),
+        ("retain 0, from a pool", 24),
+        ("retain 0, from a pool", 32),
+    ]
+
+
 def test_a_failure_of_ours_is_not_passed_over(monkeypatch):
     def fail(task):
         raise RuntimeError("no")
@@ -154,7 +198,7 @@ def test_activation_checkpointing_is_taken_back():
 
 
 def test_host_inputs_that_do_not_fit_are_out_of_memory(monkeypatch):
-    monkeypatch.setattr("contrastile.bench.towers.spare_bytes", lambda device: 1000)
+    monkeypatch.setattr("contrastile.bench.towers.free_memory", lambda device: (1000, 9_000_000))
     towers = Towers("tiny", CPU)
     with pytest.raises(torch.OutOfMemoryError, match=r"of the host, and 1,000 are free"):
         Pairs(towers.shape, CPU).sides(towers, 12, "host")
@@ -201,10 +245,16 @@ def test_a_figure_needs_rows(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("option", "sentence"), [("--models", "`models` must be one of"), ("--ways", "`ways` must be")]
+    ("option", "word", "sentence"),
+    [
+        ("--models", "nobody", "`models` must be one of"),
+        ("--ways", "nobody", "`ways` must be"),
+        ("--ways", "nobody@8", "`ways` must be"),
+        ("--ways", "plain@many", "`ways` must"),
+    ],
 )
-def test_unknown_words_are_refused(option, sentence, capsys):
-    assert main(["bench", "step", "--device", "cpu", option, "nobody"]) == 2
+def test_unknown_words_are_refused(option, word, sentence, capsys):
+    assert main(["bench", "step", "--device", "cpu", option, word]) == 2
     assert capsys.readouterr().err.startswith(sentence)
 
 

@@ -42,6 +42,8 @@ WARM_SUB_BATCHES = 8
 MOST_ROUNDS = 5
 # pairs whose pictures still fit beside everything else
 MOST_REAL = 2**16
+# a loss of more pairs runs the same kernels
+MOST_WARM_PAIRS = 2**16
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ HEADER = (
 class StepBench:
     """What is measured and how long, where results go, and whether all of ours came through.
 
-    seconds: for each way at each batch, beyond the first step. longest: a step that would take more is left out.
+    seconds: for each way at each batch, beyond the first step. longest: a step that would take more is left out;
+    within: so is one that would not end in this many seconds from now.
     """
 
     device: torch.device
@@ -99,12 +102,14 @@ class StepBench:
     say: Callable[[str], None]
     seconds: float = 20.0
     longest: float = 600.0
+    within: float = math.inf
     optimizer: bool = False
     ledger: Ledger | None = None
     right: bool = True
     rows: list[StepRow] = field(default_factory=list)
     # microseconds a pair, by model and way, at the largest batch so far
     _pace: dict[tuple[str, str], float] = field(default_factory=dict)
+    _start: float = field(default_factory=time.perf_counter)
     # what did not fit at a smaller batch
     _full: set[str] = field(default_factory=set)
 
@@ -123,8 +128,8 @@ class StepBench:
         pairs = Pairs(towers.shape, self.device)
         for batch, names in sorted(plan.items()):
             for name, way in ((name, way) for name, way in ways.items() if name in names):
-                ahead = self._pace.get((model, name), 0.0) * batch / 1e6
-                if ahead > self.longest:
+                ahead = self._expected(model, name, batch)
+                if ahead > min(self.longest, self.within - (time.perf_counter() - self._start)):
                     self.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
                     continue
                 row = self._row(way, name, model, towers, pairs, batch, sub_batch or towers.shape.sub_batch)
@@ -134,6 +139,11 @@ class StepBench:
                 self.say(row.text())
                 if self.ledger is not None:
                     self.ledger.write(row)
+
+    def _expected(self, model: str, name: str, batch: int) -> float:
+        """Seconds of a step at the way's pace so far, or else at the slowest pace of the model."""
+        paces = [pace for (other, _), pace in self._pace.items() if other == model]
+        return self._pace.get((model, name), max(paces, default=0.0)) * batch / 1e6
 
     def _through_the_gate(self, model: str, ways: dict[str, Way]) -> dict[str, Way]:
         passed = {}
@@ -245,8 +255,9 @@ class StepBench:
 def warm_loss(task: Task) -> None:
     """The loss alone at the task's size: kernels are compiled at their first call."""
     width = task.towers.shape.text["projection_dim"]
+    rows = min(task.batch, MOST_WARM_PAIRS)
     q, k = (
-        F.normalize(torch.randn(task.batch, width, device=task.device), dim=-1).to(task.dtype).requires_grad_()
+        F.normalize(torch.randn(rows, width, device=task.device), dim=-1).to(task.dtype).requires_grad_()
         for _ in range(2)
     )
     task.loss_of(q, k).backward()

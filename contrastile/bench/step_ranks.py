@@ -28,7 +28,8 @@ from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
 
 TILES = {"cuda": "triton"}
-ROUNDS = 3
+# further steps after the first, as long as all together take less
+ROUNDS, SECONDS = 3, 6.0
 
 
 @dataclass(frozen=True)
@@ -147,16 +148,17 @@ def measure(
     towers, W = _towers(model, device), dist.get_world_size()
     pairs, cut = Pairs(towers.shape, device), sub_batch or towers.shape.sub_batch
     for batch in sorted(batches):
+        sides, backbone_bytes = pairs.sides(towers, batch // W, "device"), None
         for name, loss in passed.items():
-            task = Task(towers, pairs.sides(towers, batch // W, "device"), cut, device, dtype, loss)
+            task = Task(towers, sides, cut, device, dtype, loss)
             try:
-                numbers: tuple[float, int, int, int, int] | None = _numbers(task)
+                if backbone_bytes is None:
+                    backbone_bytes = _backbone_bytes(task)
+                numbers: tuple[float, int, int, int, int] | None = _numbers(task, backbone_bytes)
             except torch.OutOfMemoryError:
                 # every rank has as many pairs, and runs out at the same place
                 numbers = None
-            towers.zero_grad()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            _clear(task)
             ms, data, extra, backbone, peak = numbers or (None,) * 5
             row = RankRow(
                 impl="contrastile",
@@ -183,22 +185,33 @@ def measure(
     return right
 
 
-def _numbers(task: Task) -> tuple[float, int, int, int, int]:
+def _numbers(task: Task, backbone: int) -> tuple[float, int, int, int, int]:
     """Milliseconds of a step; bytes of data, loss, backbone and the whole step at its peak."""
     warm_loss(task)
     step(task.first(2 * task.sub_batch))
     memory, taken = PeakMemory(task.device), []
     memory.start()
-    for _ in range(ROUNDS):
+    again = True
+    while again:
         dist.barrier()
         start = time.perf_counter()
         float(step(task))
         if task.device.type == "cuda":
             torch.cuda.synchronize(task.device)
         taken.append((time.perf_counter() - start) * 1e3)
+        # every rank must take as many steps
+        most = torch.tensor(sum(taken) + taken[-1], device=task.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        again = len(taken) < ROUNDS and float(most) < SECONDS * 1e3
     peak = memory.bytes()
     data = sum(leaf.nbytes for _, leaf in task.sides)
-    return statistics.median(taken), data, _loss_bytes(task), _backbone_bytes(task, data), peak
+    return statistics.median(taken), data, _loss_bytes(task), backbone, peak
+
+
+def _clear(task: Task) -> None:
+    task.towers.zero_grad()
+    if task.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _loss_bytes(task: Task) -> int:
@@ -214,13 +227,15 @@ def _loss_bytes(task: Task) -> int:
     return max(0, memory.bytes() - before - q.nbytes - k.nbytes)
 
 
-def _backbone_bytes(task: Task, data: int) -> int:
-    memory = PeakMemory(task.device)
+def _backbone_bytes(task: Task) -> int:
+    """Weights, gradients, and one sub-batch's activations at a time; two sub-batches show it."""
+    few, memory = task.first(2 * task.sub_batch), PeakMemory(task.device)
+    _clear(task)
     memory.start()
-    with task.autocast():
-        outs = [encode(tower, leaf, sub_batch=task.sub_batch) for tower, leaf in task.sides]
+    with few.autocast():
+        outs = [encode(tower, leaf, sub_batch=few.sub_batch) for tower, leaf in few.sides]
     torch.autograd.backward(outs, [torch.full_like(out, 1e-3) for out in outs])
-    return max(0, memory.bytes() - data)
+    return max(0, memory.bytes() - sum(leaf.nbytes for _, leaf in task.sides))
 
 
 def join() -> torch.device:

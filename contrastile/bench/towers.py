@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from contrastile._check import one_of
-from contrastile.retention import spare_bytes
+from contrastile.offload import free_memory
 
 # different examples; larger batches take them again and again
 POOL = 4096
 SCALE = 20.0
+# of the host's free memory, what inputs may take
+HOST_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,8 @@ class Pairs:
             return [(Drawing(tower, pool.to(self.device)), places.to(self.device)) for tower, pool in both]
         if inputs == "device":
             return [(tower, pool.to(self.device)[places.to(self.device)]) for tower, pool in both]
-        need, room = batch * sum(pool[0].nbytes for _, pool in both), spare_bytes(torch.device("cpu"))
-        if need > room:
+        need, (room, _) = batch * sum(pool[0].nbytes for _, pool in both), free_memory(torch.device("cpu"))
+        if need > HOST_SHARE * room:
             raise torch.OutOfMemoryError(f"inputs take {need:,} bytes of the host, and {room:,} are free")
         pin = self.device.type == "cuda"
         found: list[tuple[nn.Module, Tensor]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,21 @@ def add_to(kinds: Any) -> None:
     parser.add_argument("--models", nargs="+", metavar="NAME", help="vit-b-16, vit-l-14 or tiny")
     parser.add_argument("--sizes", nargs="+", metavar="B", help="pairs per step, such as 8k; of all ranks together")
     parser.add_argument("--sub-batch", type=int, metavar="N", help="pairs encoded at once (default: the model's)")
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help="such as plain, retain-0, streamed-auto, GradCache")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        metavar="WAY",
+        help="such as plain, retain-0, GradCache; pool-0@64k,256k: only at these sizes",
+    )
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="autocast's; fp32 is without (default: bf16)")
     parser.add_argument("--optimizer", action="store_true", help="AdamW's step too")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="public packages too")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--seconds", type=float, help="how long each way may be measured (default: 20)")
     parser.add_argument("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
+    parser.add_argument(
+        "--within", type=float, default=math.inf, help="seconds for all: what would take longer is left out"
+    )
     parser.add_argument("--csv", metavar="FILE", help="write rows there, behind those that it has")
     parser.add_argument("--figure", metavar="FILE", help="draw the rows of --csv: svg, png or pdf")
     parser.add_argument("--quick", action="store_true", help="one model, one size")
@@ -67,15 +76,22 @@ def _alone(arguments: argparse.Namespace) -> bool:
     device = torch.device(device_of(arguments.device))
     models, batches = standard(device, quick=arguments.quick)
     models, batches = _models(arguments) or models, _batches(arguments) or batches
-    plan = {batch: _ways(arguments) or usual(batch) for batch in batches}
+    plan = _plan(arguments, batches) or {batch: usual(batch) for batch in batches}
     if not arguments.peers:
         known = {name for name, way in WAYS.items() if way.impl in ("plain", "by hand", "contrastile")}
         plan = {batch: [name for name in names if name in known] for batch, names in plan.items()}
-    seconds = arguments.seconds or (SECONDS_QUICK if arguments.quick else SECONDS)
+    seconds = arguments.seconds if arguments.seconds is not None else (SECONDS_QUICK if arguments.quick else SECONDS)
     with Ledger(Path(arguments.csv), StepRow) if arguments.csv else nullcontext() as ledger:
         print("\n".join(filter(None, (f"{chip(device)}; {versions('transformers')}", busy(device)))))
         bench = StepBench(
-            device, _dtype(arguments, device), _say, seconds, arguments.longest, arguments.optimizer, ledger
+            device,
+            _dtype(arguments, device),
+            _say,
+            seconds,
+            arguments.longest,
+            arguments.within,
+            arguments.optimizer,
+            ledger,
         )
         for model in models:
             bench.measure(model, plan, arguments.sub_batch)
@@ -128,13 +144,19 @@ def _models(arguments: argparse.Namespace) -> list[str]:
     return arguments.models or []
 
 
-def _ways(arguments: argparse.Namespace) -> list[str]:
+def _plan(arguments: argparse.Namespace, batches: list[int]) -> dict[int, list[str]]:
+    """The ways named for each size; a way with sizes of its own is measured there only."""
     from contrastile._check import one_of
     from contrastile.bench.step import WAYS
+    from contrastile.cli.bench import number
 
-    for name in arguments.ways or ():
+    plan: dict[int, list[str]] = {}
+    for word in arguments.ways or ():
+        name, _, sizes = word.partition("@")
         one_of("ways", name, tuple(WAYS), "Leave it out for all.")
-    return arguments.ways or []
+        for batch in [number("ways", size) for size in sizes.split(",")] if sizes else batches:
+            plan.setdefault(batch, []).append(name)
+    return plan
 
 
 def _batches(arguments: argparse.Namespace) -> list[int]:
