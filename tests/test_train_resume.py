@@ -14,7 +14,7 @@ from contrastile.train import image_text, loop
 from contrastile.train.feed import Feed
 from contrastile.train.folder import RunFolder, resumed_run
 from contrastile.train.image_text import ImageText
-from contrastile.train.log import Metrics, read_metrics
+from contrastile.train.log import MEASURED, Metrics, read_metrics
 from contrastile.train.loop import run_recipe
 
 # dropout and augmentation are on, and a checkpoint is saved every fourth step
@@ -31,7 +31,8 @@ def left(folder):
 
     lines = read_metrics(folder / "metrics.jsonl")
     for line in lines:
-        line.pop("seconds", None)
+        for name in MEASURED:
+            line.pop(name, None)
     return load_file(folder / "model.safetensors"), lines, (folder / "evaluation.json").read_text()
 
 

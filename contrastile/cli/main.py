@@ -19,6 +19,10 @@ PACKAGES = {
     "pyarrow": '"contrastile[data]"',
     "faiss": "faiss-cpu",
     "peft": "peft",
+    "tensorboard": '"contrastile[log]"',
+    "wandb": '"contrastile[log]"',
+    "timm": "timm",
+    "open_clip": "open_clip_torch",
 }
 VERBS = (train, evaluate, encode, search, compare, bench)
 

@@ -201,7 +201,7 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe) -> None:
 
 
 # what may be another when a run is resumed
-FREE = ("device", "save.", "data.cache", "train.timeout")
+FREE = ("device", "save.", "log.", "data.cache", "train.timeout")
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

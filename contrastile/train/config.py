@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validato
 from contrastile.data.sources import is_collection, missing, read_source
 from contrastile.train.model_settings import ModelSettings
 from contrastile.train.optim_settings import AdamWSettings, AnyOptim
-from contrastile.train.settings import Count, Positive, Settings, Share, files_matter, kind_or
+from contrastile.train.settings import Count, Positive, Settings, Share, files_matter, installed, kind_or
 
 
 class DataSettings(Settings):
@@ -203,12 +203,27 @@ class SaveSettings(Settings):
     keep: Count = 2
 
 
+class LogSettings(Settings):
+    """Who is told what the run says, beside its folder: `tensorboard` files in it, a project of `wandb`."""
+
+    tensorboard: bool = False
+    wandb: str | None = None
+
+    @field_validator("tensorboard", "wandb")
+    @classmethod
+    def _is_installed(cls, wanted: Any, info: ValidationInfo) -> Any:
+        if wanted and files_matter(info):
+            installed(str(info.field_name), '"contrastile[log]"')
+        return wanted
+
+
 class AnyRecipe(Settings):
     """What every run has. `name` is that of its folder, the recipe file's own where the recipe does not say."""
 
     name: str
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: str = "auto"
+    log: LogSettings = LogSettings()
 
     @field_validator("name")
     @classmethod

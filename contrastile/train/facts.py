@@ -64,13 +64,18 @@ def facts(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:
     recipe = run.recipe
     largest = max(trained.largest_batch, 1)
     kept = kept_at_once(recipe.train.retain, recipe.train.sub_batch.image, largest)
+    need = dense_need(activations_per_pair(run, materials), largest, kept)
+    return {**facts_so_far(run, materials, trained), "memory": asdict(need)}
+
+
+def facts_so_far(run: Run, materials: Materials, trained: Trained) -> dict[str, Any]:
+    """The same but for what the dense way would need, which takes the towers to find out."""
     return {
         **run_facts(run.recipe, run.model, run.device, trained),
         "pairs": len(materials.pairs.splits["train"]),
         "skipped": skipped(materials.pairs),
-        "loss": recipe.loss.kind,
-        "batch": [batch for _, batch in recipe.train.batch],
-        "memory": asdict(dense_need(activations_per_pair(run, materials), largest, kept)),
+        "loss": run.recipe.loss.kind,
+        "batch": [batch for _, batch in run.recipe.train.batch],
     }
 
 

@@ -5,6 +5,7 @@ A step encodes both sides, each sub-batch by sub-batch, and compares every pictu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,29 +22,31 @@ from contrastile.modules import ClipLoss, SigLipLoss
 from contrastile.train.checkpoint import Run, build_run, fingerprint, load
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import encode_held_out, evaluate, probe
-from contrastile.train.facts import Trained, facts
+from contrastile.train.facts import Trained, facts, facts_so_far
 from contrastile.train.feed import Batch, Feed, Materials, open_materials
 from contrastile.train.folder import EVALUATION, RunFolder
 from contrastile.train.galleries import galleries
 from contrastile.train.ranks import Ranks
-from contrastile.train.report import table_text, write_report
+from contrastile.train.report import IMAGE_TEXT, table_text, write_report
 from contrastile.train.state import Parts
+from contrastile.train.stopwatch import Stopwatch
 
-Loss = ClipLoss | SigLipLoss
-LOSSES: dict[str, type[Loss]] = {"clip": ClipLoss, "siglip": SigLipLoss}
+Loss = Callable[..., Tensor]
+LOSSES: dict[str, type[ClipLoss | SigLipLoss]] = {"clip": ClipLoss, "siglip": SigLipLoss}
 
 
 class ImageText:
     """The job of a recipe of pictures and texts."""
 
     unit = "pairs"
+    wording = IMAGE_TEXT
 
     def __init__(self, run: Run, materials: Materials) -> None:
         recipe = run.recipe
         self.run, self.materials = run, materials
         self.feed = Feed(materials, bend=recipe.data.augment, seed=recipe.seed)
         self.state: Parts = {"feed": self.feed}
-        self._loss = LOSSES[recipe.loss.kind](**recipe.loss.words())
+        self._loss: Loss = LOSSES[recipe.loss.kind](**recipe.loss.words())
 
     @classmethod
     def open(cls, recipe: Recipe, begun: RunFolder | None = None) -> Self:
@@ -86,6 +89,10 @@ class ImageText:
         """The recipe's loss of a part of any size."""
         return batch_loss(self.run, self._loss, part)
 
+    def timed(self, watch: Stopwatch[Any]) -> None:
+        """Mark where the loss begins and ends."""
+        self._loss = watch.around(self._loss)
+
     def probe(self) -> dict[str, dict[str, float]]:
         """Recall from picture to name."""
         return probe(self.run, self.materials.pairs)
@@ -93,6 +100,10 @@ class ImageText:
     def facts(self, trained: Trained) -> dict[str, Any]:
         """What run.json says."""
         return facts(self.run, self.materials, trained)
+
+    def facts_so_far(self, trained: Trained) -> dict[str, Any]:
+        """The same but for what the dense way would need."""
+        return facts_so_far(self.run, self.materials, trained)
 
     def report(self, folder: RunFolder) -> str:
         """Measure everything, write evaluation.json and report.html; the table of results as text."""

@@ -21,8 +21,10 @@ from contrastile.train.config import Recipe
 from contrastile.train.facts import Trained
 from contrastile.train.folder import RunFolder
 from contrastile.train.ranks import Ranks
+from contrastile.train.report import Wording
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.state import Parts
+from contrastile.train.stopwatch import Stopwatch
 
 AnyTrained = Recipe | RetrieverRecipe
 
@@ -95,11 +97,21 @@ class Job(Protocol[S]):
     def loss(self, part: S) -> Tensor:
         """The mean over this part's examples, of all ranks."""
 
+    def timed(self, watch: Stopwatch[Any]) -> None:
+        """From here on mark where the loss begins and ends."""
+
     def probe(self) -> Mapping[str, Any]:
         """Recall in small, on every held-out part."""
 
     def facts(self, trained: Trained) -> dict[str, Any]:
         """All that the report says beside curves and results."""
+
+    def facts_so_far(self, trained: Trained) -> dict[str, Any]:
+        """The same but for what takes the towers, or long, to find out."""
+
+    @property
+    def wording(self) -> Wording:
+        """What its report calls things."""
 
     def report(self, folder: RunFolder) -> str:
         """Measure everything, write it and the report into the folder; the table of results as text."""

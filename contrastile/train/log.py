@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -128,13 +128,28 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+class Listener(Protocol):
+    """Who hears the lines of `metrics.jsonl` too."""
+
+    def hear(self, kind: str, values: Mapping[str, Any]) -> None:
+        """A line, whose `examples` say how far the run is."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+# of a line, what the clock and the machine say: equal runs differ in it
+MEASURED = ("seconds", "speed", "shares", "peak_bytes")
+
+
 class Metrics:
     """`metrics.jsonl`: one JSON object per line, on disk as soon as it is written; without a path, nowhere.
 
-    A line that cannot be written is said aloud and never ends a run.
+    A line that cannot be written is said aloud and never ends a run. The `listeners` hear it afterwards.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, listeners: Sequence[Listener] = ()) -> None:
+        self._listeners = listeners
         self._nowhere = path is None
         self._file = (path or Path(os.devnull)).open("ab", buffering=0)
         self._lost = 0
@@ -153,6 +168,8 @@ class Metrics:
             if not self._lost:
                 logger.warning("%s cannot be written (%s); the run goes on", self._file.name, failure)
             self._lost += 1
+        for listener in self._listeners:
+            listener.hear(kind, values)
 
     def state_dict(self) -> dict[str, int]:
         """How long the file is, safe on the disk: a checkpoint says up to where its lines are those of the run."""
@@ -174,6 +191,8 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        for listener in self._listeners:
+            listener.close()
         if self._lost:
             logger.warning("%d lines of %s were lost", self._lost, self._file.name)
 

@@ -36,6 +36,7 @@ from contrastile.train.folder import (
 from contrastile.train.guard import Guard
 from contrastile.train.image_text import ImageText
 from contrastile.train.job import AnyTrained, Job, Share
+from contrastile.train.live import listeners
 from contrastile.train.log import Bar, Metrics, progress, size
 from contrastile.train.memory import PeakMemory
 from contrastile.train.optim import (
@@ -51,6 +52,7 @@ from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.job import Retrieval
 from contrastile.train.signals import StopRequest
 from contrastile.train.state import Checkpoints, Course, Parts, step_seed
+from contrastile.train.stopwatch import Stopwatch, shares_text
 
 logger = logging.getLogger("contrastile")
 
@@ -116,7 +118,8 @@ def train_into(folder: RunFolder, job: Job[Any], checkpoints: Checkpoints, ranks
     """Train, and keep the weights of the last whole step in the folder, whatever ended the training."""
     trained = Trained(ranks=ranks.size)
     keeping = kept(trained, lambda: save_run(folder, job.run, job.facts(trained)))
-    with keeping, Metrics(folder / METRICS) as metrics, ranks.joined(job):
+    told = listeners(job.run.recipe, folder, lambda: job.facts_so_far(trained), job.wording)
+    with keeping, Metrics(folder / METRICS, told) as metrics, ranks.joined(job):
         train(job, metrics, trained, checkpoints, ranks)
     return trained
 
@@ -184,6 +187,9 @@ class Training:
         self.optimizer = build_optimizer(self.model, self.optim)
         self.scaler = torch.amp.GradScaler(job.run.device.type, enabled=self.recipe.train.precision == "fp16")
         self.average = Average(self.model, self.recipe.optim.ema)
+        self.watch = Stopwatch.of(job.run.device)
+        self.watch.follow(self.optimizer)
+        job.timed(self.watch)
         self.memory = PeakMemory(job.run.device)
         trained.base_bytes = self.memory.start()
         self.clock = Clock(self.recipe.train.length(len(job.rows)), self.recipe.train.minutes)
@@ -232,21 +238,26 @@ class Training:
         rate = learning_rate(clock.share(ahead=count / 2), self.optim, planned)
         set_learning_rate(self.optimizer, rate)
         torch.manual_seed(step_seed(self.recipe.seed, number, ranks.rank))
-        began = time.monotonic()
+        self.watch.start()
         parts = job.parts(next(self.batches), number, ranks)
         job.expect(self.batches.ahead(count), ranks)
+        self.watch.mark("towers")
         value, norm = step(job, self.optimizer, parts, self.scaler, ranks)
-        seconds = time.monotonic() - began
+        took = {**self.watch.facts(count), "peak_bytes": self.memory.bytes()}
+        scale = self.model.logit_scale.exp().item()
         clock.seen += count
         if self._learned(number, value, norm, parts):
             self.average.update()
             self.metrics.write(
                 "step", examples=clock.seen, batch=count, planned=planned, loss=value, norm=norm,
-                learning_rate=rate, scale=self.model.logit_scale.exp().item(), seconds=seconds,
+                learning_rate=rate, scale=scale, **took,
             )  # fmt: skip
         else:
             self.metrics.write("skip", examples=clock.seen, batch=count, loss=str(value), norm=str(norm))
-        self.last_loss = value
+        self.said = {
+            "loss": f"{value:.3f}", "norm": f"{norm:.2f}", "rate": f"{rate:.1e}", "scale": f"{scale:.1f}",
+            "time": shares_text(took["shares"]),
+        }  # fmt: skip
 
     def _learned(self, number: int, value: float, norm: float, parts: Sequence[Share]) -> bool:
         """Whether loss and norm were numbers; raises FloatingPointError at the third in a row that were not."""
@@ -260,8 +271,7 @@ class Training:
         course = self.course
         course.seconds, course.peak_bytes = self.clock.seconds(), max(course.peak_bytes, self.memory.bytes())
         self.trained.note(course, self.guard)
-        facts = {"loss": f"{self.last_loss:.3f}", "peak": size(course.peak_bytes)}
-        bar.update(self.sizes[-1], total=self.clock.expected(), **facts)
+        bar.update(self.sizes[-1], total=self.clock.expected(), **self.said, peak=size(course.peak_bytes))
 
     def probe_if_due(self) -> None:
         """Between two steps, on the averaged weights."""

@@ -117,23 +117,29 @@ def write_report(
     *,
     questions: Sequence[Asks] = (),
     wording: Wording | None = None,
+    so_far: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `report.html`; its path. The `wording` is that of pictures and names unless another is given."""
+    """Write `report.html`; its path. The `wording` is that of pictures and names unless another is given.
+
+    Of a run that is not through there are the facts `so_far`, and no results.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     pages = Environment(loader=PackageLoader("contrastile.train", "."), autoescape=True, undefined=StrictUndefined)
     wording = wording or IMAGE_TEXT
-    facts, results = folder.read_json(FACTS), folder.read_json(EVALUATION)
+    facts = folder.read_json(FACTS) if so_far is None else so_far
+    results = folder.read_json(EVALUATION) if so_far is None else []
     metrics = read_metrics(folder / METRICS)
     page = pages.get_template("report.html.jinja").render(
         name=facts["name"],
         subtitle=_subtitle(facts, wording.unit),
+        so_far=so_far is not None,
         cards=_cards(facts, results),
         legend=wording.legend,
         table={"heads": wording.heads, "rows": [wording.row(row) for row in results]},
         figures=_figures(metrics, facts["loss"], wording),
         learning=LEARNING,
-        memory=_memory(facts),
+        memory=_memory(facts) if "memory" in facts else None,
         unit=wording.unit,
         galleries=galleries,
         questions=questions,
@@ -206,8 +212,8 @@ def _cards(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> li
         for row in results
         if row.get("headline")
     ]
-    peak, dense = size(facts["peak_bytes"]), size(_dense(facts))
-    return [*firsts, {"value": peak, "what": f"peak memory; the dense way: {dense}"}]
+    dense = f"; the dense way: {size(_dense(facts))}" if "memory" in facts else ""
+    return [*firsts, {"value": size(facts["peak_bytes"]), "what": f"peak memory{dense}"}]
 
 
 def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
@@ -232,8 +238,22 @@ def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
     # a run whose every probe failed has none
     recall = [draw(recalls, title=wording.probes, percent=True)] if probes else []
     scale = draw({"scale": averaged(steps, lambda line: line["scale"])}, title="Learned scale")
+    rates = draw({"rate": averaged(steps, lambda line: line["learning_rate"])}, title="Learning rate")
     speeds = averaged(steps, lambda line: line["batch"] / line["seconds"])
-    return [losses, *recall, scale, draw({"speed": speeds}, title=f"{wording.unit.capitalize()} per second")]
+    speed = draw({"speed": speeds}, title=f"{wording.unit.capitalize()} per second")
+    return [losses, *recall, scale, rates, speed, *_shares(steps, draw)]
+
+
+def _shares(steps: Sequence[Line], draw: Callable[..., str]) -> list[str]:
+    """Where the steps' time went; runs of earlier versions do not tell."""
+    told = [line for line in steps if line.get("shares")]
+    parts = sorted({part for line in told for part in line["shares"]})
+    shares = {part: averaged(told, partial(_percent_of, part)) for part in parts}
+    return [draw(shares, title="Where a step's time goes, in percent")] if told else []
+
+
+def _percent_of(part: str, line: Line) -> float:
+    return 100 * line["shares"].get(part, 0.0)
 
 
 def _stages(steps: Sequence[Line]) -> list[tuple[float, str]]:

@@ -6,6 +6,7 @@ Ground of `config.py` and of the sections in files of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo
@@ -33,3 +34,9 @@ def kind_or(default: str) -> Discriminator:
 def files_matter(info: ValidationInfo) -> bool:
     """A recipe to be run needs its files; one that is read back from its run folder does not."""
     return bool((info.context or {}).get("files"))
+
+
+def installed(package: str, source: str) -> None:
+    """Raises ValueError where a package that the recipe asks for is not there; `source` is what pip installs."""
+    if find_spec(package) is None:
+        raise ValueError(f"needs the package {package}, which is not installed; run: pip install {source}")

@@ -6,6 +6,7 @@ all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -25,16 +26,18 @@ from contrastile.train.ranks import Ranks
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import Searchable, probe
 from contrastile.train.retriever.feed import TextBatch, TextFeed, TextMaterials, fingerprint, open_text_materials
-from contrastile.train.retriever.report import evaluate_and_report
+from contrastile.train.retriever.report import WORDING, evaluate_and_report
 from contrastile.train.retriever.run import RetrieverRun, build_retriever_run, load_retriever
 from contrastile.train.retriever.search import index_of
 from contrastile.train.state import Parts
+from contrastile.train.stopwatch import Stopwatch
 
 
 class Retrieval:
     """The job of a retriever's recipe; what is found at its end is looked for in `index`, else in the run's texts."""
 
     unit = "queries"
+    wording = WORDING
     # texts are at hand
     stream = None
 
@@ -44,7 +47,8 @@ class Retrieval:
         self.feed = TextFeed(materials, recipe.data, seed=recipe.seed)
         # what is drawn in a step depends on its number alone
         self.state: Parts = {}
-        self._loss, self._index = InfoNCELoss(**recipe.loss.words()), index
+        self._loss: Callable[..., Tensor] = InfoNCELoss(**recipe.loss.words())
+        self._index = index
 
     @classmethod
     def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
@@ -83,6 +87,10 @@ class Retrieval:
         """From queries to passages."""
         return retriever_loss(self.run, self._loss, part)
 
+    def timed(self, watch: Stopwatch[Any]) -> None:
+        """Mark where the loss begins and ends."""
+        self._loss = watch.around(self._loss)
+
     def probe(self) -> dict[str, dict[str, float]]:
         """Recall among the right passages of a sample."""
         return probe(self.run, self.materials)
@@ -102,19 +110,26 @@ class Retrieval:
         largest = max(trained.largest_batch, 1)
         kept = kept_at_once(recipe.train.retain, recipe.train.sub_batch.query, largest)
         return {
-            **run_facts(recipe, self.run.model, self.run.device, trained),
-            "pairs": len(texts.splits["train"]),
-            "unit": self.unit,
-            "passages": len(texts.passages),
+            **self.facts_so_far(trained),
             "texts_sha256": texts.digest(),
-            "skipped": texts.skipped,
-            "loss": "infonce",
-            "batch": [batch for _, batch in recipe.train.batch],
             "memory": asdict(dense_need(activations_per_query(self.run, self.materials), largest, kept)),
         }
 
+    def facts_so_far(self, trained: Trained) -> dict[str, Any]:
+        """The same but for what takes long to find out."""
+        texts = self.materials.texts
+        return {
+            **run_facts(self.run.recipe, self.run.model, self.run.device, trained),
+            "pairs": len(texts.splits["train"]),
+            "unit": self.unit,
+            "passages": len(texts.passages),
+            "skipped": texts.skipped,
+            "loss": "infonce",
+            "batch": [batch for _, batch in self.run.recipe.train.batch],
+        }
 
-def retriever_loss(run: RetrieverRun, loss: InfoNCELoss, batch: TextBatch) -> Tensor:
+
+def retriever_loss(run: RetrieverRun, loss: Callable[..., Tensor], batch: TextBatch) -> Tensor:
     """The loss of a batch of any size: from queries to all its passages, averaged over the recipe's dimensions."""
     model, settings = run.model, run.recipe.train
     with run.autocast():
