@@ -25,8 +25,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from contrastile.data.collection import Stream, cores
+from contrastile.data.collection import Stream
 from contrastile.data.crop import Crop
+from contrastile.data.decoding import cores
 from contrastile.data.pairs import open_pairs
 from contrastile.train.checkpoint import build_run
 from contrastile.train.facts import Trained

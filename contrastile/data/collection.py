@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from array import array
 from collections import Counter
@@ -31,7 +30,7 @@ from torch import Tensor
 from contrastile._check import wrong
 from contrastile.data.cache import PictureWriter, cached_pairs
 from contrastile.data.crop import Crop
-from contrastile.data.decoding import Made, Piece, Processes, Source, Threads
+from contrastile.data.decoding import GROUP, Made, Origin, Piece, Processes, Threads, cores
 from contrastile.data.pairs import Indices, Labels, PairSet, ProgressFactory, joined_ids, lot
 from contrastile.data.shards import find_pairs, state
 from contrastile.data.sources import Source, read_source
@@ -46,8 +45,6 @@ MOST_HELD_OUT = 10_000
 FEW = 1000
 # rows that are looked at for each of a batch in which no picture can be read
 TRIES = 10
-# pictures that are decoded before more are asked for
-GROUP = 16
 
 
 class Library(Protocol):
@@ -168,7 +165,7 @@ class Stream:
         room = self._decoders.room((len(wanted), *self._shape))
         for start in range(0, len(wanted), GROUP):
             group = wanted[start : start + GROUP]
-            task = self._decoders.fill(room, start, [self._source(*key) for key in group], crop)
+            task = self._decoders.fill(room, start, [self._origin(*key) for key in group], crop)
             for number, key in enumerate(group):
                 self._ahead[key] = Slot(room, start + number, task, number)
 
@@ -202,7 +199,7 @@ class Stream:
                 pictures[number], chosen[number] = pictures[last], rows[last]
         return pictures, chosen
 
-    def _source(self, row: int, place: int) -> Source:
+    def _origin(self, row: int, place: int) -> Origin:
         """Where a picture comes from: a place in a file, or the library, asked when it is needed."""
         row = int(self._rows[row])
         if isinstance(self._library, Index):
@@ -230,11 +227,6 @@ class Stream:
             logger.warning("a picture of the collection is skipped (%s); all are counted in the report", bad[0])
         self.skipped.update(bad)
         check_bad(self.skipped, max(self.seen, min(len(self), FEW)), self._most_bad)
-
-
-def cores() -> int:
-    """The CPU cores that this process may use: of those of a node, where torchrun starts several ranks, its share."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def check_bad(skipped: Counter[str] | dict[str, int], seen: int, most_bad: float) -> None:

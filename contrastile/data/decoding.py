@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from queue import SimpleQueue
@@ -33,11 +33,13 @@ from contrastile.data.table import Skipped, decode
 
 # the largest room that a GPU fetches from while it computes: pinned memory cannot be swapped
 MOST_PINNED = 8 << 30
+# pictures that are decoded before more are asked for
+GROUP = 16
 # a message of a group of pictures is a few kilobytes
 MOST_MESSAGE = 1 << 20
 
 
-class Source(Protocol):
+class Origin(Protocol):
     """A picture's bytes, and which example of the run it is, from which its crop is drawn."""
 
     @property
@@ -49,16 +51,19 @@ class Source(Protocol):
 
 
 class Piece(NamedTuple):
-    """A source that any process can read: bytes within a file."""
+    """An origin that any process can read: bytes within a file."""
 
     path: str
     offset: int
-    size: int
+    # None: the whole file
+    size: int | None
     place: int
 
     def read(self) -> bytes:
         """The bytes; raises `Skipped` where the file has become shorter."""
         with open(self.path, "rb") as file:
+            if self.size is None:
+                return file.read()
             content = os.pread(file.fileno(), self.size, self.offset)
         if len(content) != self.size:
             raise Skipped("missing picture")
@@ -66,19 +71,19 @@ class Piece(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A source whose bytes this process alone can make."""
+    """An origin whose bytes this process alone can make."""
 
     read: Callable[[], bytes]
     place: int
 
 
-def fill(pictures: Pictures, sources: Sequence[Source], crop: Crop | None) -> list[str | None]:
-    """Decode each source into its place of `pictures` `[n, C, S, S]`; the reasons why one could not be."""
+def fill(pictures: Pictures, origins: Sequence[Origin], crop: Crop | None) -> list[str | None]:
+    """Decode each origin's picture into its place of `pictures` `[n, C, S, S]`; the reasons why one could not be."""
     reasons: list[str | None] = []
-    for picture, source in zip(pictures, sources, strict=True):
+    for picture, origin in zip(pictures, origins, strict=True):
         try:
-            box = None if crop is None else crop.box(source.place)
-            picture[:] = decode(BytesIO(source.read()), pictures.shape[1:], box)
+            box = None if crop is None else crop.box(origin.place)
+            picture[:] = decode(BytesIO(origin.read()), pictures.shape[1:], box)
             reasons.append(None)
         except OSError as failure:
             reasons.append(f"unreadable file ({failure.strerror})")
@@ -97,9 +102,9 @@ class Threads:
         """Memory for the pictures of a batch."""
         return torch.empty(tuple(shape), dtype=torch.uint8)
 
-    def fill(self, room: Tensor, start: int, sources: Sequence[Source], crop: Crop | None) -> Future[list[str | None]]:
-        """Begin to decode `sources` into `room` from number `start` on."""
-        return self._pool.submit(fill, room[start : start + len(sources)].numpy(), sources, crop)
+    def fill(self, room: Tensor, start: int, origins: Sequence[Origin], crop: Crop | None) -> Future[list[str | None]]:
+        """Begin to decode `origins` into `room` from number `start` on."""
+        return self._pool.submit(fill, room[start : start + len(origins)].numpy(), origins, crop)
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -128,13 +133,13 @@ class Processes:
         self._rooms.append(Room(size))
         return self._rooms[-1].lend(shape)
 
-    def fill(self, room: Tensor, start: int, sources: Sequence[Source], crop: Crop | None) -> Future[list[str | None]]:
-        """Begin to decode `sources`, which have to be pieces of files, into `room` from number `start` on."""
+    def fill(self, room: Tensor, start: int, origins: Sequence[Origin], crop: Crop | None) -> Future[list[str | None]]:
+        """Begin to decode `origins`, which have to be pieces of files, into `room` from number `start` on."""
         lent = next(one for one in self._rooms if one.address == room.data_ptr())
-        return self._pool.submit(self._ask, lent, list(room.shape), start, sources, crop)
+        return self._pool.submit(self._ask, lent, list(room.shape), start, origins, crop)
 
     def _ask(
-        self, room: Room, shape: list[int], start: int, pieces: Sequence[Source], crop: Crop | None
+        self, room: Room, shape: list[int], start: int, pieces: Sequence[Origin], crop: Crop | None
     ) -> list[str | None]:
         worker = self._idle.get()
         try:
@@ -224,6 +229,39 @@ class Worker:
         """It reads that nothing more will come, and ends."""
         self._socket.close()
         self._process.wait()
+
+
+def stretches(
+    paths: Sequence[str], shape: tuple[int, int, int], *, stretch: int, apart: bool
+) -> Iterator[tuple[range, Tensor, list[str | None]]]:
+    """Whole pictures, `stretch` at a time, the next ones decoded meanwhile: which, uint8 `[n, C, S, S]`, the reasons.
+
+    Of a picture that cannot be read there is a reason, and nothing of use at its place.
+    """
+    decoders = (Processes if apart else Threads)(min(cores(), max(len(paths) // GROUP, 1)))
+
+    def begin(part: range) -> tuple[range, Tensor, list[Future[list[str | None]]]]:
+        room = decoders.room((len(part), *shape))
+        pieces = [Piece(paths[number], 0, None, 0) for number in part]
+        starts = range(0, len(part), GROUP)
+        return part, room, [decoders.fill(room, start, pieces[start : start + GROUP], None) for start in starts]
+
+    try:
+        parts = [range(start, min(start + stretch, len(paths))) for start in range(0, len(paths), stretch)]
+        ahead = begin(parts[0]) if parts else None
+        for following in [*parts[1:], None]:
+            if ahead is None:
+                return
+            part, room, tasks = ahead
+            ahead = begin(following) if following is not None else None
+            yield part, room, [reason for task in tasks for reason in task.result()]
+    finally:
+        decoders.close()
+
+
+def cores() -> int:
+    """The CPU cores that this process may use: of those of a node, where torchrun starts several ranks, its share."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def serve(near: socket.socket) -> None:

@@ -78,18 +78,23 @@ def open_table(
     return pairs
 
 
-def read_table(table: Path) -> list[Row | str]:
-    """Every row below the first: its picture's path and its title, or the reason why it has none."""
+def read_table(table: Path, folder: Path | None = None, *, name: str = "source") -> list[Row | str]:
+    """Every row below the first: its picture's path and its title, or the reason why it has none.
+
+    Paths are relative to `folder`, by default the table's own; `name` is what errors call it.
+    """
     try:
         lines = table.read_bytes().splitlines()
     except OSError as failure:
-        raise wrong("source", 'be "glyphs" or a file that can be read', table, str(failure.strerror) + ".") from failure
+        rule = 'be "glyphs" or a file that can be read' if name == "source" else "be a file that can be read"
+        raise wrong(name, rule, table, str(failure.strerror) + ".") from failure
     columns = lines[0].decode("utf-8-sig", errors="replace").split("\t") if lines else []
     if not {"filepath", "title"} <= set(columns):
         remedy = "Name them in the first line, separated by tabs."
-        raise wrong("source", "have the columns filepath and title", columns, remedy)
+        raise wrong(name, "have the columns filepath and title", columns, remedy)
     where, what = columns.index("filepath"), columns.index("title")
-    return [_row(line, len(columns), where, what, table.parent) for line in lines[1:] if line.strip()]
+    folder = folder or table.parent
+    return [_row(line, len(columns), where, what, folder) for line in lines[1:] if line.strip()]
 
 
 def _row(line: bytes, width: int, where: int, what: int, folder: Path) -> Row | str:
