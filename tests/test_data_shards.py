@@ -354,7 +354,7 @@ def test_a_bad_picture_is_counted_and_its_neighbour_stands_in(tmp_path):
     (tmp_path / "cache").rename(tmp_path / "old")
     stream = stream_of(tmp_path, broken, most_bad=0.5)
     images, read = stream.read(range(len(stream)), range(len(stream)), None)
-    assert read[:7] == [titles[1], titles[1], titles[2], titles[3], titles[3], titles[3], titles[6]]
+    assert stream.titles(read[:7]) == [titles[1], titles[1], titles[2], titles[3], titles[3], titles[3], titles[6]]
     assert np.array_equal(images[5], images[3])
     assert stream.skipped == {"broken picture": 3}
 
@@ -366,7 +366,7 @@ def test_where_none_can_be_read_the_rows_behind_stand_in(tmp_path):
         contents[int(title.split()[-1])] = b"<html>not found</html>"
     (tmp_path / "cache").rename(tmp_path / "old")
     stream = stream_of(tmp_path, contents, most_bad=1.0)
-    assert stream.read([3], [70], None)[1] == [titles[5]]
+    assert stream.titles(stream.read([3], [70], None)[1]) == [titles[5]]
     assert stream.skipped == {"broken picture": 2}
     with pytest.raises(ValueError, match="`source` must have pictures that can be read; got broken picture: 3"):
         stream.read([4], [71], None, tries=0)
@@ -374,8 +374,8 @@ def test_where_none_can_be_read_the_rows_behind_stand_in(tmp_path):
 
 def test_a_share_may_be_empty_and_what_nobody_asks_for_is_forgotten(tmp_path):
     stream = stream_of(tmp_path, [jpeg(number) for number in range(12)], most_bad=0.5)
-    images, titles = stream.read([], [], None)
-    assert (images.shape, titles) == ((0, *stream.read([0], [0], None)[0].shape[1:]), [])
+    images, rows = stream.read([], [], None)
+    assert (images.shape, rows) == ((0, *stream.read([0], [0], None)[0].shape[1:]), [])
     stream.expect([1, 2, 3], [1, 3, 5], None)
     stream.read([1], [1], None)
     stream.read([4], [4], None)
@@ -462,6 +462,18 @@ def test_the_part_within_the_box_is_decoded(tmp_path):
     half = part(100, 0, 300, 200)
     assert half[:, :, :7].min() > 230
     assert half[:, :, 9:].max() < 25
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("RGB", 3), ("L", 1), ("RGB", 1), ("L", 3)])
+def test_the_part_is_resampled_as_pillow_does(mode, channels):
+    picture = Image.effect_noise((300, 200), 60).resize((90, 70)).resize((300, 200)).convert(mode)
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    found = decode(io.BytesIO(file.getvalue()), (channels, 33, 33), lambda width, height: (31, 17, 251, 190))
+    plain = picture.convert("L" if channels == 1 else "RGB")
+    wanted = plain.crop((31, 17, 251, 190)).resize((33, 33), Image.Resampling.BICUBIC)
+    differences = found.astype(int) - np.asarray(wanted).reshape(33, 33, channels).transpose(2, 0, 1)
+    assert np.abs(differences).max() <= 1
 
 
 def test_a_turned_picture_is_cut_upright():

@@ -40,6 +40,13 @@ def _quiet_library():
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
+def test_bytes_become_numbers_in_the_tower():
+    tokenizer = train_tokenizer(["a b c"], length=4)
+    model = build_model({"features": 8, "image_size": 16, "channels": 3}, tokenizer=tokenizer)
+    pictures = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
+    assert torch.equal(model.encode_image(pictures), model.encode_image(pictures.float() / 255))
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer(["LATIN SMALL LETTER A", "GREEK CAPITAL LETTER BETA"], length=6)

@@ -10,25 +10,28 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from contrastile._check import wrong
 from contrastile.data.cache import PictureWriter, cached_pairs
 from contrastile.data.crop import Crop
-from contrastile.data.pairs import Indices, Labels, PairSet, Pictures, ProgressFactory, joined_ids, lot
+from contrastile.data.decoding import GROUP, Made, Origin, Piece, Processes, Threads, cores
+from contrastile.data.pairs import Indices, Labels, PairSet, ProgressFactory, joined_ids, lot
 from contrastile.data.shards import find_pairs, state
 from contrastile.data.sources import Source, read_source
 from contrastile.data.table import Skipped, counted, decode
@@ -83,14 +86,27 @@ class Index:
         """Equal titles are each other's right answer."""
         return int(lot(title) * 2**53)
 
-    def picture(self, row: int, place: int = 0) -> bytes:  # noqa: ARG002
+    def picture(self, row: int, place: int = 0) -> bytes:
         """The picture of a pair, as it lies in its file, wherever in the run it is needed."""
+        return self.piece(row, place).read()
+
+    def piece(self, row: int, place: int) -> Piece:
+        """Where the picture of a pair lies, as example number `place` of a run."""
         number, offset, size = (int(value) for value in self.where[row])
-        with open(self.files[number], "rb") as file:
-            content = os.pread(file.fileno(), size, offset)
-        if len(content) != size:
-            raise Skipped("missing picture")
-        return content
+        return Piece(self.files[number], offset, size, place)
+
+
+class Slot(NamedTuple):
+    """Where a picture is being decoded to: `place` of `room`, by a task whose picture number `group` it is."""
+
+    room: Tensor
+    place: int
+    task: Future[list[str | None]]
+    group: int
+
+    def reason(self) -> str | None:
+        """Why there is no picture; None when there is one. Waits for it."""
+        return self.task.result()[self.group]
 
 
 class Stream:
@@ -100,6 +116,7 @@ class Stream:
 
     What cannot be read is counted by reason in `skipped`, and the pair before it in the batch, or in this rank's share,
     stands in for it: their ids are equal, so it is no negative. Above `most_bad` of what was read, the run is stopped.
+    `workers` decode, each into its places of one tensor, which is the batch: threads, or processes if they are `apart`.
     """
 
     def __init__(
@@ -117,8 +134,9 @@ class Stream:
         self.digest, self._copies, self.bent = digest, copies, bent
         self.skipped: Counter[str] = Counter()
         self.seen = 0
-        self._pool: ThreadPoolExecutor | None = None
-        self._ahead: dict[tuple[int, int], Future[Pictures | str]] = {}
+        self.workers, self.apart = cores(), False
+        self._decoders: Threads | Processes | None = None
+        self._ahead: dict[tuple[int, int], Slot] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -138,52 +156,77 @@ class Stream:
 
     def expect(self, rows: Sequence[int], places: Sequence[int], crop: Crop | None) -> None:
         """Begin to read what `read` will be asked for next."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decoding")
-        for row, place in zip(rows, places, strict=True):
-            if (row, place) not in self._ahead:
-                self._ahead[row, place] = self._pool.submit(self._decoded, row, place, crop)
+        wanted = [key for key in zip(rows, places, strict=True) if key not in self._ahead]
+        if not wanted:
+            return
+        if self._decoders is None:
+            lies = isinstance(self._library, Index)
+            self._decoders = Processes(self.workers) if self.apart and lies else Threads(self.workers)
+        room = self._decoders.room((len(wanted), *self._shape))
+        for start in range(0, len(wanted), GROUP):
+            group = wanted[start : start + GROUP]
+            task = self._decoders.fill(room, start, [self._origin(*key) for key in group], crop)
+            for number, key in enumerate(group):
+                self._ahead[key] = Slot(room, start + number, task, number)
 
     def read(
         self, rows: Sequence[int], places: Sequence[int], crop: Crop | None, *, tries: int = TRIES
-    ) -> tuple[Pictures, list[str]]:
-        """Pictures `[b, C, S, S]` uint8 and titles of `rows`; the lots of `crop` are drawn by seed and place alone."""
+    ) -> tuple[Tensor, list[int]]:
+        """Pictures `[b, C, S, S]` uint8 of `rows`, and of which rows they are where one stands in for another.
+
+        The lots of `crop` are drawn by seed and place alone. The tensor is the caller's own.
+        """
         if not rows:
-            return np.empty((0, *self._shape), np.uint8), []
+            return torch.empty((0, *self._shape), dtype=torch.uint8), []
         self.expect(rows, places, crop)
-        found = [self._ahead.pop(key).result() for key in zip(rows, places, strict=True)]
+        slots = [self._ahead.pop(key) for key in zip(rows, places, strict=True)]
         # of a batch shared out otherwise than it was expected to be, some will never be asked for
-        self._ahead = {key: picture for key, picture in self._ahead.items() if key[1] > places[-1]}
-        self._count(found)
-        good = {number: picture for number, picture in enumerate(found) if not isinstance(picture, str)}
+        self._ahead = {key: slot for key, slot in self._ahead.items() if key[1] > places[-1]}
+        reasons = [slot.reason() for slot in slots]
+        self._count(reasons)
+        good = [number for number, reason in enumerate(reasons) if reason is None]
         if not good and tries:
             # a share of a few pairs alone: others stand in, found by their rows, so that it happens again on resuming
             return self.read([(row + 1) % len(self) for row in rows], places, crop, tries=tries - 1)
         if not good:
             raise wrong("source", "have pictures that can be read", counted(self.skipped), "Look at the shards.")
+        pictures, chosen, last = self._gathered(slots), list(rows), good[0]
         # each place itself where it is good, else the last good one before it, else the first
-        chosen, last = [], next(iter(good))
-        for number in range(len(found)):
-            last = number if number in good else last
-            chosen.append(last)
-        return np.stack([good[number] for number in chosen]), self.titles([rows[number] for number in chosen])
+        for number, reason in enumerate(reasons):
+            if reason is None:
+                last = number
+            else:
+                pictures[number], chosen[number] = pictures[last], rows[last]
+        return pictures, chosen
 
-    def _count(self, found: Sequence[Pictures | str]) -> None:
-        self.seen += len(found)
-        bad = [picture for picture in found if isinstance(picture, str)]
+    def _origin(self, row: int, place: int) -> Origin:
+        """Where a picture comes from: a place in a file, or the library, asked when it is needed."""
+        row = int(self._rows[row])
+        if isinstance(self._library, Index):
+            return self._library.piece(row, place)
+        return Made(partial(self._library.picture, row, place), place)
+
+    def close(self) -> None:
+        """Forget what was expected. More may be read afterwards."""
+        self._ahead = {}
+        if self._decoders is not None:
+            self._decoders.close()
+            self._decoders = None
+
+    def _gathered(self, slots: Sequence[Slot]) -> Tensor:
+        """The pictures in the order of `slots`: as they lie where they were expected so, else copied together."""
+        room = slots[0].room
+        if all(slot.room is room and slot.place == number for number, slot in enumerate(slots)):
+            return room[: len(slots)]
+        return torch.stack([slot.room[slot.place] for slot in slots])
+
+    def _count(self, reasons: Sequence[str | None]) -> None:
+        self.seen += len(reasons)
+        bad = [reason for reason in reasons if reason is not None]
         if bad and not self.skipped:
             logger.warning("a picture of the collection is skipped (%s); all are counted in the report", bad[0])
         self.skipped.update(bad)
         check_bad(self.skipped, max(self.seen, min(len(self), FEW)), self._most_bad)
-
-    def _decoded(self, row: int, place: int, crop: Crop | None) -> Pictures | str:
-        try:
-            content = BytesIO(self._library.picture(int(self._rows[row]), place))
-            return decode(content, self._shape, None if crop is None else crop.box(place))
-        except OSError as failure:
-            return f"unreadable file ({failure.strerror})"
-        except Skipped as reason:
-            return str(reason)
 
 
 def check_bad(skipped: Counter[str] | dict[str, int], seen: int, most_bad: float) -> None:

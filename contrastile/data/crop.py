@@ -8,8 +8,9 @@ because a text may say what is left and what is right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,16 @@ class Crop:
     seed: int
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
+
+    def words(self) -> list[Any]:
+        """What `of_words` makes it from in another process."""
+        return [self.seed, self.scale, self.ratio]
+
+    @classmethod
+    def of_words(cls, words: Sequence[Any]) -> Crop:
+        """The same crop again."""
+        seed, scale, ratio = words
+        return cls(seed, tuple(scale), tuple(ratio))
 
     def box(self, place: int) -> Boxes:
         """For the picture at `place`: from width and height to left, top, right, bottom, in whole pixels.

@@ -4,13 +4,16 @@ After the towers, beside `zeroshot`. A key is a right answer to a query when the
 several; it is found as soon as one of them is among the first k.
 
 **Ties** count against the model: a wrong key that scores exactly as high as the best right one stands before it. So a
-collapsed model, all of whose features are equal, has a recall of 0 and not of 1.
+collapsed model, all of whose features are equal, has a recall of 0 and not of 1. Scores are dot products in float64,
+rounded to float32: those of keys with equal features, such as two pictures' captions in the same words, are equal.
+trec_eval, which compares scores as float32 too, counts the same where wrong keys of equal scores are named so that
+they come first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +38,6 @@ def recall(
     return {k: (found < k).double().mean().item() for k in _checked(ks)}
 
 
-@torch.no_grad()
 def ranks(query: Tensor, key: Tensor, query_ids: Tensor, key_ids: Tensor) -> Tensor:
     """How many wrong keys score at least as high as the best right one: int64 `[N]`, 0 is best; M where none is right.
 
@@ -44,22 +46,53 @@ def ranks(query: Tensor, key: Tensor, query_ids: Tensor, key_ids: Tensor) -> Ten
     check_features(query, key)
     _check_ids(query, query_ids, "query")
     _check_ids(key, key_ids, "key")
+    return ranks_where(query, key, lambda rows, columns: query_ids[rows, None] == key_ids[columns])
+
+
+# which keys of a tile are right for which of its queries: [rows, columns], booleans
+Right = Callable[[slice, slice], Tensor]
+
+
+@torch.no_grad()
+def ranks_where(query: Tensor, key: Tensor, right: Right) -> Tensor:
+    """`ranks` where `right` says of each tile what is right."""
     found = torch.empty(len(query), dtype=torch.int64, device=query.device)
-    for place, rows in row_tiles(query):
-        ids = query_ids[place, None]
-        best = rows.new_full((len(rows), 1), float("-inf"))
+    for place, rows in row_tiles(query, torch.float64):
+        best = torch.full((len(rows), 1), float("-inf"), device=query.device)
         any_right = torch.zeros((len(rows), 1), dtype=torch.bool, device=query.device)
         for columns, scores in score_tiles(rows, key):
-            right = ids == key_ids[columns]
-            any_right |= right.any(dim=1, keepdim=True)
-            scores = scores.masked_fill(~right | scores.isnan(), float("-inf"))
+            hits = right(place, columns)
+            any_right |= hits.any(dim=1, keepdim=True)
+            scores = scores.masked_fill(~hits | scores.isnan(), float("-inf"))
             best = torch.maximum(best, scores.amax(dim=1, keepdim=True))
         ahead = torch.zeros((len(rows), 1), dtype=torch.int64, device=query.device)
         for columns, scores in score_tiles(rows, key):
-            before = (ids != key_ids[columns]) & ~(scores < best)
+            before = ~right(place, columns) & ~(scores < best)
             ahead += before.sum(dim=1, keepdim=True)
         found[place] = ahead.masked_fill(~any_right, len(key)).squeeze(1)
     return found
+
+
+def both_ways(image: Tensor, text: Tensor, owner: Tensor, *, ks: Sequence[int] = (1, 5, 10)) -> dict[str, float]:
+    """Retrieval of pictures and captions, several to a picture, by the names that open_clip gives its measures.
+
+    image `[N, D]`, text `[M, D]`, owner `[M]`: the row of the picture that a caption belongs to. `image_to_text_R@k`:
+    the share of pictures with any of their captions among the first k; `text_to_image_R@k`: the share of captions whose
+    picture is. `..._mean_rank`, `..._median_rank`: the place of the first right answer, from 1; the median's floor.
+
+    >>> both_ways(torch.eye(2), torch.eye(2)[[0, 1, 0]], torch.tensor([0, 1, 1]), ks=[1])["text_to_image_R@1"]
+    0.6666666666666666
+    """
+    images = torch.arange(len(image), device=image.device)
+    measured: dict[str, float] = {}
+    ways = {"image_to_text": (image, text, images, owner), "text_to_image": (text, image, owner, images)}
+    for way, sides in ways.items():
+        found = ranks(*sides)
+        measured[f"{way}_mean_rank"] = found.double().mean().item() + 1
+        middle = found.sort().values[[(len(found) - 1) // 2, len(found) // 2]]
+        measured[f"{way}_median_rank"] = middle.sum().item() // 2 + 1.0
+        measured |= {f"{way}_R@{k}": (found < k).double().mean().item() for k in _checked(ks)}
+    return measured
 
 
 def chance(query_ids: Tensor, key_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:

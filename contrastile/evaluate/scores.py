@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from contrastile._check import wrong
@@ -28,18 +29,19 @@ def check_features(query: Tensor, key: Tensor) -> None:
         raise wrong("key", "be on the device of `query`", f"{query.device} and {key.device}", "Move one of them.")
 
 
-def row_tiles(query: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The queries in float32, tile by tile, with their place."""
+def row_tiles(query: Tensor, dtype: torch.dtype = torch.float32) -> Iterator[tuple[slice, Tensor]]:
+    """The queries in `dtype`, tile by tile, with their place."""
     for start in range(0, len(query), ROWS):
         place = slice(start, min(start + ROWS, len(query)))
-        yield place, query[place].float()
+        yield place, query[place].to(dtype)
 
 
 def score_tiles(rows: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Dot products of a tile of queries with all keys, tile by tile, with the keys' place.
+    """Dot products in float32 of a tile of queries with all keys, tile by tile, with the keys' place.
 
+    They are computed in the type of `rows`, then rounded: of float64 rows equal keys have equal scores anywhere.
     The same rows and keys give the same bits at every sweep.
     """
     for start in range(0, len(key), COLUMNS):
         place = slice(start, min(start + COLUMNS, len(key)))
-        yield place, rows @ key[place].float().T
+        yield place, (rows @ key[place].to(rows.dtype).T).float()

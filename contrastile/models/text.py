@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -86,6 +87,8 @@ class FolderTokenizer:
         from transformers import AutoTokenizer
 
         self.length = length
+        # the library sets padding and truncation anew for each call, which no other call may see
+        self._alone = Lock()
         self._engine = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._engine.pad_token_id is None:
             raise wrong("tokenizer", "have a padding token", folder, "Set one and save the tokenizer again.")
@@ -105,9 +108,9 @@ class FolderTokenizer:
 
         A model whose tokenizer gives no mask (SigLIP) was trained to see its padding, so everything is let through.
         """
-        encoded = self._engine(
-            list(texts), padding="max_length", truncation=True, max_length=length or self.length, return_tensors="pt"
-        )
+        how = {"padding": "max_length", "truncation": True, "max_length": length or self.length, "return_tensors": "pt"}
+        with self._alone:
+            encoded = self._engine(list(texts), **how)
         mask = encoded.get("attention_mask")
         return {
             "input_ids": encoded["input_ids"],

@@ -40,8 +40,8 @@ class DualEncoder(nn.Module):
         self.settings = settings
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        """Pixels `[B, C, S, S]` in [0, 1] to features `[B, D]`."""
-        return self.image(pixels)
+        """Pixels `[B, C, S, S]` in [0, 1], or bytes that become so here, to features `[B, D]`."""
+        return self.image(pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels)
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Tokens `[B, L]` to features `[B, D]`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ Tokens = dict[str, Tensor]
 
 # pictures bent, and lots drawn, at once
 SLICE = 512
-# titles of a collection that a tokenizer is trained on, and pictures that are decoded while a step computes
-MOST_TITLES, MOST_AHEAD = 1_000_000, 4096
+# titles of a collection that a tokenizer is trained on
+MOST_TITLES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ def _tokenizer(titles: list[str], settings: TokenizerSettings) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Batch:
-    """pixels `[b, C, S, S]` float32, tokens with `[b, L]` int64 each, ids `[b]` int64: what this rank has of a batch.
+    """pixels `[b, C, S, S]`, tokens with `[b, L]` int64 each, ids `[b]` int64: what this rank has of a batch.
+
+    Pixels are float32 in [0, 1], or of a collection the bytes themselves: floats are made of them on the device.
 
     places: where these pairs stand in the batch of all ranks, whose size is where the range ends; None: they are all.
     """
@@ -112,17 +115,34 @@ class Batch:
             yield Batch(self.pixels[here], tokens, self.ids[here], within)
 
 
-class Feed:
-    """Batches by rows; where `bend` is set, pictures are augmented by lots drawn from `seed`."""
+@dataclass(frozen=True)
+class Texts:
+    """Tokens and ids of a collection's titles; `at` says where those of a row are."""
 
-    def __init__(self, materials: Materials, *, bend: bool, seed: int) -> None:
+    at: dict[int, int]
+    ids: Tensor
+    tokens: Tokens
+
+
+class Feed:
+    """Batches by rows; where `bend` is set, pictures are augmented by lots drawn from `seed`.
+
+    `apart`: a collection's pictures are decoded by other processes, so that this one is free to keep a GPU busy.
+    """
+
+    def __init__(self, materials: Materials, *, bend: bool, seed: int, apart: bool = False) -> None:
         self._materials, self._bend = materials, bend
+        if materials.pairs.stream is not None:
+            materials.pairs.stream.apart = apart
         self._images, self._tokens = materials.pairs.images, materials.tokens
         self._ids = torch.from_numpy(materials.pairs.ids)
         self._generator = torch.Generator().manual_seed(seed)
         bent = materials.pairs.stream is not None and materials.pairs.stream.bent
         self._crop = Crop(seed) if bend and not bent else None
         self._served = 0
+        # the texts of the next batch of a collection, made while the present step computes
+        self._beside: ThreadPoolExecutor | None = None
+        self._texts: Future[Texts] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the lots of augmentation stand, and what was skipped."""
@@ -141,7 +161,17 @@ class Feed:
         """Begin to read the pairs that the next batch, or this rank's share of it, will begin with."""
         if (stream := self._materials.pairs.stream) is not None:
             mine, places = self._places(rows, share)
-            stream.expect(mine[:MOST_AHEAD], places[:MOST_AHEAD], self._crop)
+            stream.expect(mine, places, self._crop)
+            self._beside = self._beside or ThreadPoolExecutor(1, "tokenising")
+            self._texts = self._beside.submit(self._read_texts, stream, mine)
+
+    def close(self) -> None:
+        """No batch is wanted any more."""
+        if (stream := self._materials.pairs.stream) is not None:
+            stream.close()
+        if self._beside is not None:
+            self._beside.shutdown(cancel_futures=True)
+            self._beside = self._texts = None
 
     def _places(self, rows: Tensor, share: slice) -> tuple[list[int], range]:
         """The rows of a stream, and which examples of the run they are, from which their crops are drawn."""
@@ -149,13 +179,20 @@ class Feed:
         return (rows[share] - len(self._materials.pairs)).tolist(), places[share]
 
     def _streamed(self, stream: Stream, rows: Tensor, share: slice, places: range) -> Batch:
-        images, titles = stream.read(*self._places(rows, share), self._crop)
+        pictures, chosen = stream.read(*self._places(rows, share), self._crop)
         self._served += len(rows)
+        texts = self._texts.result() if self._texts is not None else None
+        if texts is None or not texts.at.keys() >= set(chosen):
+            texts = self._read_texts(stream, chosen)
+        at = torch.tensor([texts.at[row] for row in chosen], dtype=torch.int64)
+        return Batch(pictures, {name: of_titles[at] for name, of_titles in texts.tokens.items()}, texts.ids[at], places)
+
+    def _read_texts(self, stream: Stream, rows: list[int]) -> Texts:
+        """Titles by their rows, each row once; a share without pairs has tokens too, of no text."""
+        at = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+        titles = stream.titles(at)
         ids = torch.tensor(stream.identities(titles), dtype=torch.int64)
-        # a share without pairs has tokens too, of no text
-        tokens = self._materials.tokenizer.tokenise(titles or [""])
-        tokens = {name: of_titles[: len(titles)] for name, of_titles in tokens.items()}
-        return Batch(prepare(torch.from_numpy(images)), tokens, ids, places)
+        return Texts(at, ids, self._materials.tokenizer.tokenise(titles or [""]))
 
     def batch(self, rows: Tensor, share: slice = slice(None)) -> Batch:
         """The pairs at `rows`, or a share of them, whose pictures are bent as they would be in the whole."""

@@ -44,7 +44,8 @@ class ImageText:
     def __init__(self, run: Run, materials: Materials) -> None:
         recipe = run.recipe
         self.run, self.materials = run, materials
-        self.feed = Feed(materials, bend=recipe.data.augment, seed=recipe.seed)
+        apart = run.device.type == "cuda"
+        self.feed = Feed(materials, bend=recipe.data.augment, seed=recipe.seed, apart=apart)
         self.state: Parts = {"feed": self.feed}
         self._loss: Loss = LOSSES[recipe.loss.kind](**recipe.loss.words())
 
@@ -84,6 +85,10 @@ class ImageText:
     def expect(self, rows: Tensor, ranks: Ranks) -> None:
         """Pictures of a collection are read while a step computes."""
         self.feed.expect(rows, ranks.share)
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        self.feed.close()
 
     def loss(self, part: Batch) -> Tensor:
         """The recipe's loss of a part of any size."""

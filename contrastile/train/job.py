@@ -94,6 +94,9 @@ class Job(Protocol[S]):
     def expect(self, rows: Tensor, ranks: Ranks) -> None:
         """The next batch will begin with these rows."""
 
+    def close(self) -> None:
+        """The last batch was drawn."""
+
     def loss(self, part: S) -> Tensor:
         """The mean over this part's examples, of all ranks."""
 

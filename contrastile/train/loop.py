@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ def train(
     course = Training(job, metrics, trained, ranks)
     course.begin(checkpoints)
     stopping = StopRequest(patient=ranks.size > 1)
-    with course.shown() as bar, stopping as stop, course.average.at_the_end():
+    with course.shown() as bar, stopping as stop, course.average.at_the_end(), closing(job):
         while course.goes_on(stop.signal):
             course.step()
             course.tell(bar)

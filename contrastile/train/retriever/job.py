@@ -83,6 +83,9 @@ class Retrieval:
     def expect(self, rows: Tensor, ranks: Ranks) -> None:
         """Nothing has to be read."""
 
+    def close(self) -> None:
+        """Nothing was open."""
+
     def loss(self, part: TextBatch) -> Tensor:
         """From queries to passages."""
         return retriever_loss(self.run, self._loss, part)

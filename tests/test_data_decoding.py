@@ -1,0 +1,86 @@
+"""Processes that decode: what threads would, into memory that is not written over, ending with their parent."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_data_shards import jpeg, stream_of
+
+from contrastile.data.crop import Crop
+
+
+@pytest.fixture
+def apart(tmp_path):
+    """A stream of 40 pictures, one of them broken, decoded by two processes."""
+    contents = [jpeg(number) for number in range(39)] + [b"<html>"]
+    stream = stream_of(tmp_path, contents, most_bad=0.5)
+    stream.workers, stream.apart = 2, True
+    yield stream
+    stream.close()
+
+
+def test_processes_decode_what_threads_decode(apart):
+    crop, rows, places = Crop(5), range(len(apart)), range(100, 100 + len(apart))
+    there, skipped = apart.read(rows, places, crop), dict(apart.skipped)
+    plain = apart.read(range(3), range(3), None)
+    apart.close()
+    apart.apart = False
+    apart.skipped.clear()
+    here = apart.read(rows, places, crop)
+    assert torch.equal(there[0], here[0])
+    assert there[1] == here[1]
+    assert apart.skipped == skipped == {"broken picture": 1}
+    assert torch.equal(plain[0], apart.read(range(3), range(3), None)[0])
+
+
+def test_a_file_that_is_gone_is_counted(apart, tmp_path):
+    (tmp_path / "a.tar").unlink()
+    with pytest.raises(ValueError, match="unreadable file \\(No such file or directory\\): 20"):
+        apart.read(range(20), range(20), None)
+
+
+def test_a_batch_that_is_held_is_not_written_over(apart):
+    first, _ = apart.read(range(4), range(4), Crop(1))
+    kept = first.clone()
+    for start in range(4, 24, 4):
+        apart.read(range(start, start + 4), range(start, start + 4), Crop(1))
+    assert torch.equal(first, kept)
+    # of the others one took the room of another
+    assert len(apart._decoders._rooms) == 2
+
+
+def test_a_process_that_is_lost_is_an_error(apart):
+    apart.read(range(20), range(20), None)
+    for worker in apart._decoders._workers:
+        worker._process.kill()
+        worker._process.wait()
+    with pytest.raises(RuntimeError) as caught:
+        apart.read(range(20, 24), range(20, 24), None)
+    assert str(caught.value) == "a decoding process ended with exit code -9: is there memory enough?"
+
+
+def test_processes_end_with_their_parent(tmp_path):
+    program = (
+        "import os, signal\n"
+        "from contrastile.data.decoding import Worker\n"
+        "print(Worker()._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == -9
+    assert ended(int(done.stdout))
+
+
+def ended(process):
+    """Whether it is gone, or a zombie that nobody waits for, within half a minute."""
+    for _ in range(300):
+        try:
+            if (Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2])[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.1)
+    return False
