@@ -18,7 +18,7 @@ from contrastile.train.config import Recipe
 from contrastile.train.facts import describe, versions
 from contrastile.train.feed import open_materials
 from contrastile.train.figures import COLOURS
-from contrastile.train.folder import RECIPE, RunFolder, new_run
+from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
     RESULTS,
@@ -61,7 +61,10 @@ def compare_batches(
                 stopped_by = outcome
                 break
             trials.append(outcome)
-            _write(folder, recipe, in_order(trials))
+            folder.write_text(RESULTS, as_csv(in_order(trials)))
+            folder.write_text(TABLE, page(recipe, in_order(trials)))
+        if trials:
+            folder.write_text(FIGURE, figure(in_order(trials)))
     return Comparison(folder.path, table(in_order(trials)), stopped_by)
 
 
@@ -74,12 +77,6 @@ def _check(batches: Sequence[int], shares: Sequence[float], rates: Sequence[str]
         raise wrong("data", "be shares above 0, up to 1", list(shares), "Such as 0.1 0.3 1.0.")
     if not rates or not RATES.keys() >= set(rates):
         raise wrong("rates", f"be among {', '.join(RATES)}", list(rates), "Such as fixed sqrt.")
-
-
-def _write(folder: RunFolder, recipe: Recipe, trials: Sequence[Trial]) -> None:
-    folder.write_text(RESULTS, as_csv(trials))
-    folder.write_text(TABLE, page(recipe, trials))
-    folder.write_text(FIGURE, figure(trials))
 
 
 def plans(

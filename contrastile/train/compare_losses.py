@@ -103,8 +103,8 @@ def difference(trials: Sequence[Trial], way: str, test: str) -> Difference | Non
     from scipy.stats import t  # type: ignore[import-untyped]
 
     found = {(trial.labels["way"], trial.seed): trial.recall[test] for trial in trials if not trial.failed}
-    pairs = [(recall, found[FIRST, seed]) for (name, seed), recall in found.items() if name == way]
-    gaps = [100 * (one - other) for one, other in pairs if other is not None]
+    seeds = [seed for name, seed in found if name == way and (FIRST, seed) in found]
+    gaps = [100 * (found[way, seed] - found[FIRST, seed]) for seed in seeds]
     if len(gaps) < 2:
         return None
     half = float(t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))

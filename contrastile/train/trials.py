@@ -192,18 +192,17 @@ def _serve(plans: Connection, place: dict[str, str], recipe: Recipe, folder: Pat
     """One rank of a crew: train what comes, until nothing comes any more."""
     os.environ |= place
     with log.open("a", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 2)
-        sys.stderr = file
-        torch.set_num_threads(threads)
-        ranks, materials = Ranks.of_environment(recipe.device), open_materials(recipe)
-        while True:
-            try:
-                plan, os.environ["MASTER_PORT"] = plans.recv()
-            except EOFError:
-                return
-            outcome = make(plan, materials, folder, ranks)
-            if ranks.rank == 0:
-                plans.send(outcome)
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(threads)
+    ranks, materials = Ranks.of_environment(recipe.device), open_materials(recipe)
+    while True:
+        try:
+            plan, os.environ["MASTER_PORT"] = plans.recv()
+        except EOFError:
+            return
+        outcome = make(plan, materials, folder, ranks)
+        if ranks.rank == 0:
+            plans.send(outcome)
 
 
 def as_csv(trials: Sequence[Trial]) -> str:
