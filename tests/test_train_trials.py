@@ -14,6 +14,7 @@ from contrastile.train import compare_batches, compare_losses, trials
 from contrastile.train.compare_losses import WAYS, Difference, difference
 from contrastile.train.feed import open_materials
 from contrastile.train.log import read_metrics
+from contrastile.train.optim import learning_rate
 from contrastile.train.trials import Plan, Trial, make, portion
 
 
@@ -135,9 +136,10 @@ def test_the_grid_sees_equal_examples_at_the_rates_of_its_rules(tmp_path):
     assert {plan.recipe.train.examples for plan in made} == {480}
     assert {plan.recipe.train.minutes for plan in made} == {None}
     found = {tuple(plan.labels.values()): plan for plan in made}
-    assert found["0.5", "64", "sqrt"].recipe.optim.learning_rate == pytest.approx(2 * 3e-3)
-    assert found["1", "64", "linear"].recipe.optim.learning_rate == pytest.approx(4 * 3e-3)
-    assert found["1", "64", "fixed"].recipe.optim.learning_rate == 3e-3
+    for rule, times in {"fixed": 1, "sqrt": 2, "linear": 4}.items():
+        optim = found["1", "64", rule].recipe.optim
+        assert learning_rate(optim.warmup, optim, 64) == pytest.approx(times * 3e-3)
+        assert learning_rate(optim.warmup, optim, 16) == pytest.approx(3e-3)
     assert found["0.5", "16", "fixed"].share == 0.5
     assert found["0.5", "16", "fixed"].recipe.train.batch == ((0.0, 16),)
 

@@ -34,8 +34,8 @@ from contrastile.train.trials import (
 )
 
 FIGURE = "compare.svg"
-# the recipe's rate grows with this power of the batch over the smallest one
-RATES = {"fixed": 0.0, "sqrt": 0.5, "linear": 1.0}
+# rules of the learning rate, and what they are called in a recipe
+RATES = {"fixed": "none", "sqrt": "sqrt", "linear": "linear"}
 
 
 def compare_batches(
@@ -96,9 +96,9 @@ def plans(
             )
             for share in shares:
                 for rule in rates if batch > smallest else rates[:1]:
-                    rate = recipe.optim.learning_rate * (batch / smallest) ** RATES[rule]
+                    scaling = {"rate_scaling": RATES[rule], "base_batch": None if rule == "fixed" else smallest}
                     change: dict[str, Any] = {
-                        "optim": recipe.optim.model_copy(update={"learning_rate": rate}),
+                        "optim": recipe.optim.model_copy(update=scaling),
                         "train": steps,
                         "seed": seed,
                     }
