@@ -33,6 +33,8 @@ SHORT = ("train.examples=40_000", "save.steps=10", "evaluate.every=0.25", "evalu
 LOOK, LATER = 0.02, 1.0
 # of a start before its first step, from the interpreter's on
 START = 8.0
+# seconds that ranks have to notice that another one is gone
+PATIENCE = 15.0
 
 
 @dataclass
@@ -72,11 +74,15 @@ class Ranks:
                 self.processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
 
     def kill(self, victims: list[int]) -> None:
-        """SIGKILL to some; the others have to see it, and end too."""
+        """SIGKILL to some. The others see it and end; those that wait for it to begin are ended, as by torchrun."""
         for rank in victims:
             self.processes[rank].kill()
         for process in self.processes:
-            process.wait(100)
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def over(self) -> bool:
         """Whether all have ended."""

@@ -6,11 +6,12 @@ import pytest
 from tiny_runs import tiny_recipe, write_recipe
 
 from contrastile.cli.main import main
-from contrastile.train.compare import Trial, table, ways
+from contrastile.train.compare import table, ways
+from contrastile.train.trials import Trial
 
 
 def trial(budget, way, seed, recall):
-    return Trial(budget, way, seed, examples=100, steps=10, seconds=2.0, recall={"faces": recall})
+    return Trial({"budget": budget, "way": way}, seed, examples=100, steps=10, seconds=2.0, recall={"faces": recall})
 
 
 def test_the_ways_spend_the_memory_of_one_sub_batch(tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 from ranks import Pool
 from test_train_loop import weights
+from test_train_resume import DROPOUT
+from test_train_resume import SAVED as SAVED_EVERY_FOURTH
 from test_train_resume import check_same as same_run
 from tiny_runs import tiny_recipe, write_pictures, write_recipe, write_shards
 from torch import nn
@@ -316,6 +319,39 @@ def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_pat
     with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
         assert launched.codes() == [0, 0]
     same_run(folder, whole)
+
+
+def _killed_at(launched: Launched, metrics: Path, step: int, seconds: float, victims: list[int]) -> bool:
+    """SIGKILL to some ranks, so long after so many steps were told of; False where the run was through before."""
+    end = None
+    while any(process.is_alive() for process in launched.processes):
+        if end is None and (metrics.read_text().count('"step"') if metrics.exists() else 0) >= step:
+            end = time.monotonic() + seconds
+        if end is not None and time.monotonic() >= end:
+            for rank in victims:
+                launched.processes[rank].kill()
+            # the others notice; a launcher ends those that wait for it to begin
+            for process in launched.processes:
+                process.join(SOON)
+            return True
+        time.sleep(0.005)
+    assert launched.codes() == [0] * len(launched.processes)
+    return False
+
+
+def test_killed_at_random_moments_on_two_ranks_it_ends_the_same_bit_for_bit(tmp_path: Path) -> None:
+    # shards that are written on the way, dropout, and a checkpoint every fourth of twenty steps
+    overrides = ("data.copies=5", "evaluate.every=1.0", DROPOUT, *SAVED_EVERY_FOURTH)
+    whole = _trained(tmp_path, 2, *overrides).rename(tmp_path / "whole")
+    words, metrics = _words(tmp_path, *overrides), tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    lot, kills = random.Random(0), 0
+    # while it starts, all over its steps, at its end
+    for step in [0, 0, *sorted(lot.randrange(1, 20) for _ in range(5)), 20, 10**9]:
+        victims = [0, 1] if lot.random() < 0.5 else [lot.randrange(2)]
+        with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
+            kills += _killed_at(launched, metrics, step, lot.uniform(0, 0.3), victims)
+    assert kills >= 6
+    same_run(tmp_path / "runs" / "tiny", whole)
 
 
 def test_killed_and_resumed_on_other_ranks_it_is_the_curve_of_one_process(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
 """A run that is killed anywhere and resumed is, bit for bit, the run that was never interrupted."""
 
 import json
+import logging
 import os
 import random
+import resource
 import signal
+import sys
 import time
+import traceback
 
 import pytest
 import torch
 from tiny_runs import tiny_recipe
 
+from contrastile.cli.main import main
 from contrastile.train import image_text, loop
 from contrastile.train.feed import Feed
 from contrastile.train.folder import RunFolder, resumed_run
@@ -74,15 +79,17 @@ def killed(recipe, runs, seconds):
     return False
 
 
-def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
+def test_killed_at_thirty_random_moments_it_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
     recipe, whole = undisturbed
-    lot, kills, patience = random.Random(0), 0, 0.05
-    while not killed(recipe, tmp_path, lot.uniform(0, patience)):
-        kills += 1
-        # long enough to come a little further in the end
-        patience *= 1.15
-    assert kills >= 5
-    check_same(tmp_path / recipe.name, whole)
+    lot, kills, stories = random.Random(0), 0, 0
+    # a run is killed again and again until it comes through; then another one, until there were thirty kills
+    while kills < 30:
+        runs, patience, stories = tmp_path / str(stories), 0.05, stories + 1
+        while not killed(recipe, runs, lot.uniform(0, patience)):
+            kills += 1
+            # long enough to come a little further in the end
+            patience *= 1.15
+        check_same(runs / recipe.name, whole)
 
 
 class Killed(BaseException):
@@ -230,6 +237,77 @@ def test_metrics_on_a_full_disk_lose_lines_and_nothing_else(tmp_path, monkeypatc
     assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 4.0]
     assert "cannot be written (the disk is full); the run goes on" in caplog.text
     assert "2 lines of" in caplog.text
+
+
+def limited(size, run):
+    """What `run` comes to in a process of its own whose files cannot grow beyond `size`: a disk that is full, for real.
+
+    Its exit code, and what it says.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 99
+        try:
+            os.dup2(writer, 2)
+            sys.stderr = os.fdopen(2, "w", buffering=1)
+            logging.getLogger("contrastile").addHandler(logging.StreamHandler(sys.stderr))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            code = run()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+
+
+def test_a_run_on_a_full_disk_says_so_fails_at_its_end_and_loses_nothing(undisturbed, tmp_path, monkeypatch):
+    recipe, whole = undisturbed
+    kept = stopped(recipe, tmp_path, monkeypatch, at=6).folder / "checkpoints" / "step-000000006"
+    words = [str(tmp_path / "tiny.toml"), DROPOUT, *SAVED, "--runs", str(tmp_path), "--resume"]
+    (tmp_path / "tiny.toml").write_text((whole.parent.parent / "tiny.toml").read_text())
+    before = (tmp_path / recipe.name / "model.safetensors").read_bytes()
+    # room for lines of metrics, and for no weights
+    code, said = limited(12_000, lambda: main(["train", *words]))
+    assert code == 1, said
+    assert said.count("could not be saved into") >= 3
+    assert said.count("the run goes on, and tries again when the next one is due") >= 3
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("the weights could not be saved into ")
+    assert last.endswith("File too large (os error 27)); what was saved before is there, free the disk and resume")
+    assert "Traceback" not in said
+    # what was there before is there, whole
+    assert (tmp_path / recipe.name / "model.safetensors").read_bytes() == before
+    assert (kept / "manifest.json").is_file()
+    assert main(["train", *words]) == 0
+    check_same(tmp_path / recipe.name, whole)
+
+
+class Broken:
+    """A stream whose reader has gone away."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return False
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def flush(self):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_bar_that_nobody_reads_does_not_end_a_run(undisturbed, tmp_path, monkeypatch):
+    recipe, whole = undisturbed
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", Broken())
+        patched.setattr("contrastile.train.log.LINE_EVERY", 0.0)
+        outcome = run_recipe(recipe, tmp_path)
+    check_same(outcome.folder, whole)
 
 
 def test_metrics_that_lost_lines_are_told(tmp_path, caplog):

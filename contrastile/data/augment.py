@@ -47,6 +47,10 @@ class Lots:
     def __getitem__(self, some: slice) -> Lots:
         return Lots(self.matrices[some], self.blur[some])
 
+    def to(self, device: torch.device) -> Lots:
+        """Where the pictures are."""
+        return Lots(self.matrices.to(device), self.blur.to(device))
+
 
 def augment(images: Tensor, generator: torch.Generator, how: Augmentation = Augmentation()) -> Tensor:
     """uint8 `[B, C, S, S]` as float32 in [0, 1], each picture bent and blurred by its own lot.

@@ -171,11 +171,17 @@ def begin_run(folder: RunFolder, run: Saveable) -> None:
 
 
 def save_run(folder: RunFolder, run: Saveable, facts: dict[str, Any]) -> None:
-    """Weights and facts into the folder, each file whole or not at all."""
+    """Weights and facts into the folder, each file whole or not at all; raises OSError where there is no room."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_model
 
     with folder.written_whole(WEIGHTS) as path:
-        save_model(run.model, str(path))
+        try:
+            save_model(run.model, str(path))
+        except SafetensorError as failure:
+            # the library has an error of its own for a full disk
+            said = f"the weights could not be saved into {folder.path} ({failure})"
+            raise OSError(f"{said}; what was saved before is there, free the disk and resume") from failure
         # the library makes a file that nobody else may read
         path.chmod(0o644)
     folder.write_json(FACTS, {**facts, "towers": run.model.settings, "weights_sha256": folder.checksum(WEIGHTS)})

@@ -8,63 +8,35 @@ namely what the sequential way took. Whatever comes out is written down.
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from contrastile._check import wrong
-from contrastile.train.checkpoint import build_run, choose_device
+from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
-from contrastile.train.evaluation import encode_held_out, evaluate
-from contrastile.train.facts import Trained, describe, versions
+from contrastile.train.facts import describe, versions
 from contrastile.train.feed import Materials, open_materials
-from contrastile.train.folder import RECIPE, RunFolder, new_run
-from contrastile.train.image_text import ImageText
-from contrastile.train.log import Metrics
-from contrastile.train.loop import train
+from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.recipe import to_toml
+from contrastile.train.trials import (
+    RESULTS,
+    TABLE,
+    Comparison,
+    Plan,
+    Trial,
+    as_csv,
+    line,
+    one_by_one,
+    spread,
+    tests_of,
+)
 
-RESULTS, TABLE = "compare.csv", "compare.md"
 # at equal time the clock alone ends a run
 NO_END = 10**12
 
-
 BUDGETS = ("examples", "time")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One run to be made."""
-
-    budget: str
-    way: str
-    recipe: Recipe
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run that was made: what it took, and the recall at 1 of each headline test."""
-
-    budget: str
-    way: str
-    seed: int
-    examples: int
-    steps: int
-    seconds: float
-    recall: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Where the results are, the table, and the signal that ended it early, if one did."""
-
-    folder: Path
-    table: str
-    stopped_by: int | None
 
 
 def compare_recipe(recipe: Recipe, runs: str | Path, *, seeds: int) -> Comparison:
@@ -76,10 +48,10 @@ def compare_recipe(recipe: Recipe, runs: str | Path, *, seeds: int) -> Compariso
     trials: list[Trial] = []
     with new_run(runs, f"{recipe.name}-compare") as folder:
         folder.write_text(RECIPE, to_toml(recipe))
-        for plan in _plans(recipe, materials, every_way, seeds, trials):
-            trained = _run(plan, materials, folder, trials)
-            if trained.stopped_by is not None:
-                return Comparison(folder.path, table(trials), trained.stopped_by)
+        for outcome in one_by_one(_plans(recipe, materials, every_way, seeds, trials), materials, folder.path):
+            if isinstance(outcome, int):
+                return Comparison(folder.path, table(trials), outcome)
+            trials.append(outcome)
             folder.write_text(RESULTS, as_csv(trials))
             folder.write_text(TABLE, page(recipe, trials))
     return Comparison(folder.path, table(trials), None)
@@ -114,64 +86,30 @@ def _plans(
             for seed in range(recipe.seed, recipe.seed + seeds):
                 length: dict[str, Any] = {"examples": examples, "minutes": None}
                 if budget == "time":
-                    taken = [trial.seconds for trial in trials if trial.way == "sequential"]
+                    taken = [trial.seconds for trial in trials if trial.labels["way"] == "sequential"]
                     length = {"examples": NO_END, "minutes": statistics.mean(taken[:seeds]) / 60}
                 # the activations of one sub-batch, whatever the recipe can afford
                 settings = recipe.train.model_copy(update={"epochs": None, "retain": 1, **length, **change})
-                yield Plan(budget, way, recipe.model_copy(update={"train": settings, "seed": seed}))
-
-
-def _run(plan: Plan, materials: Materials, folder: RunFolder, trials: list[Trial]) -> Trained:
-    """Train and measure one plan; a trial is added unless it was stopped."""
-    recipe, trained = plan.recipe, Trained()
-    run = build_run(recipe, materials.tokenizer)
-    with Metrics(folder / f"{plan.budget}-{plan.way}-{recipe.seed}.jsonl") as metrics:
-        train(ImageText(run, materials), metrics, trained)
-    if trained.stopped_by is None:
-        results = evaluate(run, encode_held_out(run, materials.pairs))
-        recall = {row["test"]: row["recall"]["1"] for row in results if row["headline"]}
-        took = (trained.examples, trained.steps, round(trained.seconds, 1))
-        trials.append(Trial(plan.budget, plan.way, recipe.seed, *took, recall))
-    return trained
-
-
-def as_csv(trials: Sequence[Trial]) -> str:
-    """One line per trial, recall in a column per test."""
-    file = io.StringIO()
-    rows = [{**asdict(trial), **trial.recall} for trial in trials]
-    names = [name for name in rows[0] if name != "recall"]
-    writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+                labels = {"budget": budget, "way": way}
+                yield Plan(labels, recipe.model_copy(update={"train": settings, "seed": seed}))
 
 
 def table(trials: Sequence[Trial]) -> str:
     """A Markdown table of every budget and way: what was spent, and recall at 1 as mean and spread over the seeds."""
     if not trials:
         return "nothing was finished"
-    tests = list(trials[0].recall)
+    tests = tests_of(trials)
     heads = ["equal", "way", "steps", "pairs", "seconds", *(f"{test}, @1" for test in tests)]
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    for budget, way in dict.fromkeys((trial.budget, trial.way) for trial in trials):
-        same = [trial for trial in trials if (trial.budget, trial.way) == (budget, way)]
+    lines = [line(heads), line(["---"] * len(heads))]
+    for labels in dict.fromkeys(tuple(trial.labels.values()) for trial in trials):
+        same = [trial for trial in trials if tuple(trial.labels.values()) == labels]
         spent = [
             f"{statistics.mean(trial.steps for trial in same):,.0f}",
             f"{statistics.mean(trial.examples for trial in same):,.0f}",
             f"{statistics.mean(trial.seconds for trial in same):,.0f}",
         ]
-        lines.append(_line([budget, way, *spent, *(_spread([trial.recall[test] for trial in same]) for test in tests)]))
+        lines.append(line([*labels, *spent, *(spread(same, test) for test in tests)]))
     return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _spread(shares: Sequence[float]) -> str:
-    """Mean ± standard deviation in percent; the mean alone where there is one seed."""
-    mean = f"{100 * statistics.mean(shares):.1f}"
-    return f"{mean} ± {100 * statistics.stdev(shares):.1f} %" if len(shares) > 1 else f"{mean} %"
 
 
 def page(recipe: Recipe, trials: Sequence[Trial]) -> str:

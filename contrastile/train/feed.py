@@ -1,7 +1,8 @@
 """What a run is made from, and what each of its steps eats: pixels, tokens and ids.
 
 Between `data/batches.py`, which says which rows, and the encoders. Titles are tokenised once for the run; pictures are
-bent anew every time. Everything stays in host memory: `encode` brings it to the device sub-batch by sub-batch.
+bent anew every time. Everything stays in host memory, and `encode` brings it to the device sub-batch by sub-batch; but
+pictures that are few enough lie on a GPU for the whole run, and are bent there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from contrastile.data.collection import Stream
 from contrastile.data.crop import Crop
 from contrastile.data.pairs import PairSet, open_pairs
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
+from contrastile.offload import free_memory
+from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.log import progress
 from contrastile.train.model_settings import TokenizerSettings
@@ -29,17 +33,20 @@ Tokens = dict[str, Tensor]
 
 # pictures bent, and lots drawn, at once
 SLICE = 512
+# on a GPU at once, where the pictures lie if they are at most this share of what is free
+SLICE_ON_DEVICE, SHARE_OF_DEVICE = 8192, 1 / 64
 # titles of a collection that a tokenizer is trained on
 MOST_TITLES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Materials:
-    """The pairs of a recipe, a tokenizer for their titles, and every title tokenised."""
+    """The pairs of a recipe, a tokenizer for their titles, every title tokenised, and on which device pictures lie."""
 
     pairs: PairSet
     tokenizer: Tokenizer
     tokens: Tokens
+    home: torch.device | None = None
 
 
 def open_materials(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Materials:
@@ -59,7 +66,14 @@ def open_materials(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Materi
     )
     if tokenizer is None:
         tokenizer = _tokenizer(_titles(pairs), recipe.model.tokenizer)
-    return Materials(pairs, tokenizer, tokenizer.tokenise(pairs.titles))
+    return Materials(pairs, tokenizer, tokenizer.tokenise(pairs.titles), _home(pairs, choose_device(recipe.device)))
+
+
+def _home(pairs: PairSet, device: torch.device) -> torch.device | None:
+    """The GPU, where all pictures that are trained on are few enough for it."""
+    if device.type != "cuda" or pairs.stream is not None:
+        return None
+    return device if pairs.images.nbytes <= SHARE_OF_DEVICE * free_memory(device)[0] else None
 
 
 def _titles(pairs: PairSet) -> list[str]:
@@ -134,7 +148,8 @@ class Feed:
         self._materials, self._bend = materials, bend
         if materials.pairs.stream is not None:
             materials.pairs.stream.apart = apart
-        self._images, self._tokens = materials.pairs.images, materials.tokens
+        self._images, self._tokens, home = materials.pairs.images, materials.tokens, materials.home
+        self._there = None if home is None else torch.from_numpy(np.array(self._images)).to(home)
         self._ids = torch.from_numpy(materials.pairs.ids)
         self._generator = torch.Generator().manual_seed(seed)
         bent = materials.pairs.stream is not None and materials.pairs.stream.bent
@@ -201,17 +216,20 @@ class Feed:
             return self._streamed(stream, rows, share, places)
         lots = self._lots(len(rows)) if self._bend else None
         rows = rows[share]
-        images = torch.from_numpy(self._images[rows.numpy()])
+        if self._there is None:
+            images, count = torch.from_numpy(self._images[rows.numpy()]), SLICE
+        else:
+            images, count = self._there[rows.to(self._there.device)], SLICE_ON_DEVICE
         # slice by slice: bending needs several times the memory of what is bent
-        slices = [slice(start, start + SLICE) for start in range(0, max(len(rows), 1), SLICE)]
+        slices = [slice(start, start + count) for start in range(0, max(len(rows), 1), count)]
         pixels = torch.cat([_pixels(images[some], None if lots is None else lots[share][some]) for some in slices])
         return Batch(pixels, {name: ids[rows] for name, ids in self._tokens.items()}, self._ids[rows], places)
 
     def _lots(self, count: int) -> Lots:
-        """Those of all ranks: who has which pictures must not change what happens to them."""
+        """Those of all ranks: who has which pictures, and on which device, must not change what happens to them."""
         drawn = [draw(min(SLICE, count - start), self._generator) for start in range(0, count, SLICE)]
         return Lots(torch.cat([some.matrices for some in drawn]), torch.cat([some.blur for some in drawn]))
 
 
 def _pixels(images: Tensor, lots: Lots | None) -> Tensor:
-    return prepare(images) if lots is None or not len(images) else bend(images, lots)
+    return prepare(images) if lots is None or not len(images) else bend(images, lots.to(images.device))

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -96,6 +96,27 @@ class LineBar:
         print(" · ".join(line), file=self._stream, flush=True)
 
 
+class Patient:
+    """A bar that falls silent when nobody reads it any more, such as behind `| head`; the wait goes on."""
+
+    def __init__(self, bar: TerminalBar | LineBar) -> None:
+        self._bar: TerminalBar | LineBar | None = bar
+
+    def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
+        self._try(lambda bar: bar.update(n, total=total, **facts))
+
+    def close(self) -> None:
+        self._try(lambda bar: bar.close())
+
+    def _try(self, move: Callable[[TerminalBar | LineBar], None]) -> None:
+        if self._bar is not None:
+            try:
+                move(self._bar)
+            # a closed file is a ValueError
+            except (OSError, ValueError):
+                self._bar = None
+
+
 @contextmanager
 def progress(total: int, what: str, unit: str) -> Iterator[Bar]:
     """Show a wait of `total` units: `with progress(54_000, "rendering", "pictures") as bar: ... bar.update(1)`.
@@ -105,7 +126,7 @@ def progress(total: int, what: str, unit: str) -> Iterator[Bar]:
     if os.environ.get("RANK", "0") != "0":
         yield NoBar()
         return
-    bar = (TerminalBar if sys.stderr.isatty() else LineBar)(total, what, unit)
+    bar = Patient((TerminalBar if sys.stderr.isatty() else LineBar)(total, what, unit))
     try:
         yield bar
     finally:
