@@ -44,6 +44,8 @@ ALONE = "one process"
 # for how long a rank waits for another, which may be timing a slow peer
 TIMEOUT = timedelta(minutes=10)
 LEAST_ROUNDS = 3
+# of steps in a row at least: as in training, the host may run ahead of the device
+IN_A_ROW = 0.1
 
 HEADER = (
     f"{'loss':8} {'b':>8} {'d':>5} {'dtype':9} {'implementation':44} {'ms':>10} {'TFLOP/s':>8} {'ratio':>6} "
@@ -198,7 +200,7 @@ class RankBench:
         return not found
 
     def _race(self, steps: Mapping[str, Step]) -> dict[str, Timing]:
-        """Each step's time, all in turn, a product before each; a step ends with its slowest rank."""
+        """A step's time in a row of them, all in turn, a product before each row, which ends with its slowest rank."""
         machine = self.machine
         once = {name: self._most(machine.time(run, 1)) for name, run in steps.items()}
         rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(machine.seconds * len(once) / max(sum(once.values()), 1e-9))))
@@ -210,7 +212,7 @@ class RankBench:
                 load = min(max(once[name], LEAST_SECONDS), MOST_PRODUCT_SECONDS)
                 products[name].append(machine.time(machine.product, max(1, round(load / product_once))))
                 comm.total(torch.zeros((), device=machine.device), None)
-                taken[name].append(self._most(machine.time(run, max(1, round(LEAST_SECONDS / once[name])))))
+                taken[name].append(self._most(machine.time(run, max(1, round(IN_A_ROW / once[name])))))
         return {
             name: Timing(statistics.median(taken[name]) * 1e3, machine.product_operations / statistics.median(rates))
             for name, rates in products.items()
