@@ -19,7 +19,7 @@ from contrastile._check import wrong
 from contrastile._choose import Options, choose_exchange, choose_tiles
 from contrastile._operation import traceable, traced
 from contrastile._replay import replayed, with_loss
-from contrastile._scored import Pair
+from contrastile._scored import Pair, untraced
 from contrastile._streamed import away, device_of, streamed
 from contrastile._sweep import Call, Gradients, backward, forward, hand_back
 from contrastile._types import accumulator
@@ -27,6 +27,7 @@ from contrastile.losses.base import PairLoss, Side
 from contrastile.losses.softmax import Softmax
 
 
+@untraced
 def contrast(
     q: Any,
     k: Any,

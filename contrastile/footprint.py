@@ -7,8 +7,10 @@ not, nor what an operation needs for itself alone.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,9 +25,24 @@ def footprint(run: Callable[[], object]) -> int:
     >>> footprint(lambda: torch.ones(1000).exp().sum())
     8000
     """
-    with _Allocations() as allocations:
+    with as_written(), _Allocations() as allocations:
         run()
     return allocations.most
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """What torch.compile has made of a function does not run in here, but the function itself.
+
+    Neither a trial of a few rows nor a watched one is worth compiling for; and what is met while it is watched would
+    never be compiled again.
+    """
+    # not imported, nothing is compiled; importing it takes seconds
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class _Allocations(TorchDispatchMode):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from contrastile import ClipLoss, contrast
 from contrastile._choose import TILES
+from contrastile.scorers import PairMLP
 from contrastile.tiles.eager import Eager
 
 
@@ -108,3 +111,66 @@ def test_the_way_of_computing_tiles_is_not_chosen_while_a_graph_is_traced(monkey
     assert compiled(q, k) == contrast(q, k, scale=1.0)
     assert asked
     assert not any(asked)
+
+
+def _scored(module: nn.Module, call: Any, *, seed: int = 5) -> list[Tensor]:
+    """The loss of 150 pairs in several tiles, and the gradients of q, k and the module's parameters."""
+    torch.manual_seed(0)
+    leaves = [x.requires_grad_() for x in torch.randn(2, 150, 8, dtype=torch.float64)]
+    torch.manual_seed(seed)
+    value = call(*leaves)
+    return [value.detach(), *torch.autograd.grad(value, [*leaves, *module.parameters()])]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+def test_a_compiled_scorer_stays_compiled(way: str, dropout: float) -> None:
+    """Looking at it, and measuring it, must not make it run as written ever after."""
+    torch._dynamo.reset()
+    module = PairMLP(8, 8, 16, dropout).double()
+    truth = _scored(module, lambda q, k: contrast(q, k, scorer=module, workspace=2**20))
+    ran: list[bool] = []
+
+    def look(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        def run(*inputs: Any) -> Any:
+            ran.append(torch.is_grad_enabled())
+            return graph(*inputs)
+
+        return run
+
+    if way == "wrapped":
+        compiled = torch.compile(module, backend=look)
+    else:
+        module.compile(backend=look)
+        compiled = module
+    counts = []
+    for _ in range(2):
+        found = _scored(module, lambda q, k: contrast(q, k, scorer=compiled, workspace=2**20))
+        assert all(distance(x, true) <= 1e-12 for x, true in zip(found, truth, strict=True))
+        counts.append(len(ran))
+    assert counts[0] > 8
+    assert counts[1] == 2 * counts[0]
+    # what is compiled without a graph may draw other random numbers
+    assert all(ran)
+
+
+# what torch.compile asks of a tensor that is not a leaf
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_scorer_inside_a_compiled_step_breaks_the_graph_and_nothing_else() -> None:
+    torch._dynamo.reset()
+    module = PairMLP(8, 8, 16, dropout=0.3).double()
+
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        return 3 * contrast(q.sin(), k.cos(), scorer=module, scale=2.0, workspace=2**20)
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def look(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    found = _scored(module, torch.compile(step, backend=look))
+    assert all(distance(x, true) <= 1e-12 for x, true in zip(found, _scored(module, step), strict=True))
+    # before the loss, and behind it
+    inside = [[node.name for node in graph.graph.nodes if node.op.startswith("call")] for graph in graphs]
+    assert inside == [["sin", "cos"], ["mul"]]

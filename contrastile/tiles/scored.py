@@ -28,9 +28,17 @@ from torch.utils import _pytree as pytree
 
 from contrastile._check import wrong
 from contrastile._types import accumulator
-from contrastile.footprint import footprint
+from contrastile.footprint import as_written, footprint
 from contrastile.losses.base import PairLoss, Side, Tile
-from contrastile.reach import Autocast, RandomState, begin_random, graph_leaves, refusing_batch_norm, silent
+from contrastile.reach import (
+    Autocast,
+    RandomState,
+    begin_random,
+    graph_leaves,
+    has_other_path,
+    refusing_batch_norm,
+    silent,
+)
 from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD, Eager
 
 # rows and columns that show what a module does
@@ -97,6 +105,8 @@ class Scorer:
     autocast: Autocast
     # where its random numbers begin; None where it draws none
     seed: int | None
+    # what is computed without a graph may differ: statistics then come from scores with one
+    other_path: bool
 
     @classmethod
     def of(cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]]) -> Scorer:
@@ -107,7 +117,8 @@ class Scorer:
             raise wrong("scorer", "be a module of its own", type(module).__name__, remedy)
         parameters = tuple(p for p in module.parameters() if p.requires_grad) if torch.is_grad_enabled() else ()
         device = rows[1][0].device
-        blind = cls(module, rows[0], cols[0], parameters, torch.float32, device, Autocast.current(device), None)
+        autocast, other = Autocast.current(device), has_other_path(module, list(module.modules()))
+        blind = cls(module, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other)
         few = [
             Side(first, others=tuple(others))
             for tensors, n in zip((rows[1], cols[1]), PROBE, strict=True)
@@ -117,7 +128,7 @@ class Scorer:
         states = [*module.buffers(), *module.parameters()]
         versions = [x._version for x in states]
         try:
-            with refusing_batch_norm(list(module.modules()), "scorer"):
+            with as_written(), refusing_batch_norm(list(module.modules()), "scorer"):
                 scores, leaves = blind.with_graph(*few)
             drawn = not before.same(RandomState.capture(device))
         finally:
@@ -246,8 +257,14 @@ class Scored(Eager):
     def _tile(self, rows: Side, cols: Side, room: Tensor) -> Tile:
         del room
         self._begin(rows, cols)
+        if self.scorer.other_path and self._wanted():
+            return self._scaled(self.scorer.with_graph(rows, cols)[0], rows, cols)
         with torch.no_grad():
             return self._scaled(self.scorer(rows, cols), rows, cols)
+
+    def _wanted(self) -> bool:
+        """Whether anything will be back-propagated."""
+        return any((*self.scorer.rows.wanted, *self.scorer.cols.wanted, len(self.scorer.parameters)))
 
     def _scaled(self, scores: Tensor, rows: Side, cols: Side) -> Tile:
         return self._marked(scores.detach().to(self.scale.dtype) * self.scale, rows, cols)
