@@ -174,13 +174,13 @@ def _backward(
     with torch.autocast(scale.device.type, enabled=False):
         tiles = call.arithmetic(scale, bias, q.dtype)
         every_row, every_col = with_states(call, upstream, swept, tiles.scale.dtype)
-        dq, dk = (host_room(x, x.dtype) if want else None for x, want in ((q, want_q), (k, want_k)))
+        dq, dk = (host_room(x.shape, x.dtype) if want else None for x, want in ((q, want_q), (k, want_k)))
         # read off the rows, or else off the columns
         by_rows = want_q or (want_scale and not want_k)
         # the columns' gradient so far, if there is more than one strip; wide features have room for it where it ends
         wide, running = tiles.scale.dtype, None
         if dk is not None and cuts.strip < len(q):
-            running = dk if dk.dtype == wide else host_room(k, wide)
+            running = dk if dk.dtype == wide else host_room(k.shape, wide)
         belt = Belt(k, cuts.shard, scale.device, wide=wide if want_k else None, totals=running)
         total, dscale = tiles.no_pairs(), torch.zeros_like(tiles.scale)
 

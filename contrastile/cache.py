@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from contrastile._check import wrong
+from contrastile._check import one_of, wrong
 from contrastile.lengths import Cut, cut, cut_by_tokens
-from contrastile.offload import Bounds, numbered, stream
+from contrastile.offload import Bounds, host_room, numbered, on_accelerator, settle, stream
 from contrastile.reach import (
     Autocast,
     RandomState,
@@ -48,6 +48,7 @@ def encode(
     sub_batch_tokens: int | None = None,
     retain: int | Literal["auto"] = 0,
     device: torch.device | str | None = None,
+    features: Literal["device", "host"] = "device",
 ) -> Any:
     """The features of a batch of any size, with the activations of one sub-batch at a time.
 
@@ -70,6 +71,9 @@ def encode(
         retain: sub-batches, the last ones, whose graph is kept from the first pass; they need no second forward.
             "auto": as many as memory allows; with room for all, caching costs nothing.
         device: where the encoder computes; by default where its parameters are.
+        features: where they wait. "host": in pinned host memory, which every sub-batch's go to as soon as they are
+            there; a loss with `device=` takes them from it, and their gradients come back from it sub-batch by
+            sub-batch. Normalise them in the encoder then. Without an accelerator it is the same.
 
     Returns what the encoder returns (tensor, tuple, dict, nested), each leaf for the whole batch.
     Raises ValueError for inputs that cannot be cut, for batch normalisation in training mode, whose statistics over a
@@ -85,6 +89,7 @@ def encode(
     if not callable(function):
         raise wrong("encoder", "be callable", type(function).__name__, "Pass a module, a method of one, or a function.")
     _check_sizes(sub_batch, sub_batch_tokens, retain)
+    one_of("features", features, ("device", "host"), "The host has room for more.")
     leaves, structure = pytree.tree_flatten(_arguments(inputs))
     batch = _batch_size(leaves)
     reached = reach(function, leaves, structure, numbered(device) if device is not None else None)
@@ -92,7 +97,7 @@ def encode(
     sharding = Sharding.of(function, reached.modules)
     reached = replace(reached, parameters=sharding.wholes(reached.modules, reached.parameters))
     autocast, other = Autocast.current(reached.device), has_other_path(function, reached.modules)
-    job = _Job(function, structure, Cut([(0, batch)]), retain, reached, autocast, sharding, other)
+    job = _Job(function, structure, Cut([(0, batch)]), retain, features == "host", reached, autocast, sharding, other)
     with refusing_batch_norm(reached.modules):
         if sub_batch == AUTO:
             sub_batch = _fitting(job, leaves)
@@ -104,10 +109,10 @@ def encode(
         job, leaves = replace(job, cut=planned), planned.sort(leaves)
         if reached.parameters or any(leaf is not None and leaf.requires_grad for leaf in leaves):
             apply = partial(_Encode.apply, job, leaves, *reached.parameters, *_differentiable(leaves))
-            features = inside(wrapper, apply) if wrapper is not None and reached.parameters else apply()
+            found = inside(wrapper, apply) if wrapper is not None and reached.parameters else apply()
         else:
-            features = job.first_pass(leaves, job.nothing_kept(), grad=False)
-    return pytree.tree_unflatten(planned.unsort(features), job.output_structure[0])
+            found = job.first_pass(leaves, job.nothing_kept(), grad=False)
+    return pytree.tree_unflatten(planned.unsort(found), job.output_structure[0])
 
 
 def _check_sizes(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
@@ -191,6 +196,8 @@ class _Job:
     structure: Any
     cut: Cut
     retain: int | Literal["auto"]
+    # features go to host memory
+    home: bool
     reached: Reached
     autocast: Autocast
     sharding: Sharding
@@ -262,6 +269,8 @@ class _Job:
                     graph = grad and self.other_path
                     outputs = self._drop_graph(index, rows, wanted if graph else None, kept)
                 self._gather(gathered, outputs, self.bounds[index])
+        if self.home:
+            settle(self.device)
         return gathered
 
     def _drop_graph(
@@ -299,13 +308,13 @@ class _Job:
         start, stop = self.bounds[0]
         times = self.bounds[-1][1] / max(1, stop - start)
         inputs = sum(row.nbytes for row, want in zip(rows, wanted, strict=True) if want and row is not None)
-        return later_bytes(self.reached.parameters, int(times * inputs), graph[0], times)
+        return later_bytes(self.reached.parameters, int(times * inputs), () if self.home else graph[0], times)
 
     def _gather(self, gathered: list[Any], outputs: Sequence[Any], bounds: Bounds) -> None:
         start, stop = bounds
         batch = self.bounds[-1][1]
         if not gathered:
-            gathered += [None if out is None else _room(out, batch, stop - start) for out in outputs]
+            gathered += [None if out is None else _room(out, batch, stop - start, self.home) for out in outputs]
         for whole, part in zip(gathered, outputs, strict=True):
             if (whole is None) != (part is None) or (
                 whole is not None and (part.shape[1:] != whole.shape[1:] or len(part) != stop - start)
@@ -315,16 +324,17 @@ class _Job:
                     "encoder", "return rows of one shape, one for each example", got, "Pad all sub-batches alike."
                 )
             if whole is not None:
-                whole[start:stop] = part
+                whole[start:stop].copy_(part, non_blocking=self.home)
 
 
-def _room(out: Any, batch: int, rows: int) -> Tensor:
+def _room(out: Any, batch: int, rows: int, home: bool) -> Tensor:
     if not isinstance(out, Tensor) or out.ndim == 0 or len(out) != rows:
         got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
         raise wrong(
             "encoder", f"return tensors whose first axis is the sub-batch of {rows}", got, "Return the features only."
         )
-    return out.new_empty((batch, *out.shape[1:]))
+    shape = (batch, *out.shape[1:])
+    return host_room(shape, out.dtype) if home and on_accelerator(out) else out.new_empty(shape)
 
 
 class _Encode(torch.autograd.Function):
@@ -369,6 +379,9 @@ class _Encode(torch.autograd.Function):
                         job.with_room(ctx.kept.random[index], _replay, job, index, rows, ctx.wanted, sums)
         finally:
             after.restore()
+        if job.home:
+            # autograd takes this for a node of the CPU, and would not let the parameters' stream wait for it
+            settle(job.device)
         return None, None, *sums.finish()
 
 

@@ -99,9 +99,20 @@ def _move(rows: Tensor, device: torch.device | None) -> Tensor:
     return rows if device is None else rows.to(device, non_blocking=True)
 
 
-def host_room(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory on the host, of the shape of `like`; pinned where there is a device to copy from."""
-    return torch.empty(like.shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+def host_room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory on the host; pinned where there is a device to copy from."""
+    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def on_accelerator(x: Tensor) -> bool:
+    """Whether host memory is another than that of the tensor."""
+    return x.device.type not in ("cpu", "meta")
+
+
+def settle(device: torch.device | None) -> None:
+    """Waits until the device is done, with copies to the host too: whoever reads them there will not ask it."""
+    if device is not None and device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 class Belt:

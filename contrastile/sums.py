@@ -40,7 +40,8 @@ class Sums:
         """Back-propagates one sub-batch from its part of the cached gradients."""
         start, stop = self.bounds[index]
         pairs = [
-            (out, whole[start:stop])
+            # those that wait on the host come here now
+            (out, whole[start:stop].to(out.device, non_blocking=True))
             for out, whole in zip(outputs, self.upstream, strict=True)
             if out is not None and out.requires_grad and whole is not None
         ]

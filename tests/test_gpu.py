@@ -240,3 +240,25 @@ def test_encode_equals_the_plain_batch_wherever_inputs_wait(where: str) -> None:
     assert torch.equal(state, state_after)
     assert torch.equal(found[0], plain[0])
     assert all(distance(a, b) <= 1e-6 for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("retain", [0, 2, "auto"])
+def test_features_and_their_gradients_wait_on_the_host(retain: Any) -> None:
+    towers = [nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, 32)) for width in (16, 24)]
+    inputs = [torch.randn(300, width, device="cpu").pin_memory() for width in (16, 24)]
+    scale = torch.tensor(10.0, requires_grad=True)
+    wanted = [scale, *(p for tower in towers for p in tower.parameters())]
+
+    def step(where: Any, device: Any) -> list[Tensor]:
+        found = [
+            encode(tower, x, sub_batch=64, retain=retain, features=where)
+            for tower, x in zip(towers, inputs, strict=True)
+        ]
+        assert all(x.device.type == ("cpu" if where == "host" else "cuda") for x in found)
+        assert all(x.is_pinned() for x in found) or where == "device"
+        value = ClipLoss(device=device)(*found, scale)
+        return [value.detach(), *(x.detach() for x in found), *torch.autograd.grad(value, wanted)]
+
+    truth, found = step("device", None), step("host", "cuda")
+    assert all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(found[1:3], truth[1:3], strict=True))
+    assert all(distance(x.cpu(), y.cpu()) <= 1e-5 for x, y in zip(found, truth, strict=True))
