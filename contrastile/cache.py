@@ -30,6 +30,7 @@ from contrastile.reach import (
     has_other_path,
     reach,
     refusing_batch_norm,
+    refusing_state,
     sharing_casts,
     silent,
 )
@@ -77,8 +78,8 @@ def encode(
 
     Returns what the encoder returns (tensor, tuple, dict, nested), each leaf for the whole batch.
     Raises ValueError for inputs that cannot be cut, for batch normalisation in training mode, whose statistics over a
-    sub-batch are not those of the batch, and for the module inside a DistributedDataParallel, whose gradients would
-    not be reduced.
+    sub-batch are not those of the batch, for modules that change a buffer when they run, and for the module inside a
+    DistributedDataParallel, whose gradients would not be reduced.
 
     >>> from torch import nn
     >>> tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
@@ -260,7 +261,7 @@ class _Job:
             retain, len(self.bounds), self.device, held=held, thrifty=thrifty, most=self.sharding.most
         )
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
-        with torch.no_grad():
+        with torch.no_grad(), refusing_state(self.reached.modules):
             for index, rows in enumerate(stream(values, self.bounds, self.device)):
                 kept.random.append(RandomState.capture(self.device))
                 if retention.tries(index):

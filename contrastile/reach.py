@@ -1,9 +1,8 @@
 """What an encoder reaches when it runs, and what must be the same when it runs again.
 
 Beside `cache.py`, which runs every sub-batch twice: the modules and parameters that a callable touches, the random
-numbers
-and the autocast that the second pass needs, and the two things that a pass in parts must not do: normalise over
-examples, and call a parameter's hooks for each part.
+numbers and the autocast that the second pass needs, and the things that a pass in parts must not do: normalise over
+examples, carry something from one to the next, and call a parameter's hooks for each part.
 """
 
 from __future__ import annotations
@@ -237,3 +236,18 @@ def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> 
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def refusing_state(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Raises when a module has changed one of its buffers meanwhile: what it computes depends on what came before."""
+    held = [(module, x, x._version) for module in modules for x in module._buffers.values() if x is not None]
+    yield
+    for module, x, version in held:
+        if x._version != version:
+            raise wrong(
+                "encoder",
+                "treat examples one by one",
+                f"{type(module).__name__}, which changes a buffer when it runs",
+                "Put it in eval mode.",
+            )

@@ -1,0 +1,215 @@
+"""Encoders of every kind behind encode: what they draw, return, share and remember, and which cannot be exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import distance
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from contrastile import ClipLoss, NTXentLoss, contrast, encode
+from contrastile.scorers import MaxSim
+
+B, D_IN, D, SUB = 23, 6, 8, 5
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(B, D_IN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def y() -> Tensor:
+    return torch.randn(B, D_IN, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def _by_parts(encoder: Any, inputs: Tensor) -> Any:
+    """The plain encoder with the random numbers of the same sub-batches."""
+    parts = [encoder(part) for part in inputs.split(SUB)]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    if isinstance(parts[0], dict):
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return tuple(torch.cat(group) for group in zip(*parts, strict=True))
+
+
+def _compare(module: nn.Module, value: Any, retain: Any = 0) -> None:
+    """value(encode) must be value(plain), with the gradients of the module's parameters."""
+    found = []
+    for encoding in (_by_parts, lambda encoder, inputs: encode(encoder, inputs, sub_batch=SUB, retain=retain)):
+        torch.manual_seed(3)
+        result = value(encoding)
+        gradients = torch.autograd.grad(result, list(module.parameters()), allow_unused=True)
+        found.append([result.detach(), *[torch.zeros(()) if g is None else g for g in gradients]])
+    assert any(g.abs().sum() > 0 for g in found[0][1:])
+    assert all(distance(x, truth) <= 1e-12 for x, truth in zip(found[1], found[0], strict=True))
+
+
+class Deep(nn.Module):
+    """Residual layers, each left out for a random part of the examples: stochastic depth. And dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D_IN, D_IN) for _ in range(4))
+        self.project = nn.Linear(D_IN, D)
+        self.kept: list[Tensor] = []
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            kept = (torch.rand(len(x), 1) < 0.6).to(x.dtype)
+            self.kept.append(kept)
+            x = x + F.dropout(layer(x).tanh(), 0.2) * kept / 0.6
+        return F.normalize(self.project(x), dim=-1)
+
+
+@pytest.mark.parametrize("retain", [0, 2, "auto"])
+def test_stochastic_depth_drops_the_same_layers_again(x: Tensor, retain: Any) -> None:
+    torch.manual_seed(0)
+    deep = Deep()
+    _compare(deep, lambda encoding: encoding(deep, x).sin().sum(), retain)
+    deep.kept.clear()
+    features = encode(deep, x, sub_batch=SUB)
+    first = deep.kept[:]
+    features.sum().backward()
+    again = deep.kept[len(first) :]
+    assert len(first) == len(again) == 4 * 5
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def test_one_encoder_for_two_views_of_a_batch(x: Tensor, y: Tensor) -> None:
+    """SimCLR: every parameter has the sum of both gradients, and its hook sees it once."""
+    torch.manual_seed(0)
+    deep, seen = Deep(), []
+    _compare(deep, lambda encoding: NTXentLoss()(encoding(deep, x), encoding(deep, y), 5.0))
+    deep.project.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    torch.manual_seed(3)
+    NTXentLoss()(encode(deep, x, sub_batch=SUB), encode(deep, y, sub_batch=SUB), 5.0).backward()
+    # autograd sums over both calls first
+    assert len(seen) == 1
+
+
+def test_prefixes_of_features_each_with_its_loss(x: Tensor, y: Tensor) -> None:
+    """Matryoshka: a dict of prefixes, or the slices taken behind encode."""
+    torch.manual_seed(0)
+    deep = Deep()
+
+    class Prefixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.deep = deep
+
+        def forward(self, rows: Tensor) -> dict[str, Tensor]:
+            whole = self.deep(rows)
+            return {str(width): F.normalize(whole[:, :width], dim=-1) for width in (2, 4, 8)}
+
+    def inside(encoding: Any) -> Tensor:
+        one, other = encoding(Prefixes(), x), encoding(Prefixes(), y)
+        assert {name: tuple(rows.shape) for name, rows in one.items()} == {"2": (B, 2), "4": (B, 4), "8": (B, 8)}
+        return sum(ClipLoss()(one[name], other[name], 10.0) for name in one)
+
+    def behind(encoding: Any) -> Tensor:
+        one, other = encoding(deep, x), encoding(deep, y)
+        return sum(
+            ClipLoss()(F.normalize(one[:, :width], dim=-1), F.normalize(other[:, :width], dim=-1), 10.0)
+            for width in (2, 4, 8)
+        )
+
+    for value in (inside, behind):
+        _compare(deep, value)
+
+
+class Tokens(nn.Module):
+    """Token vectors [B, L, D] with their mask, and a bias for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.bias = nn.Linear(2, D), nn.Linear(D_IN, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        vectors = self.lift(F.dropout(x, 0.2).unflatten(1, (3, 2)))
+        return F.normalize(vectors, dim=-1), x[:, ::2] > -0.5, self.bias(x)[:, 0]
+
+
+def test_token_vectors_a_mask_and_a_bias(x: Tensor, y: Tensor) -> None:
+    torch.manual_seed(0)
+    tokens, maxsim = Tokens(), MaxSim()
+
+    def value(encoding: Any) -> Tensor:
+        (q, q_mask, q_bias), (k, k_mask, k_bias) = encoding(tokens, x), encoding(tokens, y)
+        assert q.shape == (B, 3, D)
+        assert q_mask.dtype == torch.bool
+        return contrast((q, q_mask), (k, k_mask), scorer=maxsim, scale=3.0) + (q_bias * k_bias).mean()
+
+    _compare(tokens, value)
+
+
+def test_in_bf16_throughout(x: Tensor) -> None:
+    """Features bit for bit; gradients as near to float32 sums as those of single sub-batches are."""
+    torch.manual_seed(0)
+    deep, rows = Deep().bfloat16(), x.bfloat16()
+    torch.manual_seed(3)
+    plain = _by_parts(deep, rows)
+    truth = [torch.zeros(p.shape) for p in deep.parameters()]
+    for part in plain.split(SUB):
+        for total, g in zip(
+            truth, torch.autograd.grad(part.sum(), list(deep.parameters()), retain_graph=True), strict=True
+        ):
+            total += g
+    torch.manual_seed(3)
+    features = encode(deep, rows, sub_batch=SUB)
+    assert torch.equal(features, plain)
+    features.sum().backward()
+    # a sum in float32, rounded once
+    for p, total in zip(deep.parameters(), truth, strict=True):
+        assert p.grad is not None
+        assert p.grad.dtype == torch.bfloat16
+        assert distance(p.grad, total) <= 2**-8
+
+
+def test_hooks_of_modules_run_in_both_passes(x: Tensor) -> None:
+    torch.manual_seed(0)
+    deep, ran = Deep(), []
+    deep.project.register_forward_pre_hook(lambda _, arguments: (arguments[0] * 1.5,))
+    deep.project.register_forward_hook(lambda *_: ran.append("forward"))
+    deep.project.register_full_backward_hook(lambda *_: ran.append("backward"))
+    _compare(deep, lambda encoding: encoding(deep, x).sin().sum())
+    ran.clear()
+    encode(deep, x, sub_batch=SUB, retain=2).sum().backward()
+    assert ran == ["forward"] * 5 + ["backward"] * 2 + ["forward", "backward"] * 3
+
+
+class Running(nn.Module):
+    """Centres its rows with a running mean, which every forward moves in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D_IN, D)
+        self.register_buffer("mean", torch.zeros(D_IN))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.linear(x - self.mean)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(Running(), "Running"), (spectral_norm(nn.Linear(D_IN, D).double()), "_SpectralNorm")],
+    ids=["running mean", "spectral norm"],
+)
+@pytest.mark.parametrize("how", ["module", "function", "no gradient"])
+def test_what_remembers_earlier_examples_is_refused(module: nn.Module, name: str, how: str, x: Tensor) -> None:
+    encoder = (lambda rows: module(rows)) if how == "function" else module
+    sentence = f"`encoder` must treat examples one by one; got {name}, which changes a buffer when it runs. Put it in e"
+    with torch.set_grad_enabled(how != "no gradient"), pytest.raises(ValueError, match=sentence):
+        encode(encoder, x, sub_batch=SUB)
+    module.eval()
+    assert distance(encode(encoder, x, sub_batch=SUB).detach(), module(x).detach()) <= 1e-12
+    module.train()
