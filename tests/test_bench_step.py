@@ -271,3 +271,7 @@ def test_the_four_losses_across_ranks(pool, tmp_path):
     assert {(row["world"], row["batch"], row["data_bytes"]) for row in rows} == {
         ("4", "32", str(8 * (3 * 32 * 32 + 96)))
     }
+    # times and memory beside each other, as for one device
+    draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
+    assert set(series(tmp_path / "rows.csv", "tiny")) == {f"contrastile, {row['way']}, sub-batch 5" for row in rows}
+    assert "ring, eager" in (tmp_path / "figure.svg").read_text()
