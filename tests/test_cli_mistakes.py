@@ -168,7 +168,7 @@ MISTAKES = {
         "optim.warmup_epochs: must be shorter than the run; got 1 of 1 epochs",
     ),
 }  # fmt: skip
-KINDS = "'conv', 'transformers'"
+KINDS = "'conv', 'transformers', 'timm', 'open_clip'"
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ PACKAGES = {
     "wandb": '"contrastile[log]"',
     "timm": "timm",
     "open_clip": "open_clip_torch",
+    "torchvision": "torchvision",
 }
 VERBS = (train, evaluate, encode, search, compare, bench)
 
