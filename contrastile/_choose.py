@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
@@ -112,10 +112,14 @@ def choose_exchange(
     if name == "auto":
         D = max(sum(math.prod(x.shape[1:]) for x in side.leaves) for side in (rows, cols))
         itemsize = max(x.element_size() for side in (rows, cols) for x in side.leaves)
-        room = device_memory(rows.features.device) // 16
-        name = "gather" if Gather.extra_bytes(shards, D, itemsize) <= room else "ring"
+        name = automatic_exchange(shards, D, itemsize, rows.features.device)
         _say_once(f"exchange: {name}")
     return EXCHANGES[name](options.gradient, shards)
+
+
+def automatic_exchange(shards: Shards, D: int, itemsize: int, device: torch.device) -> ExchangeName:
+    """Gather, where it takes no more than a sixteenth of the memory; else the ring."""
+    return "gather" if Gather.extra_bytes(shards, D, itemsize) <= device_memory(device) // 16 else "ring"
 
 
 def _statement(
@@ -166,13 +170,18 @@ def choose_tiles(backend: Backend, loss: PairLoss, rows: Side, cols: Side) -> ty
             raise wrong("backend", "be able to compute this loss", repr(backend), f"It declines: {reason}.")
         return tiles
     declined = ""
-    for name in AUTOMATIC.get(rows.features.device.type, ("eager",)):
-        tiles, reason = _offer(name, loss, rows, cols)
+    for name, tiles, reason in offers(loss, rows, cols):
         if tiles is not None:
             _say_once(f"backend: {name}{declined}")
             return tiles
         declined += f"; {name} declined: {reason}"
     raise AssertionError("eager declines nothing")
+
+
+def offers(loss: PairLoss, rows: Side, cols: Side) -> Iterator[tuple[str, type[Tiles] | None, str | None]]:
+    """Whom "auto" asks, in its order: the name, and the tiles or why they decline."""
+    for name in AUTOMATIC.get(rows.features.device.type, ("eager",)):
+        yield name, *_offer(name, loss, rows, cols)
 
 
 def _offer(name: str, loss: PairLoss, rows: Side, cols: Side) -> tuple[type[Tiles] | None, str | None]:

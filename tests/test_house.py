@@ -38,8 +38,8 @@ BELOW["scorers"] = GROUND
 BELOW["modules"] = BELOW["_contrast"] | {"_contrast"}
 BELOW["plan"] = BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
 BELOW["train"] = BELOW["plan"] | {"plan", "evaluate", "retention"}
-BELOW["bench"] = BELOW["train"] | {"train"}
-BELOW["cli"] = BELOW["bench"] | {"bench"}
+BELOW["bench"] = BELOW["doctor"] = BELOW["train"] | {"train"}
+BELOW["cli"] = BELOW["bench"] | {"bench", "doctor"}
 DRAWERS = {"losses", "tiles", "exchange"}
 
 

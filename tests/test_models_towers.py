@@ -170,7 +170,7 @@ REFUSED = {
     ),
     "an unknown kind": (
         {"image": {"kind": "convnet"}},
-        "`image.kind` must be one of conv, transformers; got convnet. See the recipes for examples.",
+        "`image.kind` must be one of conv, transformers, timm, open_clip; got convnet. See the recipes for examples.",
     ),
     "a setting of another kind": (
         {"text": {"kind": "words", "depth": 3}},

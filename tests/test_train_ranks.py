@@ -298,7 +298,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(
 
 
 def test_the_loss_of_a_rank_without_rows_is_everyones(tmp_path: Path) -> None:
-    folder = _trained(tmp_path, 3, "train.batch=2", "train.examples=4")
+    folder = _trained(tmp_path, 3, "train.batch=2", "train.sub_batch=2", "train.examples=4")
     assert all(math.isfinite(line["loss"]) for line in _steps(folder))
 
 

@@ -27,7 +27,7 @@ learning_rate = 3e-3
 [train]
 examples = 480
 batch = [[0.0, 16], [0.5, 48]]
-sub_batch = {{ image = 16, text = 32 }}
+sub_batch = {{ image = 16, text = 8 }}
 
 [evaluate]
 every = 0.5

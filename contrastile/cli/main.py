@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from contrastile.cli import bench, compare, encode, evaluate, search, train
+from contrastile.cli import bench, compare, doctor, encode, evaluate, search, train
 
 # what installs a module that the main job does without
 PACKAGES = {
@@ -23,8 +23,9 @@ PACKAGES = {
     "wandb": '"contrastile[log]"',
     "timm": "timm",
     "open_clip": "open_clip_torch",
+    "torchvision": "torchvision",
 }
-VERBS = (train, evaluate, encode, search, compare, bench)
+VERBS = (train, evaluate, encode, search, compare, bench, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:

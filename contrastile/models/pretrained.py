@@ -149,7 +149,7 @@ class TextTower(nn.Module):
         return POOLINGS[self.pooling](output, attention_mask)
 
 
-def _width(tower: nn.Module, *inputs: Tensor) -> int:
+def width_of(tower: nn.Module, *inputs: Tensor) -> int:
     """How wide a tower's features are, whatever its configuration calls it; leaves weights and random numbers alone."""
     training = tower.training
     tower.eval()
@@ -180,7 +180,7 @@ def _image(model: nn.Module, library: Library, *, image_size: int, channels: int
         raise wrong("channels", f"be the {config.num_channels} of the image tower", channels, remedy)
     mean, std = library.normalisation()
     tower = ImageTower(model, library.pooling, (mean, std))
-    width = _width(tower, torch.zeros(1, channels, image_size, image_size))
+    width = width_of(tower, torch.zeros(1, channels, image_size, image_size))
     return Tower(tower, width, {"config": _plain(config), "pooling": library.pooling, "mean": mean, "std": std})
 
 
@@ -201,7 +201,7 @@ def _text(model: nn.Module, library: Library, tokenizer: Tokenizer) -> Tower:
         raise wrong("length", f"be at most the {longest} tokens of the text tower", tokenizer.length, remedy)
     tower = TextTower(model, library.pooling)
     trial = torch.full((1, min(TRIAL_LENGTH, tokenizer.length)), tokenizer.pad)
-    width = _width(tower, trial, torch.ones_like(trial))
+    width = width_of(tower, trial, torch.ones_like(trial))
     return Tower(tower, width, {"config": _plain(config), "pooling": library.pooling})
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from contrastile._check import wrong
 
 PAD, UNKNOWN = "[PAD]", "[UNK]"
+# what a text begins and ends with where it is read as CLIP does
+CLIP_ENDS = ("<start_of_text>", "<end_of_text>")
 
 
 class Tokenizer(Protocol):
@@ -55,8 +57,12 @@ class WordTokenizer:
         self.length = length
         self._engine = Engine.from_str(described)
         self._engine.enable_truncation(length)
-        self._pad = self._engine.get_vocab()[PAD]
-        self._engine.enable_padding(length=length, pad_id=self._pad, pad_token=PAD)
+        padded = self._engine.padding or {}
+        pad = padded.get("pad_id", self._engine.get_vocab().get(PAD))
+        if pad is None:
+            raise wrong("tokenizer", "have a padding token", "none", f"Add {PAD} to its words, or turn padding on.")
+        self._pad = int(pad)
+        self._engine.enable_padding(length=length, pad_id=self._pad, pad_token=padded.get("pad_token", PAD))
 
     @property
     def vocabulary_size(self) -> int:
@@ -163,6 +169,29 @@ def _train_bpe(texts: Iterable[str], size: int) -> str:
     )
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[PAD, UNKNOWN], min_frequency=2, show_progress=False)
     engine.train_from_iterator(texts, trainer)
+    return str(engine.to_str())
+
+
+def bpe_as_clip(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> str:
+    """CLIP's way of reading, with these subwords, as tokenizer.json has it: lower case, bytes, padded with number 0."""
+    from tokenizers import Regex, models, normalizers, pre_tokenizers, processors
+    from tokenizers import Tokenizer as Engine
+
+    begin, end = CLIP_ENDS
+    engine = Engine(models.BPE(vocab=vocabulary, merges=merges, unk_token=end, end_of_word_suffix="</w>"))
+    straight = [normalizers.Replace(Regex(curly), plain) for curly, plain in (("[‘’‚‛]", "'"), ("[“”„‟]", '"'))]  # noqa: RUF001
+    blanks = normalizers.Replace(Regex(r"\s+"), " ")
+    engine.normalizer = normalizers.Sequence([normalizers.NFC(), *straight, blanks, normalizers.Lowercase()])
+    words = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")
+    engine.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    ends = [(token, vocabulary[token]) for token in CLIP_ENDS]
+    engine.post_processor = processors.TemplateProcessing(single=f"{begin} $A {end}", special_tokens=ends)
+    engine.enable_padding(pad_id=0, pad_token=next(token for token, number in vocabulary.items() if number == 0))
     return str(engine.to_str())
 
 

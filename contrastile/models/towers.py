@@ -1,7 +1,8 @@
 """Two towers and what joins them, built from a recipe's settings.
 
 The second box of the flow: pictures and titles become features of one size. A tower is any module that turns its inputs
-into `[B, features]`: the small ones of `small.py`, or whatever `pretrained.py` finds in the library transformers.
+into `[B, features]`: the small ones of `small.py`, or whatever `pretrained.py` finds in the library transformers,
+`timm_tower.py` in timm and `openclip.py` in open_clip.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._check import wrong
-from contrastile.models.pretrained import Library, Tower, image_tower, text_tower, whole_model
+from contrastile.models.openclip import OpenClip, openclip_image, openclip_text, openclip_whole
+from contrastile.models.pretrained import Library, Tower, Whole, image_tower, text_tower, whole_model
 from contrastile.models.small import ConvTower, WordsTower
 from contrastile.models.text import Tokenizer
+from contrastile.models.timm_tower import Timm, timm_tower
 
 Settings = Mapping[str, Any]
 
@@ -64,7 +67,8 @@ def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
     """The towers that `settings` describe, with fresh weights, or those of the local folders that they name.
 
     `features`: the size of the common features. `image`, `text`: a table each, its `kind` one of `IMAGE_TOWERS` and
-    `TEXT_TOWERS`, the rest that tower's own settings. Or `both` instead of the two: a CLIP or SigLIP of transformers.
+    `TEXT_TOWERS`, the rest that tower's own settings. Or `both` instead of the two: a CLIP or SigLIP, its `kind` one
+    of `WHOLE`.
     `scale`, `bias`: where the comparison starts. `image_size`, `channels`: of the pictures.
 
     >>> from contrastile.models.text import train_tokenizer
@@ -110,15 +114,19 @@ def _separate(settings: Settings, tokenizer: Tokenizer) -> DualEncoder:
 
 def _whole(settings: Settings, tokenizer: Tokenizer) -> DualEncoder:
     """Both towers of one model; its own scale and bias where the settings name none."""
+    own = dict(settings["both"])
+    kind = own.pop("kind", "transformers")
+    if kind not in WHOLE:
+        raise wrong("both.kind", f"be one of {', '.join(WHOLE)}", kind, "See the recipes for examples.")
+    origin, parts = WHOLE[kind]
     size, channels = settings["image_size"], settings["channels"]
-    origin = {key: value for key, value in settings["both"].items() if key != "kind"}
-    whole = whole_model(Library(**origin), image_size=size, channels=channels, tokenizer=tokenizer)
+    whole = parts(origin(**own), image_size=size, channels=channels, tokenizer=tokenizer)
     return DualEncoder(
         Projected(whole.image.module, whole.image_projection),
         Projected(whole.text.module, whole.text_projection),
         scale=_first(settings["scale"], whole.scale, SCALE),
         bias=_first(settings["bias"], whole.bias, None),
-        settings={**settings, "both": {"kind": "transformers", **whole.settings}},
+        settings={**settings, "both": {"kind": kind, **whole.settings}},
     )
 
 
@@ -157,6 +165,28 @@ def _library_text(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer)
     return text_tower(Library(**own), tokenizer=tokenizer)
 
 
+def _timm(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
+    return timm_tower(Timm(**own), image_size=settings["image_size"], channels=settings["channels"])
+
+
+def _openclip_image(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
+    return openclip_image(OpenClip(**own), image_size=settings["image_size"], channels=settings["channels"])
+
+
+def _openclip_text(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
+    return openclip_text(OpenClip(**own), tokenizer=tokenizer)
+
+
 Maker = Callable[[dict[str, Any], Settings, Tokenizer], Tower]
-IMAGE_TOWERS: dict[str, Maker] = {"conv": _conv, "transformers": _library_image}
-TEXT_TOWERS: dict[str, Maker] = {"words": _words, "transformers": _library_text}
+IMAGE_TOWERS: dict[str, Maker] = {
+    "conv": _conv,
+    "transformers": _library_image,
+    "timm": _timm,
+    "open_clip": _openclip_image,
+}
+TEXT_TOWERS: dict[str, Maker] = {"words": _words, "transformers": _library_text, "open_clip": _openclip_text}
+# what a model of both sides comes from, and what takes it apart
+WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., Whole]]] = {
+    "transformers": (Library, whole_model),
+    "open_clip": (OpenClip, openclip_whole),
+}

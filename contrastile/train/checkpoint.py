@@ -126,7 +126,7 @@ def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
 
 def tower_settings(recipe: Recipe) -> dict[str, Any]:
     """What `build_model` reads of a recipe."""
-    trained = recipe.model.both is not None and recipe.model.both.folder is not None
+    trained = recipe.model.both is not None and recipe.model.both.trained
     return {
         **recipe.model.model_dump(exclude={"tokenizer", "locked"}, exclude_none=True),
         "image_size": recipe.data.image_size,

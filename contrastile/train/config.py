@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -16,8 +17,8 @@ from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validato
 
 from contrastile.data.sources import is_collection, missing, read_source
 from contrastile.train.model_settings import ModelSettings
-from contrastile.train.optim_settings import AdamWSettings, AnyOptim
-from contrastile.train.settings import Count, Positive, Settings, Share, files_matter, installed, kind_or
+from contrastile.train.optim_settings import AdamWSettings, AnyOptim, OptimSettings
+from contrastile.train.settings import ClashError, Count, Positive, Settings, Share, files_matter, installed, kind_or
 
 
 class DataSettings(Settings):
@@ -61,6 +62,18 @@ class DataSettings(Settings):
                 raise ValueError(f'must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "{source}"')
             raise ValueError(f'no such file "{absent[0]}"')
         return source
+
+    @field_validator("weights")
+    @classmethod
+    def _one_weight_for_each_source(cls, weights: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        source = info.data.get("source")
+        if not weights or source is None:
+            return weights
+        if not is_collection(source):
+            raise ValueError(f'must be left out: "{source}" is no collection of several sources')
+        if len(weights) != (count := len(read_source(source))):
+            raise ValueError(f"must be one for each of the {count} sources; got {len(weights)}")
+        return weights
 
 
 class LossSettings(Settings):
@@ -159,16 +172,42 @@ class Steps(Settings):
         """The batch size when the share `share` of the run is done."""
         return next(size for start, size in reversed(self.batch) if start <= share)
 
+    def steps(self, count: int, examples: int) -> Iterator[int]:
+        """The sizes of the first `count` steps of a run of so many examples, the last one uncut."""
+        seen = 0
+        for _ in range(count):
+            yield (size := self.batch_at(seen / examples))
+            if (seen := seen + size) >= examples:
+                break
+
     def length(self, pairs: int) -> int:
         """How many examples the run sees where the training split has `pairs`."""
         return self.examples if self.examples is not None else max(1, round((self.epochs or 0.0) * pairs))
 
 
 class TrainSettings(Steps):
-    """The steps of towers of pictures and texts, at which precision."""
+    """The steps of towers of pictures and texts, at which precision. A sub-batch is at most the largest batch."""
 
-    sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = SubBatch()
+    sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = Field(
+        default_factory=lambda told: _within(SubBatch(), told.get("batch"))
+    )
     precision: Literal["float32", "bf16", "fp16"] = "float32"
+
+    @field_validator("sub_batch")
+    @classmethod
+    def _sub_batch_is_part_of_a_batch(cls, sub_batch: SubBatch, info: ValidationInfo) -> SubBatch:
+        return _within(sub_batch, info.data.get("batch"))
+
+
+def _within(sub_batch: SubBatch, batch: tuple[tuple[float, int], ...] | None) -> SubBatch:
+    """The sub-batch with defaults of at most the largest batch; what is named has to fit."""
+    largest = max(size for _, size in batch) if batch else max(sub_batch.image, sub_batch.text)
+    for side in ("image", "text"):
+        if side in sub_batch.model_fields_set and getattr(sub_batch, side) > largest:
+            got = getattr(sub_batch, side)
+            raise ClashError(f"train.sub_batch.{side}", f"must be at most the largest batch, {largest}; got {got}")
+    fitting = {side: min(getattr(sub_batch, side), largest) for side in ("image", "text")}
+    return sub_batch.model_copy(update=fitting)
 
 
 class EvaluateSettings(Settings):
@@ -240,6 +279,21 @@ class AnyRecipe(Settings):
         return device
 
 
+def fit_together(device: str, loss: LossSettings, optim: OptimSettings, train: Steps, info: ValidationInfo) -> None:
+    """Raises `ClashError` where what one section says does not go with another."""
+    if optim.warmup_epochs is not None and train.epochs is not None and optim.warmup_epochs >= train.epochs:
+        got = f"{optim.warmup_epochs:g} of {train.epochs:g} epochs"
+        raise ClashError("optim.warmup_epochs", f"must be shorter than the run; got {got}")
+    if optim.warmup_steps is not None and train.examples is not None:
+        longest = max(size for _, size in train.batch) * optim.warmup_steps
+        seen = sum(train.steps(optim.warmup_steps, train.examples)) if longest >= train.examples else 0
+        if seen >= train.examples:
+            got = f"{optim.warmup_steps:,} steps, {seen:,} of {train.examples:,} examples"
+            raise ClashError("optim.warmup_steps", f"must be shorter than the run; got {got}")
+    if files_matter(info) and loss.backend == "triton" and device == "cpu" and "TRITON_INTERPRET" not in os.environ:
+        raise ClashError("loss.backend", 'must be "auto", "eager" or "dense" with device = "cpu"; got "triton"')
+
+
 class Recipe(AnyRecipe):
     """A whole run of pictures and texts."""
 
@@ -251,3 +305,12 @@ class Recipe(AnyRecipe):
     train: TrainSettings
     evaluate: EvaluateSettings = EvaluateSettings()
     save: SaveSettings = SaveSettings()
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self, info: ValidationInfo) -> Recipe:
+        fit_together(self.device, self.loss, self.optim, self.train, info)
+        tokens, length = self.train.sub_batch.text_tokens, self.model.tokenizer.length
+        if tokens is not None and tokens < length:
+            reason = f"must be at least model.tokenizer.length, the tokens of one title; got {tokens} and {length}"
+            raise ClashError("train.sub_batch.text_tokens", reason)
+        return self

@@ -22,6 +22,7 @@ from contrastile.data.augment import Lots, bend, draw, prepare
 from contrastile.data.collection import Stream
 from contrastile.data.crop import Crop
 from contrastile.data.pairs import PairSet, open_pairs
+from contrastile.models.openclip import clip_tokenizer
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.offload import free_memory
 from contrastile.train.checkpoint import choose_device
@@ -86,6 +87,8 @@ def _titles(pairs: PairSet) -> list[str]:
 def _tokenizer(titles: list[str], settings: TokenizerSettings) -> Tokenizer:
     if settings.folder is not None:
         return load_tokenizer(Path(settings.folder), length=settings.length)
+    if settings.kind == "open_clip":
+        return clip_tokenizer(settings.length)
     return train_tokenizer(titles, kind=settings.kind, size=settings.size, length=settings.length)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
 
-from contrastile.train.settings import Count, Settings, files_matter, kind_or
+from contrastile.train.settings import ClashError, Count, Settings, files_matter, installed, kind_or
 
 
 class ConvTower(Settings):
@@ -61,6 +61,71 @@ class TransformersModel(Settings):
             raise ValueError("must have either folder or config, and not both")
         return self
 
+    @property
+    def trained(self) -> bool:
+        """Whether it comes with weights."""
+        return self.folder is not None
+
+
+class FileModel(Settings):
+    """What models of other libraries share: random weights, or those of a local `checkpoint`.
+
+    It is safetensors, or tensors that torch.save wrote. `mean` and `std` are what pixels are normalised with; the
+    model's own where they are left out.
+    """
+
+    checkpoint: str | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _checkpoint_exists(cls, checkpoint: str | None, info: ValidationInfo) -> str | None:
+        if checkpoint is not None and files_matter(info) and not os.path.isfile(checkpoint):
+            raise ValueError(f'no such file "{checkpoint}"')
+        return checkpoint
+
+    @property
+    def trained(self) -> bool:
+        """Whether it comes with weights."""
+        return self.checkpoint is not None
+
+
+class TimmTower(FileModel):
+    """An image model of timm, by its `name` there; `config` are further arguments of timm.create_model."""
+
+    kind: Literal["timm"] = "timm"
+    name: str
+    config: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("kind")
+    @classmethod
+    def _is_there(cls, kind: str, info: ValidationInfo) -> str:
+        if files_matter(info):
+            installed("timm", "timm")
+        return kind
+
+
+class OpenClipModel(FileModel):
+    """A model of open_clip, or one side of it: by its `name` there, or a `config` such as open_clip's files hold."""
+
+    kind: Literal["open_clip"] = "open_clip"
+    name: str | None = None
+    config: dict[str, Any] | None = None
+
+    @field_validator("kind")
+    @classmethod
+    def _is_there(cls, kind: str, info: ValidationInfo) -> str:
+        if files_matter(info):
+            installed("open_clip", "open_clip_torch")
+        return kind
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> OpenClipModel:
+        if (self.name is None) == (self.config is None):
+            raise ValueError("must have either name or config, and not both")
+        return self
+
 
 class TransformersTower(TransformersModel):
     """One side alone: its features are the mean over its places, its first place ("cls") or its own pooler's."""
@@ -69,24 +134,38 @@ class TransformersTower(TransformersModel):
 
 
 AnyImageTower = Annotated[
-    Annotated[ConvTower, Tag("conv")] | Annotated[TransformersTower, Tag("transformers")], kind_or("conv")
+    Annotated[ConvTower, Tag("conv")]
+    | Annotated[TransformersTower, Tag("transformers")]
+    | Annotated[TimmTower, Tag("timm")]
+    | Annotated[OpenClipModel, Tag("open_clip")],
+    kind_or("conv"),
 ]
 AnyTextTower = Annotated[
-    Annotated[WordsTower, Tag("words")] | Annotated[TransformersTower, Tag("transformers")], kind_or("words")
+    Annotated[WordsTower, Tag("words")]
+    | Annotated[TransformersTower, Tag("transformers")]
+    | Annotated[OpenClipModel, Tag("open_clip")],
+    kind_or("words"),
+]
+AnyWhole = Annotated[
+    Annotated[TransformersModel, Tag("transformers")] | Annotated[OpenClipModel, Tag("open_clip")],
+    kind_or("transformers"),
 ]
 
 
 class TokenizerSettings(Settings):
-    """A tokenizer of `size` words trained on the run's own titles, or that in `folder`; titles are cut at `length`."""
+    """A tokenizer of `size` words trained on the run's own titles, or that in `folder`; titles are cut at `length`.
 
-    kind: Literal["words"] = "words"
+    Of the kind "open_clip" it is CLIP's, from the package open_clip, which text towers of open_clip have by default.
+    """
+
+    kind: Literal["words", "open_clip"] = "words"
     size: Annotated[int, Field(ge=8)] = 8000
     length: Count = 16
     folder: str | None = None
 
 
 class ModelSettings(Settings):
-    """The two towers, or one model of transformers for `both`, and the size of the features that they meet in.
+    """The two towers, or one model for `both`, and the size of the features that they meet in.
 
     A tower that is `locked` keeps its weights; its projection learns (LiT).
     """
@@ -95,7 +174,7 @@ class ModelSettings(Settings):
     locked: tuple[Literal["image", "text"], ...] = ()
     image: AnyImageTower | None = None
     text: AnyTextTower | None = None
-    both: TransformersModel | None = None
+    both: AnyWhole | None = None
     tokenizer: TokenizerSettings = TokenizerSettings()
 
     @model_validator(mode="before")
@@ -104,8 +183,25 @@ class ModelSettings(Settings):
         """Where there is no model for both, each side has its small tower by default."""
         if not isinstance(section, Mapping):
             return section
+        sides = [section.get(side) for side in ("both", "text")]
+        if any(isinstance(side, Mapping) and side.get("kind") == "open_clip" for side in sides):
+            section = {**section, "tokenizer": _clips(section.get("tokenizer", {}))}
         if "both" not in section:
             return {"image": {"kind": "conv"}, "text": {"kind": "words"}, **section}
         if "image" in section or "text" in section:
             raise ValueError("must have either both or image and text")
         return section
+
+    @model_validator(mode="after")
+    def _clip_reads_with_its_own_tokenizer(self) -> ModelSettings:
+        other = self.tokenizer.kind != "open_clip" and self.tokenizer.folder is None
+        if other and any(isinstance(side, OpenClipModel) for side in (self.both, self.text)):
+            raise ClashError(
+                "model.tokenizer.kind", 'must be "open_clip", or a folder, for a text tower of open_clip; got "words"'
+            )
+        return self
+
+
+def _clips(tokenizer: Any) -> Any:
+    """What is left out of a tokenizer for CLIP's text tower."""
+    return {"kind": "open_clip", "length": 77, **tokenizer} if isinstance(tokenizer, Mapping) else tokenizer

@@ -88,8 +88,8 @@ def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSetti
     examples, seen = train.length(pairs), 0
     if settings.warmup_epochs is not None:
         seen = round(settings.warmup_epochs * pairs)
-    for _ in range(settings.warmup_steps or 0):
-        seen += train.batch_at(seen / examples)
+    elif settings.warmup_steps is not None:
+        seen = sum(train.steps(settings.warmup_steps, examples))
     if seen >= examples:
         got = f"{seen:,} of {examples:,} examples"
         raise wrong("optim.warmup", "be shorter than the run", got, "Warm up over less, or train longer.")

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.retriever.config import RetrieverRecipe
+from contrastile.train.settings import ClashError
 
 Tables = dict[str, Any]
 
@@ -153,6 +154,8 @@ def _one_line(
 
 def _place(error: ErrorDetails, tables: Tables) -> list[str]:
     """The key's path as the user wrote it: pydantic's own marks of a union's member are left out."""
+    if isinstance(mistake := error.get("ctx", {}).get("error"), ClashError):
+        return mistake.key.split(".")
     place: list[str] = []
     here: Any = tables
     for step, part in enumerate(error["loc"], start=1):
@@ -187,13 +190,14 @@ def _shown(value: Any) -> str:
 
 
 def _did_you_mean(place: Sequence[str], recipe: type[AnyRecipe]) -> str:
-    """The nearest known key: of the same section by its last word, else anywhere."""
+    """The nearest known key: of that very last word, or of the same section with a like one, else anywhere."""
     known = list(known_keys(recipe))
     if ".".join(place) in known:
         return " with this kind"
     section = ".".join(place[:-1])
     siblings = [key for key in known if key.rpartition(".")[0] == section]
-    for candidates in (siblings, known):
+    same = [key for key in known if key.rpartition(".")[2] == place[-1]]
+    for candidates in (same, siblings, known):
         by_word = {key.rpartition(".")[2]: key for key in reversed(candidates)}
         near = difflib.get_close_matches(place[-1], by_word, n=1, cutoff=0.7)
         if near:

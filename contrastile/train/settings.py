@@ -40,3 +40,11 @@ def installed(package: str, source: str) -> None:
     """Raises ValueError where a package that the recipe asks for is not there; `source` is what pip installs."""
     if find_spec(package) is None:
         raise ValueError(f"needs the package {package}, which is not installed; run: pip install {source}")
+
+
+class ClashError(ValueError):
+    """What is wrong with a `key` only beside another one, which no section knows alone."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(reason)
+        self.key = key

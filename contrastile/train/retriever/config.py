@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from contrastile.train.config import AnyRecipe, LossSettings, SaveSettings, Steps
+from contrastile.train.config import AnyRecipe, LossSettings, SaveSettings, Steps, fit_together
 from contrastile.train.model_settings import TransformersModel, WordsTower
 from contrastile.train.optim_settings import AdamWSettings, AnyOptim
 from contrastile.train.settings import Count, Settings, Share, files_matter, kind_or
@@ -195,3 +195,8 @@ class RetrieverRecipe(AnyRecipe):
     train: RetrieverSteps
     evaluate: RetrieverEvaluation = RetrieverEvaluation()
     save: SaveSettings = SaveSettings()
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self, info: ValidationInfo) -> RetrieverRecipe:
+        fit_together(self.device, self.loss, self.optim, self.train, info)
+        return self

@@ -1,0 +1,350 @@
+"""What a machine has, and what "auto" would choose on it and why: for `contrastile doctor`.
+
+Above the training, whose choices it asks for; nothing here decides anything. `examine` gives plain values, `told` the
+lines that people read.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastile._choose import automatic_exchange, device_memory, offers
+from contrastile._sweep import workspace_on
+from contrastile.exchange.base import Shards
+from contrastile.losses.base import PairLoss, Side
+from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.softmax import Softmax
+from contrastile.offload import free_memory
+from contrastile.retention import bytes_per_example, spare_bytes
+from contrastile.train.checkpoint import choose_device
+from contrastile.train.log import size
+
+Found = dict[str, Any]
+
+LOSSES: dict[str, PairLoss] = {"clip": Softmax(symmetric=True), "siglip": Sigmoid(symmetric=True)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# packages that are used where they are there, by what pip calls them
+PEERS = ("triton", "timm", "open_clip_torch", "faiss-cpu", "peft")
+# bytes of an optimizer's state for a trained parameter, about
+STATES = {"adamw": 8, "adafactor": 4, "muon": 4}
+# what torch and the machine are tried with
+TRIAL = 64
+
+
+def examine(*, ranks: int = 1, batch: int = 32_768, features: int = 512, recipe: Any = None) -> Found:
+    """Everything about this machine, as plain values; of the batch of all `ranks`, and of a `recipe`.
+
+    >>> found = examine()
+    >>> found["devices"][0]["name"], broken(found)
+    ('cpu', [])
+    """
+    devices = [_device(device) for device in _all_devices()]
+    return {
+        "system": _system(),
+        "torch": _torch(),
+        "packages": _packages(),
+        "devices": devices,
+        "auto": [_auto(torch.device(one["name"]), ranks, batch, features) for one in devices if one["broken"] is None],
+        "recipe": None if recipe is None else _of_recipe(recipe, ranks),
+    }
+
+
+def broken(found: Found) -> list[str]:
+    """What does not work, a sentence each."""
+    return [f"{device['name']}: {device['broken']}" for device in found["devices"] if device["broken"] is not None]
+
+
+def _all_devices() -> list[torch.device]:
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+
+
+def _system() -> Found:
+    free, total = free_memory(None)
+    return {
+        "contrastile": importlib.metadata.version("contrastile"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": usable_cpus(),
+        "memory": total,
+        "free": free,
+    }
+
+
+def usable_cpus(group: Path = Path("/sys/fs/cgroup")) -> float:
+    """CPUs that this process may use: those it is bound to, or what its container is given of them."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return float(bound)
+    return float(bound) if quota == "max" else min(float(bound), int(quota) / int(period))
+
+
+def _torch() -> Found:
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
+        "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _packages() -> Found:
+    """By extra, and those beside: each package's version, None where it is not installed."""
+    extras: dict[str, dict[str, str | None]] = {}
+    for line in importlib.metadata.requires("contrastile") or ():
+        told = re.match(r"([A-Za-z0-9._-]+).*extra == ['\"](\w+)['\"]", line)
+        if told is not None and told[2] != "dev":
+            extras.setdefault(told[2], {})[told[1]] = _version(told[1])
+    return {**extras, "beside": {name: _version(name) for name in PEERS}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device(device: torch.device) -> Found:
+    found: Found = {"name": str(device), "broken": tried(device)}
+    if found["broken"] is not None:
+        return found
+    free, total = free_memory(device)
+    found |= {"memory": total, "free": free}
+    if device.type == "cuda":
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        found |= {"model": torch.cuda.get_device_name(device), "capability": capability}
+    return found
+
+
+def tried(device: torch.device) -> str | None:
+    """Whether torch can allocate and compute there: None, or what happened instead."""
+    try:
+        ones = torch.ones(TRIAL, TRIAL, device=device)
+        right = (ones @ ones).sum().item() == TRIAL**3
+    except Exception as failure:
+        return (str(failure).splitlines() or [type(failure).__name__])[0]
+    return None if right else "a product of two matrices comes out wrong"
+
+
+def _auto(device: torch.device, ranks: int, batch: int, features: int) -> Found:
+    """What "auto" takes on a device."""
+    backends = []
+    for name, loss in LOSSES.items():
+        for dtype in DTYPES:
+            backends.append(
+                {"loss": name, "dtype": str(dtype).removeprefix("torch."), **backend_of(loss, dtype, device)}
+            )
+    return {
+        "device": str(device),
+        "backends": backends,
+        "exchange": exchange_of(ranks, batch, features, 4, device),
+        "workspace": workspace_on(device, None),
+        "room": spare_bytes(device),
+    }
+
+
+def backend_of(loss: PairLoss, dtype: torch.dtype, device: torch.device) -> Found:
+    """What "auto" takes for features of this type, and why the ones before it decline."""
+    side = Side(torch.zeros(2, 8, dtype=dtype, device=device), diagonal=0)
+    declined: dict[str, str] = {}
+    for name, tiles, reason in offers(loss, side, side):
+        if tiles is not None:
+            return {"takes": name, "declined": declined}
+        declined[name] = str(reason)
+    return {"takes": None, "declined": declined}
+
+
+def exchange_of(ranks: int, batch: int, features: int, itemsize: int, device: torch.device) -> Found:
+    """What "auto" takes between so many ranks, and what gathering would cost each."""
+    from contrastile.exchange.gather import Gather
+
+    if ranks == 1:
+        return {"takes": "single", "ranks": 1}
+    rows = tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
+    shards = Shards(None, 0, rows, rows)
+    return {
+        "takes": automatic_exchange(shards, features, itemsize, device),
+        "ranks": ranks,
+        "batch": batch,
+        "features": features,
+        "gathered": Gather.extra_bytes(shards, features, itemsize),
+        "allowed": device_memory(device) // 16,
+    }
+
+
+class StandIn:
+    """In the place of a tokenizer that is only trained when a run begins: as many words, none of them known."""
+
+    pad = 0
+
+    def __init__(self, size: int, length: int) -> None:
+        self.vocabulary_size, self.length = size, length
+
+    def tokenise(self, texts: Any, length: int | None = None) -> dict[str, Tensor]:
+        """Words of the right shape."""
+        ids = torch.ones(len(texts), length or self.length, dtype=torch.int64)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def save(self, folder: Path) -> None:
+        """Nothing is kept of it."""
+
+
+def _of_recipe(recipe: Any, ranks: int) -> Found:
+    """What a recipe's run would use on its device; its towers are built, and shown two examples, on the CPU."""
+    from contrastile.train.config import Recipe
+
+    device = choose_device(recipe.device)
+    on_cpu = recipe.model_copy(update={"device": "cpu"})
+    model, sides, features = (_pictures if isinstance(recipe, Recipe) else _texts)(on_cpu)
+    each = sum(sides.values())
+    largest = max(count for _, count in recipe.train.batch)
+    here = ceil(largest / ranks)
+    sub_batch = next(iter(recipe.train.sub_batch.model_dump().values()))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    kind = getattr(recipe.loss, "kind", "infonce")
+    loss = LOSSES.get(kind, Softmax())
+    backend, exchange = recipe.loss.backend, recipe.loss.exchange
+    return {
+        "name": recipe.name,
+        "device": str(device),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trained": trained,
+        # weights, their gradients, and what the optimizer keeps
+        "held": (8 + STATES[recipe.optim.kind]) * trained + 4 * (sum(p.numel() for p in model.parameters()) - trained),
+        "batch": largest,
+        "sub_batch": sub_batch,
+        "activations": each,
+        "graph": each * sub_batch,
+        "graphs": ceil(here / sub_batch),
+        "fitting": min(ceil(here / sub_batch), spare_bytes(device) // max(each * sub_batch, 1)),
+        "retain": recipe.train.retain,
+        "matrix": 4 * largest * largest,
+        "backend": backend_of(loss, torch.float32, device) if backend == "auto" else {"takes": backend, "declined": {}},
+        "exchange": exchange_of(ranks, largest, features, 4, device) if exchange == "auto" else {"takes": exchange},
+        "workspace": workspace_on(device, None),
+    }
+
+
+def _tokenizer(settings: Any) -> Any:
+    from contrastile.models.openclip import clip_tokenizer
+    from contrastile.models.text import load_tokenizer
+
+    if settings.folder is not None:
+        return load_tokenizer(Path(settings.folder), length=settings.length)
+    return clip_tokenizer(settings.length) if settings.kind == "open_clip" else StandIn(settings.size, settings.length)
+
+
+def _pictures(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int]:
+    """The towers, the bytes that a pair's graph takes in each, and the size of their features."""
+    from contrastile.train.checkpoint import build_run
+
+    run, data = build_run(recipe, _tokenizer(recipe.model.tokenizer)), recipe.data
+
+    def image(count: int) -> Tensor:
+        return run.model.encode_image(torch.zeros(count, data.channels, data.image_size, data.image_size))
+
+    def text(count: int) -> Tensor:
+        return run.model.encode_text(**run.tokenizer.tokenise([""] * count))
+
+    with run.autocast():
+        return run.model, _weighed({"image": image, "text": text}), text(1).shape[1]
+
+
+def _texts(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int]:
+    """The same of a retriever: a query, and its passages."""
+    from contrastile.train.retriever.run import build_retriever_run
+
+    settings = recipe.model.tokenizer
+    run, shown = build_retriever_run(recipe, _tokenizer(settings)), recipe.data.positives + recipe.data.negatives
+
+    def query(count: int) -> Tensor:
+        return run.model.encode_query(**run.tokenizer.tokenise([""] * count, settings.query_length))
+
+    def passage(count: int) -> Tensor:
+        return run.model.encode_passage(**run.tokenizer.tokenise([""] * (count * shown)))
+
+    with run.autocast():
+        return run.model, _weighed({"query": query, "passage": passage}), query(1).shape[1]
+
+
+def _weighed(sides: Mapping[str, Any]) -> dict[str, int]:
+    return {name: max(0, bytes_per_example(forward, 2)) for name, forward in sides.items()}
+
+
+def told(found: Found) -> Iterator[str]:
+    """The same in lines."""
+    system, torch_ = found["system"], found["torch"]
+    yield f"contrastile {system['contrastile']}, Python {system['python']}, {system['system']}"
+    nccl = f", NCCL {torch_['nccl']}" if torch_["nccl"] else ", no NCCL"
+    yield f"torch {torch_['version']}, CUDA {torch_['cuda'] or 'none'}{nccl}, {torch_['threads']} threads"
+    yield f"{system['cpus']:g} CPUs, {size(system['free'])} of {size(system['memory'])} memory free"
+    for device in found["devices"]:
+        if device["broken"] is not None:
+            yield f"{device['name']}: BROKEN: {device['broken']}"
+        elif "model" in device:
+            memory = f"{size(device['free'])} of {size(device['memory'])} free"
+            yield f"{device['name']}: {device['model']}, compute capability {device['capability']}, {memory}"
+    for extra, packages in found["packages"].items():
+        there = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+        absent = [name for name, version in packages.items() if not version]
+        remedy = ", ".join(absent) if extra == "beside" else f'{", ".join(absent)}: pip install "contrastile[{extra}]"'
+        yield f"[{extra}] {there or 'nothing'}" + (f"; not installed: {remedy}" if absent else "")
+    for auto in found["auto"]:
+        yield ""
+        yield from _auto_told(auto)
+    if found["recipe"] is not None:
+        yield ""
+        yield from _recipe_told(found["recipe"])
+
+
+def _auto_told(auto: Found) -> Iterator[str]:
+    yield f'"auto" on {auto["device"]}:'
+    by_choice: dict[str, list[str]] = {}
+    for one in auto["backends"]:
+        by_choice.setdefault(_choice_told(one), []).append(f"{one['loss']} {one['dtype']}")
+    for choice, cases in by_choice.items():
+        yield f"  backend {choice} (for {', '.join(cases)})"
+    if not auto["device"].startswith("cuda"):
+        yield "  not asked here: triton, for NVIDIA devices; dense, by its name alone, because it holds the matrix"
+    yield f"  exchange {_exchange_told(auto['exchange'])}"
+    yield f"  workspace {size(auto['workspace'])}: 1/64 of the device's memory"
+    yield f"  retain, sub_batch: {size(auto['room'])} to share among graphs"
+
+
+def _choice_told(choice: Found) -> str:
+    return choice["takes"] + "".join(f"; {name} declined: {reason}" for name, reason in choice["declined"].items())
+
+
+def _exchange_told(exchange: Found) -> str:
+    if "gathered" not in exchange:
+        alone = exchange.get("ranks") == 1
+        return exchange["takes"] + (": one process; --ranks N asks for more" if alone else ": the recipe says so")
+    needs = f"gathering {exchange['batch']:,} rows of {exchange['features']} takes {size(exchange['gathered'])} a rank"
+    return f"{exchange['takes']} between {exchange['ranks']} ranks: {needs}, allowed is {size(exchange['allowed'])}"
+
+
+def _recipe_told(recipe: Found) -> Iterator[str]:
+    yield f"{recipe['name']} on {recipe['device']}:"
+    millions = [f"{recipe[key] / 1e6:.1f}" for key in ("parameters", "trained")]
+    held = f"weights, gradients and optimizer take about {size(recipe['held'])}"
+    yield f"  {millions[0]} million parameters, {millions[1]} of them trained; {held}"
+    graph = f"{size(recipe['activations'])} of activations an example, {size(recipe['graph'])} a sub-batch"
+    yield f"  batch {recipe['batch']:,} in sub-batches of {recipe['sub_batch']:,}: {graph}"
+    fits = f"about {recipe['fitting']:,} of {recipe['graphs']:,} graphs fit"
+    yield f"  retain = {recipe['retain']}: {fits}" + ("" if recipe["fitting"] else "; not even one: lower sub_batch")
+    yield f"  loss: backend {_choice_told(recipe['backend'])}; exchange {_exchange_told(recipe['exchange'])}"
+    yield f"  workspace {size(recipe['workspace'])}, where the b x b matrix would take {size(recipe['matrix'])}"

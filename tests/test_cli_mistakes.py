@@ -1,0 +1,219 @@
+"""Ways to write a wrong recipe: each is one line `file: key: reason` and exit code 2, before torch is loaded."""
+
+import subprocess
+import sys
+
+import pytest
+
+from contrastile.cli.main import main
+from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe, to_toml
+
+STEPS = "[train]\nexamples = 1000\n"
+
+# what stands in the file, and the line that answers it
+MISTAKES = {
+    "an unknown key, nearly right": (
+        f"{STEPS}[optim]\nlearning_rte = 1e-3",
+        "optim.learning_rte: unknown key (did you mean optim.learning_rate?)",
+    ),
+    "an unknown section": (f"{STEPS}[optimiser]\nkind = 'adamw'", "optimiser: unknown key (did you mean optim?)"),
+    "a key in the wrong section": (
+        f"{STEPS}[optim]\nsub_batch = 3",
+        "optim.sub_batch: unknown key (did you mean train.sub_batch?)",
+    ),
+    "a text for a number": (f"{STEPS}batch = '256'", 'train.batch: must be a list; got "256"'),
+    "a number for a switch": (f"{STEPS}[data]\naugment = 1", "data.augment: must be true or false; got 1"),
+    "a fraction for a count": (
+        f"{STEPS}accumulate = 1.5",
+        "train.accumulate: must be a whole number; got 1.5",
+    ),
+    "out of range": (f"{STEPS}[data]\nheld_out = 1.5", "data.held_out: must be less than 1; got 1.5"),
+    "a negative rate": (
+        f"{STEPS}[optim]\nlearning_rate = -1e-3",
+        "optim.learning_rate: must be greater than 0; got -0.001",
+    ),
+    "no number": (f"{STEPS}[optim]\nweight_decay = nan", "optim.weight_decay: must be a finite number; got NaN"),
+    "a missing section": ("seed = 3", "train: missing"),
+    "a missing table": (f"{STEPS}[data]\nsource = 'no.tsv'", 'data.source: no such file "no.tsv"'),
+    "a missing folder": (
+        f"{STEPS}[data]\nsource = 'no/pictures'",
+        'data.source: must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "no/pictures"',
+    ),
+    "missing shards": (
+        f"{STEPS}[data]\nsource = 'no/{{000..009}}.tar'",
+        'data.source: no such file "no/000.tar"',
+    ),
+    "a brace range that counts down": (
+        f"{STEPS}[data]\nsource = 'a/{{009..000}}.tar'",
+        "data.source: must count upwards, to 1,000,000 files at most; got {009..000}",
+    ),
+    "braces of far too many files": (
+        f"{STEPS}[data]\nsource = 'a/{{0..9999}}/{{0..9999}}.tar'",
+        'data.source: must name at most 1,000,000 files; got 100,000,000 in "a/{0..9999}/{0..9999}.tar"',
+    ),
+    "a pipe": (
+        f"{STEPS}[data]\nsource = 'pipe:cat x.tar'",
+        'data.source: must name files on this machine; got "pipe:cat x.tar"',
+    ),
+    "weights that do not match the sources": (
+        f"{STEPS}[data]\nsource = '.::.'\nweights = [1, 2, 3]",
+        "data.weights: must be one for each of the 2 sources; got 3",
+    ),
+    "weights of one built-in source": (
+        f"{STEPS}[data]\nweights = [2]",
+        'data.weights: must be left out: "glyphs" is no collection of several sources',
+    ),
+    "an unknown kind of tower": (
+        f"{STEPS}[model.image]\nkind = 'vit'",
+        "model.image.kind: must be one of {kinds}; got \"vit\"",
+    ),
+    "a tower from nowhere": (
+        f"{STEPS}[model.image]\nkind = 'transformers'\nfolder = 'vit'",
+        'model.image.folder: must be a folder with a config.json; got "vit"',
+    ),
+    "two origins of a tower": (
+        f"{STEPS}[model.image]\nkind = 'transformers'",
+        "model.image: must have either folder or config, and not both",
+    ),
+    "both and one of two": (
+        f"{STEPS}[model]\nboth = {{config = {{model_type = 'clip'}}}}\nimage = {{}}",
+        "model: must have either both or image and text",
+    ),
+    "two lengths": (
+        f"{STEPS}epochs = 2.0",
+        "train: must have either examples or epochs, and not both",
+    ),
+    "two warm-ups": (
+        f"{STEPS}[optim]\nwarmup_steps = 2\nwarmup_epochs = 0.5",
+        "optim: must have warmup_steps or warmup_epochs, and not both",
+    ),
+    "a warm-up longer than the run, in epochs": (
+        "[train]\nepochs = 2.0\n[optim]\nwarmup_epochs = 3.0",
+        "optim.warmup_epochs: must be shorter than the run; got 3 of 2 epochs",
+    ),
+    "a warm-up longer than the run, in steps": (
+        f"{STEPS}batch = [[0.0, 10], [0.5, 100]]\n[optim]\nwarmup_steps = 55",
+        "optim.warmup_steps: must be shorter than the run; got 55 steps, 1,000 of 1,000 examples",
+    ),
+    "a rate scaled by no batch": (
+        f"{STEPS}[optim]\nrate_scaling = 'sqrt'",
+        "optim: must have rate_scaling and base_batch together: the batch that learning_rate is meant for",
+    ),
+    "a batch below the sub-batch": (
+        f"{STEPS}batch = [[0.0, 32], [0.5, 64]]\nsub_batch = 128",
+        "train.sub_batch.image: must be at most the largest batch, 64; got 128",
+    ),
+    "fewer tokens than one title has": (
+        f"{STEPS}sub_batch = {{text_tokens = 8}}",
+        "train.sub_batch.text_tokens: must be at least model.tokenizer.length, the tokens of one title; got 8 and 16",
+    ),
+    "a schedule that goes back": (
+        f"{STEPS}batch = [[0.0, 8], [0.5, 16], [0.25, 32]]",
+        "train.batch: must have rising starts, as in [[0.0, 256], [0.5, 4096]]",
+    ),
+    "an unknown exchange": (
+        f"{STEPS}[loss]\nexchange = 'rings'",
+        "loss.exchange: must be 'auto', 'single', 'replicate', 'gather' or 'ring'; got \"rings\"",
+    ),
+    "an unknown backend": (
+        f"{STEPS}[loss]\nbackend = 'cuda'",
+        "loss.backend: must be 'auto', 'dense', 'eager' or 'triton'; got \"cuda\"",
+    ),
+    "kernels without a GPU": (
+        f"device = 'cpu'\n{STEPS}[loss]\nbackend = 'triton'",
+        'loss.backend: must be "auto", "eager" or "dense" with device = "cpu"; got "triton"',
+    ),
+    "an unknown optimizer": (
+        f"{STEPS}[optim]\nkind = 'lamb'",
+        "optim.kind: must be one of 'adamw', 'adafactor', 'muon'; got \"lamb\"",
+    ),
+    "another optimizer's key": (
+        f"{STEPS}[optim]\nkind = 'adamw'\nmomentum = 0.9",
+        "optim.momentum: unknown key with this kind",
+    ),
+    "an unknown precision": (
+        f"{STEPS}precision = 'fp8'",
+        "train.precision: must be 'float32', 'bf16' or 'fp16'; got \"fp8\"",
+    ),
+    "an unknown device": (
+        f"device = 'tpu'\n{STEPS}",
+        'device: must be "auto", "cpu", "cuda" or "cuda:1"; got "tpu"',
+    ),
+    "an unknown job": (
+        f"kind = 'captions'\n{STEPS}",
+        "kind: must be one of 'image-text', 'retriever'; got \"captions\"",
+    ),
+    "a text job's data": (
+        f"{STEPS}[data]\nsource = 'docstrings'",
+        'data.source: is a set of texts; set kind = "retriever" at the top of the recipe',
+    ),
+    "a prompt without a place": (
+        f"{STEPS}[evaluate]\nprompts = ['a photo']",
+        "evaluate.prompts: must be texts with one {} each, the place of the name",
+    ),
+    "no TOML": (
+        "[train\nexamples = 3",
+        "not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 7)",
+    ),
+    "a key twice": (
+        f"{STEPS}examples = 4",
+        "not valid TOML: Cannot overwrite a value (at line 3, column 13)",
+    ),
+    "a retriever's adapters without a model": (
+        f"kind = 'retriever'\n{STEPS}[model.lora]\nrank = 4",
+        'model: must have encoders of kind "transformers" with lora',
+    ),
+    "a retriever's warm-up longer than its run": (
+        "kind = 'retriever'\n[train]\nepochs = 1.0\n[optim]\nwarmup_epochs = 1.0",
+        "optim.warmup_epochs: must be shorter than the run; got 1 of 1 epochs",
+    ),
+}  # fmt: skip
+KINDS = "'conv', 'transformers', 'timm', 'open_clip'"
+
+
+@pytest.fixture
+def recipe_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return tmp_path / "x.toml"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(recipe_file, mistake):
+    text, line = MISTAKES[mistake]
+    recipe_file.write_text(text + "\n")
+    with pytest.raises(RecipeError) as caught:
+        load_any_recipe("x.toml")
+    assert str(caught.value) == f"x.toml: {line.replace('{kinds}', KINDS)}"
+
+
+def test_the_command_says_that_line_and_leaves_with_2(recipe_file, capsys):
+    text, line = MISTAKES["a negative rate"]
+    recipe_file.write_text(text)
+    for verb in ("train", "compare"):
+        assert main([verb, "x.toml"]) == 2
+        assert capsys.readouterr().err == f"x.toml: {line}\n"
+    assert not (recipe_file.parent / "runs").exists()
+
+
+def test_nothing_heavy_is_loaded_before(recipe_file):
+    recipe_file.write_text(MISTAKES["a batch below the sub-batch"][0])
+    code = (
+        "import sys; from contrastile.cli.main import main; code = main(['train', 'x.toml']); "
+        "print(code, sorted({'torch', 'numpy', 'transformers', 'PIL'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2 []\n"
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_is_left_out_fits_the_batch(recipe_file):
+    recipe_file.write_text(f"{STEPS}batch = 32\nsub_batch = {{image = 8}}\n")
+    sub_batch = load_recipe("x.toml").train.sub_batch
+    assert (sub_batch.image, sub_batch.text) == (8, 32)
+    recipe_file.write_text(f"{STEPS}batch = 32\n")
+    recipe = load_recipe("x.toml")
+    assert (recipe.train.sub_batch.image, recipe.train.sub_batch.text) == (32, 32)
+    # and what was written of it is a recipe like any other
+    recipe_file.write_text(to_toml(recipe))
+    assert load_recipe("x.toml") == recipe

@@ -1,0 +1,134 @@
+"""`contrastile doctor`: what a machine has, what "auto" would choose, and an exit code of 1 where it is broken."""
+
+import json
+
+import pytest
+import torch
+from tiny_runs import write_recipe
+
+from contrastile import doctor
+from contrastile._choose import choose_tiles
+from contrastile.cli.main import main
+from contrastile.doctor import StandIn, backend_of, broken, examine, exchange_of, told, tried, usable_cpus
+from contrastile.exchange.base import Shards
+from contrastile.exchange.gather import Gather
+from contrastile.losses.base import Side
+from contrastile.losses.softmax import Softmax
+
+CPU = torch.device("cpu")
+
+
+def test_it_says_what_the_machine_has(capsys):
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in said
+    assert "CPUs, " in said
+    assert '"auto" on cpu:' in said
+    assert "backend eager (for clip float32" in said
+    assert "exchange single" in said
+    assert "workspace " in said
+
+
+def test_json_is_the_same(capsys):
+    assert main(["doctor", "--json", "--ranks", "3", "--batch", "100", "--features", "7"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"][0]["name"] == "cpu"
+    assert found["system"]["memory"] >= found["system"]["free"] > 0
+    exchange = found["auto"][0]["exchange"]
+    assert (exchange["takes"], exchange["ranks"], exchange["gathered"]) == ("gather", 3, 100 * 7 * 8)
+    assert found["packages"]["beside"].keys() == {"triton", "timm", "open_clip_torch", "faiss-cpu", "peft"}
+    assert found["recipe"] is None
+    # every line can be told of it again
+    assert list(told(found))[-1].startswith("  retain, sub_batch:")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_backend_is_the_one_that_a_loss_takes(dtype):
+    side = Side(torch.zeros(3, 4, dtype=dtype), diagonal=0)
+    loss = Softmax(symmetric=True)
+    assert backend_of(loss, dtype, CPU)["takes"] == choose_tiles("auto", loss, side, side).__name__.lower()
+
+
+def test_reasons_are_told(monkeypatch):
+    monkeypatch.setattr("contrastile._choose.AUTOMATIC", {"cpu": ("triton", "eager")})
+    found = backend_of(Softmax(symmetric=True), torch.float64, CPU)
+    assert found == {"takes": "eager", "declined": {"triton": "no kernel for torch.float64"}}
+
+
+def test_the_exchange_follows_the_memory(monkeypatch):
+    rows = (34, 33, 33)
+    needed = Gather.extra_bytes(Shards(None, 0, rows, rows), 8, 4)
+    for memory, name in ((16 * needed, "gather"), (16 * needed - 16, "ring")):
+        monkeypatch.setattr("contrastile._choose.device_memory", lambda device, memory=memory: memory)
+        assert exchange_of(3, 100, 8, 4, CPU)["takes"] == name
+
+
+def test_a_container_counts_for_less(tmp_path):
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert usable_cpus(tmp_path) == 0.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert usable_cpus(tmp_path) == usable_cpus(tmp_path / "nowhere") >= 1
+
+
+def test_what_is_broken_is_told_and_ends_with_1(monkeypatch, capsys):
+    real = torch.ones
+
+    def ones(*shape, device=None, **words):
+        if torch.device(device or "cpu").type == "cuda":
+            raise RuntimeError("CUDA error: out of memory\nand more")
+        return real(*shape, device=device, **words)
+
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert tried(CPU) is None
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "cuda:0: BROKEN: CUDA error: out of memory\n" in said
+    # the other device is told of all the same
+    assert '"auto" on cpu:' in said
+
+
+def test_a_wrong_product_is_broken(monkeypatch):
+    real = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape, **words: 2 * real(*shape, **words))
+    assert tried(CPU) == "a product of two matrices comes out wrong"
+    assert broken(examine()) == ["cpu: a product of two matrices comes out wrong"]
+
+
+def test_a_recipes_run_is_foreseen(tmp_path, capsys):
+    path = write_recipe(tmp_path)
+    assert main(["doctor", str(path), "device=cpu", "--ranks", "2", "--json"]) == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    assert (recipe["batch"], recipe["sub_batch"], recipe["graphs"]) == (48, 16, 2)
+    assert recipe["graph"] == 16 * recipe["activations"] > 0
+    assert recipe["held"] == 16 * recipe["parameters"]
+    assert recipe["exchange"]["ranks"] == 2
+    assert main(["doctor", str(path), "loss.backend=dense", "loss.exchange=ring"]) == 0
+    said = capsys.readouterr().out
+    assert "loss: backend dense; exchange ring: the recipe says so" in said
+    assert "batch 48 in sub-batches of 16" in said
+
+
+def test_a_retrievers_too(tmp_path, capsys):
+    (tmp_path / "r.toml").write_text("kind = 'retriever'\n[train]\nexamples = 100\nbatch = 64\nsub_batch = 8\n")
+    assert main(["doctor", str(tmp_path / "r.toml")]) == 0
+    assert "r on cpu:" in capsys.readouterr().out
+
+
+def test_a_wrong_recipe_is_one_line(tmp_path, capsys):
+    (tmp_path / "r.toml").write_text("[train]\n")
+    assert main(["doctor", str(tmp_path / "r.toml")]) == 2
+    assert capsys.readouterr().err == f"{tmp_path}/r.toml: train: must have either examples or epochs, and not both\n"
+
+
+@pytest.mark.parametrize("name", ["ranks", "batch", "features"])
+def test_a_number_below_one_is_refused(capsys, name):
+    assert main(["doctor", f"--{name}", "0"]) == 2
+    assert capsys.readouterr().err == f"`--{name}` must be at least 1; got 0. Leave it out for the default.\n"
+
+
+def test_the_stand_in_has_the_shape_of_a_tokenizer(tmp_path):
+    tokens = StandIn(9, 4).tokenise(["a", "b"])
+    assert tokens["input_ids"].shape == tokens["attention_mask"].shape == (2, 4)
+    StandIn(9, 4).save(tmp_path)
+    assert doctor.STATES.keys() == {"adamw", "adafactor", "muon"}
