@@ -29,12 +29,13 @@ from contrastile.data.collection import Stream
 from contrastile.data.crop import Crop
 from contrastile.data.decoding import cores
 from contrastile.data.pairs import open_pairs
-from contrastile.train.checkpoint import build_run
 from contrastile.train.facts import Trained
-from contrastile.train.feed import Feed, open_materials
+from contrastile.train.feed import Feed
+from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
-from contrastile.train.loop import LOSSES, step, train
+from contrastile.train.loop import step, train
 from contrastile.train.optim import build_optimizer
+from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 
 SHARD, WORDS = (
@@ -150,12 +151,11 @@ def waiting(path: Path, folder: Path) -> None:
         waits[-1] += time.perf_counter() - began
 
     recipe = load_recipe(path)
-    materials = open_materials(recipe)
-    run = build_run(recipe, materials.tokenizer)
+    job = ImageText.open(recipe)
     Feed.batch, Feed.expect = batch, expect
     try:
         with Metrics(folder / "metrics.jsonl") as metrics:
-            train(run, materials, metrics, Trained())
+            train(job, metrics, Trained())
     finally:
         Feed.batch, Feed.expect = real_batch, real_expect
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"]
@@ -163,14 +163,13 @@ def waiting(path: Path, folder: Path) -> None:
     share, rate = sum(late) / sum(seconds), size / mean(seconds)
     print(f"{len(seconds)} steps of {size}: {rate:,.0f} pairs/s, waiting {share:.1%} (longest {max(late):.3f} s)")
 
-    feed, optimizer = Feed(materials, bend=True, seed=0, apart=True), build_optimizer(run.model, recipe.optim)
-    loss = LOSSES[recipe.loss.kind]()
-    there = feed.batch(torch.from_numpy(materials.pairs.splits["train"][:size]))
-    feed.close()
+    optimizer = build_optimizer(job.run.model, recipe.optim)
+    there = job.parts(torch.from_numpy(job.rows[:size]), 0, ALONE)
+    job.close()
     alone = []
     for _ in range(10):
         began = time.perf_counter()
-        step(run, loss, optimizer, there)
+        step(job, optimizer, there)
         alone.append(time.perf_counter() - began)
     print(f"without data: {size / median(alone):,.0f} pairs/s")
 

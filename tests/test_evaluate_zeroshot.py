@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from contrastile.evaluate.zeroshot import class_features
 
@@ -41,3 +42,28 @@ def test_no_classes_are_refused():
     with pytest.raises(ValueError) as caught:
         class_features([], encode=encode)
     assert str(caught.value) == "`names` must not be empty; got no names. Give every class its name."
+
+
+def test_synonyms_are_averaged_as_unit_features_too():
+    one, two = class_features([("A", "letter A"), "B"], encode=encode)
+    torch.testing.assert_close(one, torch.tensor([0.5**0.5, 0.5**0.5]))
+    assert two.tolist() == [0.0, 1.0]
+
+
+def test_templates_and_synonyms_are_one_mean():
+    torch.manual_seed(0)
+    table = {}
+
+    def encode(texts):
+        return torch.stack([table.setdefault(text, torch.randn(5, dtype=torch.float64)) for text in texts])
+
+    names, prompts = [("cat", "puss", "kitty"), ("dog",)], ("a {}.", "the {}!")
+    found = class_features(names, encode=encode, prompts=prompts)
+    for row, synonyms in zip(found, names, strict=True):
+        units = [F.normalize(table[p.replace("{}", name)], dim=0) for p in prompts for name in synonyms]
+        torch.testing.assert_close(row.double(), F.normalize(torch.stack(units).mean(0), dim=0), atol=1e-6, rtol=0)
+
+
+def test_a_class_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="`names` must not be empty; got no names"):
+        class_features([("A",), ()], encode=encode)

@@ -41,6 +41,7 @@ def test_a_run_leaves_its_files_and_no_others(finished):
     _, outcome = finished
     assert sorted(path.name for path in outcome.folder.iterdir()) == [
         "evaluation.json",
+        "galleries.json",
         "metrics.jsonl",
         "model.safetensors",
         "recipe.toml",

@@ -1,5 +1,6 @@
 """`contrastile evaluate RUN`: measure the saved weights again, print the table, write the report again.
 
+With `--zero-shot FOLDER` or `--captions FILE` it measures on those pictures alone, whose results join the others.
 Of a ranking in TREC's form, any system's, it prints the measures: `contrastile evaluate x.trec --judgements x.qrels`.
 """
 
@@ -15,6 +16,17 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("run", help="a run folder, such as runs/glyphs, or a file of rankings in TREC's form")
     parser.add_argument("--judgements", metavar="FILE", help="what is right, for rankings: TREC's or BEIR's qrels")
     parser.add_argument("--index", metavar="FOLDER", help="a retriever's: look among what `contrastile encode` wrote")
+    parser.add_argument("--zero-shot", metavar="FOLDER", help="classify pictures: a folder with a sub-folder a class")
+    parser.add_argument("--classes", metavar="FILE", help="names of classes: JSON, or lines of folder, tab, names")
+    parser.add_argument(
+        "--templates", metavar="FILE", help="plain (default), several, or a file with a sentence a line"
+    )
+    parser.add_argument("--mapping", metavar="FILE", help="JSON from folder to its several classes, as for ObjectNet")
+    parser.add_argument("--among", choices=("folders", "all"), help="answers: the folders' classes (default), or all")
+    parser.add_argument("--captions", metavar="FILE", help="find captions and pictures: Karpathy's JSON, or a table")
+    parser.add_argument("--images", metavar="FOLDER", help="the pictures of --captions (default: beside the file)")
+    parser.add_argument("--split", help="of Karpathy's JSON (default: test)")
+    parser.add_argument("--name", help="what the measures are called by (default: the folder's or file's name)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.set_defaults(verb=run)
 
@@ -27,15 +39,46 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.train.folder import RECIPE, finished_run
     from contrastile.train.recipe import load_any_recipe
 
+    tests = _tests(arguments)
     # a mistake is told before anything heavy is imported
     folder = finished_run(arguments.run)
     load_any_recipe(folder / RECIPE, files=False)
 
-    from contrastile.train.loop import evaluate_run
+    if tests:
+        from contrastile.train.elsewhere import evaluate_elsewhere
 
-    print(evaluate_run(folder.path, device=arguments.device, index=arguments.index))
+        print(evaluate_elsewhere(folder.path, tests, device=arguments.device))
+    else:
+        from contrastile.train.loop import evaluate_run
+
+        print(evaluate_run(folder.path, device=arguments.device, index=arguments.index))
     print(f"report: {folder / 'report.html'}")
     return 0
+
+
+ZERO_SHOT, RETRIEVAL = ("classes", "templates", "mapping", "among"), ("images", "split")
+
+
+def _tests(arguments: argparse.Namespace) -> list[Any]:
+    """What the words ask to be measured on."""
+    from contrastile.train.evaluate_settings import RetrievalSettings, ZeroShotSettings
+
+    tests: list[Any] = []
+    for asked, own, settings in (
+        ("zero_shot", ZERO_SHOT, ZeroShotSettings), ("captions", RETRIEVAL, RetrievalSettings)
+    ):  # fmt: skip
+        given = {name: value for name in own if (value := getattr(arguments, name)) is not None}
+        what = getattr(arguments, asked)
+        if what is None and given:
+            option = f"--{asked.replace('_', '-')}"
+            raise ValueError(
+                f"`--{next(iter(given))}` must come with {option}; got no {option}. Say what to measure on."
+            )
+        if what is not None:
+            tests.append(settings(**{asked if asked == "captions" else "folder": what}, name=arguments.name, **given))
+    if arguments.name is not None and len(tests) != 1:
+        raise ValueError(f"`--name` must come with one test; got {len(tests)}. Measure them one after the other.")
+    return tests
 
 
 def _measure(rankings: str, judgements: str) -> int:

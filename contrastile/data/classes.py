@@ -14,20 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contrastile._check import wrong
+from contrastile.data.templates import TEMPLATES
 
-# what a name is put into; the words are ours, but for the first, which everybody uses
-TEMPLATES: dict[str, tuple[str, ...]] = {
-    "plain": ("a photo of a {}.",),
-    "several": (
-        "a photo of a {}.",
-        "a close photo of a {}.",
-        "a photo of a {}, seen from afar.",
-        "a poor and blurred photo of a {}.",
-        "a {} among other things.",
-        "a drawing of a {}.",
-        "something that looks like a {}.",
-    ),
-}
 WNID = re.compile(r"n\d{8}")
 
 
@@ -114,8 +102,9 @@ def _of_lines(text: str, path: str | Path) -> list[Class]:
 
 def read_mapping(path: str | Path) -> dict[str, list[int | str]]:
     """From folder to the classes that are right for it, by number or by folder: a JSON object, such as ObjectNet's."""
+    text = _text(path, "mapping")
     try:
-        told = json.loads(_text(path, "mapping"))
+        told = json.loads(text)
     except ValueError as failure:
         raise wrong("mapping", "be a JSON file", f"{path}: {failure}", "Mend it.") from failure
     if not isinstance(told, Mapping) or not told:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from contrastile._check import wrong
 from contrastile.cache import encode
-from contrastile.data.augment import prepare
 from contrastile.data.pairs import PairSet
 from contrastile.data.table import squared
 from contrastile.models.text import Tokenizer, load_tokenizer
@@ -69,7 +68,7 @@ class Run:
             remedy = "Give bytes from 0 to 255; floats are made of them here."
             raise wrong("images", "be Pillow pictures or a uint8 tensor", pictures.dtype, remedy)
         sub_batch = self.recipe.train.sub_batch.image
-        return F.normalize(encode(self.model.encode_image, prepare(pictures), sub_batch=sub_batch).float(), dim=-1)
+        return F.normalize(encode(self.model.encode_image, pictures, sub_batch=sub_batch).float(), dim=-1)
 
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str]) -> Tensor:
@@ -207,7 +206,7 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe) -> None:
 
 
 # what may be another when a run is resumed
-FREE = ("device", "save.", "log.", "data.cache", "train.timeout")
+FREE = ("device", "save.", "log.", "data.cache", "train.timeout", "evaluate.zero_shot", "evaluate.retrieval")
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

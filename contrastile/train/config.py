@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from contrastile.data.sources import is_collection, missing, read_source
+from contrastile.train.evaluate_settings import EvaluateSettings
 from contrastile.train.model_settings import ModelSettings
 from contrastile.train.optim_settings import AdamWSettings, AnyOptim, OptimSettings
 from contrastile.train.settings import ClashError, Count, Positive, Settings, Share, files_matter, installed, kind_or
@@ -208,26 +209,6 @@ def _within(sub_batch: SubBatch, batch: tuple[tuple[float, int], ...] | None) ->
             raise ClashError(f"train.sub_batch.{side}", f"must be at most the largest batch, {largest}; got {got}")
     fitting = {side: min(getattr(sub_batch, side), largest) for side in ("image", "text")}
     return sub_batch.model_copy(update=fitting)
-
-
-class EvaluateSettings(Settings):
-    """`every`: the share of the run between two probes of recall, on at most `probe` examples of each held-out part.
-
-    `prompts` are what names are put into for zero-shot tests. `digits`: after training on the glyphs, handwritten
-    digits too; they say nothing about other pictures.
-    """
-
-    every: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    probe: Count = 1000
-    prompts: tuple[str, ...] = ("{}",)
-    digits: bool = True
-
-    @field_validator("prompts")
-    @classmethod
-    def _prompts_have_a_place(cls, prompts: tuple[str, ...]) -> tuple[str, ...]:
-        if not prompts or any(prompt.count("{}") != 1 for prompt in prompts):
-            raise ValueError("must be texts with one {} each, the place of the name")
-        return prompts
 
 
 class SaveSettings(Settings):

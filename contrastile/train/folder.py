@@ -25,6 +25,7 @@ WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 FACTS = "run.json"
 EVALUATION = "evaluation.json"
+GALLERIES = "galleries.json"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 

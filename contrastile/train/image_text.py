@@ -5,7 +5,7 @@ A step encodes both sides, each sub-batch by sub-batch, and compares every pictu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +21,7 @@ from contrastile.models.text import load_tokenizer
 from contrastile.modules import ClipLoss, SigLipLoss
 from contrastile.train.checkpoint import Run, build_run, fingerprint, load
 from contrastile.train.config import Recipe
+from contrastile.train.elsewhere import Test, measure_all, named, open_test, probes
 from contrastile.train.evaluation import encode_held_out, evaluate, probe
 from contrastile.train.facts import Trained, facts, facts_so_far
 from contrastile.train.feed import Batch, Feed, Materials, open_materials
@@ -41,9 +42,9 @@ class ImageText:
     unit = "pairs"
     wording = IMAGE_TEXT
 
-    def __init__(self, run: Run, materials: Materials) -> None:
+    def __init__(self, run: Run, materials: Materials, tests: Sequence[Test] = ()) -> None:
         recipe = run.recipe
-        self.run, self.materials = run, materials
+        self.run, self.materials, self._tests = run, materials, tests
         apart = run.device.type == "cuda"
         self.feed = Feed(materials, bend=recipe.data.augment, seed=recipe.seed, apart=apart)
         self.state: Parts = {"feed": self.feed}
@@ -52,8 +53,10 @@ class ImageText:
     @classmethod
     def open(cls, recipe: Recipe, begun: RunFolder | None = None) -> Self:
         """The job that a recipe describes; a tokenizer is trained where none has `begun`."""
+        # first, so that a mistake in their files costs nothing
+        tests = [open_test(test) for test in named(recipe.evaluate)]
         materials = open_materials(recipe, load_tokenizer(begun.path) if begun is not None else None)
-        return cls(build_run(recipe, materials.tokenizer), materials)
+        return cls(build_run(recipe, materials.tokenizer), materials, tests)
 
     @classmethod
     def of_run(cls, folder: RunFolder, *, device: str = "auto", index: Path | None = None) -> Self:
@@ -102,6 +105,10 @@ class ImageText:
         """Recall from picture to name."""
         return probe(self.run, self.materials.pairs)
 
+    def tests(self) -> dict[str, Callable[[], list[dict[str, Any]]]]:
+        """On pictures from elsewhere."""
+        return probes(self.run, self._tests)
+
     def facts(self, trained: Trained) -> dict[str, Any]:
         """What run.json says."""
         return facts(self.run, self.materials, trained)
@@ -113,7 +120,7 @@ class ImageText:
     def report(self, folder: RunFolder) -> str:
         """Measure everything, write evaluation.json and report.html; the table of results as text."""
         seen = encode_held_out(self.run, self.materials.pairs)
-        results = evaluate(self.run, seen)
+        results = [*evaluate(self.run, seen), *measure_all(self.run, folder)]
         folder.write_json(EVALUATION, results)
         write_report(folder, galleries(self.materials.pairs, seen))
         return table_text(results)
@@ -121,7 +128,7 @@ class ImageText:
     def trained_in(self, folder: RunFolder) -> Self:
         """The same with the weights that a folder keeps."""
         model = load(folder.path, device=self.run.recipe.device).model
-        return type(self)(replace(self.run, model=model), self.materials)
+        return type(self)(replace(self.run, model=model), self.materials, self._tests)
 
 
 def batch_loss(run: Run, loss: Loss, batch: Batch) -> Tensor:

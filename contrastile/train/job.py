@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -105,6 +105,9 @@ class Job(Protocol[S]):
 
     def probe(self) -> Mapping[str, Any]:
         """Recall in small, on every held-out part."""
+
+    def tests(self) -> Mapping[str, Callable[[], Sequence[Mapping[str, Any]]]]:
+        """Measurements in small on what is not its own, by name; the first rank alone makes them."""
 
     def facts(self, trained: Trained) -> dict[str, Any]:
         """All that the report says beside curves and results."""

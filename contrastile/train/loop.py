@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -281,13 +281,20 @@ class Training:
 
     def probe(self) -> None:
         """Measure in small; a measurement that fails is told, and does not end the training."""
+        self._measure("probe", lambda: [{"recall": self.job.probe()}])
+        if self.ranks.rank == 0:
+            for name, measure in self.job.tests().items():
+                self._measure(name, measure, kind="test")
+
+    def _measure(self, what: str, measure: Callable[[], Sequence[Mapping[str, Any]]], kind: str = "probe") -> None:
         examples, unit = self.clock.seen, self.job.unit
         try:
             with self.average.in_place():
-                self.metrics.write("probe", examples=examples, recall=self.job.probe())
+                for line in measure():
+                    self.metrics.write(kind, examples=examples, **line)
         except Exception as failure:
-            logger.warning("the probe after %d %s failed, the training goes on: %r", examples, unit, failure)
-            self.metrics.write("failure", examples=examples, what="probe", why=repr(failure))
+            logger.warning("the %s after %d %s failed, the training goes on: %r", what, examples, unit, failure)
+            self.metrics.write("failure", examples=examples, what=what, why=repr(failure))
 
     def save_if_due(self, checkpoints: Checkpoints) -> None:
         """By the clock of all ranks, who decide alike."""

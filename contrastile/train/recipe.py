@@ -192,6 +192,8 @@ def _shown(value: Any) -> str:
 def _did_you_mean(place: Sequence[str], recipe: type[AnyRecipe]) -> str:
     """The nearest known key: of that very last word, or of the same section with a like one, else anywhere."""
     known = list(known_keys(recipe))
+    # which entry of a list it is says nothing of its keys
+    place = [part for part in place if not part.isdecimal()]
     if ".".join(place) in known:
         return " with this kind"
     section = ".".join(place[:-1])

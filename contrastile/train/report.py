@@ -10,7 +10,7 @@ import base64
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from contrastile.data.pairs import Pictures
 from contrastile.train.figures import Curve, curves
-from contrastile.train.folder import EVALUATION, FACTS, METRICS, RECIPE, REPORT, RunFolder
+from contrastile.train.folder import EVALUATION, FACTS, GALLERIES, METRICS, RECIPE, REPORT, RunFolder
 from contrastile.train.log import clock, read_metrics, size
 
 Line = Mapping[str, Any]
@@ -121,7 +121,8 @@ def write_report(
 ) -> Path:
     """Write `report.html`; its path. The `wording` is that of pictures and names unless another is given.
 
-    Of a run that is not through there are the facts `so_far`, and no results.
+    Of a run that is not through there are the facts `so_far`, and no results. Galleries are kept beside it, and shown
+    again where none are given.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -130,6 +131,10 @@ def write_report(
     facts = folder.read_json(FACTS) if so_far is None else so_far
     results = folder.read_json(EVALUATION) if so_far is None else []
     metrics = read_metrics(folder / METRICS)
+    if galleries:
+        folder.write_json(GALLERIES, [asdict(gallery) for gallery in galleries])
+    elif (folder / GALLERIES).is_file():
+        galleries = [_gallery(kept) for kept in folder.read_json(GALLERIES)]
     page = pages.get_template("report.html.jinja").render(
         name=facts["name"],
         subtitle=_subtitle(facts, wording.unit),
@@ -137,6 +142,7 @@ def write_report(
         cards=_cards(facts, results),
         legend=wording.legend,
         table={"heads": wording.heads, "rows": [wording.row(row) for row in results]},
+        measures=measures(results),
         figures=_figures(metrics, facts["loss"], wording),
         learning=LEARNING,
         memory=_memory(facts) if "memory" in facts else None,
@@ -148,6 +154,24 @@ def write_report(
     )
     folder.write_text(REPORT, page)
     return folder / REPORT
+
+
+def _gallery(kept: Mapping[str, Any]) -> Gallery:
+    """What `asdict` made of a gallery, as it was."""
+    finds = [Find(**{**find, "answers": [Answer(**answer) for answer in find["answers"]]}) for find in kept["finds"]]
+    return Gallery(**{**kept, "finds": finds})
+
+
+def measures(results: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
+    """Of each test that has some, the measures by the names that others give them, and the pictures left out."""
+    return {
+        row["test"]: [
+            *((name, f"{value:.4f}") for name, value in row["metrics"].items()),
+            *((f"left out: {reason}", f"{count:,}") for reason, count in row["skipped"].items()),
+        ]
+        for row in results
+        if row.get("metrics")
+    }
 
 
 LEARNING = (
@@ -185,7 +209,8 @@ def table_text(results: Sequence[Mapping[str, Any]], wording: Wording = IMAGE_TE
         )
         for row in rows
     ]
-    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
+    told = [f"{name}  {value}" for named in measures(results).values() for name, value in named]
+    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:], *([""] if told else []), *told])
 
 
 def percent(share: float | None) -> str:
@@ -237,6 +262,8 @@ def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
     }
     # a run whose every probe failed has none
     recall = [draw(recalls, title=wording.probes, percent=True)] if probes else []
+    if tested := _tested(metrics):
+        recall.append(draw(tested, title="Tests on other pictures (a sample)", percent=True))
     scale = draw({"scale": averaged(steps, lambda line: line["scale"])}, title="Learned scale")
     rates = draw({"rate": averaged(steps, lambda line: line["learning_rate"])}, title="Learning rate")
     speeds = averaged(steps, lambda line: line["batch"] / line["seconds"])
@@ -254,6 +281,17 @@ def _shares(steps: Sequence[Line], draw: Callable[..., str]) -> list[str]:
 
 def _percent_of(part: str, line: Line) -> float:
     return 100 * line["shares"].get(part, 0.0)
+
+
+def _tested(metrics: Sequence[Line]) -> dict[str, Curve]:
+    """The first measure of each test that was made in small: how often the first answer is right."""
+    found: dict[str, Curve] = {}
+    for line in metrics:
+        if line["kind"] == "test" and not line.get("whole"):
+            name = next(name for name in line if name.endswith(("-top1", "_R@1")))
+            seen, values = found.get(f"{line['test']} @1", ((), ()))
+            found[f"{line['test']} @1"] = ([*seen, line["examples"]], [*values, 100 * line[name]])
+    return found
 
 
 def _stages(steps: Sequence[Line]) -> list[tuple[float, str]]:

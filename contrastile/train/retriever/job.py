@@ -107,6 +107,10 @@ class Retrieval:
         model = load_retriever(folder.path, device=self.run.recipe.device).model
         return type(self)(replace(self.run, model=model), self.materials, self._index)
 
+    def tests(self) -> dict[str, Any]:
+        """There are none."""
+        return {}
+
     def facts(self, trained: Trained) -> dict[str, Any]:
         """What run.json says."""
         recipe, texts = self.run.recipe, self.materials.texts

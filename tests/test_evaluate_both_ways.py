@@ -1,0 +1,111 @@
+"""Zero-shot and retrieval measures against counts by brute force in float64 and against trec_eval, ties included."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from contrastile.evaluate.retrieval import both_ways, ranks
+from contrastile.evaluate.zeroshot import classified
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    # so that the shapes below divide nothing
+    monkeypatch.setattr("contrastile.evaluate.scores.ROWS", 7)
+    monkeypatch.setattr("contrastile.evaluate.scores.COLUMNS", 5)
+
+
+def captioned(seed, ties):
+    """11 pictures with 1 to 4 captions each; features of whole numbers where there are to be ties, some rows equal."""
+    lot = torch.Generator().manual_seed(seed)
+    owner = torch.repeat_interleave(torch.arange(11), torch.randint(1, 5, (11,), generator=lot))
+    owner = owner[torch.randperm(len(owner), generator=lot)]
+    if ties:
+        image, text = (torch.randint(-2, 3, (n, 3), generator=lot).float() for n in (11, len(owner)))
+    else:
+        image, text = (F.normalize(torch.randn(n, 6, generator=lot), dim=-1) for n in (11, len(owner)))
+        # captions in the same words
+        text[3], text[8] = text[len(owner) - 1], text[len(owner) - 1]
+    return image, text, owner
+
+
+def scores_of(image, text):
+    """In float64, and as float32 holds them: trec_eval's type."""
+    return (image.double() @ text.double().T).float().double().numpy()
+
+
+def oracle(scores, right):
+    """One query at a time: how many wrong keys score at least as high as its best right one."""
+    found = []
+    for row, hits in zip(scores, right, strict=True):
+        best = max(score for score, hit in zip(row, hits, strict=True) if hit)
+        found.append(sum(score >= best for score, hit in zip(row, hits, strict=True) if not hit))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_both_ways_are_what_brute_force_counts(seed, ties):
+    image, text, owner = captioned(seed, ties)
+    measured = both_ways(image, text, owner, ks=(1, 2, 5, 10))
+    scores, right = scores_of(image, text), (torch.arange(11)[:, None] == owner).numpy()
+    for way, found in {"image_to_text": oracle(scores, right), "text_to_image": oracle(scores.T, right.T)}.items():
+        assert measured.pop(f"{way}_mean_rank") == pytest.approx(found.mean() + 1, abs=1e-12)
+        assert measured.pop(f"{way}_median_rank") == math.floor(np.median(found)) + 1
+        for k in (1, 2, 5, 10):
+            assert measured.pop(f"{way}_R@{k}") == (found < k).mean()
+    assert not measured
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_both_ways_are_what_trec_eval_counts_where_wrong_keys_are_named_to_come_first(seed, ties):
+    pytrec_eval = pytest.importorskip("pytrec_eval")
+    image, text, owner = captioned(seed, ties)
+    measured = both_ways(image, text, owner)
+    scores, right = scores_of(image, text), (torch.arange(11)[:, None] == owner).numpy()
+    for way, table, hits in (("image_to_text", scores, right), ("text_to_image", scores.T, right.T)):
+        run, judgements = {}, {}
+        for query, row in enumerate(table):
+            # among equal scores trec_eval puts the later name first
+            names = [f"{'a' if hit else 'z'}{key}" for key, hit in enumerate(hits[query])]
+            run[str(query)] = dict(zip(names, row.tolist(), strict=True))
+            judgements[str(query)] = {name: 1 for name in names if name[0] == "a"}
+        theirs = pytrec_eval.RelevanceEvaluator(judgements, {"success.1,5,10", "recip_rank"}).evaluate(run)
+        for k in (1, 5, 10):
+            assert measured[f"{way}_R@{k}"] == np.mean([values[f"success_{k}"] for values in theirs.values()])
+        places = [1 / values["recip_rank"] for values in theirs.values()]
+        assert measured[f"{way}_mean_rank"] == pytest.approx(np.mean(places), abs=1e-9)
+
+
+def test_equal_keys_are_tied_wherever_they_stand():
+    query = F.normalize(torch.randn(40, 37), dim=-1)
+    key = F.normalize(torch.randn(1, 37), dim=-1).expand(23, -1)
+    assert ranks(query, key, torch.zeros(40, dtype=torch.int64), torch.arange(23)).tolist() == [22] * 40
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_classes_are_told_as_brute_force_tells_them(seed):
+    """Several classes may be right for a label, one for several labels, and a label may have no pictures."""
+    lot = torch.Generator().manual_seed(seed)
+    image, classes = (torch.randint(-2, 3, (n, 3), generator=lot).float() for n in (31, 9))
+    labels = torch.randint(0, 6, (31,), generator=lot)
+    labels[labels == 4] = 5
+    right = torch.rand(6, 9, generator=lot) < 0.3
+    right[torch.arange(6), torch.arange(6)] = True
+    found = oracle(scores_of(image, classes), right[labels].numpy())
+    per_label = [(found[labels == label] < 1).mean() for label in sorted(set(labels.tolist()))]
+    measured = classified(image, classes, labels, right, ks=(1, 3, 5, 9))
+    assert measured == {
+        **{f"top{k}": (found < k).mean() for k in (1, 3, 5)},
+        "mean-per-class-recall": pytest.approx(np.mean(per_label)),
+    }
+
+
+def test_no_pictures_are_refused():
+    with pytest.raises(ValueError) as caught:
+        classified(torch.ones(0, 2), torch.eye(2), torch.ones(0, dtype=torch.int64), torch.eye(2, dtype=torch.bool))
+    assert str(caught.value) == "`image` must not be empty; got no pictures. There is nothing to measure."

@@ -1,0 +1,296 @@
+"""Tests on pictures from elsewhere: during a run, at its end and by the command, told in all three files."""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import tiny_recipe, write_pictures, write_recipe
+from tiny_tests import class_folder, karpathy
+
+from contrastile.cli.main import main
+from contrastile.data.decoding import stretches
+from contrastile.data.table import decode
+from contrastile.train import elsewhere
+from contrastile.train.checkpoint import load
+from contrastile.train.elsewhere import open_test
+from contrastile.train.evaluate_settings import RetrievalSettings, ZeroShotSettings
+from contrastile.train.log import read_metrics
+from contrastile.train.loop import run_recipe
+from contrastile.train.ranks import Ranks
+from contrastile.train.recipe import RecipeError, load_recipe
+
+LETTERS = {f"n{number:08}": letter for number, letter in enumerate("ABCDEFGH")}
+NAMES = {folder: f"letter {letter}" for folder, letter in LETTERS.items()}
+
+
+def overrides(folder):
+    """A folder of classes and a captioned set, as words of a recipe."""
+    class_folder(folder / "val", LETTERS)
+    (folder / "names.json").write_text(json.dumps(NAMES))
+    (folder / "templates.txt").write_text("{}\n{c} left\n")
+    captions = karpathy(folder / "coco")
+    zero_shot = f"folder='{folder}/val', name='imagenet', classes='{folder}/names.json'"
+    return (
+        f"evaluate.zero_shot=[{{{zero_shot}, templates='{folder}/templates.txt'}}]",
+        f"evaluate.retrieval=[{{captions='{captions}', name='coco'}}]",
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("elsewhere")
+    recipe = tiny_recipe(folder, *overrides(folder), "evaluate.probe=5")
+    return recipe, run_recipe(recipe, folder / "runs")
+
+
+def rows_of(folder):
+    return {row["test"]: row for row in json.loads((folder / "evaluation.json").read_text())}
+
+
+def test_results_are_in_all_three_files(finished):
+    _, outcome = finished
+    rows, lines = rows_of(outcome.folder), read_metrics(outcome.folder / "metrics.jsonl")
+    tests = ["imagenet, zero-shot", "coco, picture → caption", "coco, caption → picture"]
+    assert list(rows)[-3:] == tests
+    row, report = rows[tests[0]], (outcome.folder / "report.html").read_text()
+    names = [f"imagenet-zeroshot-val-{what}" for what in ("top1", "top5", "mean-per-class-recall")]
+    assert list(row["metrics"]) == names
+    assert (row["queries"], row["choices"], row["skipped"], row["chance"]) == (24, 8, {}, 1 / 8)
+    assert row["recall"] == {"1": row["metrics"][names[0]], "5": row["metrics"][names[1]]}
+    whole = [line for line in lines if line["kind"] == "test" and line.get("whole")]
+    assert [line["test"] for line in whole] == tests
+    assert all(whole[0][name] == row["metrics"][name] for name in names)
+    for test in tests:
+        for name, value in rows[test]["metrics"].items():
+            assert f"<td>{name}</td><td>{test}</td><td>{value:.4f}</td>" in report
+            assert f"{name}  {value:.4f}" in outcome.table
+    assert "Tests on other pictures (a sample)" in report
+
+
+def test_each_probe_measures_a_sample(finished):
+    _, outcome = finished
+    lines = [line for line in read_metrics(outcome.folder / "metrics.jsonl") if line["kind"] == "test"]
+    small = [line for line in lines if not line.get("whole")]
+    assert [line["examples"] for line in small] == [0] * 3 + [240] * 3 + [480] * 3
+    assert {line["test"]: (line["queries"], line["choices"]) for line in small} == {
+        "imagenet, zero-shot": (5, 8),
+        "coco, picture → caption": (5, 15),
+        "coco, caption → picture": (15, 5),
+    }
+
+
+def test_nothing_of_it_changes_what_is_learned(finished, tmp_path):
+    recipe, outcome = finished
+    write_pictures(tmp_path)
+    plain = recipe.model_copy(
+        update={"evaluate": recipe.evaluate.model_copy(update={"zero_shot": (), "retrieval": ()})}
+    )
+    other = run_recipe(plain, tmp_path / "runs")
+    one, two = (load(folder, device="cpu").model.state_dict() for folder in (outcome.folder, other.folder))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_measures_are_those_of_the_features(finished):
+    """Class by class and picture by picture, in float64, with the templates put in by hand."""
+    recipe, outcome = finished
+    run = load(outcome.folder, device="cpu")
+    test = open_test(recipe.evaluate.zero_shot[0])
+    pictures = torch.from_numpy(np.stack([decode(Path(path), (1, 16, 16)) for path in test.folder.paths]))
+    image = run.encode_image(pictures).double()
+    texts = [run.encode_text([name, f"{name} left"]).double().mean(dim=0) for name in NAMES.values()]
+    scores = (image @ torch.nn.functional.normalize(torch.stack(texts), dim=-1).T).float()
+    labels = torch.arange(8).repeat_interleave(3)
+    own = scores[torch.arange(24), labels]
+    ahead = ((scores >= own[:, None]).sum(dim=1) - 1).view(8, 3)
+    metrics = rows_of(outcome.folder)["imagenet, zero-shot"]["metrics"]
+    assert metrics["imagenet-zeroshot-val-top1"] == pytest.approx((ahead < 1).double().mean().item())
+    assert metrics["imagenet-zeroshot-val-top5"] == pytest.approx((ahead < 5).double().mean().item())
+
+
+def test_a_run_learns_to_tell_them(tmp_path):
+    recipe = tiny_recipe(tmp_path, *overrides(tmp_path), "train.examples=6000", "train.batch=32", "data.augment=false")
+    rows = rows_of(run_recipe(recipe, tmp_path / "runs").folder)
+    assert rows["imagenet, zero-shot"]["recall"]["1"] > 3 * rows["imagenet, zero-shot"]["chance"]
+
+
+def test_by_the_command_on_these_alone(finished, tmp_path, capsys):
+    recipe, outcome = finished
+    folder, files = outcome.folder, recipe.data.source.rpartition("/")[0]
+    before, galleries = rows_of(folder), (folder / "report.html").read_text().count('class="find')
+    words = ["--zero-shot", f"{files}/val", "--classes", f"{files}/names.json", "--templates", "several", "--name", "x"]
+    assert main(["evaluate", str(folder), *words]) == 0
+    said = capsys.readouterr().out
+    after = rows_of(folder)
+    assert "x-zeroshot-val-top1" in said
+    assert "held-out" not in said
+    assert [*before, "x, zero-shot"] == list(after)
+    assert all(after[test] == row for test, row in before.items())
+    report = (folder / "report.html").read_text()
+    assert "x-zeroshot-val-top1" in report
+    assert report.count('class="find') == galleries > 0
+    captions = f"{files}/coco/dataset.json"
+    assert main(["evaluate", str(folder), "--captions", captions, "--name", "coco", "--split", "test"]) == 0
+    assert rows_of(folder) == after
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--classes", "x"], "`--classes` must come with --zero-shot; got no --zero-shot. Say what to measure on."),
+        (["--split", "x"], "`--split` must come with --captions; got no --captions. Say what to measure on."),
+        (["--name", "x"], "`--name` must come with one test; got 0. Measure them one after the other."),
+        (["--zero-shot", "x", "--captions", "y", "--name", "z"],
+         "`--name` must come with one test; got 2. Measure them one after the other."),
+        (["--zero-shot", "nowhere"],
+         "`folder` must be a folder that can be read; got nowhere. No such file or directory."),
+    ],
+)  # fmt: skip
+def test_words_that_do_not_fit_are_refused(finished, capsys, words, sentence):
+    assert main(["evaluate", str(finished[1].folder), *words]) == 2
+    assert capsys.readouterr().err == f"{sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("evaluate.zero_shot=[{folder='{}/none'}]",
+         'evaluate.zero_shot.0.folder: must be a folder; there is no "{}/none"'),
+        ("evaluate.zero_shot=[{folder='{}', classes='{}/none'}]",
+         'evaluate.zero_shot.0.classes: must be a file; there is no "{}/none"'),
+        ("evaluate.zero_shot=[{folder='{}', mapping='{}/none'}]",
+         'evaluate.zero_shot.0.mapping: must be a file; there is no "{}/none"'),
+        ("evaluate.zero_shot=[{folder='{}', templates='{}/none'}]",
+         'evaluate.zero_shot.0.templates: must be "plain", "several" or a file; there is no "{}/none"'),
+        ("evaluate.zero_shot=[{folder='{}', among='some'}]",
+         "evaluate.zero_shot.0.among: must be 'folders' or 'all'; got \"some\""),
+        ("evaluate.zero_shot=[{fodler='{}'}]",
+         "evaluate.zero_shot.0.fodler: unknown key (did you mean evaluate.zero_shot.folder?)"),
+        ("evaluate.zero_shot=[{classes='{}'}]", "evaluate.zero_shot.0.folder: missing"),
+        ("evaluate.retrieval=[{captions='{}/none'}]",
+         'evaluate.retrieval.0.captions: must be a file; there is no "{}/none"'),
+        ("evaluate.retrieval=[{captions='{}/tiny.toml', images='{}/none'}]",
+         'evaluate.retrieval.0.images: must be a folder; there is no "{}/none"'),
+        ("evaluate.zero_shot=[{folder='{}'}, {folder='{}/'}]",
+         'evaluate: must have tests of different names; got "{name}" twice'),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_recipe_are_one_line(tmp_path, override, sentence):
+    override = override.replace("{}", str(tmp_path))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write_recipe(tmp_path), [override])
+    reason = sentence.replace("{}", str(tmp_path)).replace("{name}", tmp_path.name)
+    assert str(caught.value).endswith(f": {reason}")
+
+
+def test_lists_that_do_not_fit_are_an_error_before_the_first_step(tmp_path):
+    recipe = tiny_recipe(tmp_path, *overrides(tmp_path))
+    (tmp_path / "names.json").write_text(json.dumps({"n00000000": "one", "other": "two"}))
+    with pytest.raises(ValueError, match='`classes` must name every folder; got none for "n00000001"'):
+        run_recipe(recipe, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_one_that_fails_ends_nothing(tmp_path, caplog):
+    recipe = tiny_recipe(tmp_path, *overrides(tmp_path), "train.examples=64", "data.max_bad_fraction=0.1")
+    for path in list((tmp_path / "val").glob("*/0.png")):
+        path.write_bytes(b"<html>")
+    with caplog.at_level(logging.WARNING, logger="contrastile"):
+        outcome = run_recipe(recipe, tmp_path / "runs")
+    why = (
+        "`imagenet` must be pictures that can be read, but for 10.0%; got 8 of 24 that cannot (broken picture: 8). "
+        "Mend them, or raise data.max_bad_fraction."
+    )
+    rows = rows_of(outcome.folder)
+    failed = rows[f"imagenet, failed: {why}"]
+    assert (failed["queries"], failed["recall"], failed["chance"]) == (0, {}, None)
+    assert rows["coco, caption → picture"]["queries"] == 18
+    lines = [line for line in read_metrics(outcome.folder / "metrics.jsonl") if line["kind"] == "failure"]
+    assert [line["what"] for line in lines] == ["imagenet"] * len(lines)
+    assert len(lines) >= 3
+    assert why in lines[-1]["why"]
+    assert "failed: `imagenet` must be pictures" in (outcome.folder / "report.html").read_text()
+    assert any("the test imagenet failed, the others go on" in record.message for record in caplog.records)
+
+
+def test_a_few_bad_pictures_are_left_out_and_counted(finished, tmp_path, caplog):
+    recipe, outcome = finished
+    run = load(outcome.folder, device="cpu")
+    run = type(run)(
+        recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_bad_fraction": 0.2})}),
+        run.model, run.tokenizer, run.device,
+    )  # fmt: skip
+    root = class_folder(tmp_path / "val", LETTERS)
+    (root / "n00000002" / "1.png").write_bytes(b"<html>")
+    (row,) = open_test(ZeroShotSettings(folder=str(root))).measure(run)
+    assert (row["queries"], row["skipped"]) == (23, {"broken picture": 1})
+    path = karpathy(tmp_path / "coco")
+    (tmp_path / "coco" / "val" / "3.png").unlink()
+    there, back = open_test(RetrievalSettings(captions=str(path))).measure(run)
+    assert (there["queries"], there["choices"], back["queries"]) == (5, 15, 15)
+    assert there["skipped"] == {"unreadable file (No such file or directory)": 1}
+    assert "1 of 24 pictures are left out (broken picture: 1)" in caplog.text
+
+
+def test_classes_that_cannot_be_told_apart_are_said(finished, tmp_path, caplog):
+    run = load(finished[1].folder, device="cpu")
+    (tmp_path / "names.json").write_text(json.dumps({**NAMES, "n00000001": "letter A", "n00000004": "letter A"}))
+    settings = ZeroShotSettings(folder=finished[0].evaluate.zero_shot[0].folder, classes=str(tmp_path / "names.json"))
+    (row,) = elsewhere.ZeroShot("x", open_test(settings).folder, ["{}"]).measure(run)
+    assert "x: 2 classes have the very features of others: names that are equal, or cut at 4 tokens" in caplog.text
+    # ties count against the model
+    assert row["metrics"]["x-zeroshot-val-mean-per-class-recall"] <= 5 / 8
+
+
+def test_on_several_ranks_the_first_one_alone_measures(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path, *overrides(tmp_path), "train.examples=32")
+    job = loop_job(recipe)
+    written = []
+    for rank in (0, 1):
+        course = Course(job, written, Ranks(rank, 2))
+        course.probe()
+    assert [kind for kind, _ in written] == ["probe", "test", "test", "test", "probe"]
+
+
+def loop_job(recipe):
+    from contrastile.train.image_text import ImageText
+
+    return ImageText.open(recipe)
+
+
+def Course(job, written, ranks):  # noqa: N802 - stands for the class
+    from contrastile.train.facts import Trained
+    from contrastile.train.loop import Training
+
+    class Lines:
+        def write(self, kind, **values):
+            written.append((kind, values))
+
+    return Training(job, Lines(), Trained(), ranks)
+
+
+def test_another_test_may_be_named_when_a_run_goes_on(tmp_path):
+    recipe = tiny_recipe(tmp_path, "train.examples=96")
+    run_recipe(recipe, tmp_path / "runs")
+    again = tiny_recipe(tmp_path, "train.examples=96", *overrides(tmp_path))
+    outcome = run_recipe(again, tmp_path / "runs", resume=True)
+    assert outcome.examples == 96
+    assert "imagenet, zero-shot" in outcome.table
+    assert "held-out pairs, picture → name" in outcome.table
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_pictures_come_in_stretches(tmp_path, apart):
+    root = class_folder(tmp_path, {"a": "A", "b": "B"}, each=10)
+    paths = [str(path) for path in sorted(root.glob("*/*.png"))]
+    (root / "b" / "3.png").write_bytes(b"")
+    found = list(stretches(paths, (1, 16, 16), stretch=7, apart=apart))
+    assert [part for part, _, _ in found] == [range(7), range(7, 14), range(14, 20)]
+    pictures, reasons = torch.cat([one for _, one, _ in found]), [why for _, _, some in found for why in some]
+    bad = paths.index(str(root / "b" / "3.png"))
+    assert [place for place, why in enumerate(reasons) if why] == [bad]
+    for place, path in enumerate(paths):
+        assert place == bad or np.array_equal(pictures[place].numpy(), decode(Path(path), (1, 16, 16)))
+    assert not list(stretches([], (1, 16, 16), stretch=7, apart=apart))
