@@ -152,7 +152,8 @@ class Crew:
         self._log = folder / f"crew-{number}.log"
         self._ours: list[Connection] = []
         self._processes = []
-        threads = max(1, (os.cpu_count() or 1) // (jobs * ranks))
+        # the cores, shared out evenly unless one is told otherwise
+        threads = int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // (jobs * ranks))))
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
