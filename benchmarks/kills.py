@@ -3,8 +3,8 @@
 python benchmarks/kills.py recipes/glyph-shards.toml [key=value ...] [--kills 6] [--ranks 2] [--seed 0]
 
 Each time all ranks get SIGKILL in one moment, as when a machine is lost, or one of them does, which the others notice;
-then the same command goes on with --resume. What both runs leave behind is compared byte by byte, but for the seconds
-in metrics.jsonl. The exit code is 1 where anything differs.
+then the same command goes on with --resume. What both runs leave behind is compared byte by byte, but for what clock
+and memory say in metrics.jsonl. The exit code is 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from contrastile.train.folder import CHECKPOINTS, EVALUATION, METRICS, WEIGHTS
-from contrastile.train.log import read_metrics
+from contrastile.train.log import MEASURED, read_metrics
 from contrastile.train.recipe import load_recipe
 
 # about a minute of steps on two cores, and a checkpoint every few seconds
@@ -135,8 +135,10 @@ def lot_of(lot: random.Random, count: int, steps: int) -> list[int]:
 
 
 def left(folder: Path) -> dict[str, str]:
-    """The SHA-256 of what a run left behind, without what the clock says."""
-    lines = [{key: value for key, value in line.items() if key != "seconds"} for line in read_metrics(folder / METRICS)]
+    """The SHA-256 of what a run left behind, without what clock and memory say."""
+    lines = [
+        {key: value for key, value in line.items() if key not in MEASURED} for line in read_metrics(folder / METRICS)
+    ]
     contents = {
         "weights": (folder / WEIGHTS).read_bytes(),
         "metrics": json.dumps(lines).encode(),

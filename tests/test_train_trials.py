@@ -88,7 +88,7 @@ def test_the_table_marks_what_differs():
     [
         (["--seeds", "1"], "`seeds` must be at least 2; got 1. An interval needs a spread; five are usual."),
         (["--ranks", "1"], "`ranks` must be at least 2; got 1. On one process there is nothing to exchange."),
-        (["--jobs", "0"], "`jobs` must and ranks be at least 1; got 0 and 2. One process is both 1."),
+        (["--jobs", "0"], "`jobs` must be at least 1, as ranks must; got 0 and 2. One process is 1 of both."),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, capsys, words, sentence):

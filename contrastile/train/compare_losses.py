@@ -16,6 +16,7 @@ from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.facts import describe, versions
+from contrastile.train.feed import open_materials
 from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
@@ -63,6 +64,8 @@ def compare_losses(recipe: Recipe, runs: str | Path, *, seeds: int, jobs: int, r
         raise wrong("seeds", "be at least 2", seeds, "An interval needs a spread; five are usual.")
     if ranks < 2:
         raise wrong("ranks", "be at least 2", ranks, "On one process there is nothing to exchange.")
+    # what is wrong with the data is told here, and the others find it ready
+    open_materials(recipe)
     trials: list[Trial] = []
     stopped_by = None
     with new_run(runs, f"{recipe.name}-losses") as folder:

@@ -123,20 +123,25 @@ def side_by_side(plans: Sequence[Plan], folder: Path, *, jobs: int, ranks: int) 
     What the processes say is in `crew-<number>.log` in the folder.
     """
     if jobs < 1 or ranks < 1:
-        raise wrong("jobs", "and ranks be at least 1", f"{jobs} and {ranks}", "One process is both 1.")
-    open_materials(plans[0].recipe)
-    left, crews = iter(plans), [Crew(number, ranks, plans[0].recipe, folder, jobs) for number in range(jobs)]
+        raise wrong("jobs", "be at least 1, as ranks must", f"{jobs} and {ranks}", "One process is 1 of both.")
+    crews = [Crew(number, ranks, plans[0].recipe, folder, jobs) for number in range(min(jobs, len(plans)))]
+    left, busy = iter(plans), {crew.first: crew for crew in crews}
     try:
-        busy = {crew.first: crew for crew, plan in zip(crews, left, strict=False) if crew.begin(plan)}
+        for crew in crews:
+            crew.begin(next(left))
         with progress(len(plans), "comparing", "runs") as bar, StopRequest() as stop:
             while busy and stop.signal is None:
                 for ready in wait([*busy], timeout=LOOK):
                     assert isinstance(ready, Connection)
-                    crew = busy.pop(ready)
-                    yield crew.outcome()
+                    if stop.signal is not None:
+                        # who asks this process to stop may ask the others too
+                        break
+                    yield busy[ready].outcome()
                     bar.update(1)
-                    if (plan := next(left, None)) is not None and crew.begin(plan):
-                        busy[ready] = crew
+                    if (plan := next(left, None)) is not None:
+                        busy[ready].begin(plan)
+                    else:
+                        del busy[ready]
             if stop.signal is not None:
                 yield stop.signal
     finally:
@@ -152,7 +157,8 @@ class Crew:
         self._log = folder / f"crew-{number}.log"
         self._ours: list[Connection] = []
         self._processes = []
-        threads = max(1, (os.cpu_count() or 1) // (jobs * ranks))
+        # the cores, shared out evenly unless one is told otherwise
+        threads = int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // (jobs * ranks))))
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
@@ -164,14 +170,13 @@ class Crew:
             self._processes.append(process)
         self.first = self._ours[0]
 
-    def begin(self, plan: Plan) -> bool:
+    def begin(self, plan: Plan) -> None:
         """Give all ranks a plan, and a port to meet at."""
         with closing(socket.socket()) as free:
             free.bind(("localhost", 0))
             port = str(free.getsockname()[1])
         for connection in self._ours:
             connection.send((plan, port))
-        return True
 
     def outcome(self) -> Outcome:
         """What the first rank has to say of the plan; raises RuntimeError where a process ended instead."""
