@@ -210,7 +210,7 @@ LISTED = re.compile(r"""^[^\t]+\t"?\[.*\]"?\s*$""")
 
 
 def _table(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:
-    """The rows of a table whose first row names its columns; DPR's have tabs, whatever they are called, and no names."""
+    """The rows of a table whose first row names its columns; DPR's have tabs and no names, as .csv too."""
     csv.field_size_limit(FIELD_LETTERS)
     with _open(path, tally.bar) as file:
         first = next(iter(file), "")

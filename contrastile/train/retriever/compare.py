@@ -9,7 +9,6 @@ in a process of its own. What comes of it is in `findings.py`.
 
 from __future__ import annotations
 
-import logging
 import math
 import multiprocessing
 import os
@@ -26,7 +25,7 @@ from contrastile.data.bm25 import BM25
 from contrastile.train.trials import Comparison
 from contrastile.train.facts import Trained
 from contrastile.train.folder import RECIPE, new_run
-from contrastile.train.log import Metrics, progress, size
+from contrastile.train.log import Metrics, clock, progress, size
 from contrastile.train.loop import train
 from contrastile.train.recipe import to_toml
 from contrastile.train.retriever.config import RetrieverRecipe
@@ -36,8 +35,6 @@ from contrastile.train.retriever.findings import MEASURES, Findings, Found, Tria
 from contrastile.train.retriever.job import Retrieval
 from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.retriever.updates import Update, fitting_batch, speeds, time_updates
-
-logger = logging.getLogger("contrastile")
 
 # of the memory given, what the loss may use, and the least that it needs
 LOSS_SHARE, LEAST_WORKSPACE = 16, 2**20
@@ -80,6 +77,7 @@ def compare_retriever(
             write_speeds(folder, speeds(recipe, materials, every[0].at_once, updates, told_at))
         findings = Findings(recipe, memory, _timed(recipe, materials, every), jobs)
         plans = _plans(findings, materials, seeds)
+        write(folder, findings)
         with progress(len(plans), "comparing", "runs") as bar:
             for outcome in _outcomes(plans, materials, folder.path, jobs):
                 if isinstance(outcome, int):
@@ -109,7 +107,8 @@ def _plans(findings: Findings, materials: TextMaterials, seeds: int) -> list[Pla
     queries = recipe.train.length(len(materials.texts.splits["train"]))
     slowest = sorted(findings.updates, key=lambda way: -findings.updates[way].seconds / way.batch)
     total = sum(update.seconds * queries / way.batch for way, update in findings.updates.items())
-    logger.info("%d runs of %s queries: about %.0f seconds one by one", seeds * len(slowest), queries, seeds * total)
+    said = f"{seeds * len(slowest)} runs of {queries:,} queries: about {clock(seeds * total)} one after the other"
+    sys.stderr.write(f"{said}\n")
     return [
         Plan(way, told(recipe, way).model_copy(update={"seed": seed}))
         for seed in range(recipe.seed, recipe.seed + seeds)

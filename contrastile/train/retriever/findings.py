@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from contrastile.train.folder import RunFolder
 from contrastile.train.log import size
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.updates import Speed, Update, draw_speeds
+
+logger = logging.getLogger("contrastile")
 
 RESULTS, TABLE, SPEEDS, FIGURE = "compare.csv", "compare.md", "updates.csv", "updates.svg"
 MEASURES = ("@1", "@5", "@20", "@100", "nDCG@10")
@@ -75,7 +78,11 @@ def write_speeds(folder: RunFolder, found: Sequence[Speed]) -> None:
     writer.writerow(["way", "queries", "seconds", "bytes"])
     writer.writerows([one.way, one.batch, f"{one.update.seconds:.5f}", one.update.bytes] for one in found)
     folder.write_text(SPEEDS, file.getvalue())
-    folder.write_text(FIGURE, draw_speeds(found))
+    try:
+        folder.write_text(FIGURE, draw_speeds(found))
+    except ModuleNotFoundError as missing:
+        # hours of training are not lost for a figure
+        logger.warning("%s is not drawn: %s is not installed; its numbers are in %s", FIGURE, missing.name, SPEEDS)
 
 
 def as_csv(findings: Findings) -> str:

@@ -31,7 +31,7 @@ from contrastile.train.retriever.job import Retrieval
 from contrastile.train.retriever.run import build_retriever_run
 
 # one update to warm up, then so many or as many as these seconds allow, but one at least
-UPDATES, SECONDS = 8, 2.0
+UPDATES, SECONDS = 6, 1.0
 # of the memory that is free, what a plain update of the figure may be expected to take
 ROOM = 0.8
 NAMES = ("plain", "accumulated", "cached")
