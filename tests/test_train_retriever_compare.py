@@ -112,10 +112,15 @@ def test_the_ways_keep_to_what_a_plain_step_sees(tmp_path):
     assert told_at(recipe, "cached", 64, 4).train.accumulate == 1
 
 
-def test_the_rate_follows_the_square_root_of_the_batch(tmp_path):
-    recipe = tiny_retriever(tmp_path, "train.batch=16", "optim.learning_rate=1e-2")
-    rates = [told(recipe, way).optim.learning_rate for way in ways(4, [16, 64], MIB)]
-    assert rates == pytest.approx([0.5e-2, 1e-2, 1e-2, 2e-2])
+def test_the_rate_is_that_of_the_recipes_own_rule(tmp_path, four_fit):
+    words = ["train.examples=64", "optim.learning_rate=1e-2", "optim.rate_scaling=sqrt", "optim.base_batch=16"]
+    compare_retriever(tiny_retriever(tmp_path, *words), tmp_path, memory=MIB, batches=[16, 32], seeds=1)
+    rows = list(lines_of(tmp_path / "tiny-compare" / "compare.csv"))[:-1]
+    assert [float(row["learning_rate"]) for row in rows] == pytest.approx([0.5e-2, 1e-2, 1e-2, math.sqrt(2) * 1e-2])
+    assert "the learning rate is\n0.01 · √(batch / 16)" in (tmp_path / "tiny-compare" / "compare.md").read_text()
+    # the rate that the steps had, behind the warm-up
+    steps = [one for one in read_metrics(tmp_path / "tiny-compare" / "sequential-4-0.jsonl") if one["kind"] == "step"]
+    assert max(one["learning_rate"] for one in steps) == pytest.approx(0.5e-2, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -228,12 +233,18 @@ def test_the_command_compares_retrievers(tmp_path, four_fit, capsys):
     assert not (tmp_path / "runs" / "tiny-compare" / "updates.csv").exists()
 
 
-def test_pictures_have_none_of_a_retrievers_options(tmp_path, capsys):
+def test_each_kind_of_recipe_has_its_own_options(tmp_path, capsys):
     from tiny_runs import write_recipe
 
-    assert main(["compare", str(write_recipe(tmp_path)), "--jobs", "2"]) == 2
-    said = capsys.readouterr().err
-    assert "`--jobs` must be left out for pictures and texts; got 2. It belongs to a retriever." in said
+    (tmp_path / "pictures").mkdir()
+    assert main(["compare", str(write_recipe(tmp_path / "pictures")), "--memory", "1GiB"]) == 2
+    assert main(["compare", str(write_text_recipe(tmp_path)), "--losses"]) == 2
+    assert main(["compare", str(write_text_recipe(tmp_path)), "--ranks", "2"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "`--memory` must be left out for this recipe; got 1GiB. It belongs to a retriever.",
+        "`--losses` must be left out for this recipe; got True. It belongs to pictures and texts.",
+        "`--ranks` must be left out for this recipe; got 2. It belongs to pictures and texts.",
+    ]
 
 
 def test_measures_are_those_of_an_evaluation(tmp_path, four_fit):

@@ -28,7 +28,10 @@ def add_to(verbs: Any) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--losses", action="store_true", default=None, help="one loss computed in five ways, on --ranks")
     what.add_argument(
-        "--batches", nargs="+", metavar="SIZE", help="accuracy at these sizes; a retriever's: 128 512 4096 16k by default"
+        "--batches",
+        nargs="+",
+        metavar="SIZE",
+        help="accuracy at these sizes; a retriever's: 128 512 4096 16k by default",
     )
     parser.add_argument("--data", type=float, nargs="+", metavar="SHARE", help="of --batches: such as 0.1 1")
     parser.add_argument("--rates", nargs="+", metavar="RULE", help="of --batches: fixed, sqrt and linear")
@@ -82,8 +85,12 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
         ranks = 2 if arguments.ranks is None else arguments.ranks
         return compare_losses(recipe, arguments.runs, ranks=ranks, **many)
     if arguments.batches:
-        grid = {"shares": arguments.data or [1.0], "rates": arguments.rates or ["fixed"]}
-        return compare_batches(recipe, arguments.runs, batches=_sizes("batches", arguments.batches), **grid, **many)
+        sizes, shares, rates = (
+            _sizes("batches", arguments.batches),
+            arguments.data or [1.0],
+            arguments.rates or ["fixed"],
+        )
+        return compare_batches(recipe, arguments.runs, batches=sizes, shares=shares, rates=rates, **many)
     return compare_recipe(recipe, arguments.runs, seeds=arguments.seeds)
 
 

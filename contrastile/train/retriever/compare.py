@@ -9,7 +9,6 @@ in a process of its own. What comes of it is in `findings.py`.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import sys
@@ -22,11 +21,11 @@ import torch
 
 from contrastile._check import wrong
 from contrastile.data.bm25 import BM25
-from contrastile.train.trials import Comparison
 from contrastile.train.facts import Trained
 from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.log import Metrics, clock, progress, size
 from contrastile.train.loop import train
+from contrastile.train.optim import rate_factor
 from contrastile.train.recipe import to_toml
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import PARTS, Answered, answer_all, evaluate, held_out
@@ -35,6 +34,7 @@ from contrastile.train.retriever.findings import MEASURES, Findings, Found, Tria
 from contrastile.train.retriever.job import Retrieval
 from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.retriever.updates import Update, fitting_batch, speeds, time_updates
+from contrastile.train.trials import Comparison
 
 # of the memory given, what the loss may use, and the least that it needs
 LOSS_SHARE, LEAST_WORKSPACE = 16, 2**20
@@ -148,7 +148,7 @@ def ways(largest: int, batches: Sequence[int], memory: int) -> list[Way]:
 
 
 def told(recipe: RetrieverRecipe, way: Way) -> RetrieverRecipe:
-    """The recipe of a way. The learning rate follows the square root of the batch, from the recipe's first on."""
+    """The recipe of a way; how its learning rate follows the batch is the recipe's own `optim.rate_scaling`."""
     data, tokenizer = recipe.data, recipe.model.tokenizer
     passages = way.at_once * (data.positives + data.negatives)
     tokens = passages * tokenizer.length
@@ -160,12 +160,10 @@ def told(recipe: RetrieverRecipe, way: Way) -> RetrieverRecipe:
     )
     sub_batch = recipe.train.sub_batch.model_copy(update={"query": way.at_once, "passage": passages, **cut})
     steps = {"batch": ((0.0, way.batch),), "accumulate": way.accumulate, "minutes": None, "sub_batch": sub_batch}
-    rate = recipe.optim.learning_rate * math.sqrt(way.batch / recipe.train.batch[0][1])
     quiet = recipe.evaluate.model_copy(update={"every": 1.0, "bm25": False})
     return recipe.model_copy(
         update={
             "train": recipe.train.model_copy(update={**steps, "retain": 0 if way.cached else 1}),
-            "optim": recipe.optim.model_copy(update={"learning_rate": rate}),
             "evaluate": quiet,
         }
     )
@@ -225,7 +223,8 @@ def trial(plan: Plan, materials: TextMaterials, folder: Path) -> Trial | int:
     if trained.stopped_by is not None:
         return trained.stopped_by
     found = {} if failed else measured(recipe, materials, answer_all(run, materials))
-    took = (trained.steps, trained.examples, recipe.optim.learning_rate, round(trained.seconds, 2))
+    rate = recipe.optim.learning_rate * rate_factor(recipe.optim, way.batch)
+    took = (trained.steps, trained.examples, rate, round(trained.seconds, 2))
     return Trial(way, recipe.seed, *took, found, failed)
 
 

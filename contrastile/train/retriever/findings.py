@@ -19,6 +19,7 @@ from contrastile.train.folder import RunFolder
 from contrastile.train.log import size
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.updates import Speed, Update, draw_speeds
+from contrastile.train.trials import line
 
 logger = logging.getLogger("contrastile")
 
@@ -117,7 +118,7 @@ def tables(findings: Findings) -> str:
 
 def _table(findings: Findings, part: str) -> str:
     heads = ["way", "batch", "updates", *MEASURES, "seconds", "memory"]
-    lines = [_line(heads), _line(["---"] * len(heads))]
+    lines = [line(heads), line(["---"] * len(heads))]
     for way, update in findings.updates.items():
         same = [one for one in findings.trials if one.way == way]
         if not same:
@@ -127,15 +128,11 @@ def _table(findings: Findings, part: str) -> str:
         failed = sum(bool(one.failed) for one in same)
         name = way.name + (f" ({failed} of {len(same)} failed)" if failed else "")
         took = [f"{update.seconds * steps:.1f}", size(update.bytes)]
-        lines.append(_line([name, f"{way.batch:,}", f"{steps:,}", *shown, *took]))
+        lines.append(line([name, f"{way.batch:,}", f"{steps:,}", *shown, *took]))
     if part in findings.bm25:
         shown = [_spread([findings.bm25[part].get(name)]) for name in MEASURES]
-        lines.append(_line(["BM25", "", "", *shown, "", ""]))
+        lines.append(line(["BM25", "", "", *shown, "", ""]))
     return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _spread(shares: Sequence[float | None]) -> str:
@@ -148,7 +145,9 @@ def _spread(shares: Sequence[float | None]) -> str:
 def page(findings: Findings) -> str:
     """compare.md: the tables with what one must know to read them."""
     recipe, at_once = findings.recipe, next(iter(findings.updates)).at_once
-    rate = f"{recipe.optim.learning_rate:g} · √(batch / {recipe.train.batch[0][1]})"
+    optim = recipe.optim
+    rule = {"none": "", "sqrt": f" · √(batch / {optim.base_batch})", "linear": f" · batch / {optim.base_batch}"}
+    rate = f"{optim.learning_rate:g}{rule[optim.rate_scaling]}"
     seeds = len({one.seed for one in findings.trials})
     computed = " · ".join(f"{name} {version}" for name, version in versions().items())
     return f"""# {recipe.name}: the same memory in several ways
@@ -156,8 +155,8 @@ def page(findings: Findings) -> str:
 *Sequential*: plain steps of {at_once} queries, the most of which fit into {size(findings.memory)} beside the weights
 (powers of two were tried, with the longest passages). *Accumulated*: parts of that size, each with its own negatives
 only, their gradients added. *Cached*: all queries of the batch with all their negatives, by the gradient cache; the
-encoders see no more tokens at once than in the plain step. Everything is the recipe's but for the learning rate, which
-is {rate}; the warm-up is a share of the run. All ways see as many queries.
+encoders see no more tokens at once than in the plain step. Everything else is the recipe's: the learning rate is
+{rate}, the warm-up a share of the run. All ways see as many queries.
 
 Percent of queries with a right passage among the first k of all, and nDCG@10; mean ± standard deviation over {seeds}
 seed{"s" if seeds != 1 else ""}. Seconds: all updates, at the median time of one, measured alone. Memory: what an
