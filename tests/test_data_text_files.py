@@ -239,6 +239,20 @@ def test_one_question_is_not_enough(tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["test.tsv", "nq-test.qa.csv", "test.tsv.gz"])
+def test_dprs_questions_have_no_line_of_names(tmp_path, name):
+    (tmp_path / "x.csv").write_text("a,b\nq1,p1\nq2,p2\n")
+    rows = b"who was it, then\t['me, you', \"you's\"]\nwhen\t\"['in 1999']\"\nbroken\n"
+    (tmp_path / name).write_bytes(gzip.compress(rows) if name.endswith("gz") else rows)
+    given = opened(tmp_path, "x.csv", test=str(tmp_path / name), bad_rows=0.5)
+    asked = [given.queries[row] for row in given.splits["held_out"]]
+    assert [(query.text, query.answers) for query in asked] == [
+        ("who was it, then", ("me, you", "you's")),
+        ("when", ("in 1999",)),
+    ]
+    assert given.skipped == {"wrong number of columns": 1}
+
+
 def test_a_share_is_held_out_or_a_file_of_its_own(tmp_path):
     (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"q{n},p{n}\n" for n in range(50)))
     (tmp_path / "test.tsv").write_text("question\tanswers\nwho?\t['me', \"you\"]\nq3\t['p']\n")

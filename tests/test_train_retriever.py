@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tiny_texts import tiny_retriever
 
 import contrastile
+from contrastile.models.retriever import Retriever
 from contrastile.modules import InfoNCELoss
 from contrastile.train import loop
 from contrastile.train.load import load
@@ -327,6 +328,51 @@ def test_a_stop_keeps_what_was_learned(tmp_path, monkeypatch):
     assert "held-out queries, retriever" in evaluate_run(outcome.folder)
 
 
+def test_steps_that_are_no_number_are_skipped_and_counted(tmp_path, monkeypatch):
+    real, calls = Retrieval.loss, []
+
+    def spoilt(job, part):
+        calls.append(1)
+        return real(job, part) * (math.nan if len(calls) in (2, 3, 5) else 1.0)
+
+    monkeypatch.setattr(Retrieval, "loss", spoilt)
+    folder = run_recipe(tiny_retriever(tmp_path, "train.batch=40"), tmp_path / "runs").folder
+    kinds = [line["kind"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] != "probe"]
+    assert kinds == ["step", "skip", "skip", "step", "skip", "step", "step", "step"]
+    assert json.loads((folder / "run.json").read_text())["skipped_steps"] == 3
+    assert all(value.isfinite().all() for value in weights(folder).values())
+
+
+def test_a_probe_that_fails_does_not_end_the_training(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Retrieval, "probe", lambda _: 1 / 0)
+    outcome = run_recipe(tiny_retriever(tmp_path), tmp_path / "runs")
+    assert outcome.examples == 320
+    assert "the probe after 0 queries failed, the training goes on: ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("side", ["query", "passage"])
+def test_sub_batches_may_be_cut_by_tokens(tmp_path, monkeypatch, side):
+    """The gradients are those of texts cut by number; no sub-batch has more tokens than were allowed."""
+    real, seen = Retriever._encode, []
+
+    def encode(model, which, input_ids, attention_mask):
+        seen.extend([input_ids.numel()] if which == side else [])
+        return real(model, which, input_ids, attention_mask)
+
+    monkeypatch.setattr(Retriever, "_encode", encode)
+    gradients = []
+    for budget in ((), (f"train.sub_batch={{query=8, passage=12, {side}_tokens=40}}",)):
+        job = Retrieval.open(tiny_retriever(tmp_path, *budget))
+        (batch,) = job.feed.parts(job.feed.draw(torch.from_numpy(job.rows), 1), 1)
+        assert (max(seen, default=0) > 40) == bool(budget)
+        seen.clear()
+        job.loss(batch).backward()
+        gradients.append([parameter.grad for parameter in job.run.model.parameters() if parameter.requires_grad])
+    assert 30 < max(seen) <= 40
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+
+
 def test_towers_of_the_library_train_and_load(tmp_path):
     recipe = swapped(
         tmp_path, bert("query", "cls"), bert("passage", "cls"), "train.examples=32", "train.precision=bf16"
@@ -368,8 +414,9 @@ def test_probes_are_recalls_among_the_sample(finished):
     assert np.isfinite(probe["recall"]["held_out"]["1"])
 
 
-def test_stopped_and_resumed_it_is_the_same_bit_for_bit(tmp_path, monkeypatch):
-    recipe = swapped(tmp_path, bert("both"), "save.steps=4", "train.examples=160")
+@pytest.mark.parametrize("overrides", [(), ("train.precision=fp16", "optim.ema=0.9", "train.accumulate=2")])
+def test_stopped_and_resumed_it_is_the_same_bit_for_bit(tmp_path, monkeypatch, overrides):
+    recipe = swapped(tmp_path, bert("both"), "save.steps=4", "train.examples=160", *overrides)
     whole = run_recipe(recipe, tmp_path / "whole").folder
     real, steps = loop.step, []
 

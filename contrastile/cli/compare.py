@@ -1,39 +1,76 @@
-"""`contrastile compare RECIPE [key=value ...]`: the same memory in four ways, the same loss in five, or batch sizes."""
+"""`contrastile compare RECIPE [key=value ...]`: the same memory in four ways, the same loss in five, or batch sizes.
+
+Of a retriever's recipe: the largest plain batch that fits into a memory, accumulated and cached ones, beside BM25.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from contrastile.train.config import Recipe
+    from contrastile.train.retriever.config import RetrieverRecipe
+    from contrastile.train.trials import Comparison
+
+# what belongs to one kind of recipe alone
+OF_PICTURES, OF_RETRIEVERS = ("losses", "data", "rates", "ranks"), ("memory", "updates")
+MEMORY, BATCHES = "1GiB", ("128", "512", "4096", "16384")
 
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
     parser = verbs.add_parser(
-        "compare", help="train many times: the same memory in four ways, the same loss in five, or several batch sizes"
+        "compare", help="train many times: the same memory in several ways, the same loss in five, or batch sizes"
     )
     parser.add_argument("recipe", help="a TOML file, such as recipes/glyphs.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as for train")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--losses", action="store_true", help="one loss computed in five ways, on --ranks ranks")
-    what.add_argument("--batches", type=int, nargs="+", metavar="SIZE", help="accuracy at these batch sizes")
-    parser.add_argument(
-        "--data", type=float, nargs="+", default=[1.0], metavar="SHARE", help="of --batches: such as 0.1 1"
+    what.add_argument("--losses", action="store_true", default=None, help="one loss computed in five ways, on --ranks")
+    what.add_argument(
+        "--batches",
+        nargs="+",
+        metavar="SIZE",
+        help="accuracy at these sizes; a retriever's: 128 512 4096 16k by default",
     )
-    parser.add_argument(
-        "--rates", nargs="+", default=["fixed"], metavar="RULE", help="of --batches: fixed, sqrt and linear"
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="processes of a run of --losses (default: 2)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs of --losses and --batches at a time (default: 1)")
+    parser.add_argument("--data", type=float, nargs="+", metavar="SHARE", help="of --batches: such as 0.1 1")
+    parser.add_argument("--rates", nargs="+", metavar="RULE", help="of --batches: fixed, sqrt and linear")
+    parser.add_argument("--ranks", type=int, help="processes of a run of --losses (default: 2)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, but where time is compared (default: 1)")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds each way is run with (default: 3)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where the results go (default: runs)")
+    parser.add_argument("--memory", metavar="BYTES", help="of a retriever: what a plain step may take (default: 1GiB)")
+    parser.add_argument("--updates", nargs="+", metavar="SIZE", help="of a retriever: time updates of these sizes")
     parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe before anything heavy is imported, then compare."""
-    from contrastile.train.recipe import load_recipe
+    from contrastile.train.config import Recipe
+    from contrastile.train.recipe import load_any_recipe
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_any_recipe(arguments.recipe, arguments.overrides)
+    if isinstance(recipe, Recipe):
+        _only(arguments, OF_RETRIEVERS, "a retriever")
+        comparison = _pictures(recipe, arguments)
+    else:
+        _only(arguments, OF_PICTURES, "pictures and texts")
+        comparison = _retriever(recipe, arguments)
+    print(comparison.table)
+    print(f"results: {comparison.folder}")
+    return 0 if comparison.stopped_by is None else 128 + comparison.stopped_by
+
+
+def _only(arguments: argparse.Namespace, names: tuple[str, ...], kind: str) -> None:
+    """Refuses what belongs to another kind of recipe."""
+    from contrastile._check import wrong
+
+    for name in names:
+        if (got := getattr(arguments, name)) is not None:
+            raise wrong(f"--{name}", "be left out for this recipe", got, f"It belongs to {kind}.")
+
+
+def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
     if arguments.jobs > 1 and not arguments.losses and not arguments.batches:
         raise ValueError(
             f"`jobs` must be 1 where time is compared; got {arguments.jobs}. Runs side by side slow each other down."
@@ -45,12 +82,34 @@ def run(arguments: argparse.Namespace) -> int:
 
     many = {"seeds": arguments.seeds, "jobs": arguments.jobs}
     if arguments.losses:
-        comparison = compare_losses(recipe, arguments.runs, ranks=arguments.ranks, **many)
-    elif arguments.batches:
-        grid = {"batches": arguments.batches, "shares": arguments.data, "rates": arguments.rates}
-        comparison = compare_batches(recipe, arguments.runs, **grid, **many)
-    else:
-        comparison = compare_recipe(recipe, arguments.runs, seeds=arguments.seeds)
-    print(comparison.table)
-    print(f"results: {comparison.folder}")
-    return 0 if comparison.stopped_by is None else 128 + comparison.stopped_by
+        ranks = 2 if arguments.ranks is None else arguments.ranks
+        return compare_losses(recipe, arguments.runs, ranks=ranks, **many)
+    if arguments.batches:
+        sizes, shares, rates = (
+            _sizes("batches", arguments.batches),
+            arguments.data or [1.0],
+            arguments.rates or ["fixed"],
+        )
+        return compare_batches(recipe, arguments.runs, batches=sizes, shares=shares, rates=rates, **many)
+    return compare_recipe(recipe, arguments.runs, seeds=arguments.seeds)
+
+
+def _retriever(recipe: RetrieverRecipe, arguments: argparse.Namespace) -> Comparison:
+    from contrastile.cli.bench import number
+    from contrastile.train.retriever.compare import compare_retriever
+
+    return compare_retriever(
+        recipe,
+        arguments.runs,
+        memory=number("memory", arguments.memory or MEMORY),
+        batches=_sizes("batches", arguments.batches or BATCHES),
+        updates=_sizes("updates", arguments.updates or ()),
+        seeds=arguments.seeds,
+        jobs=arguments.jobs,
+    )
+
+
+def _sizes(name: str, texts: list[str] | tuple[str, ...]) -> list[int]:
+    from contrastile.cli.bench import number
+
+    return [number(name, text) for text in texts]

@@ -12,9 +12,11 @@ import gzip
 import io
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -203,12 +205,18 @@ def _list(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:
             place = end
 
 
+# a first line that is no names of columns: a tab, then a list of answers as Python writes it
+LISTED = re.compile(r"""^[^\t]+\t"?\[.*\]"?\s*$""")
+
+
 def _table(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:
-    """The rows of a table whose first row names its columns."""
+    """The rows of a table whose first row names its columns; DPR's have tabs and no names, as .csv too."""
     csv.field_size_limit(FIELD_LETTERS)
     with _open(path, tally.bar) as file:
-        rows = csv.reader(file, delimiter="\t" if _kind(path) == ".tsv" else ",")
-        names = next(rows, None)
+        first = next(iter(file), "")
+        tabs = _kind(path) == ".tsv" or LISTED.search(first)
+        rows = csv.reader(chain([first], file), delimiter="\t" if tabs else ",")
+        names = ["question", "answers"] if LISTED.search(first) else next(rows, None)
         if not names:
             raise wrong("source", "have a first line", f"{path}, which is empty", "Name the columns there.")
         while True:

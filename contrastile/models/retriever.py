@@ -60,6 +60,9 @@ class Retriever(nn.Module):
         if len(input_ids) == 0:
             # a rank without rows; many models cannot do without one
             return encoder(input_ids.new_zeros(1, 1), attention_mask.new_ones(1, 1))[:0]
+        if attention_mask.is_cuda:
+            # to look would be to wait for the GPU; `encode` has cut it to the longest text before
+            return encoder(input_ids, attention_mask)
         # columns that are padding in every row cost as much as words
         longest = max(int(attention_mask.sum(dim=1).max()), 1)
         return encoder(input_ids[:, :longest], attention_mask[:, :longest])

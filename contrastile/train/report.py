@@ -260,8 +260,8 @@ def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
         for part in (probes[0]["recall"] if probes else ())
         for k in ("1", "5")
     }
-    # a run whose every probe failed has none
-    recall = [draw(recalls, title=wording.probes, percent=True)] if probes else []
+    # a run whose every probe failed has none, nor one of questions whose right passages nobody knows
+    recall = [draw(recalls, title=wording.probes, percent=True)] if recalls else []
     if tested := _tested(metrics):
         recall.append(draw(tested, title="Tests on other pictures (a sample)", percent=True))
     scale = draw({"scale": averaged(steps, lambda line: line["scale"])}, title="Learned scale")

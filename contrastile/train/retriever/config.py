@@ -139,11 +139,15 @@ class RetrieverSettings(Settings):
 
 
 class RetrieverLoss(LossSettings):
-    """InfoNCE from queries to passages. The scale is fixed unless `learn_scale`; DPR's dot product has a scale of 1."""
+    """InfoNCE from queries to passages. The scale is fixed unless `learn_scale`; DPR's dot product has a scale of 1.
+
+    `workspace`: the bytes that it may use beside its inputs and gradients; 1/64 of the device's memory by default.
+    """
 
     scale: Annotated[float, Field(ge=1.0, le=100.0)] = 20.0
     learn_scale: bool = False
     label_smoothing: Share = 0.0
+    workspace: Annotated[int, Field(ge=2**20)] | None = None
 
     def words(self) -> dict[str, Any]:
         """What the loss itself is made with."""
@@ -151,10 +155,30 @@ class RetrieverLoss(LossSettings):
 
 
 class TextSubBatch(Settings):
-    """How many texts each encoder sees at once."""
+    """How many texts each encoder sees at once, or, with `query_tokens` or `passage_tokens`, how many tokens.
+
+    Texts travel by length, and a sub-batch is as wide as its longest one: padding counts as tokens.
+    """
 
     query: Count = 64
     passage: Count = 64
+    query_tokens: Count | None = None
+    passage_tokens: Count | None = None
+
+    def at_once(self, side: Literal["query", "passage"], length: int) -> int:
+        """So many texts of `length` tokens are encoded together."""
+        tokens: int | None = getattr(self, f"{side}_tokens")
+        count: int = getattr(self, side)
+        return count if tokens is None else max(1, tokens // length)
+
+    def words(self, side: Literal["query", "passage"], length: int) -> dict[str, int | None]:
+        """What `encode` is told of texts that are padded to `length`."""
+        tokens: int | None = getattr(self, f"{side}_tokens")
+        if tokens is not None:
+            return {"sub_batch_tokens": tokens}
+        # as many tokens as so many texts have at most: then each sub-batch is cut down to its longest text beforehand
+        count: int = getattr(self, side)
+        return {"sub_batch": count, "sub_batch_tokens": count * length}
 
 
 def _same_sub_batch(sub_batch: Any) -> Any:

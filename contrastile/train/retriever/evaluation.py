@@ -22,6 +22,7 @@ from contrastile.evaluate.ranking import means, measure
 from contrastile.evaluate.retrieval import recall
 from contrastile.evaluate.top import top
 from contrastile.train.log import progress
+from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.feed import TextMaterials
 from contrastile.train.retriever.run import RetrieverRun
 
@@ -129,7 +130,7 @@ def judgements_of(rows: Indices, texts: TextSet) -> dict[str, dict[str, int]]:
     }
 
 
-def evaluate(run: RetrieverRun, texts: TextSet, answered: list[Answered]) -> list[Row]:
+def evaluate(recipe: RetrieverRecipe, texts: TextSet, answered: list[Answered]) -> list[Row]:
     """Every test as a row: name, queries, choices, hits at `KS`, the other measures; a `headline` leads the report."""
     rows = []
     for one in answered:
@@ -141,17 +142,17 @@ def evaluate(run: RetrieverRun, texts: TextSet, answered: list[Answered]) -> lis
             rows.append(_row(one, len(judged), recalls, values))
         answers = [row for row in one.queries.tolist() if texts.queries[row].answers]
         if answers:
-            rows.append(_answers(run, texts, one))
+            rows.append(_answers(recipe, texts, one))
     return rows
 
 
-def _answers(run: RetrieverRun, texts: TextSet, one: Answered) -> Row:
+def _answers(recipe: RetrieverRecipe, texts: TextSet, one: Answered) -> Row:
     """The questions with answers: how many find one among their first passages, whatever was listed as right."""
     asked = [place for place, row in enumerate(one.queries.tolist()) if texts.queries[row].answers]
     passages = ([one.passages[row] for row in one.found[place].tolist()] for place in asked)
     found = [[f"{passage.title} {passage.text}" for passage in some] for some in passages]
     answers = [texts.queries[one.queries[place]].answers for place in asked]
-    hits = answer_hits(found, answers, match=run.recipe.evaluate.match, ks=[k for k in KS if k <= one.found.shape[1]])
+    hits = answer_hits(found, answers, match=recipe.evaluate.match, ks=[k for k in KS if k <= one.found.shape[1]])
     row = _row(one, len(asked), {str(k): hit for k, hit in hits.items()}, {})
     return {**row, "test": f"{row['test']}, answers"}
 

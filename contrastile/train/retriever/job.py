@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -115,7 +115,8 @@ class Retrieval:
         """What run.json says."""
         recipe, texts = self.run.recipe, self.materials.texts
         largest = max(trained.largest_batch, 1)
-        kept = kept_at_once(recipe.train.retain, recipe.train.sub_batch.query, largest)
+        at_once = recipe.train.sub_batch.at_once("query", recipe.model.tokenizer.query_length)
+        kept = kept_at_once(recipe.train.retain, at_once, largest)
         return {
             **self.facts_so_far(trained),
             "texts_sha256": texts.digest(),
@@ -140,10 +141,9 @@ def retriever_loss(run: RetrieverRun, loss: Callable[..., Tensor], batch: TextBa
     """The loss of a batch of any size: from queries to all its passages, averaged over the recipe's dimensions."""
     model, settings = run.model, run.recipe.train
     with run.autocast():
-        queries = encode(model.encode_query, batch.queries, sub_batch=settings.sub_batch.query, retain=settings.retain)
-        passages = encode(
-            model.encode_passage, batch.passages, sub_batch=settings.sub_batch.passage, retain=settings.retain
-        )
+        queries = encode(model.encode_query, batch.queries, **run.cut("query", batch.queries), retain=settings.retain)
+        keys = batch.passages
+        passages = encode(model.encode_passage, keys, **run.cut("passage", keys), retain=settings.retain)
     ids = {name: getattr(batch, name).to(run.device) for name in ("positives", "query_ids", "key_ids")}
     cuts = (None, *run.recipe.model.dimensions)
     losses = [
@@ -157,7 +157,7 @@ def activations_per_query(run: RetrieverRun, materials: TextMaterials) -> int:
     """The bytes that autograd keeps for one query and its passages, measured on texts of middling length."""
     data, sub_batch = run.recipe.data, run.recipe.train.sub_batch
 
-    def of(side: str) -> int:
+    def of(side: Literal["query", "passage"]) -> int:
         store = materials.queries if side == "query" else materials.passages
         middle = store.lengths.argsort()[len(store) // 2]
         encoder = getattr(run.model, f"encode_{side}")
@@ -166,7 +166,7 @@ def activations_per_query(run: RetrieverRun, materials: TextMaterials) -> int:
             tokens = {name: ids.to(run.device) for name, ids in store.rows(middle.expand(count)).items()}
             return encoder(**tokens)
 
-        return bytes_per_example(forward, getattr(sub_batch, side))
+        return bytes_per_example(forward, sub_batch.at_once(side, max(int(store.lengths[middle]), 1)))
 
     with run.autocast():
         return of("query") + of("passage") * (data.positives + data.negatives)

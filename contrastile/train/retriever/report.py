@@ -50,7 +50,7 @@ def evaluate_and_report(
     Passages come from `index` where one is given, else from the run's own texts.
     """
     answered = answer_all(run, materials, index)
-    results = evaluate(run, materials.texts, answered)
+    results = evaluate(run.recipe, materials.texts, answered)
     folder.write_json(EVALUATION, results)
     write_runs(folder, materials.texts, answered)
     questions = [asks(one, materials.texts) for one in answered if one.system == "retriever"]

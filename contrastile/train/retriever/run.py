@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from contrastile.train.folder import RECIPE, finished_run
 from contrastile.train.log import progress
 from contrastile.train.recipe import RecipeError, load_any_recipe
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.feed import TokenStore, passage_tokens, query_text
+from contrastile.train.retriever.feed import Tokens, TokenStore, passage_tokens, query_text
 
 # texts encoded between two moves of the bar
 STRETCH = 4096
@@ -48,6 +48,10 @@ class RetrieverRun:
         half = HALVES.get(self.recipe.train.precision)
         return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
 
+    def cut(self, side: Literal["query", "passage"], tokens: Tokens) -> dict[str, Any]:
+        """How `encode` cuts these texts into sub-batches."""
+        return self.recipe.train.sub_batch.words(side, tokens["input_ids"].shape[1])
+
     def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Tensor:
         """Features `[n, D]`, float32, of questions; their first `dimensions` only where that is given."""
         asked = (query_text(text, self.recipe.data) for text in texts)
@@ -61,11 +65,15 @@ class RetrieverRun:
 
     @torch.no_grad()
     def encode_tokens(
-        self, side: str, store: TokenStore, *, dimensions: int | None = None, what: str | None = None
+        self,
+        side: Literal["query", "passage"],
+        store: TokenStore,
+        *,
+        dimensions: int | None = None,
+        what: str | None = None,
     ) -> Tensor:
         """Features of all texts of a store, without dropout, the longest first; with a bar where `what` names it."""
         encoder = getattr(self.model, f"encode_{side}")
-        sub_batch = getattr(self.recipe.train.sub_batch, side)
         order = store.lengths.argsort(descending=True, stable=True)
         shown = progress if what else silent
         training = self.model.training
@@ -74,8 +82,9 @@ class RetrieverRun:
         try:
             with shown(len(store), what or "", "texts") as bar:
                 for rows in order.split(STRETCH) if len(store) else ():
+                    tokens = store.rows(rows)
                     with self.autocast():
-                        features = encode(encoder, store.rows(rows), sub_batch=sub_batch)
+                        features = encode(encoder, tokens, **self.cut(side, tokens))
                     parts.append(self.model.comparable(features, dimensions))
                     bar.update(len(rows))
         finally:

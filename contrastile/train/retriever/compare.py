@@ -1,0 +1,248 @@
+"""The same memory spent in several ways on a retriever: table 1 of the gradient cache's paper (Gao et al. 2021).
+
+Beside `loop.py`, whose `train` every trial is. *Sequential*: plain steps of the largest batch that fits into the memory
+given. *Accumulated*: batches of the first size of a list, in parts of that largest batch, each with its own negatives
+only. *Cached*: every size of the list, all negatives, the encoders never seeing more tokens at once than the plain step
+does. All see as many queries. `updates.py` says what an update takes, measured alone; trials may run side by side, each
+in a process of its own. What comes of it is in `findings.py`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contrastile._check import wrong
+from contrastile.data.bm25 import BM25
+from contrastile.train.facts import Trained
+from contrastile.train.folder import RECIPE, new_run
+from contrastile.train.log import Metrics, clock, progress, size
+from contrastile.train.loop import train
+from contrastile.train.optim import rate_factor
+from contrastile.train.recipe import to_toml
+from contrastile.train.retriever.config import RetrieverRecipe
+from contrastile.train.retriever.evaluation import PARTS, Answered, answer_all, evaluate, held_out
+from contrastile.train.retriever.feed import TextMaterials, open_text_materials
+from contrastile.train.retriever.findings import MEASURES, Findings, Found, Trial, Way, tables, write, write_speeds
+from contrastile.train.retriever.job import Retrieval
+from contrastile.train.retriever.run import build_retriever_run
+from contrastile.train.retriever.updates import Update, fitting_batch, speeds, time_updates
+from contrastile.train.trials import Comparison
+
+# of the memory given, what the loss may use, and the least that it needs
+LOSS_SHARE, LEAST_WORKSPACE = 16, 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run to be made."""
+
+    way: Way
+    recipe: RetrieverRecipe
+
+
+# or the signal that ended a trial
+Outcome = Trial | Found | int
+
+
+def compare_retriever(
+    recipe: RetrieverRecipe,
+    runs: str | Path,
+    *,
+    memory: int,
+    batches: Sequence[int],
+    updates: Sequence[int] = (),
+    seeds: int = 3,
+    jobs: int = 1,
+) -> Comparison:
+    """Every way with every seed, `jobs` at a time, beside BM25; before that, what an update takes, one by one.
+
+    `memory`: bytes that a plain step of the sequential way may add to the model. `batches`: the sizes that are cached.
+    `updates`: the sizes whose update is timed for the figure, plain, accumulated and cached.
+    """
+    _check(batches, seeds, jobs)
+    recipe = _with_workspace(recipe, memory)
+    materials = open_text_materials(recipe)
+    with new_run(runs, f"{recipe.name}-compare") as folder:
+        folder.write_text(RECIPE, to_toml(recipe))
+        every = ways(fitting_batch(recipe, materials, memory), batches, memory)
+        if updates:
+            write_speeds(folder, speeds(recipe, materials, every[0].at_once, updates, told_at))
+        findings = Findings(recipe, memory, _timed(recipe, materials, every), jobs)
+        plans = _plans(findings, materials, seeds)
+        write(folder, findings)
+        with progress(len(plans), "comparing", "runs") as bar:
+            for outcome in _outcomes(plans, materials, folder.path, jobs):
+                if isinstance(outcome, int):
+                    return Comparison(folder.path, tables(findings), outcome)
+                if isinstance(outcome, Trial):
+                    findings.trials.append(outcome)
+                    bar.update(1)
+                else:
+                    findings.bm25.update(outcome)
+                write(folder, findings)
+    return Comparison(folder.path, tables(findings), None)
+
+
+def _timed(recipe: RetrieverRecipe, materials: TextMaterials, every: Sequence[Way]) -> dict[Way, Update]:
+    """What an update of each way takes, one way after the other."""
+    found = {}
+    with progress(len(every), "timing updates", "ways") as bar:
+        for way in every:
+            found[way] = time_updates(told(recipe, way), materials)
+            bar.update(1)
+    return found
+
+
+def _plans(findings: Findings, materials: TextMaterials, seeds: int) -> list[Plan]:
+    """Seed after seed, of each the longest runs first: side by side they end together."""
+    recipe = findings.recipe
+    queries = recipe.train.length(len(materials.texts.splits["train"]))
+    slowest = sorted(findings.updates, key=lambda way: -findings.updates[way].seconds / way.batch)
+    total = sum(update.seconds * queries / way.batch for way, update in findings.updates.items())
+    said = f"{seeds * len(slowest)} runs of {queries:,} queries: about {clock(seeds * total)} one after the other"
+    sys.stderr.write(f"{said}\n")
+    return [
+        Plan(way, told(recipe, way).model_copy(update={"seed": seed}))
+        for seed in range(recipe.seed, recipe.seed + seeds)
+        for way in slowest
+    ]
+
+
+def _check(batches: Sequence[int], seeds: int, jobs: int) -> None:
+    if not batches or min(batches) < 2 or list(batches) != sorted(set(batches)):
+        raise wrong("batches", "be rising sizes of at least 2", list(batches), "Such as 128 512 4096.")
+    if seeds < 1:
+        raise wrong("seeds", "be at least 1", seeds, "Three show a spread.")
+    if jobs < 1:
+        raise wrong("jobs", "be at least 1", jobs, "So many runs are made at a time.")
+
+
+def _with_workspace(recipe: RetrieverRecipe, memory: int) -> RetrieverRecipe:
+    """The loss keeps to a part of the memory given, whatever the device has."""
+    loss = recipe.loss.model_copy(
+        update={"workspace": recipe.loss.workspace or max(LEAST_WORKSPACE, memory // LOSS_SHARE)}
+    )
+    return recipe.model_copy(update={"loss": loss})
+
+
+def ways(largest: int, batches: Sequence[int], memory: int) -> list[Way]:
+    """The rows of the table, `largest` being the plain batch that fits."""
+    first = batches[0]
+    if not 1 <= largest < first:
+        remedy = "Give more." if largest < 1 else "Give less, or larger batches."
+        rule = f"hold a plain step of 1 query, and none of {first}"
+        raise wrong("memory", rule, f"{size(memory)}, into which {largest} fit", remedy)
+    return [
+        Way("sequential", largest, 1, largest, cached=False),
+        Way("accumulated", first, -(-first // largest), largest, cached=False),
+        *(Way("cached", batch, 1, largest, cached=True) for batch in batches),
+    ]
+
+
+def told(recipe: RetrieverRecipe, way: Way) -> RetrieverRecipe:
+    """The recipe of a way; how its learning rate follows the batch is the recipe's own `optim.rate_scaling`."""
+    data, tokenizer = recipe.data, recipe.model.tokenizer
+    passages = way.at_once * (data.positives + data.negatives)
+    tokens = passages * tokenizer.length
+    # a cached encoder sees one side at a time, and as many tokens as the plain step's passages may have
+    cut = (
+        {"query_tokens": tokens, "passage_tokens": tokens}
+        if way.cached
+        else {"query_tokens": None, "passage_tokens": None}
+    )
+    sub_batch = recipe.train.sub_batch.model_copy(update={"query": way.at_once, "passage": passages, **cut})
+    steps = {"batch": ((0.0, way.batch),), "accumulate": way.accumulate, "minutes": None, "sub_batch": sub_batch}
+    quiet = recipe.evaluate.model_copy(update={"every": 1.0, "bm25": False})
+    return recipe.model_copy(
+        update={
+            "train": recipe.train.model_copy(update={**steps, "retain": 0 if way.cached else 1}),
+            "evaluate": quiet,
+        }
+    )
+
+
+def told_at(recipe: RetrieverRecipe, name: str, batch: int, largest: int) -> RetrieverRecipe:
+    """The recipe of a way of the figure, at any size."""
+    at_once = batch if name == "plain" else min(batch, largest)
+    return told(
+        recipe, Way(name, batch, -(-batch // at_once) if name == "accumulated" else 1, at_once, name == "cached")
+    )
+
+
+def _outcomes(plans: Sequence[Plan], materials: TextMaterials, folder: Path, jobs: int) -> Iterator[Outcome]:
+    """BM25's row and every trial, as soon as they are there; several jobs are processes of their own."""
+    if jobs == 1:
+        yield bm25(plans[0].recipe, materials)
+        for plan in plans:
+            yield trial(plan, materials, folder)
+        return
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    with multiprocessing.get_context("spawn").Pool(jobs, _settle, (materials, folder, threads)) as pool:
+        baseline = pool.apply_async(_bm25_there, (plans[0].recipe,))
+        yield from pool.imap_unordered(_trial_there, plans)
+        yield baseline.get()
+
+
+# what a process of its own was given
+_given: dict[str, Any] = {}
+
+
+def _settle(materials: TextMaterials, folder: Path, threads: int) -> None:
+    """A process begins: what it says goes into a file."""
+    sys.stderr = (folder / f"process-{os.getpid()}.log").open("w", encoding="utf-8", buffering=1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(threads)
+    _given.update(materials=materials, folder=folder)
+
+
+def _trial_there(plan: Plan) -> Trial | int:
+    return trial(plan, _given["materials"], _given["folder"])
+
+
+def _bm25_there(recipe: RetrieverRecipe) -> Found:
+    return bm25(recipe, _given["materials"])
+
+
+def trial(plan: Plan, materials: TextMaterials, folder: Path) -> Trial | int:
+    """Train and measure one plan; its metrics lie in the folder."""
+    way, recipe, trained, failed = plan.way, plan.recipe, Trained(), ""
+    run = build_retriever_run(recipe, materials.tokenizer)
+    with Metrics(folder / f"{way.name}-{way.batch}-{recipe.seed}.jsonl") as metrics:
+        try:
+            train(Retrieval(run, materials), metrics, trained)
+        except FloatingPointError as failure:
+            failed = str(failure)
+    if trained.stopped_by is not None:
+        return trained.stopped_by
+    found = {} if failed else measured(recipe, materials, answer_all(run, materials))
+    rate = recipe.optim.learning_rate * rate_factor(recipe.optim, way.batch)
+    took = (trained.steps, trained.examples, rate, round(trained.seconds, 2))
+    return Trial(way, recipe.seed, *took, found, failed)
+
+
+def bm25(recipe: RetrieverRecipe, materials: TextMaterials) -> Found:
+    """What BM25 finds in each part."""
+    texts, engine, answered = materials.texts, BM25(materials.texts.passages), []
+    for part, rows in held_out(texts).items():
+        scores, found = engine.search([texts.queries[row].text for row in rows.tolist()], recipe.evaluate.depth)
+        answered.append(Answered(part, "BM25", texts.passages, rows, found, scores))
+    return measured(recipe, materials, answered)
+
+
+def measured(recipe: RetrieverRecipe, materials: TextMaterials, answered: Sequence[Answered]) -> Found:
+    """By part: the share of queries with a right passage among the first k, and nDCG@10."""
+    found = {}
+    for one in answered:
+        rows = [row for row in evaluate(recipe, materials.texts, [one]) if row["measures"]]
+        for row in rows:
+            values = {f"@{k}": value for k, value in row["recall"].items()} | row["measures"]
+            found[PARTS.get(one.part, one.part)] = {name: values[name] for name in MEASURES if name in values}
+    return found

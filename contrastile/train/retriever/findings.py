@@ -1,0 +1,168 @@
+"""What a comparison of retrievers found out: every trial, what an update takes, BM25; as CSV, tables and a page.
+
+Beside `compare.py`, which fills it and writes it whenever there is more.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from contrastile.train.checkpoint import choose_device
+from contrastile.train.facts import describe, versions
+from contrastile.train.folder import RunFolder
+from contrastile.train.log import size
+from contrastile.train.retriever.config import RetrieverRecipe
+from contrastile.train.retriever.updates import Speed, Update, draw_speeds
+from contrastile.train.trials import line
+
+logger = logging.getLogger("contrastile")
+
+RESULTS, TABLE, SPEEDS, FIGURE = "compare.csv", "compare.md", "updates.csv", "updates.svg"
+MEASURES = ("@1", "@5", "@20", "@100", "nDCG@10")
+# by part and measure
+Found = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One row of the table: how its batches are made. A plain one keeps the graph of each part, `at_once` queries."""
+
+    name: str
+    batch: int
+    accumulate: int
+    at_once: int
+    cached: bool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run that was made: what it took, and what it finds in each part; or why it `failed`."""
+
+    way: Way
+    seed: int
+    steps: int
+    queries: int
+    rate: float
+    seconds: float
+    found: Found
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that was found out so far."""
+
+    recipe: RetrieverRecipe
+    memory: int
+    updates: dict[Way, Update]
+    jobs: int
+    trials: list[Trial] = field(default_factory=list)
+    bm25: Found = field(default_factory=dict)
+
+
+def write(folder: RunFolder, findings: Findings) -> None:
+    """compare.csv and compare.md."""
+    folder.write_text(RESULTS, as_csv(findings))
+    folder.write_text(TABLE, page(findings))
+
+
+def write_speeds(folder: RunFolder, found: Sequence[Speed]) -> None:
+    """updates.csv and its figure."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["way", "queries", "seconds", "bytes"])
+    writer.writerows([one.way, one.batch, f"{one.update.seconds:.5f}", one.update.bytes] for one in found)
+    folder.write_text(SPEEDS, file.getvalue())
+    try:
+        folder.write_text(FIGURE, draw_speeds(found))
+    except ModuleNotFoundError as missing:
+        # hours of training are not lost for a figure
+        logger.warning("%s is not drawn: %s is not installed; its numbers are in %s", FIGURE, missing.name, SPEEDS)
+
+
+def as_csv(findings: Findings) -> str:
+    """One line per trial, a column per part and measure; BM25's last. `seconds` may be those of trials side by side."""
+    rows: list[dict[str, Any]] = []
+    order = list(findings.updates)
+    for one in sorted(findings.trials, key=lambda one: (order.index(one.way), one.seed)):
+        update = findings.updates[one.way]
+        row = {"way": one.way.name, "batch": one.way.batch, "seed": one.seed, "steps": one.steps}
+        row |= {"queries": one.queries, "learning_rate": one.rate, "seconds": one.seconds}
+        row |= {"update_seconds": round(update.seconds, 5), "update_bytes": update.bytes}
+        rows.append({**row, **_flat(one.found), "failed": one.failed})
+    if findings.bm25:
+        rows.append({"way": "BM25", **_flat(findings.bm25)})
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "failed"))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, [*names, "failed"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _flat(found: Found) -> dict[str, float]:
+    return {f"{part} {name}": value for part, values in found.items() for name, value in values.items()}
+
+
+def tables(findings: Findings) -> str:
+    """A Markdown table for each part: mean ± standard deviation over the seeds, in percent."""
+    parts = list(dict.fromkeys(part for one in findings.trials for part in one.found)) or list(findings.bm25)
+    return "\n\n".join(f"**{part}**\n\n{_table(findings, part)}" for part in parts) or "nothing was finished"
+
+
+def _table(findings: Findings, part: str) -> str:
+    heads = ["way", "batch", "updates", *MEASURES, "seconds", "memory"]
+    lines = [line(heads), line(["---"] * len(heads))]
+    for way, update in findings.updates.items():
+        same = [one for one in findings.trials if one.way == way]
+        if not same:
+            continue
+        steps = same[0].steps
+        shown = [_spread([one.found[part].get(name) for one in same if part in one.found]) for name in MEASURES]
+        failed = sum(bool(one.failed) for one in same)
+        name = way.name + (f" ({failed} of {len(same)} failed)" if failed else "")
+        took = [f"{update.seconds * steps:.1f}", size(update.bytes)]
+        lines.append(line([name, f"{way.batch:,}", f"{steps:,}", *shown, *took]))
+    if part in findings.bm25:
+        shown = [_spread([findings.bm25[part].get(name)]) for name in MEASURES]
+        lines.append(line(["BM25", "", "", *shown, "", ""]))
+    return "\n".join(lines)
+
+
+def _spread(shares: Sequence[float | None]) -> str:
+    known = [100 * share for share in shares if share is not None]
+    if not known:
+        return ""
+    return f"{statistics.mean(known):.1f}" + (f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else "")
+
+
+def page(findings: Findings) -> str:
+    """compare.md: the tables with what one must know to read them."""
+    recipe, at_once = findings.recipe, next(iter(findings.updates)).at_once
+    optim = recipe.optim
+    rule = {"none": "", "sqrt": f" · √(batch / {optim.base_batch})", "linear": f" · batch / {optim.base_batch}"}
+    rate = f"{optim.learning_rate:g}{rule[optim.rate_scaling]}"
+    seeds = len({one.seed for one in findings.trials})
+    computed = " · ".join(f"{name} {version}" for name, version in versions().items())
+    return f"""# {recipe.name}: the same memory in several ways
+
+*Sequential*: plain steps of {at_once} queries, the most of which fit into {size(findings.memory)} beside the weights
+(powers of two were tried, with the longest passages). *Accumulated*: parts of that size, each with its own negatives
+only, their gradients added. *Cached*: all queries of the batch with all their negatives, by the gradient cache; the
+encoders see no more tokens at once than in the plain step. Everything else is the recipe's: the learning rate is
+{rate}, the warm-up a share of the run. All ways see as many queries.
+
+Percent of queries with a right passage among the first k of all, and nDCG@10; mean ± standard deviation over {seeds}
+seed{"s" if seeds != 1 else ""}. Seconds: all updates, at the median time of one, measured alone. Memory: what an
+update adds to the weights at its peak.
+
+{tables(findings)}
+
+{describe(choose_device(recipe.device))} · trials {findings.jobs} at a time · {computed}
+"""

@@ -1,0 +1,109 @@
+"""The retrievers' recipes that ship, at small sizes: gradients with dropout on, runs on entries of DPR's form."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_texts import entries
+
+import contrastile
+from contrastile.modules import InfoNCELoss
+from contrastile.train.log import read_metrics
+from contrastile.train.loop import run_recipe
+from contrastile.train.recipe import load_any_recipe
+from contrastile.train.retriever.job import Retrieval
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def shipped(name, folder, *overrides):
+    """A recipe that ships, its encoders made small, on sixty questions of DPR's form."""
+    (folder / "train.json").write_text(json.dumps(list(entries()), indent=1))
+    recipe = load_any_recipe(RECIPES / f"{name}.toml")
+    sides = [side for side in ("both", "query", "passage") if getattr(recipe.model, side) is not None]
+    small = [f"model.{side}.config.{key}={value}" for side in sides for key, value in SMALL.items()]
+    data = [f"data.source={folder}/train.json", f"data.cache={folder}/cache", "data.mined=0", "data.held_out=0.2"]
+    text = ["model.tokenizer.size=120", "model.tokenizer.length=24", "model.tokenizer.query_length=10"]
+    return load_any_recipe(RECIPES / f"{name}.toml", [*small, *data, *text, *overrides])
+
+
+def uncached(model, loss, batch, sub_batch):
+    """The loss with the graph of every sub-batch kept, autograd called once."""
+
+    def plain(encoder, tokens, size):
+        cuts = [ids.split(size) for ids in tokens.values()]
+        return torch.cat([encoder(*some) for some in zip(*cuts, strict=True)])
+
+    queries = model.comparable(plain(model.encode_query, batch.queries, sub_batch.query))
+    passages = model.comparable(plain(model.encode_passage, batch.passages, sub_batch.passage))
+    ids = {"positives": batch.positives, "query_ids": batch.query_ids, "key_ids": batch.key_ids}
+    return loss(queries, passages, model.logit_scale.exp(), **ids)
+
+
+@pytest.mark.parametrize("name", ["docstrings-bert", "dpr", "dpr-512"])
+def test_the_cached_gradients_are_the_uncached_ones_with_dropout_on(tmp_path, name):
+    # the recipe's own sub-batches where they are small enough to cut this batch
+    sub_batch = () if name.startswith("dpr") else ("train.sub_batch={query=16, passage=8}",)
+    recipe = shipped(name, tmp_path, "train.precision=float32", *sub_batch)
+    job = Retrieval.open(recipe)
+    model = job.run.model.train()
+    rates = {part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)}
+    assert rates == {0.1}
+    (batch,) = job.feed.parts(job.feed.draw(torch.from_numpy(job.rows), 1), 1)
+    assert len(batch) > 2 * recipe.train.sub_batch.query
+    assert len(batch.key_ids) > 8 * recipe.train.sub_batch.passage
+    torch.manual_seed(5)
+    value = uncached(model, InfoNCELoss(backend="dense"), batch, recipe.train.sub_batch)
+    value.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    torch.manual_seed(5)
+    loss = job.loss(batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(value.item(), rel=1e-5)
+    assert len(expected) >= 30
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for key, parameter in model.named_parameters():
+        if key in expected:
+            # some have no gradient but for rounding, such as the keys' biases
+            scale = max(float(expected[key].abs().max()), 1e-3 * largest)
+            torch.testing.assert_close(parameter.grad / scale, expected[key] / scale, rtol=0, atol=1e-4)
+    torch.manual_seed(6)
+    assert job.loss(batch).item() != loss.item()
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "batch"), [("dpr", "fp16", 16), ("dpr", "bf16", 16), ("dpr-512", "fp16", 40)]
+)
+def test_dprs_settings_train_on_its_entries(tmp_path, name, precision, batch):
+    lines = [f"tell me {entry['question']}\t{entry['answers']!r}" for entry in entries()][:7]
+    # as DPR has them, without a line of names
+    (tmp_path / "test.qa.csv").write_text("\n".join(lines) + "\n")
+    short = [f"train.batch={batch}", "train.epochs=3.0", f"data.test={tmp_path}/test.qa.csv"]
+    recipe = shipped(name, tmp_path, f"train.precision={precision}", *short)
+    assert (recipe.train.sub_batch.query, recipe.train.sub_batch.passage, recipe.train.retain) == (16, 8, 0)
+    assert (recipe.loss.scale, recipe.model.normalise, recipe.optim.schedule) == (1.0, False, "linear")
+    folder = run_recipe(recipe, tmp_path / "runs").folder
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["kind"] != "probe"]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert len(lines) == math.ceil(180 / batch)
+    # in fp16 the scaler's first factors may be too large
+    assert len(steps) >= len(lines) - 3
+    assert all(math.isfinite(line["loss"]) and line["norm"] > 0 for line in steps)
+    rows = json.loads((folder / "evaluation.json").read_text())
+    assert [row["test"] for row in rows if row["headline"]] == ["held-out queries, retriever, answers"]
+    assert rows[0]["queries"] == 7
+    run = contrastile.load(folder, device="cpu")
+    assert sorted(run.model.encoders) == ["passage", "query"]
+    assert run.encode_query(["where is the red fox house"]).shape == (1, 16)
+
+
+def test_dprs_recipes_say_what_was_published():
+    for name, batch in (("dpr", 128), ("dpr-512", 512)):
+        recipe = load_any_recipe(RECIPES / f"{name}.toml")
+        assert recipe.train.batch == ((0.0, batch),)
+        assert (recipe.train.epochs, recipe.optim.learning_rate, recipe.train.precision) == (40.0, 2e-5, "fp16")
+        assert (recipe.data.negatives, recipe.optim.clip_norm, recipe.optim.weight_decay) == (1, 2.0, 0.0)
