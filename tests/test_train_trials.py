@@ -171,7 +171,11 @@ def test_the_tables_have_a_line_for_each_batch_and_a_column_for_each_rule():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--batches 0", "`batches` must be sizes of at least 1; got [0]. Such as 256 1024 4096."),
+        (
+            "--batches 0",
+            "`batches` must be whole numbers above 0, perhaps with a unit; got '0'. "
+            "Such as 4096, 64k, 1M, 192MiB or 2GiB.",
+        ),
         ("--batches 16 --data 1.5", "`data` must be shares above 0, up to 1; got [1.5]. Such as 0.1 0.3 1.0."),
         ("--batches 16 --rates cube", "`rates` must be among fixed, sqrt, linear; got ['cube']. Such as fixed sqrt."),
         ("--batches 16 --seeds 0", "`seeds` must be at least 1; got 0. Three show a spread."),
