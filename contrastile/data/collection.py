@@ -104,10 +104,6 @@ class Slot(NamedTuple):
     task: Future[list[str | None]]
     group: int
 
-    def reason(self) -> str | None:
-        """Why there is no picture; None when there is one. Waits for it."""
-        return self.task.result()[self.group]
-
 
 class Stream:
     """The training pairs of a collection, read and decoded by row; `rows` of the library are rows 0, 1, ... here.
@@ -165,7 +161,7 @@ class Stream:
         room = self._decoders.room((len(wanted), *self._shape))
         for start in range(0, len(wanted), GROUP):
             group = wanted[start : start + GROUP]
-            task = self._decoders.fill(room, start, [self._origin(*key) for key in group], crop)
+            task = self._decoders.fill(room, start, partial(self._origins, group), crop)
             for number, key in enumerate(group):
                 self._ahead[key] = Slot(room, start + number, task, number)
 
@@ -182,7 +178,9 @@ class Stream:
         slots = [self._ahead.pop(key) for key in zip(rows, places, strict=True)]
         # of a batch shared out otherwise than it was expected to be, some will never be asked for
         self._ahead = {key: slot for key, slot in self._ahead.items() if key[1] > places[-1]}
-        reasons = [slot.reason() for slot in slots]
+        # waits for each task, once
+        told = {task: task.result() for task in dict.fromkeys(slot.task for slot in slots)}
+        reasons = [told[slot.task][slot.group] for slot in slots]
         self._count(reasons)
         good = [number for number, reason in enumerate(reasons) if reason is None]
         if not good and tries:
@@ -198,6 +196,9 @@ class Stream:
             else:
                 pictures[number], chosen[number] = pictures[last], rows[last]
         return pictures, chosen
+
+    def _origins(self, group: Sequence[tuple[int, int]]) -> list[Origin]:
+        return [self._origin(*key) for key in group]
 
     def _origin(self, row: int, place: int) -> Origin:
         """Where a picture comes from: a place in a file, or the library, asked when it is needed."""

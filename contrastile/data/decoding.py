@@ -19,6 +19,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from io import BytesIO
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
@@ -77,10 +78,14 @@ class Made(NamedTuple):
     place: int
 
 
+# asked where they are decoded, so that the training step does not wait for them
+Origins = Callable[[], Sequence[Origin]]
+
+
 def fill(pictures: Pictures, origins: Sequence[Origin], crop: Crop | None) -> list[str | None]:
     """Decode each origin's picture into its place of `pictures` `[n, C, S, S]`; the reasons why one could not be."""
     reasons: list[str | None] = []
-    for picture, origin in zip(pictures, origins, strict=True):
+    for picture, origin in zip(pictures, origins, strict=False):
         try:
             box = None if crop is None else crop.box(origin.place)
             picture[:] = decode(BytesIO(origin.read()), pictures.shape[1:], box)
@@ -102,9 +107,9 @@ class Threads:
         """Memory for the pictures of a batch."""
         return torch.empty(tuple(shape), dtype=torch.uint8)
 
-    def fill(self, room: Tensor, start: int, origins: Sequence[Origin], crop: Crop | None) -> Future[list[str | None]]:
+    def fill(self, room: Tensor, start: int, origins: Origins, crop: Crop | None) -> Future[list[str | None]]:
         """Begin to decode `origins` into `room` from number `start` on."""
-        return self._pool.submit(fill, room[start : start + len(origins)].numpy(), origins, crop)
+        return self._pool.submit(lambda: fill(room[start:].numpy(), origins(), crop))
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -133,17 +138,16 @@ class Processes:
         self._rooms.append(Room(size))
         return self._rooms[-1].lend(shape)
 
-    def fill(self, room: Tensor, start: int, origins: Sequence[Origin], crop: Crop | None) -> Future[list[str | None]]:
+    def fill(self, room: Tensor, start: int, origins: Origins, crop: Crop | None) -> Future[list[str | None]]:
         """Begin to decode `origins`, which have to be pieces of files, into `room` from number `start` on."""
         lent = next(one for one in self._rooms if one.address == room.data_ptr())
         return self._pool.submit(self._ask, lent, list(room.shape), start, origins, crop)
 
-    def _ask(
-        self, room: Room, shape: list[int], start: int, pieces: Sequence[Origin], crop: Crop | None
-    ) -> list[str | None]:
+    def _ask(self, room: Room, shape: list[int], start: int, origins: Origins, crop: Crop | None) -> list[str | None]:
+        task = {"shape": shape, "start": start, "pieces": origins(), "crop": crop and crop.words()}
         worker = self._idle.get()
         try:
-            return worker.ask(room, {"shape": shape, "start": start, "pieces": pieces, "crop": crop and crop.words()})
+            return worker.ask(room, task)
         finally:
             self._idle.put(worker)
 
@@ -242,9 +246,15 @@ def stretches(
 
     def begin(part: range) -> tuple[range, Tensor, list[Future[list[str | None]]]]:
         room = decoders.room((len(part), *shape))
-        pieces = [Piece(paths[number], 0, None, 0) for number in part]
-        starts = range(0, len(part), GROUP)
-        return part, room, [decoders.fill(room, start, pieces[start : start + GROUP], None) for start in starts]
+        groups = [part[start : start + GROUP] for start in range(0, len(part), GROUP)]
+        return (
+            part,
+            room,
+            [decoders.fill(room, group.start - part.start, partial(pieces, group), None) for group in groups],
+        )
+
+    def pieces(group: range) -> list[Piece]:
+        return [Piece(paths[number], 0, None, 0) for number in group]
 
     try:
         parts = [range(start, min(start + stretch, len(paths))) for start in range(0, len(paths), stretch)]

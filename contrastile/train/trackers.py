@@ -108,11 +108,14 @@ class WandB:
 
 
 def scalars(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a line, by their place in it.
+    """The numbers of a line, by their place in it; those of a test by its name too.
 
     >>> list(scalars("probe", {"examples": 64, "recall": {"faces": {"1": 0.5}}, "why": "no"}))
     [('probe/recall/faces/1', 0.5)]
+    >>> list(scalars("test", {"examples": 64, "test": "coco", "image_to_text_R@1": 0.5}))
+    [('test/coco/image_to_text_R@1', 0.5)]
     """
+    kind = f"{kind}/{values['test']}" if "test" in values else kind
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from scalars(f"{kind}/{name}", value)
