@@ -14,6 +14,7 @@ from contrastile.models.text import train_tokenizer
 from contrastile.models.towers import Projected, build_model
 from contrastile.retention import kept_bytes
 from contrastile.train.checkpoint import build_run
+from contrastile.train.facts import activations_per_pair
 from contrastile.train.feed import open_materials
 from contrastile.train.loop import run_recipe
 
@@ -111,3 +112,15 @@ def test_a_recipe_compiles_both_towers_in_their_place(tmp_path, monkeypatch):
     (one, *_), (other, *_) = left(plain), left(folder)
     assert one.keys() == other.keys()
     assert all(torch.equal(other[name], weights) for name, weights in one.items())
+
+
+def test_measuring_what_a_pair_holds_leaves_a_towers_statistics_alone(tmp_path):
+    image = "{kind='transformers', config={model_type='resnet', embedding_size=8, hidden_sizes=[8], depths=[1]}}"
+    recipe = tiny_recipe(tmp_path, f"model.image={image}")
+    materials = open_materials(recipe)
+    run = build_run(recipe, materials.tokenizer)
+    run.model.train()
+    before = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+    assert any("running_mean" in name for name in before)
+    assert activations_per_pair(run, materials) > 0
+    assert all(torch.equal(buffer, before[name]) for name, buffer in run.model.named_buffers())
