@@ -209,11 +209,11 @@ def _of_recipe(recipe: Any, ranks: int) -> Found:
 
     device = choose_device(recipe.device)
     on_cpu = recipe.model_copy(update={"device": "cpu"})
-    model, sides, features = (_pictures if isinstance(recipe, Recipe) else _texts)(on_cpu)
+    model, sides, features, sub_batch = (_pictures if isinstance(recipe, Recipe) else _texts)(on_cpu)
     each = sum(sides.values())
     largest = max(count for _, count in recipe.train.batch)
     here = ceil(largest / ranks)
-    sub_batch = next(iter(recipe.train.sub_batch.model_dump().values()))
+    sub_batch = min(sub_batch, here)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     kind = getattr(recipe.loss, "kind", "infonce")
     loss = LOSSES.get(kind, Softmax())
@@ -248,8 +248,8 @@ def _tokenizer(settings: Any) -> Any:
     return clip_tokenizer(settings.length) if settings.kind == "open_clip" else StandIn(settings.size, settings.length)
 
 
-def _pictures(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int]:
-    """The towers, the bytes that a pair's graph takes in each, and the size of their features."""
+def _pictures(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int, int]:
+    """The towers, the bytes that a pair's graph takes in each, the size of their features, and the sub-batch."""
     from contrastile.train.checkpoint import build_run
 
     run, data = build_run(recipe, _tokenizer(recipe.model.tokenizer)), recipe.data
@@ -261,11 +261,11 @@ def _pictures(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int]:
         return run.model.encode_text(**run.tokenizer.tokenise([""] * count))
 
     with run.autocast():
-        return run.model, _weighed({"image": image, "text": text}), text(1).shape[1]
+        return run.model, _weighed({"image": image, "text": text}), text(1).shape[1], recipe.train.sub_batch.image
 
 
-def _texts(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int]:
-    """The same of a retriever: a query, and its passages."""
+def _texts(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int, int]:
+    """The same of a retriever: a query, and its passages, of full length."""
     from contrastile.train.retriever.run import build_retriever_run
 
     settings = recipe.model.tokenizer
@@ -277,8 +277,9 @@ def _texts(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int]:
     def passage(count: int) -> Tensor:
         return run.model.encode_passage(**run.tokenizer.tokenise([""] * (count * shown)))
 
+    at_once = recipe.train.sub_batch.at_once("query", settings.query_length)
     with run.autocast():
-        return run.model, _weighed({"query": query, "passage": passage}), query(1).shape[1]
+        return run.model, _weighed({"query": query, "passage": passage}), query(1).shape[1], at_once
 
 
 def _weighed(sides: Mapping[str, Any]) -> dict[str, int]:

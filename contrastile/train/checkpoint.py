@@ -24,6 +24,7 @@ from contrastile._check import wrong
 from contrastile.cache import encode
 from contrastile.data.pairs import PairSet
 from contrastile.data.table import squared
+from contrastile.models.economy import checkpoint_activations
 from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.models.towers import DualEncoder, build_model
 from contrastile.train.config import AnyRecipe, Recipe
@@ -120,6 +121,11 @@ def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
     model = build_model(tower_settings(recipe), tokenizer=tokenizer).to(device)
     for side in recipe.model.locked:
         getattr(model, side).tower.requires_grad_(False)
+    for side in recipe.model.checkpointing:
+        checkpoint_activations(getattr(model, side), side)
+    for side in ("image", "text") if recipe.train.compile else ():
+        # in its place: the names of its weights stay
+        getattr(model, side).compile()
     return Run(recipe, model, tokenizer, device)
 
 
@@ -127,7 +133,7 @@ def tower_settings(recipe: Recipe) -> dict[str, Any]:
     """What `build_model` reads of a recipe."""
     trained = recipe.model.both is not None and recipe.model.both.trained
     return {
-        **recipe.model.model_dump(exclude={"tokenizer", "locked"}, exclude_none=True),
+        **recipe.model.model_dump(exclude={"tokenizer", "locked", "checkpointing"}, exclude_none=True),
         "image_size": recipe.data.image_size,
         "channels": recipe.data.channels,
         # a trained model has a scale and a bias of its own, which only an explicit word replaces

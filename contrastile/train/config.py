@@ -187,12 +187,16 @@ class Steps(Settings):
 
 
 class TrainSettings(Steps):
-    """The steps of towers of pictures and texts, at which precision. A sub-batch is at most the largest batch."""
+    """The steps of towers of pictures and texts, at which precision, `compile`d by torch.compile or not.
+
+    A sub-batch is at most the largest batch.
+    """
 
     sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = Field(
         default_factory=lambda told: _within(SubBatch(), told.get("batch"))
     )
     precision: Literal["float32", "bf16", "fp16"] = "float32"
+    compile: bool = False
 
     @field_validator("sub_batch")
     @classmethod

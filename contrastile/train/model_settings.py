@@ -167,11 +167,13 @@ class TokenizerSettings(Settings):
 class ModelSettings(Settings):
     """The two towers, or one model for `both`, and the size of the features that they meet in.
 
-    A tower that is `locked` keeps its weights; its projection learns (LiT).
+    A tower that is `locked` keeps its weights; its projection learns (LiT). Those named by `checkpointing` compute
+    their layers again in the backward, where their library can: a larger sub-batch then fits.
     """
 
     features: Count = 256
     locked: tuple[Literal["image", "text"], ...] = ()
+    checkpointing: tuple[Literal["image", "text"], ...] = ()
     image: AnyImageTower | None = None
     text: AnyTextTower | None = None
     both: AnyWhole | None = None
