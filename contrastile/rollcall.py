@@ -1,17 +1,20 @@
 """Who is missing: what the ranks that are left tell each other when an operation between them fails.
 
 Ground of the house, beside `comm.py`, which calls it where a backend raises. A backend knows an address, or that time
-is up. Here the ranks that see the failure say so in the store that they met in; those that do not are the missing
-ones. Nothing is written or asked while all goes well.
+is up. Here the ranks that see the failure say so in the store that they met in; those that do not are missing, or
+have not looked yet: where a connection is closed, it is the rank behind it that is missing. Nothing is written or
+asked while all goes well.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +24,8 @@ import torch.distributed as dist
 
 from contrastile._check import wrong
 
-# seconds that the others have for saying that they see the failure too; and between two looks
+# seconds that the others have for saying that they see the failure too, as many again where several are silent; and
+# between two looks
 PATIENCE, LOOK = 1.5, 0.05
 # of the message that never comes, see `hang_up`
 NOBODYS_TAG = 31337
@@ -60,13 +64,37 @@ here = Here()
 def lost(operation: str, group: Any, error: Exception) -> LostRankError:
     """The error to raise where `operation` failed: which ranks are missing, in which step, and what the backend said.
 
-    Hangs up first, so that ranks that wait for this one learn of the failure at once.
+    Hangs up, so that ranks that wait for this one learn of the failure at once.
     """
-    hang_up(group)
     said = str(error).strip().split("\n")[0].rpartition("] ")[2].split(". ")[0]
-    missing, remedy = _named(_missing(dist.get_process_group_ranks(group)))
-    got = f"{missing}, on rank {dist.get_rank()} in step {here.step} ({said})"
-    return LostRankError(str(wrong(operation, "be carried out by all ranks", got, remedy)))
+    with _last_words() as words:
+        missing, remedy = _named(_missing(group))
+        got = f"{missing}, on rank {dist.get_rank()} in step {here.step} ({said})"
+        words.append(str(wrong(operation, "be carried out by all ranks", got, remedy)))
+    return LostRankError(words[0])
+
+
+@contextmanager
+def _last_words() -> Iterator[list[str]]:
+    """Where SIGTERM comes meanwhile, it ends this process after the words that are found, and not before.
+
+    torchrun sends it to all ranks as soon as it sees that one has ended. A handler of the user's own stays in place.
+    """
+    words: list[str] = []
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield words
+        return
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: asked.set())
+    try:
+        yield words
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if asked.is_set():
+            sys.stderr.write("".join(f"{sentence}\n" for sentence in words))
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def hang_up(group: Any) -> None:
@@ -74,14 +102,27 @@ def hang_up(group: Any) -> None:
 
     Gloo closes them all where time is up for one receive. NCCL's are left to its own watchdog.
     """
-    if dist.get_backend(group) != "gloo":
-        return
-    for other in dist.get_process_group_ranks(group):
-        if other != dist.get_rank():
+    for receive in _receives(group).values():
+        if receive is not None:
             with suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1), other, group, tag=NOBODYS_TAG)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+                receive.wait(timedelta(milliseconds=1))
+
+
+def _closed(group: Any) -> set[int]:
+    """The ranks whose connection to this one is closed: they ended, or hung up. Without Gloo none is known."""
+    return {other for other, receive in _receives(group).items() if receive is None}
+
+
+def _receives(group: Any) -> dict[int, dist.Work | None]:
+    """For each other rank a receive of what it never sends; None where Gloo refuses: the connection is closed."""
+    receives: dict[int, dist.Work | None] = {}
+    if dist.get_backend(group) == "gloo":
+        for other in dist.get_process_group_ranks(group):
+            if other != dist.get_rank():
+                receives[other] = None
+                with suppress(RuntimeError):
+                    receives[other] = dist.irecv(torch.empty(1), other, group, tag=NOBODYS_TAG)
+    return receives
 
 
 def _named(missing: list[int] | None) -> tuple[str, str]:
@@ -97,18 +138,24 @@ def _named(missing: list[int] | None) -> tuple[str, str]:
     return f"no answer from {names}", f"See what {names} said last, and start all ranks again."
 
 
-def _missing(ranks: Sequence[int]) -> list[int] | None:
-    """The ranks that do not say, within `PATIENCE` seconds, that they see the failure; None if the store is gone."""
-    answer: list[list[int]] = []
+def _missing(group: Any) -> list[int] | None:
+    """The ranks that do not say in time that they see the failure; None if the store is gone.
+
+    Where the connections of some of them are closed, only those: another one is computing, and will see it later.
+    """
+    closed = _closed(group)
+    silent: list[list[int]] = []
+    signed = threading.Event()
 
     def ask() -> None:
         store = dist.distributed_c10d._get_default_store()
-        absent = list(ranks)
+        absent = dist.get_process_group_ranks(group)
         store.set(_key(dist.get_rank()), "")
-        end = time.monotonic() + PATIENCE
-        while absent and time.monotonic() < end:
+        signed.set()
+        began = time.monotonic()
+        while absent and time.monotonic() - began < PATIENCE * (1 + (len(absent) > 1)):
             absent = [rank for rank in absent if not store.check([_key(rank)])]
-            answer.append(absent)
+            silent.append(absent)
             time.sleep(LOOK)
 
     def ask_whom_it_may_concern() -> None:
@@ -119,8 +166,13 @@ def _missing(ranks: Sequence[int]) -> list[int] | None:
     # a store whose keeper was stopped answers never
     asking = threading.Thread(target=ask_whom_it_may_concern, daemon=True)
     asking.start()
-    asking.join(PATIENCE + 1)
-    return answer[-1] if answer else None
+    # whoever hears this rank hang up finds its name in the store
+    answers = signed.wait(PATIENCE / 3)
+    hang_up(group)
+    asking.join(2 * PATIENCE + 1 if answers else PATIENCE)
+    if not silent:
+        return None
+    return [rank for rank in silent[-1] if rank in closed] or silent[-1]
 
 
 def _key(rank: int) -> str:

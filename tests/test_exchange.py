@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from problems import PROBLEMS, Problem, distance
@@ -11,6 +12,8 @@ from ranks import Pool
 from torch import Tensor
 
 from contrastile import SigLipLoss, contrast
+from contrastile.losses.base import PairLoss
+from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.eager import Eager
 
@@ -217,3 +220,44 @@ def test_a_pairwise_loss_computes_each_pair_once(pool: Pool, exchange: str, bloc
     # gather's other columns are one block at either end of the ranks, two in the middle
     assert answers[1] == (blocks, 0)
     assert all(forward <= blocks and backward == 0 for forward, backward in answers)
+
+
+def _spoiled(
+    rank: int, group: Any, loss: PairLoss, spoiled: int | None, number: float, how: dict[str, Any]
+) -> list[Tensor]:
+    """The loss and all gradients on a rank, where one of the ranks has one number that is not finite."""
+    generator = torch.Generator().manual_seed(rank)
+    # the last rank has no rows, unless it is the one
+    rows = [5, 4, 3 if spoiled == 2 else 0][rank]
+    q, k = (torch.randn(rows, 7, generator=generator) for _ in range(2))
+    if rank == spoiled:
+        (q, k)[rank % 2][-1, 3] = number
+    leaves = [x.requires_grad_() for x in (q, k, torch.tensor(5.0), torch.tensor(-2.0))]
+    # Triton's interpreter computes with NumPy, which warns
+    with np.errstate(all="ignore"):
+        value = contrast(q, k, scale=leaves[2], bias=leaves[3], loss=loss, group=group, **how)
+        gradients = torch.autograd.grad(value.sum(), leaves)
+    # the softmax does not depend on a bias; a rank without rows adds nothing to what the wrapper sums of the scalars
+    scalars = (2 if loss.uses_bias else 1) if rows else 0
+    return [value.detach(), *gradients[: 2 + scalars]]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("loss", [Softmax(symmetric=True), Sigmoid()], ids=["softmax", "sigmoid"])
+def test_what_is_not_finite_on_one_rank_makes_all_nan(pool: Pool, loss: PairLoss, backend: str, exchange: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    how = {"exchange": exchange, "backend": backend}
+    for found in pool.run(_spoiled, 3, loss, None, 0.0, how):
+        assert all(bool(x.isfinite().all()) for x in found)
+    # kernels in the interpreter take their time
+    for spoiled, number in ((1, torch.inf), (0, torch.nan), (2, torch.nan))[: 1 if backend == "triton" else 3]:
+        for found in pool.run(_spoiled, 3, loss, spoiled, number, how):
+            assert all(bool(x.isnan().all()) for x in found)
+
+
+@pytest.mark.parametrize("loss", [Softmax(symmetric=True), Sigmoid()], ids=["softmax", "sigmoid"])
+def test_nor_are_single_rows_spared(pool: Pool, loss: PairLoss) -> None:
+    for found in pool.run(_spoiled, 3, loss, 1, torch.nan, {"exchange": "ring", "reduction": "none"}):
+        assert all(bool(x.isnan().all()) for x in found)

@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ W = 3
 STEP, TIMEOUT = 3, 2
 # seconds in which all others have to be gone
 SOON = 5
+# of a rank that is still computing when another dies
+LATE = "late"
 
 
 def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Signals) -> None:
@@ -36,17 +40,25 @@ def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Sign
         if exchange == "chain":
             # each waits for the next alone, and the last one's death is news from one to the other
             _struck_by(how) if rank == victim else _receive((rank - 1) % W)
-        loss, features = ClipLoss(exchange=exchange), torch.eye(4, 8)
+        rollcall.PATIENCE = 0.5 if exchange == LATE else rollcall.PATIENCE
+        loss, features = ClipLoss(exchange="gather" if exchange == LATE else exchange), torch.eye(4, 8)
         for step in range(1, 10_000):
             if (rank, step) == (victim, STEP):
                 # when it would wait for the others, having said that it is there
                 comm.Flight.wait = lambda flight: _struck_by(how)
-                if exchange == "gather":
+                if exchange != "ring":
                     _struck_by(how)
+            if (rank, step, exchange) == (0, STEP, LATE):
+                _computes_until(folder / "2.txt")
             loss(features.requires_grad_(), features, 10.0).backward()
     except ConnectionError as error:
         (folder / f"{rank}.txt").write_text(str(error))
         raise SystemExit(1) from error
+
+
+def _computes_until(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def _receive(other: int) -> None:
@@ -73,8 +85,13 @@ def _port(folder: Path, rank: int) -> int:
     return int(path.read_text())
 
 
-def _struck(folder: Path, exchange: str, victim: int, how: signal.Signals) -> tuple[dict[int, str], float]:
-    """What the others said, and the seconds from the first rank's end, or from the start, to the last one's."""
+def _struck(
+    folder: Path, exchange: str, victim: int, how: signal.Signals, code: int = 1
+) -> tuple[dict[int, str], float]:
+    """What the others said, and the seconds from the first rank's end, or from the start, to the last one's.
+
+    code: that they have to end with.
+    """
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_train, args=(rank, folder, exchange, victim, how)) for rank in range(W)]
     for process in processes:
@@ -88,7 +105,7 @@ def _struck(folder: Path, exchange: str, victim: int, how: signal.Signals) -> tu
         for rank in others:
             processes[rank].join(30)
         took = time.monotonic() - began
-        assert [processes[rank].exitcode for rank in others] == [1, 1]
+        assert [processes[rank].exitcode for rank in others] == [code] * 2
         return {rank: (folder / f"{rank}.txt").read_text() for rank in others}, took
     finally:
         for process in processes:
@@ -114,6 +131,59 @@ def test_who_sees_a_failure_lets_those_know_who_wait_for_it(tmp_path: Path) -> N
     assert took < SOON
     for rank, sentence in said.items():
         assert f"got no answer from rank 1, on rank {rank} in step 0 (" in sentence
+
+
+def test_a_rank_that_is_computing_is_not_named(tmp_path: Path) -> None:
+    """Rank 0 only looks when rank 2 has said what it found."""
+    said, _ = _struck(tmp_path, LATE, 1, signal.SIGKILL)
+    for rank, sentence in said.items():
+        assert f"got no answer from rank 1, on rank {rank} in step {STEP} (" in sentence
+
+
+def test_torchrun_ends_the_others(tmp_path: Path) -> None:
+    """It sends SIGTERM to all at once; who has seen the failure by then says what it knows before it goes."""
+    program = [str(Path(__file__).with_name("loop_on_ranks.py")), "2", str(tmp_path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(W), *program]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    # torchrun's own half minute, after which it kills, is not needed
+    assert time.time() - float((tmp_path / "killed").read_text()) < 4 * SOON
+    assert done.returncode == 1
+    # what torchrun knows of how each ended
+    codes = re.findall(r"exitcode +: (\S+) ", done.stderr)
+    codes.remove("-9")
+    assert len(codes) == W - 1
+    assert set(codes) <= {"-15", "1"}
+    for sentence in re.findall("`.+` must be carried out by all ranks.*", done.stderr):
+        assert re.search(r"got no answer from rank 2, on rank [01] in step 4 \(", sentence), sentence
+
+
+def test_sigterm_comes_after_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = rollcall._missing
+
+    def missing(group: Any) -> list[int] | None:
+        sys.stderr = (tmp_path / f"{dist.get_rank()}.txt").open("w")
+        # while the roll is called, as torchrun does
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(group)
+
+    monkeypatch.setattr(rollcall, "_missing", missing)
+    said, _ = _struck(tmp_path, "ring", 1, signal.SIGKILL, code=-signal.SIGTERM)
+    for rank, sentence in said.items():
+        assert f"got no answer from rank 1, on rank {rank} in step {STEP} (" in sentence
+
+
+def test_a_handler_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(sys, "stderr", None)
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: seen.append(number))
+    try:
+        with rollcall._last_words():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0)
+            assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("victim", [2, 0])

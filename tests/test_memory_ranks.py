@@ -1,0 +1,95 @@
+"""Peak memory of a rank of the ring, beside its features: counted bytes, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+
+from contrastile.exchange.base import Shards
+from contrastile.exchange.ring import Ring
+from contrastile.losses.softmax import Softmax
+from contrastile.tiles.eager import Eager
+
+# rows of a rank, and features: two shards under way are more than all else
+N, D = 1024, 1024
+WORKSPACE = 2**20
+
+MEASURE = """
+import json, multiprocessing, sys, tempfile, torch, torch.distributed as dist, torch.nn.functional as F
+from contrastile import {loss}
+torch.set_num_threads(1)
+
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
+
+def run(N, D):
+    q, k = (F.normalize(torch.randn(N, D), dim=-1).bfloat16().requires_grad_() for _ in range(2))
+    scale = torch.tensor(20.0, requires_grad=True)
+    dist.barrier()
+    # the peak counts anew from here
+    open("/proc/self/clear_refs", "w").write("5")
+    before = peak()
+    {loss}(exchange="ring", backend="eager", workspace={workspace})(q, k, scale{bias}).backward()
+    return peak() - before
+
+def rank(me, W, path, found):
+    dist.init_process_group("gloo", init_method="file://" + path, rank=me, world_size=W)
+    # everything that is loaded and allocated once
+    run(64, D=256)
+    found.put(run({N}, {D}))
+    dist.barrier()
+
+W = int(sys.argv[1])
+context = multiprocessing.get_context("fork")
+found = context.SimpleQueue()
+with tempfile.TemporaryDirectory() as folder:
+    ranks = [context.Process(target=rank, args=(me, W, folder + "/meet", found)) for me in range(W)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert all(process.exitcode == 0 for process in ranks)
+print(json.dumps([found.get() for _ in ranks]))
+"""
+
+
+@cache
+def _extra(loss: str, W: int) -> list[int]:
+    """Bytes of each rank beside its features, the gradients returned included."""
+    bias = ", -10.0" if loss == "SigLipLoss" else ""
+    code = MEASURE.format(loss=loss, bias=bias, workspace=WORKSPACE, N=N, D=D)
+    # memory that was freed goes back to the system, and is not counted as room for what follows
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
+    command = [sys.executable, "-c", code, str(W)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
+    return json.loads(done.stdout)
+
+
+def _declared(N: int, D: int, W: int) -> int:
+    """Bytes of the two shards under way, and of both sides' accumulators in float32."""
+    sizes = (N,) * W
+    return Ring.extra_bytes(Shards(None, 0, sizes, sizes), D, itemsize=2) + 2 * N * D * 4
+
+
+@pytest.mark.parametrize(("loss", "W"), [("ClipLoss", 2), ("ClipLoss", 3), ("SigLipLoss", 3)])
+def test_a_rank_holds_two_shards_beside_its_accumulators(loss: str, W: int) -> None:
+    """A third buffer would take 6 N D bytes more, gathered columns 6 (W - 2) N D."""
+    tiles = Eager(Softmax(symmetric=True), torch.tensor(1.0), None, WORKSPACE)
+    within = _declared(N, D, W) + tiles.workspace_bytes(N, N, D, torch.bfloat16)
+    assert max(_extra(loss, W)) <= within < 25 * N * D
+
+
+def test_more_ranks_take_no_more() -> None:
+    """The bytes of a shard are 2 N D; one that stayed at each hop would show."""
+    assert max(_extra("ClipLoss", 4)) <= max(_extra("ClipLoss", 3)) + N * D
+
+
+@pytest.mark.parametrize("W", [2, 4, 256])
+def test_16k_rows_of_768_features_take_a_quarter_of_a_gibibyte(W: int) -> None:
+    assert _declared(2**14, 768, W) / 2**30 == pytest.approx(0.234, abs=5e-4)
