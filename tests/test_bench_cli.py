@@ -36,7 +36,8 @@ def test_a_size_as_people_write_it():
 def test_what_is_no_size_is_refused(text, capsys):
     assert main(["bench", "loss", "--device", "cpu", f"--sizes={text}"]) == 2
     assert capsys.readouterr().err == (
-        f"`sizes` must be whole numbers above 0, perhaps with a unit; got {text!r}. Such as 4096, 64k, 1M, 192MiB or 2GiB.\n"
+        f"`sizes` must be whole numbers above 0, perhaps with a unit; got {text!r}. "
+        "Such as 4096, 64k, 1M, 192MiB or 2GiB.\n"
     )
 
 

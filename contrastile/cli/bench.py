@@ -144,7 +144,9 @@ def number(name: str, text: str) -> int:
     digits = text.rstrip("kMGKiB")
     unit = text[len(digits) :]
     if not digits.isdecimal() or int(digits) == 0 or unit not in UNITS:
-        raise wrong(name, "be whole numbers above 0, perhaps with a unit", repr(text), "Such as 4096, 64k, 1M, 192MiB or 2GiB.")
+        raise wrong(
+            name, "be whole numbers above 0, perhaps with a unit", repr(text), "Such as 4096, 64k, 1M, 192MiB or 2GiB."
+        )
     return int(digits) * UNITS[unit]
 
 
