@@ -1,15 +1,19 @@
 """The tables of docs/scale.md: what the ring computes, moves and holds on n GPUs, on paper.
 
-python benchmarks/scale.py
+python benchmarks/scale.py [--hop 1.2]
 """
 
 from __future__ import annotations
 
+import argparse
+
 # bytes of a feature in bf16, and of an accumulator
 FEATURE, WIDE = 2, 4
-# measured on an H200 at 768 features (benchmarks/results/h200_loss.csv, h200_ranks.csv): operations per second, and
-# seconds of host work for a hop in one pass, the same from 64k to 256k rows on four GPUs
-RATE, HOP = 600e12, 1.2e-3
+# operations per second, measured on an H200 at 768 features (benchmarks/results/h200_loss.csv)
+RATE = 600e12
+# milliseconds of host work for a hop in one pass, unless told: measured on four H200s with an earlier version, the same
+# from 64k to 256k rows
+HOP_MS = 1.2
 # bytes per second and direction between two GPUs: NVLink 4 within a node (two thirds of its peak), 400 and 200 Gb/s
 LINKS = {"NVLink": 300e9, "400 Gb/s": 50e9, "200 Gb/s": 25e9}
 K = 1024
@@ -23,14 +27,14 @@ def hop(N: int, D: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def seconds(b: int, n: int, D: int, link: float) -> tuple[float, float, float]:
-    """Of a symmetric loss, forward and backward: all, the part that is arithmetic, and what the link adds to it."""
+def seconds(b: int, n: int, D: int, link: float) -> tuple[float, float]:
+    """Of a symmetric loss, forward and backward: the arithmetic, and what the link adds to it."""
     N = b // n
     arithmetic = 8 * b * b * D / n / RATE
     late = sum(n * max(0.0, moved / link - work / RATE) for work, moved in hop(N, D).values())
     # the columns' gradient comes home when there is nothing left to compute
     late += N * D * WIDE / link
-    return arithmetic + late + 2 * n * HOP, arithmetic, late
+    return arithmetic, late
 
 
 def gathered(b: int, D: int, link: float) -> float:
@@ -51,6 +55,9 @@ def least_rows(link: float) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hop", type=float, default=HOP_MS, help=f"ms of host work for a hop (default: {HOP_MS})")
+    hop_seconds = parser.parse_args().hop / 1e3
     for name, link in LINKS.items():
         print(f"{name}: hidden from {least_rows(link):,.0f} rows per GPU")
     D = 768
@@ -68,10 +75,12 @@ def main() -> None:
         (256, 12288 * K, "400 Gb/s"),
         (256, 12288 * K, "200 Gb/s"),
     ):
-        whole, arithmetic, late = seconds(b, n, D, LINKS[link])
+        arithmetic, late = seconds(b, n, D, LINKS[link])
+        host = 2 * n * hop_seconds
+        share = arithmetic / (arithmetic + late + host)
         print(
-            f"| {n} | {b // K}k | {b // n:,} | {link} | {arithmetic:.3g} | {late:.2g} | {2 * n * HOP:.2g} | "
-            f"{arithmetic / whole:.2f} | {gibibytes(b, n, D, 'ring'):.2f} | {gathered(b, D, LINKS[link]):.2g} | "
+            f"| {n} | {b // K}k | {b // n:,} | {link} | {arithmetic:.3g} | {late:.2g} | {host:.2g} | "
+            f"{share:.2f} | {gibibytes(b, n, D, 'ring'):.2f} | {gathered(b, D, LINKS[link]):.2g} | "
             f"{gibibytes(b, n, D, 'gather'):.2f} |"
         )
 

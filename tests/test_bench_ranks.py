@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from ranks import RANKS, Pool
 
 from contrastile.bench import loss as bench_loss
 from contrastile.bench import ranks as bench_ranks
-from contrastile.bench.measure import Ledger, Machine
+from contrastile.bench.loss import Distance, Line
+from contrastile.bench.measure import Ledger, Machine, Timing
 from contrastile.bench.peers import Case, Contestant, rank_peers
 from contrastile.bench.ranks import RankBench, suite
 from contrastile.losses.dense import dense_clip
@@ -67,6 +69,50 @@ def test_every_exchange_beside_one_process(pool: Pool, tmp_path: Path, name: str
     shares = [float(line.split()[-6]) for line in answers[0][0]]
     milliseconds = [float(row["ms"]) * int(row["world"]) for row in rows]
     assert shares == pytest.approx([milliseconds[0] / ms for ms in milliseconds], rel=0.02, abs=0.002)
+
+
+def test_each_workspace_is_a_row_that_says_so_and_peers_are_measured_once(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    case = Case("clip", 96, 16, "float32", (2 * 2**30, 2**20))
+    (lines, right), *_ = pool.run(_run, RANKS, case, path, "peer")
+    assert right
+    with path.open() as file:
+        named = [row["backend"] for row in csv.DictReader(file)]
+    ways = [f"eager, {way}" for way in ("one process", "gather", "ring", "replicate")]
+    assert named == [*ways, *(f"{way}, workspace 1 MiB" for way in ways)]
+    assert sum("somebody" in line for line in lines) == 1
+
+
+def test_a_row_says_which_version_computed_it() -> None:
+    x = torch.eye(3)
+    line = Line(CASE, Contestant("somebody", "a way", {}, package="numpy"), Distance(0, 0, 0), 7, Timing(2.0, 1e9), 4)
+    row = line.row(Machine(CPU, 0.01, lambda: x @ x, 2 * 3**3))
+    assert f"numpy {version('numpy')}" in row.versions
+    # for each rank: 8 b² d operations, shared by four, in 2 ms; and a product's rate of 1e9
+    assert row.effective_tflops == round(8 * 96**2 * 16 / 4 / 2e-3 / 1e12, 4)
+    assert row.ratio == round(8 * 96**2 * 16 / 4 / 2e-3 / 1e9, 4)
+
+
+def test_what_lies_beside_is_seen_where_all_of_the_workspace_is_used() -> None:
+    peaks = {"wide": 3 * 2**30, "frugal": 2**30}
+    ran: list[str] = []
+
+    def loss(name: str) -> Any:
+        def value(q: torch.Tensor) -> torch.Tensor:
+            ran.append(name)
+            return q.sum()
+
+        return value
+
+    def peak(run: Any) -> int:
+        run()
+        return peaks[ran[-1]]
+
+    bench: Any = SimpleNamespace(machine=SimpleNamespace(peak=peak))
+    leaves = [torch.ones(2**8, requires_grad=True)]
+    memory = RankBench._memory(bench, loss("wide"), loss("frugal"), leaves)
+    assert memory == (3 * 2**30, 2**30 - 2**10 - bench_ranks.LEAST_WORKSPACE)
+    assert RankBench._memory(bench, loss("wide"), None, leaves) == (3 * 2**30, 3 * 2**30 - 2**10)
 
 
 def test_a_wrong_result_has_no_speed_on_any_rank(pool: Pool) -> None:

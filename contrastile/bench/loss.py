@@ -89,9 +89,13 @@ def contestants(case: Case, device: torch.device, *, peers: bool) -> list[Contes
 
 def _contrastile(loss: str, device: torch.device, workspace: int | None) -> Contestant:
     backend = BACKENDS.get(device.type, "eager")
-    marked = "" if workspace in (None, WORKSPACE) else f", workspace {workspace // 2**20} MiB"
     module = SUBJECTS[loss].ours(backend=backend, workspace=workspace)
-    return Contestant(OURS, backend + marked, {loss: module})
+    return Contestant(OURS, backend + marked(workspace), {loss: module})
+
+
+def marked(workspace: int | None) -> str:
+    """What a way's name says of its workspace, where it is not the bench's standard."""
+    return "" if workspace in (None, WORKSPACE) else f", workspace {workspace // 2**20} MiB"
 
 
 def problem(case: Case, device: torch.device) -> list[Tensor]:
@@ -221,7 +225,7 @@ class Line:
             ratio=round(self.rate / self.timing.product_rate, 4),
             peak_bytes=self.peak_bytes,
             chip=chip(machine.device),
-            versions=versions(self.contestant.name),
+            versions=versions(self.contestant.package or self.contestant.name),
             date=date.today().isoformat(),
             commit=commit(),
         )

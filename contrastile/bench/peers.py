@@ -50,6 +50,7 @@ class Contestant:
     """Somebody's losses, by name.
 
     most_rows: above it a step takes so long that it is not worth the wait. pair_bytes: memory per pair of rows.
+    package: where it is installed under another name.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Contestant:
     pair_bytes: int = 0
     only_on: str | None = None
     missing: Callable[[], str | None] = lambda: None
+    package: str = ""
 
     @property
     def label(self) -> str:
@@ -228,5 +230,6 @@ def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
             # two matrices of a rank's rows and all columns, of a logit in 16 bits and its float32 gradient
             pair_bytes=max(1, 17 // world),
             missing=partial(_not_installed, "open_clip"),
+            package="open_clip_torch",
         ),
     )

@@ -5,7 +5,7 @@
 Beside `loss.py`, whose cases, gate and rows it shares. Every exchange is timed in turns with one process that has the
 whole batch: `share` is that process's time over (time × ranks), and 1 means that communication costs nothing. What a
 rank finds wrong, or has no room for, all leave out. Memory is measured on GPUs; `beside` is what is left of it without
-the gradients returned and the workspace.
+the gradients returned and the workspace, in a step of its own with a workspace so small that all of it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,16 +31,19 @@ from contrastile.bench.loss import (
     Gate,
     Line,
     float32_products,
+    marked,
     problem,
     step,
 )
 from contrastile.bench.measure import LEAST_SECONDS, MOST_PRODUCT_SECONDS, MOST_ROUNDS, Ledger, Machine, Step, Timing
-from contrastile.bench.peers import Case, Contestant, rank_peers
+from contrastile.bench.peers import Case, Contestant, Loss, rank_peers
 from contrastile.train.ranks import Ranks
 
 # replicate does the work of all ranks on each
 EXCHANGES = {"gather": 2**62, "ring": 2**62, "replicate": 2**15}
 ALONE = "one process"
+# the workspace in whose step `beside` is measured
+LEAST_WORKSPACE = 32 * 2**20
 # for how long a rank waits for another, which may be timing a slow peer
 TIMEOUT = timedelta(minutes=10)
 LEAST_ROUNDS = 3
@@ -77,14 +80,25 @@ def grouped(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """Someone who takes part in a case, on all ranks or, as one process, on each."""
+class _Way:
+    """Someone's way of computing a case, on all ranks or, as one process, on each."""
 
     contestant: Contestant
+    world: int
+    # contrastile's, with the least workspace
+    frugal: Loss | None = None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A way that is right and has room."""
+
+    way: _Way
     step: Step
     distance: Distance
     peak_bytes: int
-    world: int
+    # of the peak, without the gradients returned and the workspace
+    beside: int
 
 
 @dataclass
@@ -109,62 +123,66 @@ class RankBench:
         """Every case: a line and a row for each result, as soon as it is there."""
         self.say(HEADER)
         for case in cases:
-            with float32_products(case.precision):
-                for line, share, beside in self._results(case):
-                    self.say(_text(line, share, beside))
-                    if self.ledger is not None:
-                        self.ledger.write(line.row(self.machine))
+            for workspace in case.workspaces:
+                # peers have none, and are measured once
+                peers = self.peers and workspace == case.workspaces[0]
+                with float32_products(case.precision):
+                    for line, share, beside in self._results(replace(case, workspaces=(workspace,)), peers):
+                        self.say(_text(line, share, beside))
+                        if self.ledger is not None:
+                            self.ledger.write(line.row(self.machine))
 
-    def _results(self, case: Case) -> Iterator[tuple[Line, float | None, int]]:
-        size = self.ranks.size
-        if case.b % size:
-            self._note(f"{case.b} rows are left out: they cannot be shared evenly by {size} ranks")
+    def _results(self, case: Case, peers: bool) -> Iterator[tuple[Line, float | None, int]]:
+        if case.b % self.ranks.size:
+            self._note(f"{case.b} rows are left out: they cannot be shared evenly by {self.ranks.size} ranks")
             return
         gate, whole = Gate(case, self.machine.device), problem(case, self.machine.device)
         share = _part(whole, self.ranks)
         entered: dict[str, _Entry] = {}
-        for one in self._contestants(case):
-            entry = self._enter(one, case, gate, whole if one.backend.endswith(ALONE) else share)
+        for way in self._ways(case, peers):
+            entry = self._enter(way, case, gate, whole if way.world == 1 else share)
             if entry is not None:
-                entered[one.label] = entry
+                entered[way.contestant.label] = entry
         self.machine.load()
-        ours = [label for label, entry in entered.items() if entry.contestant.name == OURS]
+        ours = [label for label, entry in entered.items() if entry.way.contestant.name == OURS]
         alone: float | None = None
         for turn in [ours, *([label] for label in entered if label not in ours)]:
             timings = self._race({label: entered[label].step for label in turn})
             for label, timing in timings.items():
                 entry = entered[label]
-                alone = timing.ms if entry.world == 1 else alone
-                gradients = sum(leaf.nbytes for leaf in (whole if entry.world == 1 else share))
-                workspace = (case.workspaces[0] or 0) if entry.contestant.name == OURS else 0
-                line = Line(case, entry.contestant, entry.distance, entry.peak_bytes, timing, entry.world)
-                costs = None if alone is None else alone / (entry.world * timing.ms)
-                yield line, costs, max(entry.peak_bytes - gradients - workspace, 0)
+                one, world = entry.way.contestant, entry.way.world
+                alone = timing.ms if world == 1 else alone
+                costs = None if alone is None else alone / (world * timing.ms)
+                yield Line(case, one, entry.distance, entry.peak_bytes, timing, world), costs, entry.beside
 
-    def _contestants(self, case: Case) -> list[Contestant]:
+    def _ways(self, case: Case, peers: bool) -> list[_Way]:
         backend = BACKENDS.get(self.machine.device.type, "eager")
-        make, workspace = SUBJECTS[case.loss].ours, case.workspaces[0]
+        make, (workspace,) = SUBJECTS[case.loss].ours, case.workspaces
 
-        def ours(name: str, most_rows: int, **how: Any) -> Contestant:
+        def ours(name: str, world: int, most_rows: int, **how: Any) -> _Way:
             loss = make(backend=backend, workspace=workspace, **how)
-            return Contestant(OURS, f"{backend}, {name}", {case.loss: loss}, most_rows=most_rows)
+            called = f"{backend}, {name}{marked(workspace)}"
+            frugal = make(backend=backend, workspace=LEAST_WORKSPACE, **how)
+            return _Way(Contestant(OURS, called, {case.loss: loss}, most_rows=most_rows), world, frugal)
 
-        alone = ours(ALONE, 2**62, group=self._alone)
-        across = [ours(name, most_rows, exchange=name) for name, most_rows in EXCHANGES.items()]
-        others = rank_peers(self.ranks.rank, self.ranks.size) if self.peers else ()
-        return [one for one in (alone, *across, *others) if one.offers(case)]
+        size = self.ranks.size
+        across = [ours(name, size, most_rows, exchange=name) for name, most_rows in EXCHANGES.items()]
+        others = [_Way(one, size) for one in (rank_peers(self.ranks.rank, size) if peers else ())]
+        ways = [ours(ALONE, 1, 2**62, group=self._alone), *across, *others]
+        return [way for way in ways if way.contestant.offers(case)]
 
-    def _enter(self, one: Contestant, case: Case, gate: Gate, leaves: list[Tensor]) -> _Entry | None:
-        loss, alone = one.losses[case.loss], one.backend.endswith(ALONE)
+    def _enter(self, way: _Way, case: Case, gate: Gate, leaves: list[Tensor]) -> _Entry | None:
+        one, alone = way.contestant, way.world == 1
+        loss = one.losses[case.loss]
         if not self._all_are_well(one, case, one.declines(case, self.machine)):
             return None
         small = gate.leaves if alone else _part(gate.leaves, self.ranks)
         try:
-            found, trouble, peak = step(loss, small), None, 0
+            found, trouble, memory = step(loss, small), None, (0, 0)
             # what is loaded at the first call is not the loss's
             step(loss, leaves)
             if self.machine.device.type == "cuda":
-                peak = self.machine.peak(lambda: step(loss, leaves))
+                memory = self._memory(loss, way.frugal, leaves)
         except Exception as error:
             trouble = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         # before anything is put together that a rank does not have
@@ -175,8 +193,16 @@ class RankBench:
         if not well:
             self.right = self.right and one.name != OURS
             return None
-        world = 1 if alone else self.ranks.size
-        return _Entry(one, lambda: step(loss, leaves), distance, int(self._most(peak)), world)
+        peak, beside = (int(self._most(number)) for number in memory)
+        return _Entry(way, lambda: step(loss, leaves), distance, peak, beside)
+
+    def _memory(self, loss: Loss, frugal: Loss | None, leaves: list[Tensor]) -> tuple[int, int]:
+        """This rank's peak beside its features, and what of it is neither gradients returned nor workspace."""
+        peak, gradients = self.machine.peak(lambda: step(loss, leaves)), sum(leaf.nbytes for leaf in leaves)
+        if frugal is None:
+            return peak, peak - gradients
+        step(frugal, leaves)
+        return peak, self.machine.peak(lambda: step(frugal, leaves)) - gradients - LEAST_WORKSPACE
 
     def _together(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The mean of the ranks' losses, and their gradients as a wrapper that takes the mean has them.
