@@ -1,8 +1,9 @@
 """All plumbing of process groups: who is here, what they agree on, what they hand to their neighbours.
 
-Ground of the house, used by `exchange/`, by `_contrast.py` and by `train/ranks.py`. Everything is
-torch.distributed's; ranks are counted within the group. A message of no bytes is not sent: sender and receiver both
-know that it is empty. What fails here is told by `rollcall.py`, with the rank, the step and the operation.
+Ground of the house, used wherever ranks meet: by `exchange/`, the checks before it, `wrappers.py` and
+`train/ranks.py`. Everything is torch.distributed's; ranks are counted within the group. A message of no bytes is not
+sent: sender and receiver both know that it is empty. What fails here is told by `rollcall.py`, with the rank, the
+step and the operation.
 """
 
 from __future__ import annotations
@@ -295,10 +296,10 @@ def _sendable(x: Tensor) -> Tensor:
 
 def _joined(room: Tensor, sizes: Sequence[int]) -> Tensor:
     """The rows of all ranks without what pads them; as they came where nothing does."""
-    most = max(sizes)
-    if all(n == most for n in sizes):
+    largest = max(sizes)
+    if all(n == largest for n in sizes):
         return room
-    return torch.cat([part[:n] for part, n in zip(room.split(most), sizes, strict=True)])
+    return torch.cat([part[:n] for part, n in zip(room.split(largest), sizes, strict=True)])
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

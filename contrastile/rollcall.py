@@ -147,29 +147,26 @@ def _missing(group: Any) -> list[int] | None:
     silent: list[list[int]] = []
     signed = threading.Event()
 
-    def ask() -> None:
-        store = dist.distributed_c10d._get_default_store()
+    def call() -> None:
         absent = dist.get_process_group_ranks(group)
-        store.set(_key(dist.get_rank()), "")
-        signed.set()
-        began = time.monotonic()
-        while absent and time.monotonic() - began < PATIENCE * (1 + (len(absent) > 1)):
-            absent = [rank for rank in absent if not store.check([_key(rank)])]
-            silent.append(absent)
-            time.sleep(LOOK)
-
-    def ask_whom_it_may_concern() -> None:
         # the process that keeps the store may leave before this one has asked its last
         with suppress(RuntimeError):
-            ask()
+            store = dist.distributed_c10d._get_default_store()
+            store.set(_key(dist.get_rank()), "")
+            signed.set()
+            began = time.monotonic()
+            while absent and time.monotonic() - began < (PATIENCE if len(absent) == 1 else 2 * PATIENCE):
+                absent = [rank for rank in absent if not store.check([_key(rank)])]
+                silent.append(absent)
+                time.sleep(LOOK)
 
     # a store whose keeper was stopped answers never
-    asking = threading.Thread(target=ask_whom_it_may_concern, daemon=True)
-    asking.start()
+    calling = threading.Thread(target=call, daemon=True)
+    calling.start()
     # whoever hears this rank hang up finds its name in the store
     answers = signed.wait(PATIENCE / 3)
     hang_up(group)
-    asking.join(2 * PATIENCE + 1 if answers else PATIENCE)
+    calling.join(2 * PATIENCE + 1 if answers else PATIENCE)
     if not silent:
         return None
     return [rank for rank in silent[-1] if rank in closed] or silent[-1]

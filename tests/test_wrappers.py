@@ -129,6 +129,39 @@ def test_each_tower_wrapped_for_itself(pool: Pool) -> None:
     pool.check(_each_tower, 3)
 
 
+def _order(rank: int, group: Any, apart: bool) -> list[str]:
+    """The replays of both towers and DDP's reductions, in the order of a backward."""
+    model, seen = Pair(shape=()), []
+
+    # torch wants its own annotations here, or none
+    def note(state, bucket):  # type: ignore[no-untyped-def]
+        seen.append("reduced")
+        return allreduce_hook(group, bucket)
+
+    # act 1 has no graph, and the last to be encoded is the first to be replayed
+    for name in ("image", "text"):
+        tower = getattr(model, name)
+        tower.register_forward_hook(lambda *_, name=name: seen.append(name) if torch.is_grad_enabled() else None)
+    if apart:
+        wrapped = [DistributedDataParallel(tower, process_group=group) for tower in (model.image, model.text)]
+        encoders: list[Any] = list(wrapped)
+    else:
+        wrapped = [DistributedDataParallel(model, process_group=group)]
+        encoders = [(wrapped[0], "encode_image"), (wrapped[0], "encode_text")]
+    for wrapper in wrapped:
+        wrapper.register_comm_hook(None, note)
+    x, y, labels = _mine(rank, group)
+    features = [encode(encoder, rows, sub_batch=2) for encoder, rows in zip(encoders, (x, y), strict=True)]
+    numbers = (4.5, None) if apart else model.numbers()
+    loss_of("ClipLoss", (*features, *numbers), labels, group=group).backward()
+    return [what for at, what in enumerate(seen) if at == 0 or what != seen[at - 1]]
+
+
+def test_a_wrapper_reduces_when_its_own_last_replay_is_done(pool: Pool) -> None:
+    assert pool.run(_order, 2, False) == [["text", "image", "reduced"]] * 2
+    assert pool.run(_order, 2, True) == [["text", "reduced", "image", "reduced"]] * 2
+
+
 def _shared_tower(rank: int, group: Any, kind: str, plain: str) -> None:
     model, reference = Pair(depth=2).image, Pair(depth=2).image
     x, y, labels = batch(1, 0)

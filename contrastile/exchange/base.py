@@ -1,6 +1,6 @@
 """Which blocks a rank computes, and the one place that owns the gradient convention.
 
-Stands between `_contrast.py` and `tiles/`: an exchange walks over the shards of columns, brings each one here, and
+Stands between `_sweep.py` and `tiles/`: an exchange walks over the shards of columns, brings each one here, and
 merges what the tiles say of it.
 
 **The gradient convention.** The loss is that of the global batch, L, the same number on every rank. A data-parallel

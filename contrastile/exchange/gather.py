@@ -89,8 +89,8 @@ class Gather(Exchange):
         if cols.state is None or cols.coefficient is None:
             return everyone
         both = comm.gather_rows(torch.cat([cols.state, cols.coefficient[None]]).T.contiguous(), sizes, group)
-        *state, coefficient = both.T.contiguous().split([len(cols.state), 1])
-        return replace(everyone, state=state[0], coefficient=coefficient[0])
+        state, coefficient = both.T.contiguous().split([len(cols.state), 1])
+        return replace(everyone, state=state, coefficient=coefficient[0])
 
     def _elsewhere(self, everyone: Side) -> Iterator[tuple[Side, slice]]:
         """The columns before this rank's own, and those behind them."""
