@@ -1,6 +1,6 @@
 """The tables of docs/scale.md: what the ring computes, moves and holds on n GPUs, on paper.
 
-python benchmarks/scale.py [--hop 1.2]
+python benchmarks/scale.py [--hop 0.5]
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import argparse
 FEATURE, WIDE = 2, 4
 # operations per second, measured on an H200 at 768 features (benchmarks/results/h200_loss.csv)
 RATE = 600e12
-# milliseconds of host work for a hop in one pass, unless told: measured on four H200s with an earlier version, the same
-# from 64k to 256k rows
-HOP_MS = 1.2
+# milliseconds that a hop adds in one pass beside arithmetic and link, unless told: measured on four H200s with 16k
+# rows each (benchmarks/rank_profile.py)
+HOP_MS = 0.5
 # bytes per second and direction between two GPUs: NVLink 4 within a node (two thirds of its peak), 400 and 200 Gb/s
 LINKS = {"NVLink": 300e9, "400 Gb/s": 50e9, "200 Gb/s": 25e9}
 K = 1024
@@ -56,12 +56,12 @@ def least_rows(link: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hop", type=float, default=HOP_MS, help=f"ms of host work for a hop (default: {HOP_MS})")
+    parser.add_argument("--hop", type=float, default=HOP_MS, help=f"ms that a hop adds (default: {HOP_MS})")
     hop_seconds = parser.parse_args().hop / 1e3
     for name, link in LINKS.items():
         print(f"{name}: hidden from {least_rows(link):,.0f} rows per GPU")
     D = 768
-    heads = ("GPUs", "pairs", "rows per GPU", "link", "arithmetic", "ring: link", "host", "share", "GiB")
+    heads = ("GPUs", "pairs", "rows per GPU", "link", "arithmetic", "ring: link", "hop", "share", "GiB")
     print("| " + " | ".join((*heads, "gather: link", "GiB")) + " |")
     print("|" + "---|" * (len(heads) + 2))
     for n, b, link in (
