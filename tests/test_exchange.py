@@ -11,7 +11,7 @@ from problems import PROBLEMS, Problem, distance
 from ranks import Pool
 from torch import Tensor
 
-from contrastile import SigLipLoss, contrast
+from contrastile import SigLipLoss, comm, contrast
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -203,6 +203,18 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(pool: Pool) -> None:
     first, second, third = pool.run(_sentence, 3, "own")
     assert third.startswith("rank 2: `query_ids` must be a tensor of shape [3]")
     assert first == second == third
+
+
+def _shouted(rank: int, group: Any) -> str:
+    try:
+        comm.agree(group, {"error": 400 * "\N{SLIGHTLY SMILING FACE}"} if rank == 1 else {"step": 1})
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def test_a_sentence_of_long_letters_is_raised_on_all(pool: Pool) -> None:
+    assert pool.run(_shouted, 2) == ["rank 1: " + comm.SENTENCE * "\N{SLIGHTLY SMILING FACE}"] * 2
 
 
 def _tiles_computed(rank: int, group: Any, exchange: str) -> tuple[int, int]:
