@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from contrastile import _check, comm
 from contrastile._check import wrong
@@ -138,9 +139,14 @@ def _statement(
         "device": rows.features.device.type,
         "requires_grad": list(differentiated),
         "positives": None if rows.positives is None else rows.positives.shape[1],
-        "labels": rows.labels is not None,
-        "ids": rows.ids is not None,
+        "labels": _kinds(rows.labels, cols.labels),
+        "ids": _kinds(rows.ids, cols.ids),
     }
+
+
+def _kinds(*tensors: Tensor | None) -> list[str | None]:
+    """Whether they are there, and of which type: bytes travel, and all ranks must read them alike."""
+    return [None if x is None else str(x.dtype) for x in tensors]
 
 
 def _shapes(side: Side) -> Any:

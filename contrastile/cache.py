@@ -270,8 +270,8 @@ class _Job:
                     graph = grad and self.other_path
                     outputs = self._drop_graph(index, rows, wanted if graph else None, kept)
                 self._gather(gathered, outputs, self.bounds[index])
-        if self.home:
-            settle(self.device)
+        for device in {out.device for out in outputs if out is not None} if self.home else ():
+            settle(device)
         return gathered
 
     def _drop_graph(

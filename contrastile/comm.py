@@ -86,7 +86,8 @@ def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> li
 def _agreed(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list[dict[str, Any]]:
     if "error" in statement:
         statement = {"error": statement["error"][:SENTENCE]}
-    written = json.dumps(statement).encode()
+    # a letter has four bytes at most: any sentence has room
+    written = json.dumps(statement, ensure_ascii=False).encode(errors="replace")
     mine = torch.zeros(STATEMENT, dtype=torch.uint8)
     mine[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
     device = _device(group)

@@ -31,7 +31,7 @@ from contrastile.train.log import size
 
 Found = dict[str, Any]
 
-LOSSES: dict[str, PairLoss] = {"clip": Softmax(symmetric=True), "siglip": Sigmoid(symmetric=True)}
+LOSSES: dict[str, PairLoss] = {"clip": Softmax(symmetric=True), "siglip": Sigmoid()}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # packages that are used where they are there, by what pip calls them
 PEERS = ("triton", "timm", "open_clip_torch", "faiss-cpu", "peft")

@@ -41,7 +41,10 @@ class Reached:
 def reach(
     encoder: Callable[..., Any], leaves: Sequence[Tensor | None], structure: Any, device: torch.device | None
 ) -> Reached:
-    """The modules and parameters of an encoder: its own, its owner's, or those that a trial on two rows shows."""
+    """The modules and parameters of an encoder: its own, its owner's, or those that a trial on two rows shows.
+
+    It computes on `device`; by default where its parameters are, else its inputs.
+    """
     owner: Any = encoder
     while not isinstance(owner, nn.Module) and (inner := _wrapped(owner)) is not None:
         owner = inner
@@ -50,13 +53,14 @@ def reach(
     if isinstance(owner, nn.Module):
         modules = list(owner.modules())
         found = list(owner.parameters())
-    if device is None and found:
-        device = found[0].device
+    asked, inputs = device, next((leaf.device for leaf in leaves if leaf is not None), None)
+    device = asked or (found[0].device if found else inputs)
     wanted = [parameter for parameter in found if parameter.requires_grad]
     if not torch.is_grad_enabled():
         return Reached(modules if found else [], [], device)
     if not isinstance(owner, nn.Module):
         modules, wanted, _ = _trial(encoder, leaves, structure, device)
+        device = asked or (wanted[0].device if wanted else inputs)
     elif 0 < len(wanted) < len(found) and not _trial(encoder, leaves, structure, device)[2]:
         # the part that is used is frozen: nothing will ever be back-propagated
         wanted = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from contrastile import ClipLoss, encode
+from contrastile import ClipLoss, cache, encode
 
 B, D_IN, D = 23, 6, 5
 
@@ -245,6 +245,25 @@ def _total(tree: Any) -> Tensor:
         return tree.square().sum()
     parts = tree.values() if isinstance(tree, dict) else tree
     return sum((_total(part) for part in parts if part is not None), torch.zeros(()))
+
+
+@pytest.mark.parametrize("kind", ["module", "method", "function", "function of its inputs"])
+def test_random_numbers_are_kept_of_the_device_that_computes(
+    tower: Tower, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[torch.device | None] = []
+    capture = cache.RandomState.capture
+    monkeypatch.setattr(cache.RandomState, "capture", lambda device: kept.append(device) or capture(device))
+    encoders: dict[str, Any] = {
+        "module": tower,
+        "method": tower.encode_both,
+        "function": lambda x: tower(x),
+        "function of its inputs": torch.sin,
+    }
+    inputs = (_inputs(), _inputs()) if kind == "method" else _inputs().requires_grad_()
+    _total(encode(encoders[kind], inputs, sub_batch=9)).backward()
+    assert kept
+    assert set(kept) == {torch.device("cpu")}
 
 
 def test_inputs_that_want_gradients_get_them(tower: Tower) -> None:

@@ -79,14 +79,27 @@ def test_what_is_not_karpathy_s_is_refused(tmp_path, content, why):
     )
 
 
-@pytest.mark.parametrize("place", ["../x.png", "/etc/x.png"])
+@pytest.mark.parametrize("place", ["../x.png", "/etc/x.png", "link/x.png"])
 def test_pictures_outside_the_folder_are_refused(tmp_path, place):
     path = karpathy(tmp_path)
+    (tmp_path / "link").symlink_to("/etc")
     told = json.loads(path.read_text())
     told["images"][1]["filename"] = place
     path.write_text(json.dumps(told))
     assert refusal(path).startswith("`captions` must name pictures within the folder; got ")
     assert refusal(path).endswith("x.png. Paths go down only.")
+
+
+@pytest.mark.parametrize("place", ["../x.png", "/etc/x.png", "link/x.png"])
+def test_nor_does_a_table_lead_outside(tmp_path, place):
+    (tmp_path / "link").symlink_to("/etc")
+    path = tmp_path / "x.tsv"
+    path.write_text(f"filepath\ttitle\na.png\tone\n{tmp_path}/b.png\ttwo\n")
+    assert open_captions(path).paths == [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    path.write_text(f"filepath\ttitle\na.png\tone\n{place}\ttwo\n")
+    assert refusal(path) == (
+        f"`captions` must name pictures within the folder; got {tmp_path / place}. Paths go down only."
+    )
 
 
 def test_one_picture_is_too_few(tmp_path):

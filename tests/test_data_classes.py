@@ -197,6 +197,18 @@ def test_folders_that_are_none_are_refused(tmp_path):
     )
 
 
+@pytest.mark.parametrize("link", ["a/9.png", "c"])
+def test_links_that_lead_out_of_the_folder_are_refused(tmp_path, link):
+    root = class_folder(tmp_path / "set", {"a": "A", "b": "B"})
+    elsewhere = class_folder(tmp_path / "other", {"c": "C"}) / "c"
+    (root / "b" / "8.png").symlink_to(root / "a" / "0.png")
+    assert len(open_class_folder(root).paths) == 7
+    (root / link).symlink_to(elsewhere if link == "c" else elsewhere / "0.png")
+    assert refusal(root) == (
+        f"`folder` must hold no links that lead out of it; got {root / link}. Copy what they show, or name it instead."
+    )
+
+
 def test_folders_whose_class_nobody_names_are_refused(tmp_path):
     root, names = class_folder(tmp_path / "x", {"a": "A", "b": "B", "c": "C"}), tmp_path / "names.json"
     assert refusal(root, classes=written(names, ["one", "two"])) == (

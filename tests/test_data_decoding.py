@@ -4,12 +4,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from test_data_shards import jpeg, stream_of
 
 from contrastile.data.crop import Crop
+from contrastile.data.decoding import Piece, Processes, Room, Worker, fill
+from contrastile.data.shards import MOST_BYTES
 
 
 @pytest.fixture
@@ -50,6 +53,42 @@ def test_a_batch_that_is_held_is_not_written_over(apart):
     assert torch.equal(first, kept)
     # of the others one took the room of another
     assert len(apart._decoders._rooms) == 2
+
+
+def test_a_batch_that_is_given_up_is_not_written_over_while_it_is_decoded(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(jpeg(1))
+    decoders, asked = Processes(1), Event()
+
+    def origins():
+        asked.wait()
+        return [Piece(str(tmp_path / "a.jpg"), 0, None, 0)]
+
+    try:
+        given_up = decoders.room((2, 1, 16, 16))
+        address, task = given_up.data_ptr(), decoders.fill(given_up, 0, origins, None)
+        del given_up
+        assert decoders.room((2, 1, 16, 16)).data_ptr() != address
+        asked.set()
+        assert task.result() == [None]
+        # then it is
+        assert [decoders.room((2, 1, 16, 16)).data_ptr() for _ in range(2)].count(address)
+    finally:
+        asked.set()
+        decoders.close()
+
+
+def test_a_task_that_cannot_be_sent_is_an_error_and_no_endless_wait():
+    worker = Worker()
+    with pytest.raises(RuntimeError, match="a decoding process ended with exit code 0"):
+        worker.ask(Room(16), {"pieces": ["x" * (1 << 22)]})
+    worker.close()
+
+
+def test_a_file_longer_than_any_picture_is_not_read(tmp_path):
+    with (tmp_path / "a.png").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    room = torch.empty(1, 1, 16, 16, dtype=torch.uint8).numpy()
+    assert fill(room, [Piece(str(tmp_path / "a.png"), 0, None, 0)], None) == ["too large"]
 
 
 def test_a_process_that_is_lost_is_an_error(apart):

@@ -99,6 +99,19 @@ def test_the_host_waits_for_what_is_on_its_way(
     assert waited == [torch.device("cpu")] * 4
 
 
+def test_it_waits_for_a_function_too(
+    towers: list[Tower], inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which says nothing of devices."""
+    waited: list[Any] = []
+    monkeypatch.setattr(cache, "settle", waited.append)
+    features = encode(lambda x: towers[0](x)[0], inputs[0], sub_batch=8, features="host")
+    features.sum().backward()
+    with torch.no_grad():
+        encode(lambda x: towers[0](x)[0], inputs[0], sub_batch=8, features="host")
+    assert waited == [torch.device("cpu")] * 3
+
+
 def test_without_an_accelerator_it_is_the_same(towers: list[Tower], inputs: list[Tensor]) -> None:
     one, other = (_step(towers, inputs, features=where) for where in ("device", "host"))
     assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))

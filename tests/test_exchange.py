@@ -11,7 +11,7 @@ from problems import PROBLEMS, Problem, distance
 from ranks import Pool
 from torch import Tensor
 
-from contrastile import SigLipLoss, contrast
+from contrastile import SigLipLoss, comm, contrast
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -128,26 +128,28 @@ def test_more_keys_than_rows(pool: Pool, name: str, exchange: str) -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("how", [{"gradient": "sum"}, {"reduction": "sum"}, {"backend": "dense"}], ids=str)
-def test_options(pool: Pool, how: dict[str, Any], exchange: str) -> None:
-    _check(pool, "clip_ids_weights_smoothing", SHARES[3], exchange=exchange, **how)
+@pytest.mark.parametrize("name", ["clip_ids_weights_smoothing", "siglip_ids_weights"])
+def test_options(pool: Pool, name: str, how: dict[str, Any], exchange: str) -> None:
+    _check(pool, name, SHARES[3], exchange=exchange, **how)
 
 
-def _rows(rank: int, group: Any, sizes: list[int], exchange: str) -> tuple[Tensor, Tensor]:
+def _rows(rank: int, group: Any, sizes: list[int], loss: PairLoss, exchange: str) -> tuple[Tensor, Tensor]:
     q = torch.randn(sum(sizes), 5, generator=torch.Generator().manual_seed(3)).double()
     mine = q.split(sizes)[rank].clone().requires_grad_()
-    rows = contrast(mine, mine.detach(), scale=1.0, loss=Softmax(), reduction="none", group=group, exchange=exchange)
+    rows = contrast(mine, mine.detach(), scale=1.0, loss=loss, reduction="none", group=group, exchange=exchange)
     # what a user does: the local mean, which the wrapper then averages
     rows.mean().backward()
     return rows.detach(), mine.grad
 
 
+@pytest.mark.parametrize("loss", [Softmax(), Sigmoid()], ids=str)
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_rows_of_a_rank_have_gradients_for_their_local_mean(pool: Pool, exchange: str) -> None:
+def test_rows_of_a_rank_have_gradients_for_their_local_mean(pool: Pool, loss: PairLoss, exchange: str) -> None:
     sizes = [4, 9, 2]
     q = torch.randn(15, 5, generator=torch.Generator().manual_seed(3)).double().requires_grad_()
-    truth = contrast(q, q.detach(), scale=1.0, loss=Softmax(), reduction="none")
+    truth = contrast(q, q.detach(), scale=1.0, loss=loss, reduction="none")
     truth.mean().backward()
-    answers = pool.run(_rows, 3, sizes, exchange)
+    answers = pool.run(_rows, 3, sizes, loss, exchange)
     assert distance(torch.cat([rows for rows, _ in answers]), truth.detach()) <= 1e-12
     assert distance(torch.cat([gradient for _, gradient in answers]) / 3, q.grad) <= 1e-12
 
@@ -157,6 +159,9 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
     options = {"gradient": "sum"} if kind == "gradient" and rank == 1 else {}
     if kind == "own":
         options = {"query_ids": torch.arange(2 if rank == 2 else 3), "key_ids": torch.arange(3)}
+    if kind == "ids":
+        ids = torch.arange(3, dtype=torch.int32 if rank == 1 else torch.int64)
+        options = {"query_ids": ids, "key_ids": ids}
     if kind == "empty":
         q = q[:0]
     try:
@@ -180,6 +185,11 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
             "its inputs alike everywhere.",
         ),
         (
+            "ids",
+            "`ids` must be the same on all ranks; got ['torch.int64', 'torch.int64'] on rank 0 and ['torch.int32', "
+            "'torch.int32'] on rank 1. Build the loss and its inputs alike everywhere.",
+        ),
+        (
             "empty",
             "`q` must have at least one row over all ranks; got 0. Skip the step when the batch is empty.",
         ),
@@ -193,6 +203,18 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(pool: Pool) -> None:
     first, second, third = pool.run(_sentence, 3, "own")
     assert third.startswith("rank 2: `query_ids` must be a tensor of shape [3]")
     assert first == second == third
+
+
+def _shouted(rank: int, group: Any) -> str:
+    try:
+        comm.agree(group, {"error": 400 * "\N{SLIGHTLY SMILING FACE}"} if rank == 1 else {"step": 1})
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def test_a_sentence_of_long_letters_is_raised_on_all(pool: Pool) -> None:
+    assert pool.run(_shouted, 2) == ["rank 1: " + comm.SENTENCE * "\N{SLIGHTLY SMILING FACE}"] * 2
 
 
 def _tiles_computed(rank: int, group: Any, exchange: str) -> tuple[int, int]:

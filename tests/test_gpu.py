@@ -222,11 +222,13 @@ def test_a_sigmoid_of_any_upstream() -> None:
     assert all(distance(x, y) <= 4e-3 for x, y in zip(found, truth, strict=True))
 
 
-@pytest.mark.parametrize("where", ["device", "pageable", "pinned"])
+@pytest.mark.parametrize("where", ["device", "pageable", "pinned", "function"])
 def test_encode_equals_the_plain_batch_wherever_inputs_wait(where: str) -> None:
     tower = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32))
     x = torch.randn(70, 16)
-    there = {"device": x, "pageable": x.cpu(), "pinned": x.cpu().pin_memory()}[where]
+    there = {"pageable": x.cpu(), "pinned": x.cpu().pin_memory()}.get(where, x)
+    # a function says nothing of devices
+    encoder = (lambda rows: tower(rows)) if where == "function" else tower
     weights = torch.randn(70, 32)
 
     def run(way: Any) -> tuple[list[Tensor], Tensor]:
@@ -236,7 +238,7 @@ def test_encode_equals_the_plain_batch_wherever_inputs_wait(where: str) -> None:
         return [value.detach(), *torch.autograd.grad(value, list(tower.parameters()))], torch.cuda.get_rng_state()
 
     plain, state = run(lambda: torch.cat([tower(part) for part in x.split(16)]))
-    found, state_after = run(lambda: encode(tower, there, sub_batch=16))
+    found, state_after = run(lambda: encode(encoder, there, sub_batch=16))
     assert torch.equal(state, state_after)
     assert torch.equal(found[0], plain[0])
     assert all(distance(a, b) <= 1e-6 for a, b in zip(found, plain, strict=True))

@@ -110,15 +110,25 @@ def _other_texts(rank: int, words: list[str], source: Path) -> int:
     return main(words)
 
 
+def _answer_some_twice(texts: Path, *, every: int) -> None:
+    """One question of `every` few is also answered by the next one's passage."""
+    entries = [json.loads(line) for line in texts.read_text().splitlines()]
+    for one, after in zip(entries[::every], entries[1::every], strict=True):
+        one["positive_ctxs"] += after["positive_ctxs"]
+    texts.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def test_a_batch_in_which_one_rank_alone_has_two_right_passages_is_compared(tmp_path: Path) -> None:
+    words = _words(tmp_path, *SHORT, *SEVERAL, "train.batch=4", "train.examples=60")
+    _answer_some_twice(tmp_path / "texts.jsonl", every=30)
+    with Launched(2, tmp_path, _main, words) as launched:
+        assert launched.codes() == [0, 0], launched.said(0)
+
+
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_each_passage_is_on_one_rank_and_what_is_right_is_beside_its_query(tmp_path: Path, size: int) -> None:
     write_text_recipe(tmp_path)
-    lines = (tmp_path / "texts.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
-    # every fourth question is also answered by the next one's passage
-    for one, after in zip(entries[::4], entries[1::4], strict=True):
-        one["positive_ctxs"] += after["positive_ctxs"]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    _answer_some_twice(tmp_path / "texts.jsonl", every=4)
     job = Retrieval.open(load_any_recipe(tmp_path / "tiny.toml", SEVERAL))
     rows = torch.from_numpy(job.rows)
     (whole,) = job.parts(rows, 1, Ranks())
@@ -135,6 +145,8 @@ def test_each_passage_is_on_one_rank_and_what_is_right_is_beside_its_query(tmp_p
 
     assert sorted(pair for share in shares for pair in known(share)) == known(whole)
     assert max(len(right) for _, right in known(whole)) == 2
+    # a loss asks all ranks for as many columns
+    assert {share.positives.shape[1] for share in shares} == {2}
 
 
 def test_queries_that_share_a_right_passage_share_a_rank() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,12 +62,16 @@ def _of_json(file: Path, folder: Path, split: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, (above, own), texts in entries:
         if name == split and texts:
-            inside = PurePosixPath(above) / own
-            if inside.is_absolute() or ".." in inside.parts:
-                raise wrong("captions", "name pictures within the folder", str(inside), "Paths go down only.")
-            path = folder / inside
-            found.setdefault(str(path if path.is_file() else folder / own), []).extend(texts)
+            path = folder / above / own
+            found.setdefault(_inside(folder, path if path.is_file() else folder / own), []).extend(texts)
     return found
+
+
+def _inside(folder: Path, path: Path) -> str:
+    """The path, which leads to a place below the folder, whatever it is made of; links are followed."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise wrong("captions", "name pictures within the folder", path, "Paths go down only.")
+    return str(path)
 
 
 def _place(entry: Any) -> tuple[str, str]:
@@ -88,7 +92,7 @@ def _of_table(file: Path, folder: Path) -> dict[str, list[str]]:
             bad[row] += 1
         else:
             path, title = row
-            found.setdefault(str(path), []).append(title)
+            found.setdefault(_inside(folder, path), []).append(title)
     if bad:
         raise wrong("captions", "have a picture and a caption in each line", f"{counted(bad)} in {file}", "Mend them.")
     return found

@@ -53,7 +53,8 @@ def open_class_folder(
     file, folders are called by their own names, underscores read as spaces. With `mapping` (a JSON file) a folder has
     the classes that it names. Answers are chosen among the classes that are right for some folder, or among "all".
 
-    Raises ValueError for a folder without sub-folders or pictures, and for sub-folders whose class nobody names.
+    Raises ValueError for a folder without sub-folders or pictures, for links that lead out of it, and for sub-folders
+    whose class nobody names.
     """
     root = Path(folder)
     folders = _folders(root)
@@ -67,7 +68,7 @@ def open_class_folder(
         if not of_folder:
             remedy = "Its keys are the names of the folders."
             raise wrong("mapping", f"name folders of {root}", f"{len(told)} others", remedy)
-    pictures = {name: _pictures(root / name) for name in of_folder}
+    pictures = {name: _pictures(root / name, root.resolve()) for name in of_folder}
     paths = [path for name in of_folder for path in pictures[name]]
     if not paths:
         raise wrong("folder", f"hold pictures ({', '.join(PICTURES)})", root, "Look at its sub-folders.")
@@ -135,5 +136,9 @@ def _several(members: list[int | str], folder: str, known: list[Class]) -> list[
     return found
 
 
-def _pictures(folder: Path) -> list[str]:
-    return sorted(str(path) for path in folder.rglob("*") if path.suffix.lower() in PICTURES and path.is_file())
+def _pictures(folder: Path, inside: Path) -> list[str]:
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICTURES and path.is_file())
+    for path in (folder, *found):
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            raise wrong("folder", "hold no links that lead out of it", path, "Copy what they show, or name it instead.")
+    return [str(path) for path in found]

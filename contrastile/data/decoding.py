@@ -30,6 +30,7 @@ from torch import Tensor
 
 from contrastile.data.crop import Crop
 from contrastile.data.pairs import Pictures
+from contrastile.data.shards import MOST_BYTES
 from contrastile.data.table import Skipped, decode
 
 # the largest room that a GPU fetches from while it computes: pinned memory cannot be swapped
@@ -61,12 +62,13 @@ class Piece(NamedTuple):
     place: int
 
     def read(self) -> bytes:
-        """The bytes; raises `Skipped` where the file has become shorter."""
+        """The bytes; raises `Skipped` where the file has become shorter, or is longer than any picture."""
         with open(self.path, "rb") as file:
-            if self.size is None:
-                return file.read()
-            content = os.pread(file.fileno(), self.size, self.offset)
-        if len(content) != self.size:
+            size = os.fstat(file.fileno()).st_size if self.size is None else self.size
+            if size > MOST_BYTES:
+                raise Skipped("too large")
+            content = os.pread(file.fileno(), size, self.offset)
+        if len(content) != size:
             raise Skipped("missing picture")
         return content
 
@@ -130,7 +132,7 @@ class Processes:
     def room(self, shape: Sequence[int]) -> Tensor:
         """Memory for the pictures of a batch, mapped by all: that of an earlier one where nobody holds it any more."""
         size = math.prod(shape)
-        for room in [room for room in self._rooms if room.free]:
+        for room in [room for room in self._rooms if room.idle]:
             if room.size >= size:
                 return room.lend(shape)
             self._rooms.remove(room)
@@ -141,7 +143,8 @@ class Processes:
     def fill(self, room: Tensor, start: int, origins: Origins, crop: Crop | None) -> Future[list[str | None]]:
         """Begin to decode `origins`, which have to be pieces of files, into `room` from number `start` on."""
         lent = next(one for one in self._rooms if one.address == room.data_ptr())
-        return self._pool.submit(self._ask, lent, list(room.shape), start, origins, crop)
+        lent.tasks.append(self._pool.submit(self._ask, lent, list(room.shape), start, origins, crop))
+        return lent.tasks[-1]
 
     def _ask(self, room: Room, shape: list[int], start: int, origins: Origins, crop: Crop | None) -> list[str | None]:
         task = {"shape": shape, "start": start, "pieces": origins(), "crop": crop and crop.words()}
@@ -165,6 +168,8 @@ class Room:
 
     def __init__(self, size: int) -> None:
         self.size, self.free, self._open = size, True, True
+        # those that write into it since it was lent
+        self.tasks: list[Future[list[str | None]]] = []
         self.file = os.memfd_create("contrastile")
         os.ftruncate(self.file, max(size, 1))
         self._memory = mmap.mmap(self.file, max(size, 1))
@@ -173,8 +178,14 @@ class Room:
         if self._pinned:
             self._pinned = int(torch.cuda.cudart().cudaHostRegister(self.address, size, 0)) == 0
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody reads it, and nobody writes: a batch may be given up while it is still being decoded."""
+        return self.free and all(task.done() for task in self.tasks)
+
     def lend(self, shape: Sequence[int]) -> Tensor:
         """The memory as pictures. It is free again when no tensor shows it any more."""
+        self.tasks = []
         array = np.frombuffer(self._memory, np.uint8, math.prod(shape)).reshape(tuple(shape))
         self.free = False
         weakref.finalize(array, self._returned).atexit = False
@@ -225,6 +236,8 @@ class Worker:
         except OSError:
             answer = b""
         if not answer:
+            # one that is still there, because the task could not be sent, ends now
+            self._socket.close()
             code = self._process.wait()
             raise RuntimeError(f"a decoding process ended with exit code {code}: is there memory enough?")
         return list(json.loads(answer))

@@ -224,7 +224,8 @@ class TextFeed:
         keys = keys[made.passages.lengths[keys].argsort(descending=True, stable=True)]
         number = {row: place for place, row in enumerate(keys.tolist())}
         places = [[number[row] for row in right[place]] for place in mine]
-        widest = max(map(len, places), default=1)
+        # as wide on every rank
+        widest = max(map(len, right), default=1)
         padded = [[*some, *[-1] * (widest - len(some))] for some in places]
         return TextBatch(
             queries=made.queries.rows(torch.tensor([drawn[place].query for place in mine], dtype=torch.int64)),
