@@ -88,14 +88,14 @@ def _kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
         pair = Pair(*(operands.operand(x, 1, shape) for x in (q[:rows], k)), Masks(diagonal=0))
         row_part = torch.empty(1, operands.tiles_of(b, shape.cols), rows, device="cuda")
         col_part = torch.empty(1, operands.tiles_of(rows, shape.rows), b, device="cuda")
-        strip = operands.strip(pair.q, pair.k)
+        strip, sums = operands.strip(pair.q, pair.k), launch.no_sums(q.device)
 
         def totals(pair: Pair = pair, parts: tuple[Tensor, Tensor] = (row_part, col_part)) -> None:
             launch.totals(pair, numbers, *parts, smooth=False, sigmoid=False)
 
-        def gradient(pair: Pair = pair, strip: Tensor = strip) -> None:
+        def gradient(pair: Pair = pair, strip: Tensor = strip, sums: Tensor = sums) -> None:
             vectors = [(weights, weights), (weights, weights)]
-            launch.gradient(pair, numbers, vectors, strip, smooth=False, sums=None, row_part=None)
+            launch.gradient(pair, numbers, vectors, strip, sums, smooth=False, sigmoid=False, row_part=None)
 
         for kind, call in (("sums", totals), ("gradient", gradient)):
             if _runs(call):

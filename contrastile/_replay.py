@@ -61,7 +61,7 @@ class _Graph:
             # what other threads do to the device meanwhile is theirs
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self.outputs = _complete(replace(call, made=[]), q, k, scale, bias, wanted)
+                self.outputs = forward_with_gradients(replace(call, made=[]), q, k, scale, bias, wanted)
             finally:
                 self.graph.capture_end()
         here.wait_stream(apart)
@@ -77,18 +77,6 @@ class _Graph:
         left = value.clone(), Gradients(*(None if x is None else x.clone() for x in found))  # type: ignore[arg-type]
         self.last.record(stream)
         return left
-
-
-def _complete(
-    call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, wanted: Sequence[bool]
-) -> tuple[Tensor, Gradients]:
-    """The loss and its gradients, that of the scale too."""
-    value, found = forward_with_gradients(call, q, k, scale, bias, wanted)
-    x, total = (k, found.v) if found.u is None else (q, found.u)
-    if wanted[2] and total is not None:
-        tiles = call.arithmetic(scale, bias, q.dtype)
-        found = found._replace(of_scale=tiles.scaled(x, total, None, gradient=False, inner=True, keep=True)[1])
-    return value, found
 
 
 _graphs: OrderedDict[Any, _Graph] = OrderedDict()
@@ -107,10 +95,8 @@ def replayed(
     call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Gradients]:
     """`forward_with_gradients`, as a graph once it has been called often enough to pay."""
-    if not small(call, q):
+    if not small(call, q) or torch.cuda.is_current_stream_capturing():
         return forward_with_gradients(call, q, k, scale, bias, wanted)
-    if torch.cuda.is_current_stream_capturing():
-        return _complete(call, q, k, scale, bias, wanted)
     inputs = (q, k, scale, bias)
     key = (
         q.device, *((x.shape, x.dtype) if x is not None else None for x in inputs), call.loss, call.reduction,
@@ -121,7 +107,7 @@ def replayed(
         graph = _graph(key, call, inputs, wanted) if _calls[key] > CALLS else None
         if graph is not None:
             return graph(inputs)
-    return _complete(call, q, k, scale, bias, wanted)
+    return forward_with_gradients(call, q, k, scale, bias, wanted)
 
 
 def _graph(key: Any, call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> _Graph | None:

@@ -175,7 +175,7 @@ def _hand_back(
     call: Call, tiles: Scored, found: Gradients, scale: Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """What was accumulated, times the scale, as gradients of scale, bias, features and Ω, each in its own type."""
-    scorer, (u, v, sums, _) = tiles.scorer, found
+    scorer, (u, v, sums) = tiles.scorer, found
     of_bias = sums[0] if call.loss.uses_bias else torch.zeros_like(sums[0])
     return (
         sums[1].to(scale.dtype).reshape(scale.shape),

@@ -175,8 +175,8 @@ def _backward(
         tiles = call.arithmetic(scale, bias, q.dtype)
         every_row, every_col = with_states(call, upstream, swept, tiles.scale.dtype)
         dq, dk = (host_room(x.shape, x.dtype) if want else None for x, want in ((q, want_q), (k, want_k)))
-        # read off the rows, or else off the columns
-        by_rows = want_q or (want_scale and not want_k)
+        # the scale's gradient is read off the rows, or else off the columns, where the tiles do not weigh
+        by_rows = want_q or (want_scale and not want_k and not tiles.weighs)
         # the columns' gradient so far, if there is more than one strip; wide features have room for it where it ends
         wide, running = tiles.scale.dtype, None
         if dk is not None and cuts.strip < len(q):
@@ -200,17 +200,18 @@ def _backward(
                 if running is not None and along_i.stop < len(q):
                     belt.bring_back(v, running[along_j], index)
                 else:
-                    dscale += 0 if by_rows else inner_product(block, v)
+                    dscale += 0 if by_rows or tiles.weighs else inner_product(block, v)
                     hand_over(v, dk[along_j], index)
             if u is not None:
-                dscale += inner_product(rows.features, u)
+                dscale += 0 if tiles.weighs else inner_product(rows.features, u)
                 if dq is not None:
                     for part, to in zip(u.split(cuts.shard), dq[along_i].split(cuts.shard), strict=True):
                         hand_over(part, to)
                     del part
             del rows, u
         belt.finish()
-    of_bias = total if call.loss.uses_bias else torch.zeros_like(total)
+    of_pairs, dscale = (total[0], total[1]) if tiles.weighs else (total, dscale)
+    of_bias = of_pairs if call.loss.uses_bias else torch.zeros_like(of_pairs)
     return [dq, dk, dscale if want_scale else None, of_bias if want_bias else None]
 
 

@@ -68,12 +68,11 @@ class Swept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """∂(loss), all without the scale: u [N, D] of q, v [M, D] of k, and Σ_ij of the logits; of the scale, if known."""
+    """∂(loss), all without the scale: u [N, D] of q, v [M, D] of k, and what tiles return of their sums."""
 
     u: Tensor | None
     v: Tensor | None
     total: Tensor
-    of_scale: Tensor | None = None
 
 
 def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> Swept:
@@ -120,7 +119,7 @@ def forward_with_gradients(
     with _as_given(q):
         tiles = call.arithmetic(scale, bias, q.dtype)
         rows, coefficient = with_coefficients(call, poison(tiles.scale, q, k))
-        u, v = _room(q, k, wanted)
+        u, v = _room(tiles, q, k, wanted)
         rows, cols = replace(rows, features=q), replace(call.cols, features=k)
         stats, total = call.exchange.stats_and_grads(tiles, rows, cols, u, v)
         value = call.exchange.total((coefficient * call.loss.finish(stats).loss).sum())
@@ -175,7 +174,7 @@ def _gradients(
     with _as_given(q):
         tiles = call.arithmetic(scale, bias, q.dtype)
         rows, cols = _carrying(call, states, coefficients)
-        u, v = _room(q, k, wanted)
+        u, v = _room(tiles, q, k, wanted)
         total = call.exchange.grads(tiles, replace(rows, features=q), replace(cols, features=k), u, v)
         return Gradients(u, v, total)
 
@@ -192,34 +191,37 @@ def hand_back(
 ) -> list[Tensor | None]:
     """What was accumulated, as gradients in their own types; times `upstream`, where that is not in yet."""
     want_q, want_k, want_scale, want_bias = wanted
-    u, v, total, of_scale = found
-    asked = want_scale and of_scale is None
+    u, v, total = found
     keep = upstream is not None
     with _as_given(q):
         tiles = call.arithmetic(scale, bias, q.dtype)
         times = None if upstream is None else upstream.to(total.dtype)
-        dq = dk = dscale = dbias = None
-        if u is not None:
-            dq, dscale = tiles.scaled(q, u, times, gradient=want_q, inner=asked, keep=keep)
-        if v is not None:
-            dk, other = tiles.scaled(k, v, times, gradient=want_k, inner=asked and u is None, keep=keep)
-            dscale = other if dscale is None else dscale
+        # before the accumulators are overwritten
+        x, of_x = (q, u) if u is not None else (k, v)
+        of_pairs, of_products = tiles.sums(total, x, of_x if want_scale else None)
+        dq = tiles.scaled(q, u, times, keep=keep) if want_q and u is not None else None
+        dk = tiles.scaled(k, v, times, keep=keep) if want_k and v is not None else None
+        dscale = dbias = None
         if want_scale:
-            dscale = dscale if of_scale is None else of_scale if times is None else of_scale * times
-            assert dscale is not None
-            dscale = dscale.to(scale.dtype).reshape(scale.shape)
+            assert of_products is not None
+            dscale = _number(of_products, times, scale)
         if want_bias and bias is not None:
-            used = (total if times is None else total * times) if call.loss.uses_bias else torch.zeros_like(total)
-            dbias = used.to(bias.dtype).reshape(bias.shape)
+            dbias = _number(of_pairs if call.loss.uses_bias else torch.zeros_like(of_pairs), times, bias)
     return [dq, dk, dscale, dbias]
 
 
-def _room(q: Tensor, k: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-    """Accumulators of what is wanted; the scale's gradient can be read off either."""
+def _number(found: Tensor, times: Tensor | None, of: Tensor) -> Tensor:
+    """The gradient of a scalar in its own type and shape."""
+    return (found if times is None else found * times).to(of.dtype).reshape(of.shape)
+
+
+def _room(tiles: Tiles, q: Tensor, k: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+    """Accumulators of what is wanted; tiles that do not weigh need one for the scale's gradient too."""
     want_q, want_k, want_scale, _ = wanted
     wide = accumulator(q.dtype)
+    for_scale = want_scale and not want_k and not tiles.weighs
     # rows one after the other, whatever the strides of the features
-    u = torch.zeros(q.shape, dtype=wide, device=q.device) if want_q or (want_scale and not want_k) else None
+    u = torch.zeros(q.shape, dtype=wide, device=q.device) if want_q or for_scale else None
     return u, torch.zeros(k.shape, dtype=wide, device=k.device) if want_k else None
 
 

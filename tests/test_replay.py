@@ -28,7 +28,7 @@ class Played:
         self.call, self.wanted = call, wanted
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, Gradients]:
-        return _replay._complete(replace(self.call, made=[]), *inputs, self.wanted)
+        return _replay.forward_with_gradients(replace(self.call, made=[]), *inputs, self.wanted)
 
 
 @pytest.fixture

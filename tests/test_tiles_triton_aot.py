@@ -28,7 +28,7 @@ PRODUCTS = ("totals", "maxima", "gradient", "careful_gradient")
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
 # all that the small kernels may be asked for
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
-EVERYTHING |= {"MEAN": True, "TIMES": True, "OUT": True, "INNER": True}
+EVERYTHING |= {"MEAN": True, "TIMES": True}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "q_stride", "k_stride", "out_stride")
 # the kernels most of the time goes to: several programs of them share a multiprocessor
@@ -70,7 +70,9 @@ def _type(name: str, shape: Any) -> str:
         return f"tensordesc<bf16[{descriptors[name][0]},{descriptors[name][1]}]>" if shape.tma else "*bf16"
     if name in ("q_ptr", "k_ptr", "x_ptr"):
         return "*bf16"
-    if name.endswith(("ids_ptr", "labels_ptr", "places_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
+    if name.endswith(("ids_ptr", "labels_ptr")):
+        return "*i32"
+    if name.endswith(("places_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
         return "*i64"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "cut") else "i32"
 
@@ -80,7 +82,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     from contrastile.tiles import triton_ends, triton_kernels, triton_listed, triton_vectors
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
-    sigmoid = {"SIGMOID": True, "COLUMNS": False}
+    sigmoid = {"SIGMOID": True, "COLUMNS": False, "LOSS": True}
     for name in PRODUCTS:
         kernel = getattr(triton_kernels, name)
         yield kernel, f"{name} plain", plain
@@ -89,6 +91,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if capability == 90:
             yield kernel, f"{name} six products", plain | SIX
             yield kernel, f"{name} ids", plain | {"IDS": True}
+        if name in ("maxima", "careful_gradient"):
+            yield kernel, f"{name} labels", plain | {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False}
     for module, names in (
         (triton_vectors, ("split", "norms", "numbers", "merge_sums", "merge_maxima", "merge_parts", "prepare")),
         (triton_listed, ("listed_totals", "listed_gradient", "add_pairs")),

@@ -287,11 +287,48 @@ def test_a_strip_of_integers_is_written_exactly() -> None:
     pair = _as_pair(q, k, Masks(diagonal=2))
     out = operands.strip(pair.q, pair.k)
     out.fill_(torch.nan)
-    launch.gradient(pair, _numbers(3.0, 1.0), [(a, a), (b, b)], out, smooth=False, sums=None, row_part=None)
+    sums, sides = launch.no_sums(out.device), [(a, a), (b, b)]
+    for _ in range(2):
+        launch.gradient(pair, _numbers(3.0, 1.0), sides, out, sums, smooth=False, sigmoid=False, row_part=None)
     exact = torch.exp2(3 * q.float() @ k.float().T - 1) * (a[:, None] + b[None, :])
     exact.diagonal(2).zero_()
     (written,) = operands.pieces(out, pair.q, pair.k)
     assert torch.equal(written.float(), exact)
+    # what two sweeps come to, in a sum of products of integers
+    assert sums.sum() == 2 * (exact * (q.float() @ k.float().T)).sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [20.0, 100.0])
+def test_the_scales_gradient_does_not_go_through_the_16_bit_strip(scale: float, dtype: torch.dtype) -> None:
+    k = _unit(N, torch.float32)
+    q = F.normalize(0.6 * k + 0.8 * _unit(N, torch.float32), dim=-1).to(dtype).requires_grad_()
+    k = k.to(dtype).requires_grad_()
+    leaf = torch.tensor(scale, requires_grad=True)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, leaf)]
+    (true,) = torch.autograd.grad(dense_softmax(*wide, symmetric=True), wide[2])
+    loss = contrast(q, k, scale=leaf, backend="triton")
+    dq, found = torch.autograd.grad(loss, (q, leaf), retain_graph=True)
+    assert distance(found, true) <= 2e-5
+    # and it is the same where nothing else is wanted
+    assert torch.equal(torch.autograd.grad(loss, leaf)[0], found)
+    # the two parts of it cancel: read off the gradient of q it would be further away
+    if dtype != torch.float32:
+        assert distance((dq.double() * q.detach()).sum() / scale, true) > 2e-5
+
+
+def test_a_sigmoids_sums() -> None:
+    q, k = _unit(N).requires_grad_(), _unit(45).requires_grad_()
+    numbers = [torch.tensor(x, requires_grad=True) for x in (30.0, -3.0)]
+    loss = contrast(
+        q, k, scale=numbers[0], bias=numbers[1], loss=Sigmoid(), backend="triton", positives=torch.arange(N) % 45
+    )
+    wide = [x.detach().double().requires_grad_() for x in (q, k, *numbers)]
+    exact = contrast(
+        wide[0], wide[1], scale=wide[2], bias=wide[3], loss=Sigmoid(), backend="eager", positives=torch.arange(N) % 45
+    )
+    for found, true in zip(torch.autograd.grad(loss, numbers), torch.autograd.grad(exact, wide[2:]), strict=True):
+        assert distance(found, true) <= 1e-5
 
 
 @pytest.mark.parametrize("gap", [0.1, 0.2])
@@ -396,3 +433,12 @@ def test_another_loss_is_declined() -> None:
 
     rows, cols = _pair(_unit(5), _unit(5))
     assert Triton.declines(Mine(), rows, cols) == "no kernel for Mine"
+
+
+def test_groups_are_counted_in_32_bits() -> None:
+    ids = torch.tensor([2**40, -7, 2**40 + 2**32, 5, -7])
+    rows, cols = Side(_unit(3), ids=ids[:3]), Side(_unit(2), ids=ids[3:])
+    counted = operands.numbered(rows, cols)
+    both = torch.cat([side.ids for side in counted if side.ids is not None])
+    assert both.dtype == torch.int32
+    assert both.tolist() == [2, 0, 3, 1, 0]

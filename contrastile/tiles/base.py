@@ -54,15 +54,16 @@ class Tiles(ABC):
     def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
         """Adds Σ_j g_ij k_j to u [N, D] and Σ_i g_ij q_i to v [M, D], g being the pairs' gradient; returns Σ_ij g_ij.
 
-        Both in the accumulator's type, both without the scale; what is None is not computed. A learned score's
-        derivatives stand in the place of k_j and q_i, and its sums go on beyond Σ_ij g_ij (see `scored.py`).
+        Both in the accumulator's type, both without the scale; what is None is not computed. Tiles that weigh return
+        Σ_ij g_ij · ⟨q_i, k_j⟩ behind the sum. A learned score's derivatives stand in the place of k_j and q_i, and its
+        sums go on beyond these two (see `scored.py`).
         """
 
     @abstractmethod
     def stats_and_grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
         """Both in one sweep of 6·N·M·D operations, for a pairwise loss whose rows carry their coefficients already.
 
-        Returns the statistics of the rows, and Σ_ij g_ij.
+        Returns the statistics of the rows, and what `grads` does.
         """
 
     def merge(self, stats: Tensor, parts: Tensor) -> None:
@@ -88,21 +89,24 @@ class Tiles(ABC):
         del stats, weights, reduction, total
         return None
 
-    def scaled(
-        self, x: Tensor, total: Tensor, times: Tensor | None, *, gradient: bool, inner: bool, keep: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """total · scale · times in the type of x, and Σ ⟨x_i, total_i⟩ · times, what is asked for; times is 1 if None.
+    def scaled(self, x: Tensor, total: Tensor, times: Tensor | None, *, keep: bool) -> Tensor:
+        """total · scale · times in the type of x; times is 1 if None. Overwrites `total` if it need not be kept."""
+        factor = self.scale if times is None else self.scale * times
+        return (total * factor if keep else total.mul_(factor)).to(x.dtype)
 
-        Overwrites `total` if it need not be kept.
+    def sums(self, found: Tensor, x: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Σ_ij g_ij and Σ_ij g_ij · ⟨q_i, k_j⟩, from what `grads` returned.
+
+        x, total: q and u, or k and v, off which the second is read where tiles do not weigh; None without `total`.
         """
-        summed = out = None
-        if inner:
-            weighed = inner_product(x, total)
-            summed = weighed if times is None else weighed * times
-        if gradient:
-            factor = self.scale if times is None else self.scale * times
-            out = (total * factor if keep else total.mul_(factor)).to(x.dtype)
-        return out, summed
+        if self.weighs:
+            return found[0], found[1]
+        return found, None if total is None else inner_product(x, total)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether `grads` also returns Σ_ij g_ij · ⟨q_i, k_j⟩, the scale's gradient, which else is read off u or v."""
+        return False
 
     def init(self, side: Side) -> Tensor:
         """Statistics of rows that have met no column."""
@@ -110,7 +114,7 @@ class Tiles(ABC):
 
     def no_pairs(self) -> Tensor:
         """What `grads` returns where no row meets a column."""
-        return torch.zeros_like(self.scale)
+        return self.scale.new_zeros(2) if self.weighs else torch.zeros_like(self.scale)
 
 
 def inner_product(x: Tensor, total: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ then compute three or six products.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -121,17 +121,17 @@ class Triton(Tiles):
 
     def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
         if not len(rows) or not len(cols):
-            return torch.zeros_like(self.scale)
+            return self.no_pairs()
         with on(self.scale.device):
             return self._grads(self._block(rows, cols), u, v, None)
 
     def stats_and_grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
         """Both in one sweep of 6·N·M·D operations, for a loss whose pair gradients wait for no statistic: a sigmoid.
 
-        `rows` carry their coefficients already. Returns the statistics of the rows, and Σ_ij g_ij.
+        `rows` carry their coefficients already. Returns the statistics of the rows, and what `grads` does.
         """
         if not len(rows) or not len(cols):
-            return self.init(rows), torch.zeros_like(self.scale)
+            return self.init(rows), self.no_pairs()
         row_stats = self._room(rows)
         with on(self.scale.device):
             block = self._block(rows, cols)
@@ -161,22 +161,23 @@ class Triton(Tiles):
             # the first block has this rank's own columns: between them, the ranks look at all features
             return conclude.ended(stats, weights, blocks[0], total, mean=mean, smoothing=smoothing)
 
-    def scaled(
-        self, x: Tensor, total: Tensor, times: Tensor | None, *, gradient: bool, inner: bool, keep: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        out = None
-        if gradient:
-            out = total if x.dtype == total.dtype and not keep else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if not total.numel():
-            return out, total.sum() if inner else None
-        with on(self.scale.device):
-            return out, conclude.scaled(x, total, self.scale, times, out=out, inner=inner)
+    def scaled(self, x: Tensor, total: Tensor, times: Tensor | None, *, keep: bool) -> Tensor:
+        out = total if x.dtype == total.dtype and not keep else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if total.numel():
+            with on(self.scale.device):
+                conclude.scaled(total, self.scale, times, out)
+        return out
 
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         return self._budget.most(N, M, D, dtype)
 
     def _room(self, side: Side) -> Tensor:
         return self.scale.new_empty(1 if self._sigmoid else len(SoftmaxStats._fields), len(side))
+
+    @property
+    def weighs(self) -> bool:
+        # a sigmoid's sum does not cancel, and its kernel has no registers left
+        return not self._sigmoid
 
     @property
     def _budget(self) -> Budget:
@@ -198,7 +199,7 @@ class Triton(Tiles):
                 # positives by label need maxima of their own
                 careful=_by_label(rows) and not self._sigmoid,
             )  # fmt: skip
-        return Block(_laid_out(rows), _laid_out(cols), self.numbers[place], [])
+        return Block(*operands.numbered(rows, cols), self.numbers[place], [])
 
     def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         features = block.rows.features
@@ -231,8 +232,8 @@ class Triton(Tiles):
             itself=rows.start - cols.start if self.loss.exclude_self else None,
             places=rows.positives if rows.diagonal is None else None,
             places_start=cols.start,
-            ids=_groups(rows.ids, cols.ids),
-            labels=None if listed else _groups(rows.labels, cols.labels),
+            ids=operands.groups(rows.ids, cols.ids),
+            labels=None if listed else operands.groups(rows.labels, cols.labels),
         )
 
     # the forward
@@ -250,7 +251,7 @@ class Triton(Tiles):
         """The same the careful way, on the device's own decision, and with positives by label."""
         for tile in self._super_tiles(block, self._budget.labels if labels else self._budget.forward):
             row_part, col_part = self._partial(tile, CHANNELS_LABELS if labels else CHANNELS_CAREFUL)
-            launch.maxima(tile.pair, block.numbers, row_part, col_part)
+            launch.maxima(tile.pair, block.numbers, row_part, col_part, smooth=bool(self._smoothing))
             merges = _merges(tile, row_part, col_part, row_stats, col_stats)
             launch.merge_maxima(*merges, block.numbers, labels=labels)
 
@@ -275,7 +276,12 @@ class Triton(Tiles):
     # the backward
 
     def _grads(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
-        """Adds all pairs' gradient to u and v, and where asked their loss to the statistics."""
+        """Adds all pairs' gradient to u and v, and where asked their loss to the statistics.
+
+        Returns Σ_ij g_ij of a sigmoid. Of a softmax, whose sum is 0, Σ_ij g_ij · ⟨q_i, k_j⟩ behind it, taken from the
+        tiles as they are computed: the accumulators have lost what 16 bits and the matrix units cut off, and what
+        pulls and what pushes often cancel to a few percent.
+        """
         unit = None
         if block.rows.features.dtype == torch.float16:
             unit = _unit([coefficient for _, coefficient in self._states(block.rows, block.cols)])
@@ -286,22 +292,21 @@ class Triton(Tiles):
             _multiply((u, v, total), 1 / unit)
         pairs = self._listed(block)
         if pairs is not None:
-            g_NP = self._listed_grads(block, pairs, u, v)
-            total = total + g_NP.sum() if self._sigmoid else total
-        return total
+            g_NP, inner_NP = self._listed_grads(block, pairs, u, v)
+            total = total + (inner_NP if self.weighs else g_NP).sum(dtype=torch.float64)
+        total = total.to(self.scale.dtype)
+        return torch.stack([torch.zeros_like(total), total]) if self.weighs else total
 
     def _strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
-        """The gradient of the pairs that are not listed, one strip of the matrix at a time."""
-        total = torch.zeros_like(self.scale)
-        if u is None and v is None and not self._sigmoid:
-            return total
+        """The gradient of the pairs that are not listed, one strip of the matrix at a time; returns its sum."""
+        sums = launch.no_sums(self.scale.device)
         out: Tensor | None = None
         vectors = self._vectors(block)
         for tile in self._super_tiles(block, self._budget.backward):
             q, k = tile.pair.q, tile.pair.k
             if out is None:
                 out = operands.strip(q, k)
-            total = self._fill(block, tile, vectors, out, row_stats, total)
+            self._fill(block, tile, vectors, out, sums, row_stats)
             g = operands.pieces(out, q, k)
             D = tile.rows.features.shape[1]
             for of_g, of_x in operands.products(q.parts):
@@ -311,7 +316,8 @@ class Triton(Tiles):
                     _add_product(_along(u, tile.along_i, 0), g[of_g], k.piece(of_x, D), inner)
                 if v is not None:
                     _add_product(_along(v, tile.along_j, 0), g[of_g].T, q.piece(of_x, D), inner)
-        return total
+        cut = launch.cut(block.rows.features) if self.weighs else 0.0
+        return sums.sum(dtype=torch.float64) * (1 + cut)
 
     def _vectors(self, block: Block) -> list[tuple[Tensor, Tensor]]:
         """What the kernel multiplies a pair's exponential with, and subtracts, for each direction."""
@@ -327,30 +333,28 @@ class Triton(Tiles):
         tile: SuperTile,
         vectors: list[tuple[Tensor, Tensor]],
         out: Tensor,
+        sums: Tensor,
         row_stats: Tensor | None,
-        total: Tensor,
-    ) -> Tensor:
-        """Writes the super-tile's gradient into `out`; returns `total`, with its sum where the loss asks for it."""
+    ) -> None:
+        """Writes the super-tile's gradient into `out`, and adds to its sums."""
         along = (tile.along_i, tile.along_j)
         cut = [(_along(a, at), _along(c, at)) for (a, c), at in zip(vectors, along, strict=False)]
         common = (tile.pair, block.numbers)
         if self._sigmoid:
-            sums, _ = self._partial(tile, CHANNELS)
             row_part = None if row_stats is None else self._partial(tile, CHANNELS)[0]
-            launch.gradient(*common, cut, out, smooth=False, sums=sums, row_part=row_part)
+            launch.gradient(*common, cut, out, sums, smooth=False, sigmoid=True, row_part=row_part)
             if row_part is not None and row_stats is not None:
                 merges = _merges(tile, row_part, None, row_stats, None)
                 launch.merge_sums(*merges, block.numbers, sigmoid=True)
-            return total + sums.sum()
+            return
         if not _by_label(block.rows):
-            launch.gradient(*common, cut, out, smooth=bool(self._smoothing), sums=None, row_part=None)
-        launch.careful_gradient(*common, self._states(tile.rows, tile.cols), out, smoothing=self._smoothing)
-        return total
+            launch.gradient(*common, cut, out, sums, smooth=bool(self._smoothing), sigmoid=False, row_part=None)
+        launch.careful_gradient(*common, self._states(tile.rows, tile.cols), out, sums, smoothing=self._smoothing)
 
-    def _listed_grads(self, block: Block, pairs: Listed, u: Tensor | None, v: Tensor | None) -> Tensor:
-        """Adds the listed positives' gradient in float32; returns that of each pair."""
+    def _listed_grads(self, block: Block, pairs: Listed, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Adds the listed positives' gradient in float32; returns that of each pair, and times its product."""
         q, k = block.rows.features, block.cols.features
-        g_NP = launch.listed_gradient(
+        g_NP, inner_NP = launch.listed_gradient(
             q, k, pairs, block.numbers, self._states(block.rows, block.cols), u, v,
             smoothing=self._smoothing, sigmoid=self._sigmoid,
         )  # fmt: skip
@@ -359,7 +363,7 @@ class Triton(Tiles):
             columns, order = torch.where(pairs.columns < 0, len(v), pairs.columns).flatten().sort(stable=True)
             starts = torch.searchsorted(columns, torch.arange(len(v) + 1, device=v.device))
             launch.add_pairs(v, q, starts, order // pairs.per_row, g_NP.flatten()[order])
-        return g_NP
+        return g_NP, inner_NP
 
     def _states(self, rows: Side, cols: Side) -> list[tuple[Tensor, Tensor]]:
         """State and coefficient of each direction."""
@@ -387,18 +391,6 @@ class Triton(Tiles):
 
 def _by_label(rows: Side) -> bool:
     return rows.diagonal is None and rows.positives is None and rows.labels is not None
-
-
-def _groups(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if rows is None or cols is None else (rows, cols)
-
-
-def _laid_out(side: Side) -> Side:
-    """All but the features as the kernels read it: the last axis dense. A shard that has travelled is not."""
-    travelled = ("positives", "labels", "ids", "state", "coefficient")
-    given = {name: getattr(side, name) for name in travelled}
-    apart = {name: x for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
-    return replace(side, **{name: x.contiguous() for name, x in apart.items()}) if apart else side
 
 
 def _state(side: Side) -> tuple[Tensor, Tensor]:

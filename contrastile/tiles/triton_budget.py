@@ -12,6 +12,7 @@ import torch
 
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.softmax import Softmax
 from contrastile.tiles import triton_operands as operands
 from contrastile.tiles.triton_device import shape_for
 from contrastile.tiles.triton_operands import tiles_of
@@ -41,7 +42,9 @@ class Budget:
 
     def forward(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
         """The tiles' numbers, and the operands' pieces."""
-        return self._partial(height, width, CHANNELS_SMOOTH) + self._operands(height, width, D, dtype)
+        smooth = isinstance(self.loss, Softmax) and self.loss.label_smoothing
+        channels = CHANNELS_SMOOTH if smooth else CHANNELS_CAREFUL
+        return self._partial(height, width, channels) + self._operands(height, width, D, dtype)
 
     def labels(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
         """The same for positives by label."""
@@ -50,8 +53,8 @@ class Budget:
     def backward(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
         """The strip, and the operands' pieces."""
         strip = operands.strip_bytes(height, width, PIECES[dtype](), self.device)
-        # a sigmoid's sums of the gradient, and of the loss
-        sums = self._partial(height, width, 2 * CHANNELS) if isinstance(self.loss, Sigmoid) else 0
+        # a sigmoid's sums of the loss
+        sums = self._partial(height, width, CHANNELS) if isinstance(self.loss, Sigmoid) else 0
         return strip + sums + self._operands(height, width, D, dtype)
 
     def cut(self, N: int, M: int, D: int, dtype: torch.dtype, cost: Cost) -> tuple[int, int]:

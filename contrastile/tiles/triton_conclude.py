@@ -54,19 +54,11 @@ def ended(
     return value, list(left[:STATE].split(lengths, 1)), list(coefficients.split(lengths))
 
 
-def scaled(
-    x: Tensor, total: Tensor, scale: Tensor, times: Tensor | None, *, out: Tensor | None, inner: bool
-) -> Tensor | None:
-    """Writes total · scale (· times) to `out`, in its type; returns Σ ⟨x_i, total_i⟩ (· times) if asked."""
+def scaled(total: Tensor, scale: Tensor, times: Tensor | None, out: Tensor) -> None:
+    """Writes total · scale (· times) to `out`, in its type."""
     n, D = total.shape
-    blocks = tiles_of(n, ROWS)
-    sums = total.new_empty(blocks) if inner else total
     run(
-        ends.scaled, (blocks,), x_ptr=x, total_ptr=total, out_ptr=total if out is None else out, scale_ptr=scale,
-        times_ptr=scale if times is None else times, inner_ptr=sums, n=n, D=D, row_stride=x.stride(0),
-        stride=x.stride(1), total_stride=total.stride(0), out_stride=0 if out is None else out.stride(0),
-        TIMES=times is not None, OUT=out is not None, INNER=inner, ROWS=ROWS, BLOCK=FEATURES,
+        ends.scaled, (tiles_of(n, ROWS),), total_ptr=total, out_ptr=out, scale_ptr=scale,
+        times_ptr=scale if times is None else times, n=n, D=D, total_stride=total.stride(0), out_stride=out.stride(0),
+        TIMES=times is not None, ROWS=ROWS, BLOCK=FEATURES,
     )  # fmt: skip
-    if not inner:
-        return None
-    return sums.sum() if times is None else sums.sum() * times

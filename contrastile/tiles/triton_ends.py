@@ -132,25 +132,17 @@ def share(weight_ptr, totals_ptr, out_ptr, value_ptr, N, n, MEAN: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=ANY)
-def scaled(x_ptr, total_ptr, out_ptr, scale_ptr, times_ptr, inner_ptr, n, D, row_stride, stride, total_stride,
-           out_stride, TIMES: tl.constexpr, OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
-           BLOCK: tl.constexpr):  # fmt: skip
-    """out = total · scale · times, in its own type; and per block of rows Σ ⟨x_i, total_i⟩."""
+def scaled(total_ptr, out_ptr, scale_ptr, times_ptr, n, D, total_stride, out_stride, TIMES: tl.constexpr,
+           ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out = total · scale · times, in its own type."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     factor = tl.load(scale_ptr)
     if TIMES:
         factor *= tl.load(times_ptr)
     row = rows.to(tl.int64)[:, None]
-    inner = tl.zeros((ROWS,), tl.float32)
     for step in range(0, D, BLOCK):
         cols = step + tl.arange(0, BLOCK)
         inside = (rows < n)[:, None] & (cols < D)[None, :]
         total = tl.load(total_ptr + row * total_stride + cols[None, :], mask=inside, other=0.0)
-        if OUT:
-            scaled = (total * factor).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + row * out_stride + cols[None, :], scaled, mask=inside)
-        if INNER:
-            at = row * row_stride + cols.to(tl.int64)[None, :] * stride
-            inner += tl.sum(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) * total, 1)
-    if INNER:
-        tl.store(inner_ptr + tl.program_id(0), tl.sum(inner))
+        scaled = (total * factor).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * out_stride + cols[None, :], scaled, mask=inside)

@@ -144,6 +144,12 @@ def _others(ids, labels, rows, cols, N, M, LABELS: tl.constexpr):
 
 
 @triton.jit
+def _count(x, kept, axis: tl.constexpr):
+    """How many are kept along `axis`. Taken from x, so that it is counted where x is: masks lie across the threads."""
+    return tl.sum(tl.where(kept, x * 0.0 + 1.0, 0.0), axis)
+
+
+@triton.jit
 def _grown(a, b):
     """(1 + a)(1 + b) − 1, to full precision also where a and b are small."""
     return a + b + a * b
@@ -163,7 +169,7 @@ def _softplus_sum(t, BM: tl.constexpr, BN: tl.constexpr):
     Σ log(1 + e) = log Π(1 + e), and the product less 1 is summed up as it stands, so that nothing small is lost;
     BN / 8 factors of at most 2 do not overflow.
     """
-    grown = tl.reduce(tl.reshape(tl.math.exp2(-tl.abs(t)), (BM, BN // 8, 8)), 1, _grown)
+    grown = tl.reduce(tl.reshape(tl.math.exp2(tl.abs(t) * -1.0), (BM, BN // 8, 8)), 1, _grown)
     return tl.sum(log1p(grown), 1) + tl.sum(tl.maximum(t, 0.0), 1) * LN2
 
 
@@ -204,10 +210,10 @@ def totals(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, ro
             if SMOOTH:
                 x = tl.where(kept, acc * (factor * LN2), 0.0)
                 tl.store(row_at + col_tiles.to(tl.int64) * N, tl.sum(x, 1), mask=rows < N)
-                tl.store(row_at + col_tiles.to(tl.int64) * N * 2, tl.sum(kept.to(tl.float32), 1), mask=rows < N)
+                tl.store(row_at + col_tiles.to(tl.int64) * N * 2, _count(acc, kept, 1), mask=rows < N)
                 if COLUMNS:
                     tl.store(col_at + row_tiles.to(tl.int64) * M, tl.sum(x, 0), mask=cols < M)
-                    tl.store(col_at + row_tiles.to(tl.int64) * M * 2, tl.sum(kept.to(tl.float32), 0), mask=cols < M)
+                    tl.store(col_at + row_tiles.to(tl.int64) * M * 2, _count(acc, kept, 0), mask=cols < M)
         elif _touched(i, j, N, M, left_out, BM, BN, DIAGONAL, SELF, PLACES):
             t = tl.where(_counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES), t, -float("inf"))
         if SIGMOID:
@@ -220,26 +226,56 @@ def totals(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, ro
 
 
 @triton.jit
-def _log_sum(x, kept, at, stride, inside, axis: tl.constexpr):
-    """Stores the maximum along `axis` of x where kept, and one stride on the sum of exponentials relative to it."""
+def _exponentials(x, kept, axis: tl.constexpr):
+    """The maximum along `axis` of x where kept, and the sum of exponentials relative to it."""
     hidden = tl.where(kept, x, -float("inf"))
     top = tl.max(hidden, axis)
     safe = tl.where(top == -float("inf"), 0.0, top)
-    tl.store(at, top, mask=inside)
-    tl.store(at + stride, tl.sum(tl.exp(hidden - tl.expand_dims(safe, axis)), axis), mask=inside)
+    return top, tl.sum(tl.exp(hidden - tl.expand_dims(safe, axis)), axis)
 
 
 @triton.jit
-def _absorb(x, negative, hot, at, stride, inside, axis: tl.constexpr, LABELS: tl.constexpr):
-    """Stores the statistics of a tile along `axis`, one stride apart in the order of losses/softmax.py."""
-    _log_sum(x, negative, at, stride, inside, axis)
+def _under_both(top, total, x, kept):
+    """A row's maximum, and sum of exponentials relative to it, so far and of x together."""
+    new_top, new_total = _exponentials(x, kept, 1)
+    higher = tl.maximum(top, new_top)
+    safe = tl.where(higher == -float("inf"), 0.0, higher)
+    return higher, total * tl.exp(top - safe) + new_total * tl.exp(new_top - safe)
+
+
+@triton.jit
+def _absorb(x, negative, hot, at, stride, inside, LABELS: tl.constexpr, SMOOTH: tl.constexpr):
+    """Stores the statistics of columns, one stride apart in the order of losses/softmax.py."""
+    top, total = _exponentials(x, negative, 0)
+    tl.store(at, top, mask=inside)
+    tl.store(at + stride, total, mask=inside)
     if LABELS:
-        _log_sum(x, hot, at + 2 * stride, stride, inside, axis)
-        tl.store(at + 4 * stride, tl.sum(tl.where(hot, x, 0.0), axis), mask=inside)
-        tl.store(at + 5 * stride, tl.sum(hot.to(tl.float32), axis), mask=inside)
-        kept = negative | hot
-        tl.store(at + 6 * stride, tl.sum(tl.where(kept, x, 0.0), axis), mask=inside)
-        tl.store(at + 7 * stride, tl.sum(kept.to(tl.float32), axis), mask=inside)
+        top, total = _exponentials(x, hot, 0)
+        logit_sum = tl.zeros_like(top)
+        count = logit_sum
+        if SMOOTH:
+            logit_sum = tl.sum(tl.where(negative | hot, x, 0.0), 0)
+            count = _count(x, negative | hot, 0)
+        tl.store(at + 2 * stride, top, mask=inside)
+        tl.store(at + 3 * stride, total, mask=inside)
+        tl.store(at + 4 * stride, tl.sum(tl.where(hot, x, 0.0), 0), mask=inside)
+        tl.store(at + 5 * stride, _count(x, hot, 0), mask=inside)
+        tl.store(at + 6 * stride, logit_sum, mask=inside)
+        tl.store(at + 7 * stride, count, mask=inside)
+
+
+@triton.jit
+def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile; nothing moves, each thread has columns of both."""
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _quarter(x, at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """A quarter of the columns of a tile."""
+    left, right = _halves(x, BM, BN)
+    left, right = _halves(left if at < 2 else right, BM, BN // 2)
+    return left if at % 2 == 0 else right
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -248,10 +284,11 @@ def maxima(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, ro
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
            DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
-           COLUMNS: tl.constexpr):  # fmt: skip
+           COLUMNS: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
     """The careful form of `totals`: nothing is lost whatever the features. Runs where the flag is up.
 
-    Per tile, top and Σ exp(x − top); with LABELS all eight statistics. Layout as in `totals`.
+    Per tile, top and Σ exp(x − top); with LABELS all eight statistics, the last two 0 unless SMOOTH. Layout as in
+    `totals`.
     """
     left_out = (diagonal, itself, places_ptr, places_stride, places_start)
     ids = (row_ids_ptr, col_ids_ptr)
@@ -265,44 +302,102 @@ def maxima(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, ro
         acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
                         UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
-        cols = j * BN + tl.arange(0, BN)
-        x = acc * factor * LN2
-        negative = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
-        hot = negative
-        if LABELS:
-            hot = negative & _same(labels, rows, cols, N, M)
-            negative = negative & (hot == 0)
-        if IDS:
-            negative = negative & (_same(ids, rows, cols, N, M) == 0)
+        WIDTH: tl.constexpr = BN // 4
+        top = tl.full((BM,), -float("inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        positive_top, positive_total = top, total
+        positive_sum, positive_count, logit_sum, count = total, total, total, total
+        for at in tl.static_range(4):
+            x = _quarter(acc, at, BM, BN) * factor * LN2
+            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+            negative = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
+            hot = negative
+            if LABELS:
+                hot = negative & _same(labels, rows, cols, N, M)
+                negative = negative & (hot == 0)
+            if IDS:
+                negative = negative & (_same(ids, rows, cols, N, M) == 0)
+            top, total = _under_both(top, total, x, negative)
+            if LABELS:
+                positive_top, positive_total = _under_both(positive_top, positive_total, x, hot)
+                positive_sum += tl.sum(tl.where(hot, x, 0.0), 1)
+                positive_count += _count(x, hot, 1)
+                if SMOOTH:
+                    logit_sum += tl.sum(tl.where(negative | hot, x, 0.0), 1)
+                    count += _count(x, negative | hot, 1)
+            if COLUMNS:
+                col_at = col_part_ptr + i.to(tl.int64) * M + cols
+                _absorb(x, negative, hot, col_at, row_tiles.to(tl.int64) * M, cols < M, LABELS, SMOOTH)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
-        _absorb(x, negative, hot, row_at, col_tiles.to(tl.int64) * N, rows < N, 1, LABELS)
-        if COLUMNS:
-            col_at = col_part_ptr + i.to(tl.int64) * M + cols
-            _absorb(x, negative, hot, col_at, row_tiles.to(tl.int64) * M, cols < M, 0, LABELS)
+        stride = col_tiles.to(tl.int64) * N
+        tl.store(row_at, top, mask=rows < N)
+        tl.store(row_at + stride, total, mask=rows < N)
+        if LABELS:
+            tl.store(row_at + 2 * stride, positive_top, mask=rows < N)
+            tl.store(row_at + 3 * stride, positive_total, mask=rows < N)
+            tl.store(row_at + 4 * stride, positive_sum, mask=rows < N)
+            tl.store(row_at + 5 * stride, positive_count, mask=rows < N)
+            tl.store(row_at + 6 * stride, logit_sum, mask=rows < N)
+            tl.store(row_at + 7 * stride, count, mask=rows < N)
 
 
 @triton.jit
-def _store_tile(out_mem, out_stride, g, i, j, part_stride, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
-                TMA: tl.constexpr):  # fmt: skip
-    """Writes g into the strip, which has room for whole tiles, in PARTS that add up to it."""
+def _joined(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """Two quarters beside each other, as `_halves` takes them apart."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, 2 * WIDTH))
+
+
+@triton.jit
+def _store_half(out_mem, out_stride, g, i, col, part_stride, BM: tl.constexpr, WIDTH: tl.constexpr,
+                PARTS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Writes [BM, WIDTH] of g into the strip, which has room for whole tiles, in PARTS that add up to it."""
     for part in tl.static_range(PARTS):
         if TMA:
-            # two halves, whose buffers in shared memory are half as large
             piece = g.to(out_mem.dtype)
-            left, right = tl.split(tl.permute(tl.reshape(piece, (BM, 2, BN // 2)), (0, 2, 1)))
-            out_mem.store([part * part_stride + i * BM, j * BN], left)
-            out_mem.store([part * part_stride + i * BM, j * BN + BN // 2], right)
+            out_mem.store([part * part_stride + i * BM, col], piece)
         else:
             piece = g.to(out_mem.dtype.element_ty)
             rows = part * part_stride + i * BM + tl.arange(0, BM)
-            at = rows.to(tl.int64)[:, None] * out_stride + (j * BN + tl.arange(0, BN))[None, :]
+            at = rows.to(tl.int64)[:, None] * out_stride + (col + tl.arange(0, WIDTH))[None, :]
             tl.store(out_mem + at, piece)
         if part + 1 < PARTS:
             g = g - piece.to(tl.float32)
 
 
+@triton.jit
+def _reciprocal(x, INTERPRETED: tl.constexpr):
+    """1 / x for x from 1 to 4: in one instruction, which a general division follows up with five."""
+    if INTERPRETED:
+        inverse = 1.0 / x
+    else:
+        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
+                                            pack=1)  # fmt: skip
+    return inverse
+
+
+@triton.jit
+def _in_threads(x, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """[BM // 32, 8, 4] that add up to x: one number for each thread, where x is as the matrix units leave it."""
+    left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
+    lanes = tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
+    return tl.sum(tl.sum(tl.reshape(lanes, (2, BM // 32, 2, 8, 4)), 0), 1)
+
+
+@triton.jit
+def _vector(ptr, at, n):
+    """One number for each row, or column, 0 outside."""
+    return tl.load(ptr + at, mask=at < n, other=0.0)
+
+
+@triton.jit
+def _own_sums(sums_ptr, BM: tl.constexpr):
+    """Where this program keeps its sum, of as many numbers as `_in_threads` leaves: nobody else writes there."""
+    group = tl.arange(0, BM // 32)[:, None, None] * 8 + tl.arange(0, 8)[None, :, None]
+    return sums_ptr + tl.program_id(0) * BM + group * 4 + tl.arange(0, 4)[None, None, :]
+
+
 @triton.jit(do_not_specialize=ANY)
-def gradient(q_mem, k_mem, out_mem, numbers_ptr, row_a_ptr, col_b_ptr, row_c_ptr, col_d_ptr, sum_ptr,
+def gradient(q_mem, k_mem, out_mem, numbers_ptr, row_a_ptr, col_b_ptr, row_c_ptr, col_d_ptr, sums_ptr,
              row_part_ptr, places_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
              q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start, part_stride, out_stride,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -312,8 +407,12 @@ def gradient(q_mem, k_mem, out_mem, numbers_ptr, row_a_ptr, col_b_ptr, row_c_ptr
              PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """The gradient of the pairs that count, 2^t · (a_i + b_j) − (c_i + d_j), as one strip [PARTS, N, M].
 
-    c and d only where SMOOTH. SIGMOID writes a_i · σ(x), −a_i · σ(−x) for pairs of equal label, and its sums along
-    rows; with LOSS also what `totals` would. Leaves the strip to `careful_gradient` where the flag is up.
+    c and d only where SMOOTH. SIGMOID writes a_i · σ(x), −a_i · σ(−x) for pairs of equal label; with LOSS also what
+    `totals` would. Leaves the strip to `careful_gradient` where the flag is up. Each program adds what its tiles come
+    to, Σ g · ⟨q, k⟩ or for a SIGMOID Σ g, to its own places of `sums` [programs, BM].
+
+    A softmax's tile is worked out by its quarters: the products must stay until they meet their gradients, and what
+    does not fit the registers costs more than all else.
     """
     left_out = (diagonal, itself, places_ptr, places_stride, places_start)
     ids = (row_ids_ptr, col_ids_ptr)
@@ -323,41 +422,65 @@ def gradient(q_mem, k_mem, out_mem, numbers_ptr, row_a_ptr, col_b_ptr, row_c_ptr
     factor = tl.load(numbers_ptr + FACTOR)
     shift = tl.load(numbers_ptr + SHIFT)
     wanted = tl.where(tl.load(numbers_ptr + FLAG) == 0, row_tiles * col_tiles, 0)
+    sums_at = _own_sums(sums_ptr, BM)
+    sums = tl.load(sums_at)
     for tile in tl.range(tl.program_id(0), wanted, tl.num_programs(0), flatten=FLATTEN):
         i, j = _place(tile, row_tiles, col_tiles, GROUP)
         acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
                         UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
-        cols = j * BN + tl.arange(0, BN)
-        t = acc * factor - shift
-        a = tl.load(row_a_ptr + rows, mask=rows < N, other=0.0)[:, None]
-        if SIGMOID and LABELS:
-            hot = _same(labels, rows, cols, N, M)
-            t = tl.where(hot, -t, t)
-            a = tl.where(hot, -a, a)
-        if IDS or SMOOTH:
-            kept = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
-            if IDS:
-                kept = kept & _others(ids, labels, rows, cols, N, M, LABELS)
-            t = tl.where(kept, t, -float("inf"))
-        elif _touched(i, j, N, M, left_out, BM, BN, DIAGONAL, SELF, PLACES):
-            t = tl.where(_counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES), t, -float("inf"))
+        a = _vector(row_a_ptr, rows, N)[:, None]
+        touched = _touched(i, j, N, M, left_out, BM, BN, DIAGONAL, SELF, PLACES)
         if SIGMOID:
+            cols = j * BN + tl.arange(0, BN)
+            t = acc * factor - shift
+            if LABELS:
+                hot = _same(labels, rows, cols, N, M)
+                t = tl.where(hot, -t, t)
+                a = tl.where(hot, -a, a)
+            if IDS:
+                kept = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
+                t = tl.where(kept & _others(ids, labels, rows, cols, N, M, LABELS), t, -float("inf"))
+            elif touched:
+                t = tl.where(_counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES), t, -float("inf"))
             if LOSS:
                 tl.store(row_part_ptr + j.to(tl.int64) * N + rows, _softplus_sum(t, BM, BN), mask=rows < N)
             # an exponential of its own: one kept from the loss would not fit the registers
-            g = a / (1.0 + tl.math.exp2(-t))
-            tl.store(sum_ptr + j.to(tl.int64) * N + rows, tl.sum(g, 1), mask=rows < N)
+            g = a * _reciprocal(1.0 + tl.math.exp2(t * -1.0), UPCAST)
+            sums += _in_threads(g, BM, BN)
+            left, right = _halves(g, BM, BN)
+            _store_half(out_mem, out_stride, left, i, j * BN, part_stride, BM, BN // 2, PARTS, TMA)
+            _store_half(out_mem, out_stride, right, i, j * BN + BN // 2, part_stride, BM, BN // 2, PARTS, TMA)
         else:
+            WIDTH: tl.constexpr = BN // 4
             if COLUMNS:
-                a = a + tl.load(col_b_ptr + cols, mask=cols < M, other=0.0)[None, :]
-            g = tl.math.exp2(t) * a
-            if SMOOTH:
-                g = g - tl.load(row_c_ptr + rows, mask=rows < N, other=0.0)[:, None]
-                if COLUMNS:
-                    g = g - tl.load(col_d_ptr + cols, mask=cols < M, other=0.0)[None, :]
-                g = tl.where(kept, g, 0.0)
-        _store_tile(out_mem, out_stride, g, i, j, part_stride, BM, BN, PARTS, TMA)
+                # all at once: loads do not overtake stores
+                b = tl.broadcast_to(_vector(col_b_ptr, j * BN + tl.arange(0, BN), M)[None, :], (BM, BN))
+            for at in tl.static_range(4):
+                part = _quarter(acc, at, BM, BN)
+                cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+                t = part * factor - shift
+                if IDS or SMOOTH:
+                    kept = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
+                    if IDS:
+                        kept = kept & _others(ids, labels, rows, cols, N, M, LABELS)
+                    t = tl.where(kept, t, -float("inf"))
+                elif touched:
+                    t = tl.where(_counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES), t, -float("inf"))
+                g = tl.math.exp2(t) * (a + _quarter(b, at, BM, BN) if COLUMNS else a)
+                if SMOOTH:
+                    g = g - _vector(row_c_ptr, rows, N)[:, None]
+                    if COLUMNS:
+                        g = g - _vector(col_d_ptr, cols, M)[None, :]
+                    g = tl.where(kept, g, 0.0)
+                sums += _in_threads(g * part, BM, WIDTH)
+                if at % 2 == 0:
+                    before = g
+                else:
+                    half = j * BN + (at // 2) * (BN // 2)
+                    g = _joined(before, g, BM, WIDTH)
+                    _store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
+    tl.store(sums_at, sums)
 
 
 @triton.jit
@@ -390,7 +513,7 @@ def _softmax_gradient(x, hot, state_ptr, state_stride, coefficient_ptr, unit, at
 
 @triton.jit(do_not_specialize=ANY)
 def careful_gradient(q_mem, k_mem, out_mem, numbers_ptr, row_state_ptr, row_coefficient_ptr,
-                     col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride,
+                     col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride, sums_ptr,
                      places_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
                      q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start, part_stride,
                      out_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -406,22 +529,35 @@ def careful_gradient(q_mem, k_mem, out_mem, numbers_ptr, row_state_ptr, row_coef
     factor = tl.load(numbers_ptr + FACTOR)
     unit = tl.load(numbers_ptr + UNIT)
     wanted = tl.where(tl.load(numbers_ptr + FLAG) != 0, row_tiles * col_tiles, 0)
+    sums_at = _own_sums(sums_ptr, BM)
+    sums = tl.load(sums_at)
     for tile in tl.range(tl.program_id(0), wanted, tl.num_programs(0)):
         i, j = _place(tile, row_tiles, col_tiles, GROUP)
         acc = _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA,
                         UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
-        cols = j * BN + tl.arange(0, BN)
-        x = acc * factor * LN2
-        kept = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
-        hot = kept
-        if LABELS:
-            hot = kept & _same(labels, rows, cols, N, M)
-        g = _softmax_gradient(x, hot, row_state_ptr, row_state_stride, row_coefficient_ptr, unit, rows, rows < N,
-                              smoothing, 1, LABELS)  # fmt: skip
-        if COLUMNS:
-            g += _softmax_gradient(x, hot, col_state_ptr, col_state_stride, col_coefficient_ptr, unit, cols, cols < M,
-                                   smoothing, 0, LABELS)  # fmt: skip
-        if IDS:
-            kept = kept & _others(ids, labels, rows, cols, N, M, LABELS)
-        _store_tile(out_mem, out_stride, tl.where(kept, g, 0.0), i, j, part_stride, BM, BN, PARTS, TMA)
+        WIDTH: tl.constexpr = BN // 4
+        for at in tl.static_range(4):
+            part = _quarter(acc, at, BM, BN)
+            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+            x = part * factor * LN2
+            kept = _counts(rows, cols, N, M, left_out, DIAGONAL, SELF, PLACES)
+            hot = kept
+            if LABELS:
+                hot = kept & _same(labels, rows, cols, N, M)
+            g = _softmax_gradient(x, hot, row_state_ptr, row_state_stride, row_coefficient_ptr, unit, rows, rows < N,
+                                  smoothing, 1, LABELS)  # fmt: skip
+            if COLUMNS:
+                g += _softmax_gradient(x, hot, col_state_ptr, col_state_stride, col_coefficient_ptr, unit, cols,
+                                       cols < M, smoothing, 0, LABELS)  # fmt: skip
+            if IDS:
+                kept = kept & _others(ids, labels, rows, cols, N, M, LABELS)
+            g = tl.where(kept, g, 0.0)
+            sums += _in_threads(g * part, BM, WIDTH)
+            if at % 2 == 0:
+                before = g
+            else:
+                half = j * BN + (at // 2) * (BN // 2)
+                g = _joined(before, g, BM, WIDTH)
+                _store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
+    tl.store(sums_at, sums)

@@ -17,7 +17,7 @@ from contrastile.tiles import triton_kernels as kernels
 from contrastile.tiles import triton_listed as listed
 from contrastile.tiles import triton_vectors as vectors
 from contrastile.tiles.triton_device import Shape, run, shape_for
-from contrastile.tiles.triton_operands import Operand, Pair, tiles_of
+from contrastile.tiles.triton_operands import Operand, Pair, most_programs, tiles_of
 
 # rows of one program, and tiles added at once, in the kernels along one dimension
 BLOCK, TILES = 128, 16
@@ -58,13 +58,17 @@ def numbers(
         ROWS=ROWS, BLOCK=BLOCK,
     )  # fmt: skip
     out = torch.empty(NUMBERS, dtype=torch.float32, device=q.device)
-    cut = shape_for(q.device).cut * q.shape[1] * (CUT_FLOAT16 if q.dtype == torch.float16 else 1.0)
     run(
         vectors.numbers, (1,), norms_ptr=largest, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
-        out_ptr=out, q_blocks=q_blocks, blocks=blocks, cut=cut, careful=int(careful), BIASED=bias is not None,
+        out_ptr=out, q_blocks=q_blocks, blocks=blocks, cut=cut(q), careful=int(careful), BIASED=bias is not None,
         SIGMOID=sigmoid, BLOCK=1024,
     )  # fmt: skip
     return out
+
+
+def cut(q: Tensor) -> float:
+    """The share of a product that the matrix units lose, in the mean."""
+    return shape_for(q.device).cut * q.shape[1] * (CUT_FLOAT16 if q.dtype == torch.float16 else 1.0)
 
 
 def totals(
@@ -97,6 +101,8 @@ def maxima(
     numbers: Tensor,
     row_part: Tensor,
     col_part: Tensor | None,
+    *,
+    smooth: bool,
 ) -> None:
     """The careful form: [2 or 8, tiles, n] of tops and totals, and with labels all statistics, if the flag is up."""
     run(
@@ -106,6 +112,7 @@ def maxima(
         row_part_ptr=row_part,
         col_part_ptr=numbers if col_part is None else col_part,
         COLUMNS=col_part is not None,
+        SMOOTH=smooth,
         **pair.arguments,
     )
 
@@ -186,10 +193,16 @@ def prepare(sides: list[tuple[Tensor, Tensor]], numbers: Tensor, smoothing: floa
     return list(zip(weights, spreads, strict=True))
 
 
-def _strip(out: Tensor, q: Operand, shape: Shape) -> dict[str, Any]:
-    """The strip as the kernels write it."""
+def no_sums(device: torch.device) -> Tensor:
+    """Room for what each program of a gradient kernel adds up for itself."""
+    return torch.zeros(most_programs(device), shape_for(device).rows, device=device)
+
+
+def _strip(out: Tensor, sums: Tensor, q: Operand, shape: Shape) -> dict[str, Any]:
+    """The strip as the kernels write it, and where they leave their sums."""
     return {
         "out_mem": TensorDescriptor.from_tensor(out, [shape.rows, shape.cols // 2]) if shape.tma else out,
+        "sums_ptr": sums,
         "out_stride": out.stride(0),
         "part_stride": out.shape[0] // q.parts,
         "PARTS": q.parts,
@@ -201,14 +214,15 @@ def gradient(
     numbers: Tensor,
     vectors_of: list[tuple[Tensor, Tensor]],
     out: Tensor,
+    sums: Tensor,
     *,
     smooth: bool,
-    sums: Tensor | None,
+    sigmoid: bool,
     row_part: Tensor | None,
 ) -> None:
-    """Writes the gradient of the pairs that count into the strip `out`.
+    """Writes the gradient of the pairs that count into the strip `out`, and adds Σ g · ⟨q, k⟩ to `sums`.
 
-    A sigmoid's also its sums along each tile's rows into `sums`, and what `totals` would write into `row_part`.
+    A sigmoid's adds Σ g instead, and writes what `totals` would into `row_part`.
     """
     shape = shape_for(numbers.device)
     (a, c), (b, d) = vectors_of[0], vectors_of[-1]
@@ -220,14 +234,13 @@ def gradient(
         row_c_ptr=c,
         col_b_ptr=b,
         col_d_ptr=d,
-        sum_ptr=numbers if sums is None else sums,
         row_part_ptr=numbers if row_part is None else row_part,
         COLUMNS=len(vectors_of) == 2,
         SMOOTH=smooth,
-        SIGMOID=sums is not None,
+        SIGMOID=sigmoid,
         LOSS=row_part is not None,
         FLATTEN=shape.flatten,
-        **_strip(out, pair.q, shape),
+        **_strip(out, sums, pair.q, shape),
         **pair.arguments,
     )
 
@@ -237,6 +250,7 @@ def careful_gradient(
     numbers: Tensor,
     sides: list[tuple[Tensor, Tensor]],
     out: Tensor,
+    sums: Tensor,
     *,
     smoothing: float,
 ) -> None:
@@ -255,7 +269,7 @@ def careful_gradient(
         col_state_stride=col_state.stride(0),
         smoothing=smoothing,
         COLUMNS=len(sides) == 2,
-        **_strip(out, pair.q, shape),
+        **_strip(out, sums, pair.q, shape),
         **pair.arguments,
     )
 
@@ -323,19 +337,20 @@ def listed_gradient(
     *,
     smoothing: float,
     sigmoid: bool,
-) -> Tensor:
-    """Their gradient [N, P]; adds what it gives to u and, on the diagonal, to v."""
+) -> tuple[Tensor, Tensor]:
+    """Their gradient [N, P], and its products with ⟨q, k⟩; adds what it gives to u and, on the diagonal, to v."""
     grid, given = pairs.arguments(q, k, numbers)
     (row_state, row_coefficient), (col_state, col_coefficient) = sides[0], sides[-1]
-    g_NP = torch.empty(pairs.rows, pairs.per_row, dtype=torch.float32, device=q.device)
+    g_NP, inner_NP = torch.empty(2, pairs.rows, pairs.per_row, dtype=torch.float32, device=q.device)
     run(
         listed.listed_gradient, grid, row_state_ptr=row_state, row_state_stride=row_state.stride(0),
         row_coefficient_ptr=row_coefficient, col_state_ptr=col_state, col_state_stride=col_state.stride(0),
         col_coefficient_ptr=col_coefficient, u_ptr=g_NP if u is None else u, u_stride=0 if u is None else u.stride(0),
-        v_ptr=g_NP if v is None else v, v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, smoothing=smoothing,
-        COLUMNS=len(sides) == 2, SIGMOID=sigmoid, U=u is not None, V=v is not None and pairs.columns is None, **given,
+        v_ptr=g_NP if v is None else v, v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, inner_ptr=inner_NP,
+        smoothing=smoothing, COLUMNS=len(sides) == 2, SIGMOID=sigmoid, U=u is not None,
+        V=v is not None and pairs.columns is None, **given,
     )  # fmt: skip
-    return g_NP
+    return g_NP, inner_NP
 
 
 def add_pairs(total: Tensor, x: Tensor, starts: Tensor, sources: Tensor, values: Tensor) -> None:

@@ -49,9 +49,9 @@ def _listed(row, p, columns_ptr, diagonal, itself, N, M, per_row, DIAGONAL: tl.c
 
 
 @triton.jit
-def _logit(q_ptr, k_ptr, row, col, there, numbers_ptr, D, q_row_stride, q_stride, k_row_stride, k_stride,
+def _inner(q_ptr, k_ptr, row, col, there, D, q_row_stride, q_stride, k_row_stride, k_stride,
            ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """x of each row with its column, in float32."""
+    """⟨q, k⟩ of each row with its column, in float32."""
     total = tl.zeros((ROWS,), tl.float32)
     for step in range(0, D, BLOCK):
         at = step + tl.arange(0, BLOCK)
@@ -60,7 +60,7 @@ def _logit(q_ptr, k_ptr, row, col, there, numbers_ptr, D, q_row_stride, q_stride
         q = tl.load(q_ptr + row.to(tl.int64)[:, None] * q_row_stride + feature * q_stride, mask=inside, other=0.0)
         k = tl.load(k_ptr + col[:, None] * k_row_stride + feature * k_stride, mask=inside, other=0.0)
         total += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
-    return total * tl.load(numbers_ptr + SCALE) + tl.load(numbers_ptr + BIAS)
+    return total
 
 
 @triton.jit
@@ -90,8 +90,8 @@ def listed_totals(q_ptr, k_ptr, numbers_ptr, columns_ptr, row_stats_ptr, col_sta
     count = tl.zeros((ROWS,), tl.float32)
     for p in range(per_row):
         col, there = _listed(row, p, columns_ptr, diagonal, itself, N, M, per_row, DIAGONAL, SELF)
-        x = _logit(q_ptr, k_ptr, row, col, there, numbers_ptr, D, q_row_stride, q_stride, k_row_stride, k_stride,
-                   ROWS, BLOCK)  # fmt: skip
+        inner = _inner(q_ptr, k_ptr, row, col, there, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS, BLOCK)
+        x = inner * tl.load(numbers_ptr + SCALE) + tl.load(numbers_ptr + BIAS)
         if SIGMOID:
             total += tl.where(there, log1p(tl.exp(-tl.abs(x))) + tl.maximum(-x, 0.0), 0.0)
         else:
@@ -140,16 +140,19 @@ def _add_scaled(out_ptr, out_stride, to, x_ptr, source, row_stride, stride, g, t
 
 @triton.jit(do_not_specialize=ANY)
 def listed_gradient(q_ptr, k_ptr, numbers_ptr, columns_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
-                    col_coefficient_ptr, u_ptr, v_ptr, g_ptr, N, M, D, diagonal, itself, per_row, q_row_stride,
-                    q_stride, k_row_stride, k_stride, row_state_stride, col_state_stride, u_stride, v_stride, smoothing,
-                    DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr, SIGMOID: tl.constexpr,
-                    U: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The gradient g [N, per_row] of the listed positives, and what it adds to u, and on the diagonal to v."""
+                    col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, N, M, D, diagonal, itself, per_row,
+                    q_row_stride, q_stride, k_row_stride, k_stride, row_state_stride, col_state_stride, u_stride,
+                    v_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
+                    SIGMOID: tl.constexpr, U: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """g [N, per_row], the gradient of the listed positives, and g · ⟨q, k⟩; adds what g gives to u, and on the
+    diagonal to v.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for p in range(per_row):
         col, there = _listed(row, p, columns_ptr, diagonal, itself, N, M, per_row, DIAGONAL, SELF)
-        x = _logit(q_ptr, k_ptr, row, col, there, numbers_ptr, D, q_row_stride, q_stride, k_row_stride, k_stride,
-                   ROWS, BLOCK)  # fmt: skip
+        inner = _inner(q_ptr, k_ptr, row, col, there, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS, BLOCK)
+        x = inner * tl.load(numbers_ptr + SCALE) + tl.load(numbers_ptr + BIAS)
         if SIGMOID:
             g = -tl.load(row_coefficient_ptr + row, mask=there, other=0.0) / (1.0 + tl.exp(x))
         else:
@@ -157,7 +160,9 @@ def listed_gradient(q_ptr, k_ptr, numbers_ptr, columns_ptr, row_state_ptr, row_c
             if COLUMNS:
                 g += _positive(x, col_state_ptr, col_state_stride, col_coefficient_ptr, col, there, smoothing)
         g = tl.where(there, g, 0.0)
-        tl.store(g_ptr + row.to(tl.int64) * per_row + p, g, mask=row < N)
+        place = row.to(tl.int64) * per_row + p
+        tl.store(g_ptr + place, g, mask=row < N)
+        tl.store(inner_ptr + place, g * inner, mask=row < N)
         if U:
             _add_scaled(u_ptr, u_stride, row, k_ptr, col, k_row_stride, k_stride, g, there, D, BLOCK)
         if V:

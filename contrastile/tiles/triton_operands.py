@@ -5,7 +5,7 @@ Stands between `triton.py`, which cuts the block, and `triton_launch.py`, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from contrastile.losses.base import Side
 from contrastile.tiles import triton_vectors as vectors
 from contrastile.tiles.triton_device import ALIGNMENT, Shape, interpreting, multiprocessors, run, shape_for
 
@@ -166,8 +167,12 @@ class Pair:
         device = self.q.data.device
         shape = shape_for(device)
         tiles = tiles_of(len(self.q), shape.rows) * tiles_of(len(self.k), shape.cols)
-        most = PROGRAMS_INTERPRETED if interpreting() else shape.programs * multiprocessors(device)
-        return (min(most, tiles),)
+        return (min(most_programs(device), tiles),)
+
+
+def most_programs(device: torch.device) -> int:
+    """How many programs of the shape of a matrix product the device can run at once."""
+    return PROGRAMS_INTERPRETED if interpreting() else shape_for(device).programs * multiprocessors(device)
 
 
 def _strip_shape(N: int, M: int, parts: int, shape: Shape) -> tuple[int, int]:
@@ -194,3 +199,32 @@ def pieces(out: Tensor, q: Operand, k: Operand) -> list[Tensor]:
 def operand_bytes(n: int, D: int, parts: int, device: torch.device) -> int:
     """What `operand` may take for n rows."""
     return 2 * n * parts * padded(D, shape_for(device))
+
+
+def groups(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if rows is None or cols is None else (rows, cols)
+
+
+def _laid_out(side: Side) -> Side:
+    """All but the features as the kernels read it: the last axis dense. A shard that has travelled is not."""
+    travelled = ("positives", "labels", "ids", "state", "coefficient")
+    given = {name: getattr(side, name) for name in travelled}
+    apart = {name: x for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
+    return replace(side, **{name: x.contiguous() for name, x in apart.items()}) if apart else side
+
+
+def numbered(rows: Side, cols: Side) -> tuple[Side, Side]:
+    """The sides as the kernels read them, ids and labels counted from 0 in 32 bits: a tile's must fit its registers."""
+    rows, cols = _laid_out(rows), _laid_out(cols)
+    for name in ("ids", "labels"):
+        both = groups(getattr(rows, name), getattr(cols, name))
+        if both is not None:
+            values, places = torch.cat(both).sort()
+            first = torch.zeros_like(values, dtype=torch.int32)
+            first[1:] = values[1:] != values[:-1]
+            counted = torch.empty_like(first).scatter_(0, places, first.cumsum(0, dtype=torch.int32))
+            rows, cols = (
+                replace(side, **{name: part})
+                for side, part in zip((rows, cols), counted.split([len(rows), len(cols)]), strict=True)
+            )
+    return rows, cols
