@@ -82,8 +82,14 @@ def test_a_table_and_a_file(tmp_path, capsys):
     assert said.endswith(f"rows: {path}\n")
 
 
+def test_one_step_of_our_own_alone(capsys):
+    assert main([*SMALL, "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[4] for line in lines if line.startswith("clip ")] == ["contrastile"]
+
+
 def test_a_result_that_is_wrong_is_an_exit_code(monkeypatch):
-    monkeypatch.setattr("contrastile.bench.loss.LOSS_TOLERANCE", -1.0)
+    monkeypatch.setattr("contrastile.bench.gate.LOSS_TOLERANCE", -1.0)
     assert main([*SMALL, "--seconds", "0.01"]) == 1
 
 

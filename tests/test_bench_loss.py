@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from contrastile import ClipLoss
+from contrastile.bench import gate as bench_gate
 from contrastile.bench import loss as bench_loss
-from contrastile.bench.loss import SUBJECTS, Bench, Gate, peak_apart, problem, suite
+from contrastile.bench.gate import SUBJECTS, Gate, Sample, problem
+from contrastile.bench.loss import Bench, peak_apart, suite
 from contrastile.bench.measure import Ledger, Machine
 from contrastile.bench.peers import DENSE, Case, Contestant
 from contrastile.losses.dense import dense_clip
@@ -41,7 +43,7 @@ def run(monkeypatch, *entered, cases=(CASE,), ledger=None):
     lines = []
     bench = Bench(machine(), peers=False, say=lines.append, ledger=ledger)
     bench.measure(cases)
-    return lines[1:], bench
+    return [line for line in lines[2:] if not line.startswith("  times dense")], bench
 
 
 def ours(loss):
@@ -86,6 +88,53 @@ def test_a_gradient_in_16_bits_may_be_as_far_as_its_cast_and_no_further():
     assert 1e-3 < gate.cast < 3e-3
     assert gate.red(gate.distance(ClipLoss())) is None
     assert "a gradient is" in gate.red(replace(gate.distance(ClipLoss()), gradient=gate.cast + 1.1e-3))
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_sample_has_the_truth_of_a_few_rows_and_columns(name):
+    leaves = problem(replace(CASE, loss=name, b=300, dtype="float64"), CPU)
+    sample = Sample(name, leaves)
+    assert sample.some[[0, -1]].tolist() == [0, 299]
+    assert len(sample.some) == 32
+    distance, cast = sample.distance(sample.found(SUBJECTS[name].ours()))
+    assert max(distance.loss, distance.gradient, distance.scalar) <= 1e-12
+    assert cast == 0
+    found = sample.found(SUBJECTS[name].ours())
+    found[2][found[2].norm(dim=1).argmax()] *= 1.01
+    assert sample.distance(found)[0].gradient > 1e-6
+
+
+def wrong_when_large(q, k, scale, weights=None):
+    loss = ClipLoss()(q, k, scale, weights=weights)
+    return loss if len(q) <= 60 else loss + 1e-3 * (q[7] - q[7].detach()).sum()
+
+
+@pytest.mark.parametrize(("loss", "right"), [(ClipLoss(), True), (wrong_when_large, False)])
+@pytest.mark.parametrize("once", [False, True])
+def test_a_case_is_checked_at_its_own_size_too(loss, right, once, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_gate, "GATE_ROWS_ELSEWHERE", 60)
+    monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: [ours(loss), *DENSE])
+    monkeypatch.setattr(Machine, "peak", lambda self, step: step() or 4096)
+    lines = []
+    with Ledger(tmp_path / "rows.csv") as ledger:
+        bench = Bench(machine(), peers=False, say=lines.append, ledger=ledger)
+        bench.head()
+        if once:
+            bench.once(CASE)
+        else:
+            bench.measure([CASE])
+    assert "60 rows, and on 32 of all" in lines[0]
+    assert bench.right is right
+    assert any("a gradient is" in line and "96 x 16" in line for line in lines) is not right
+    with (tmp_path / "rows.csv").open() as file:
+        assert ("contrastile" in {row["impl"] for row in csv.DictReader(file)}) is right
+
+
+def test_whose_time_the_multiples_are_of_is_said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: list(DENSE[1:2]))
+    Bench(machine(), peers=False, say=lines.append).measure([CASE, replace(CASE, b=97)])
+    assert [line for line in lines if "over" in line] == ["  times dense: over dense (one dtype)"]
 
 
 def test_a_wrong_result_has_no_speed(monkeypatch):
@@ -185,7 +234,7 @@ def test_rows_name_what_was_not_left_at_the_standard():
     case = Case("clip", 96, 16, "float32", (None, 2 * 2**30, 192 * 2**20), "high")
     entered = [one for one in bench_loss.contestants(case, torch.device("cuda"), peers=False) if one.name != "dense"]
     assert [one.backend for one in entered] == ["triton", "triton", "triton, workspace 192 MiB"]
-    line = bench_loss.Line(case, entered[2], bench_loss.Distance(0, 0, 0), 0, bench_loss.Timing(1.0, 1.0))
+    line = bench_loss.Line(case, entered[2], bench_gate.Distance(0, 0, 0), 0, bench_loss.Timing(1.0, 1.0))
     assert line.backend == "triton, workspace 192 MiB, precision high"
 
 

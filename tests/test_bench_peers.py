@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from contrastile.bench import peers
-from contrastile.bench.loss import problem, step
+from contrastile.bench.gate import problem, step
 from contrastile.bench.measure import Machine
 from contrastile.bench.peers import DENSE, PEERS, Case, Contestant
 from contrastile.losses.dense import dense_clip, dense_sigmoid
@@ -69,6 +69,21 @@ def test_the_sigmoid_peer_gets_the_logarithm_of_the_scale(monkeypatch):
 @pytest.mark.skipif(peers._not_in_torch() is not None, reason="this torch has no linear_cross_entropy")
 def test_torchs_own_is_called_right(loss):
     close(step(peer("linear_cross_entropy").losses[loss], leaves()), step(peers.FORMULAS[loss], leaves()))
+
+
+def test_each_direction_with_a_product_of_its_own_is_the_same_loss():
+    (two,) = (one for one in DENSE if one.backend == "two products")
+    close(step(peers._two_products, leaves()), step(dense_clip, leaves()))
+    assert two.losses["clip"](*leaves(dtype="bfloat16")).dtype == torch.float32
+    assert DENSE.index(two) == len(DENSE) - 1, "what multiples are of stays the first"
+
+
+@pytest.mark.parametrize(("loss", "formula"), [("clip", dense_clip), ("siglip", dense_sigmoid)])
+def test_open_clip_on_one_process(loss, formula, monkeypatch):
+    stand_in = SimpleNamespace(ClipLoss=lambda: dense_clip, SigLipLoss=lambda: dense_sigmoid)
+    monkeypatch.setitem(sys.modules, "open_clip", stand_in)
+    found = peer("open_clip", "one process").losses[loss](*leaves(loss, "bfloat16"))
+    assert torch.allclose(found.float(), formula(*(x.float() for x in leaves(loss, "bfloat16"))), rtol=2e-2)
 
 
 def test_under_autocast_the_cross_entropy_is_in_float32():

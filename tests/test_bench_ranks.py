@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import RANKS, Pool
 
-from contrastile.bench import loss as bench_loss
+from contrastile.bench import gate as bench_gate
 from contrastile.bench import ranks as bench_ranks
 from contrastile.bench.loss import Distance, Line
 from contrastile.bench.measure import Ledger, Machine, Timing
@@ -31,9 +31,9 @@ def _run(rank: int, group: Any, case: Case, path: Path | None, spoil: str) -> tu
     x = torch.randn(64, 64)
     ledger = Ledger(path) if path is not None and rank == 0 else None
     bench = RankBench(Machine(CPU, 0.01, lambda: x @ x, 2 * 64**3), Ranks(rank, RANKS), False, lines.append, ledger)
-    kept, peers = bench_loss.LOSS_TOLERANCE, bench_ranks.rank_peers
+    kept, peers = bench_gate.LOSS_TOLERANCE, bench_ranks.rank_peers
     if spoil == "gate":
-        bench_loss.LOSS_TOLERANCE = -1.0
+        bench_gate.LOSS_TOLERANCE = -1.0
     if spoil == "peer":
 
         def local(q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def _run(rank: int, group: Any, case: Case, path: Path | None, spoil: str) -> tu
     try:
         bench.measure([case])
     finally:
-        bench_loss.LOSS_TOLERANCE, bench_ranks.rank_peers = kept, peers
+        bench_gate.LOSS_TOLERANCE, bench_ranks.rank_peers = kept, peers
     return lines[1:], bench.right
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from contrastile import ClipLoss, InfoNCELoss, SigLipLoss, _replay, contrast, encode
-from contrastile.bench.loss import Gate, float32_products
+from contrastile.bench.gate import Gate, Sample, problem
+from contrastile.bench.loss import float32_products
 from contrastile.bench.peers import Case
 from contrastile.losses.dense import dense_clip, dense_sigmoid
 from contrastile.losses.softmax import Softmax
@@ -63,6 +64,23 @@ def test_the_loss_is_right_to_a_millionth(D: int, cosine: float) -> None:
     leaves = _pairs(8192, D, cosine)
     truth = dense_clip(*_wide(leaves))
     assert distance(ClipLoss(backend="triton")(*leaves).detach(), truth.detach()) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("cosine", [0.0, 0.2, 0.3, 0.4])
+def test_the_scales_gradient_of_correlated_pairs(cosine: float, dtype: torch.dtype) -> None:
+    leaves = _pairs(8192, 512, cosine, dtype)
+    true, found = _step(dense_clip, _wide(leaves)), _step(ClipLoss(backend="triton"), leaves)
+    assert distance(found[3], true[3]) <= 5e-5
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip", "infonce"])
+def test_large_sizes_by_a_sample(loss: str) -> None:
+    case = Case(loss, 2**16 - 3, 512, "bfloat16")
+    gate, sample = Gate(case, CUDA), Sample(loss, problem(case, CUDA))
+    modules = {"clip": ClipLoss, "siglip": SigLipLoss, "infonce": InfoNCELoss}
+    at_size, cast = sample.distance(sample.found(modules[loss](backend="triton", workspace=256 * MIB)))
+    assert gate.red(at_size, cast) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

@@ -2,15 +2,14 @@
 
     case ── gate: distance to float64 ── one run each: memory ── timed runs ── a line, a row
 
-Stands on `measure.py` and `peers.py`. A result that is wrong has no speed: where the gate is red, contrastile leaves
-the case. Peers are shown with their distance, for the reader to judge. What fails or does not fit is said by name and
-costs its own rows only.
+Stands on `measure.py`, `peers.py` and `gate.py`. A result that is wrong has no speed: where the gate is red, on few
+rows or at the case's own size, contrastile leaves the case. Peers are shown with their distance, for the reader to
+judge. What fails or does not fit is said by name and costs its own rows only.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -20,48 +19,18 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from contrastile.bench.gate import SAMPLE_ROWS, SUBJECTS, Distance, Gate, Sample, gate_rows, problem, step
 from contrastile.bench.measure import Ledger, Machine, Row, Step, Timing, chip, commit, versions
-from contrastile.bench.peers import DENSE, PEERS, Case, Contestant, Loss
-from contrastile.losses.dense import dense_clip, dense_sigmoid, dense_softmax
-from contrastile.modules import ClipLoss, InfoNCELoss, SigLipLoss
+from contrastile.bench.peers import DENSE, PEERS, Case, Contestant
 
 OURS = "contrastile"
-SCALE = 100.0
-# rows on which results are compared with float64
-GATE_ROWS = {"cuda": 10048}
-GATE_ROWS_ELSEWHERE = 1000
-# relative distances to float64 that are rounding, before the gradient's last cast
-LOSS_TOLERANCE, SCALAR_TOLERANCE = 1e-6, 1e-4
-GRADIENT_TOLERANCE = {("bfloat16", None): 1e-3, ("float16", None): 3e-4, ("float32", "high"): 1e-4}
-# and where none is given, and everywhere, this many times the dense formula's in the same dtype
-DENSE_FACTOR = 2.0
 # contrastile's workspaces on a GPU; a row at the first of them is not marked
 WORKSPACE, SMALL_WORKSPACE = 2 * 2**30, 192 * 2**20
 BACKENDS = {"cuda": "triton"}
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A loss: what is true, what is ours, and the operations per b² · d that it cannot do without.
-
-    A softmax needs its logits twice, before and after the normaliser is known, and two products for the gradients;
-    a sigmoid could do with its logits once.
-    """
-
-    truth: Loss
-    ours: Callable[..., torch.nn.Module]
-    operations: int
-    bias: float | None = None
-
-
-SUBJECTS = {
-    "clip": Subject(dense_clip, ClipLoss, 8),
-    "siglip": Subject(dense_sigmoid, SigLipLoss, 6, bias=-10.0),
-    "infonce": Subject(dense_softmax, InfoNCELoss, 8),
-}
+# products before a step that is timed once
+ONCE_PRODUCTS = 100
 
 
 def suite(device: torch.device, *, quick: bool) -> list[Case]:
@@ -98,26 +67,6 @@ def marked(workspace: int | None) -> str:
     return "" if workspace in (None, WORKSPACE) else f", workspace {workspace // 2**20} MiB"
 
 
-def problem(case: Case, device: torch.device) -> list[Tensor]:
-    """Random unit features of both sides, the scale and, if the loss has one, the bias."""
-    generator = torch.Generator(device).manual_seed(case.b + case.d)
-    wide = torch.float64 if case.dtype == "float64" else torch.float32
-    q, k = (
-        F.normalize(torch.randn(case.b, case.d, generator=generator, dtype=wide, device=device), dim=-1)
-        for _ in range(2)
-    )
-    bias = SUBJECTS[case.loss].bias
-    scalars = [torch.tensor(number, dtype=wide, device=device) for number in (SCALE, bias) if number is not None]
-    narrow = getattr(torch, case.dtype)
-    return [x.requires_grad_() for x in (q.to(narrow), k.to(narrow), *scalars)]
-
-
-def step(loss: Loss, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """Forward and backward: the loss, and the gradients of all leaves."""
-    value = loss(*leaves)
-    return (value.detach(), *torch.autograd.grad(value, leaves))
-
-
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
     """torch's float32 products in a precision, and then as they were."""
@@ -127,57 +76,6 @@ def float32_products(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@dataclass(frozen=True)
-class Distance:
-    """How far a result is from float64, relatively: the loss, the worse of the features' gradients, the scalars'."""
-
-    loss: float
-    gradient: float
-    scalar: float
-
-
-class Gate:
-    """A case made small, its true result, and what the dense formula makes of it in the case's dtype."""
-
-    def __init__(self, case: Case, device: torch.device) -> None:
-        rows = GATE_ROWS.get(device.type, GATE_ROWS_ELSEWHERE)
-        small = Case(case.loss, min(case.b, rows), case.d, case.dtype)
-        truth = SUBJECTS[case.loss].truth
-        self.leaves = problem(small, device)
-        self.true = step(truth, [leaf.detach().double().requires_grad_() for leaf in self.leaves])
-        narrow = self.leaves[0].dtype
-        self.cast = max(_relative(gradient.to(narrow), gradient) for gradient in self.true[1:3])
-        self.dense = self.distance(truth).gradient
-        precision = case.precision if case.dtype == "float32" else None
-        self.tolerance = GRADIENT_TOLERANCE.get((case.dtype, precision), math.inf)
-
-    def distance(self, found: Loss | tuple[Tensor, ...]) -> Distance:
-        """Of a loss, or of what `step` made of one."""
-        found = found if isinstance(found, tuple) else step(found, self.leaves)
-        value, *gradients = (_relative(x, true) for x, true in zip(found, self.true, strict=True))
-        # a NaN must not hide behind a number
-        return Distance(value, _worst(gradients[:2]), _worst(gradients[2:]))
-
-    def red(self, distance: Distance) -> str | None:
-        """What is further from float64 than rounding explains; None if nothing is."""
-        for what, found, allowed in (
-            ("the loss", distance.loss, LOSS_TOLERANCE),
-            ("a gradient", distance.gradient, min(self.tolerance + self.cast, DENSE_FACTOR * self.dense)),
-            ("the scale's or the bias's gradient", distance.scalar, SCALAR_TOLERANCE),
-        ):
-            if not found <= allowed:
-                return f"{what} is {found:.1e} from float64, and {allowed:.1e} is allowed: no speed for a wrong result"
-        return None
-
-
-def _relative(x: Tensor, true: Tensor) -> float:
-    return float((x.double() - true).norm() / true.norm())
-
-
-def _worst(distances: Iterable[float]) -> float:
-    return float(torch.tensor(list(distances)).max())
 
 
 @dataclass(frozen=True)
@@ -257,19 +155,64 @@ class Bench:
     ledger: Ledger | None = None
     right: bool = True
     _said: set[str] = field(default_factory=set)
+    _reference: str = ""
 
     def measure(self, cases: Iterable[Case]) -> None:
         """Every case: a line and a row for each result, as soon as it is there."""
-        self.say(HEADER)
+        self.head()
         for case in cases:
             with float32_products(case.precision):
                 dense_ms: float | None = None
                 for line in self._results(case):
                     if line.contestant.name == "dense" and dense_ms is None:
                         dense_ms = line.timing.ms
-                    self.say(line.text(dense_ms))
-                    if self.ledger is not None:
-                        self.ledger.write(line.row(self.machine))
+                        self._refer(line.contestant.label)
+                    self._keep(line, dense_ms)
+
+    def head(self) -> None:
+        """What was checked, and what the columns are."""
+        rows = gate_rows(self.machine.device)
+        self.say(f"{OURS} is compared with float64 on {rows:,} rows, and on {SAMPLE_ROWS} of all where there are more")
+        self.say(HEADER)
+
+    def once(self, case: Case) -> None:
+        """A case so large that one step must do: timed, its memory taken, and checked at its own size."""
+        with float32_products(case.precision):
+            for one in contestants(case, self.machine.device, peers=False):
+                if one.name == OURS:
+                    with self._spared(one, case):
+                        self._once(one, case)
+
+    def _once(self, one: Contestant, case: Case) -> None:
+        gate, loss = Gate(case, self.machine.device), one.losses[case.loss]
+        # this compiles what the large step needs
+        Sample(case.loss, gate.leaves).found(loss)
+        distance = gate.distance(loss)
+        sample = Sample(case.loss, problem(case, self.machine.device))
+        product = self.machine.time(self.machine.product, ONCE_PRODUCTS)
+        found: list[tuple[Tensor, ...]] = []
+        taken: list[float] = []
+        peak = self.machine.peak(
+            lambda: taken.append(self.machine.time(lambda: found.append(sample.found(loss)), 1)),
+        )
+        at_size, cast = sample.distance(found[0])
+        red = gate.red(distance) or gate.red(at_size, cast)
+        if red is not None:
+            self._reject(one, case, red)
+            return
+        timing = Timing(taken[0] * 1e3, self.machine.product_operations / product)
+        self._keep(Line(case, one, distance.worst(at_size), peak, timing), None)
+
+    def _keep(self, line: Line, dense_ms: float | None) -> None:
+        self.say(line.text(dense_ms))
+        if self.ledger is not None:
+            self.ledger.write(line.row(self.machine))
+
+    def _refer(self, label: str) -> None:
+        """Says whose time the multiples are of, whenever that changes."""
+        if label != self._reference:
+            self._reference = label
+            self.say(f"  times dense: over {label}")
 
     def _results(self, case: Case) -> Iterator[Line]:
         gate = Gate(case, self.machine.device)
@@ -296,11 +239,15 @@ class Bench:
             return None
         loss = one.losses[case.loss]
         distance = gate.distance(loss)
-        red = gate.red(distance) if one.name == OURS else None
-        if red is not None:
-            self.right = False
-            self._note(f"{one.label}, {case.loss}, {case.d} features, {case.dtype} {case.precision}: {red}")
-            return None
+        if one.name == OURS:
+            red = gate.red(distance)
+            if red is None and case.b > len(gate.leaves[0]):
+                sample = Sample(case.loss, leaves)
+                at_size, cast = sample.distance(sample.found(loss))
+                red, distance = gate.red(at_size, cast), distance.worst(at_size)
+            if red is not None:
+                self._reject(one, case, red)
+                return None
 
         def run() -> object:
             return step(loss, leaves)
@@ -308,6 +255,10 @@ class Bench:
         apart = self.machine.device.type == "cpu"
         peak = peak_apart(case, one.label) if apart else self.machine.peak(run)
         return _Entry(one, run, distance, peak)
+
+    def _reject(self, one: Contestant, case: Case, red: str) -> None:
+        self.right = False
+        self._note(f"{one.label}, {case.loss}, {case.b} x {case.d}, {case.dtype} {case.precision}: {red}")
 
     @contextmanager
     def _spared(self, one: Contestant, case: Case) -> Iterator[None]:

@@ -26,6 +26,8 @@ HALVES = ("bfloat16", "float16")
 ALL = (*HALVES, "float32", "float64")
 # bytes that plain autograd holds for a pair at its peak: four or five matrices in float32
 DENSE_BYTES = 20
+# and where each direction has logits of its own
+TWICE_DENSE_BYTES = 26
 ANY_NUMBER = 2**62
 
 
@@ -91,6 +93,12 @@ def _autocast(loss: Loss, q: Tensor, *others: Tensor) -> Tensor:
         return loss(q, *others)
 
 
+def _two_products(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """As OpenCLIP's class writes it: each direction's logits from a product of its own, 12 · b² · d operations."""
+    labels = _diagonal(q)
+    return (F.cross_entropy(scale * q @ k.T, labels) + F.cross_entropy(scale * k @ q.T, labels)) / 2
+
+
 def _dense_infonce(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return F.cross_entropy(scale * q @ k.T, _diagonal(q))
 
@@ -117,6 +125,14 @@ def _inf_one_way(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 def _inf_across(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return import_module("inf_cl").cal_inf_loss(q, k, scale=scale)
+
+
+def _open_clip_alone(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    return _autocast(import_module("open_clip").ClipLoss(), q, k, scale)
+
+
+def _open_clip_siglip_alone(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return _autocast(import_module("open_clip").SigLipLoss(), q, k, scale, bias)
 
 
 def _open_clip(q: Tensor, k: Tensor, scale: Tensor, *, rank: int, world: int) -> Tensor:
@@ -164,8 +180,23 @@ DENSE = (
         pair_bytes=DENSE_BYTES,
     ),
     Contestant("dense", "one dtype", FORMULAS, pair_bytes=DENSE_BYTES),
+    Contestant(
+        "dense",
+        "two products",
+        {"clip": partial(_autocast, _two_products)},
+        dtypes=HALVES,
+        pair_bytes=TWICE_DENSE_BYTES,
+    ),
 )
 PEERS = (
+    Contestant(
+        "open_clip",
+        "one process",
+        {"clip": _open_clip_alone, "siglip": _open_clip_siglip_alone},
+        dtypes=HALVES,
+        pair_bytes=TWICE_DENSE_BYTES,
+        missing=partial(_not_installed, "open_clip"),
+    ),
     Contestant(
         "linear_cross_entropy",
         "torch",

@@ -22,19 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastile import comm
-from contrastile.bench.loss import (
-    BACKENDS,
-    OURS,
-    SUBJECTS,
-    WORKSPACE,
-    Distance,
-    Gate,
-    Line,
-    float32_products,
-    marked,
-    problem,
-    step,
-)
+from contrastile.bench.gate import SUBJECTS, Distance, Gate, problem, step
+from contrastile.bench.loss import BACKENDS, OURS, WORKSPACE, Line, float32_products, marked
 from contrastile.bench.measure import LEAST_SECONDS, MOST_PRODUCT_SECONDS, MOST_ROUNDS, Ledger, Machine, Step, Timing
 from contrastile.bench.peers import Case, Contestant, Loss, rank_peers
 from contrastile.train.ranks import Ranks

@@ -41,6 +41,7 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="public packages too")
     parser.add_argument("--seconds", type=float, help="how long each may be measured (default: 4)")
+    parser.add_argument("--once", action="store_true", help="one step of contrastile's alone, for sizes of minutes")
     parser.add_argument("--quick", action="store_true", help="few and small sizes, half a second for each")
     parser.set_defaults(verb=run)
     bench_step.add_to(kinds)
@@ -63,7 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
     with Ledger(Path(arguments.csv)) if arguments.csv else nullcontext() as ledger:
         print("\n".join(filter(None, (f"{chip(device)}; {versions()}", busy(device)))))
         bench = Bench(Machine.of(device, seconds), arguments.peers, lambda line: print(line, flush=True), ledger)
-        bench.measure(cases)
+        if arguments.once:
+            bench.head()
+            for case in cases:
+                bench.once(case)
+        else:
+            bench.measure(cases)
     if arguments.csv:
         print(f"rows: {arguments.csv}")
     return 0 if bench.right else 1
