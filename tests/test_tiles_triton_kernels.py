@@ -437,8 +437,7 @@ def test_another_loss_is_declined() -> None:
 
 def test_groups_are_counted_in_32_bits() -> None:
     ids = torch.tensor([2**40, -7, 2**40 + 2**32, 5, -7])
-    rows, cols = Side(_unit(3), ids=ids[:3]), Side(_unit(2), ids=ids[3:])
-    counted = operands.numbered(rows, cols)
-    both = torch.cat([side.ids for side in counted if side.ids is not None])
+    counted = operands.counted(Side(_unit(3), ids=ids[:3]), Side(_unit(2), ids=ids[3:]))
+    both = torch.cat([side["ids"] for side in counted])
     assert both.dtype == torch.int32
     assert both.tolist() == [2, 0, 3, 1, 0]

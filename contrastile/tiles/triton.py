@@ -49,6 +49,8 @@ LEAST_CAPABILITY = 8, 0
 # terms of a product that the matrix units may add up by themselves where float32's own precision is asked for: they
 # cut their sums off, by a few parts in 10^8 for every 16 terms
 INNER = 1024
+# of a block: its first row and column, and how many of them
+Place = tuple[int, int, int, int]
 # a strip in fp16 holds gradients up to 2 to this power
 UNIT_POWER = 14
 
@@ -85,7 +87,8 @@ class Triton(Tiles):
 
     capturable: ClassVar[bool] = True
     # of each block that this call has seen, by where it lies: found in the forward, they serve the backward
-    numbers: dict[tuple[int, int, int, int], Tensor] = field(default_factory=dict, compare=False, repr=False)
+    numbers: dict[Place, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    counted: dict[Place, operands.Counted] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def declines(cls, loss: PairLoss, rows: Side, cols: Side) -> str | None:
@@ -199,7 +202,9 @@ class Triton(Tiles):
                 # positives by label need maxima of their own
                 careful=_by_label(rows) and not self._sigmoid,
             )  # fmt: skip
-        return Block(*operands.numbered(rows, cols), self.numbers[place], [])
+            self.counted[place] = operands.counted(rows, cols)
+        of_rows, of_cols = self.counted[place]
+        return Block(operands.laid_out(rows, of_rows), operands.laid_out(cols, of_cols), self.numbers[place], [])
 
     def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         features = block.rows.features

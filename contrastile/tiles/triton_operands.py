@@ -23,6 +23,8 @@ ROWS, BLOCK = 16, 128
 GROUP = 16
 # programs of an interpreted kernel
 PROGRAMS_INTERPRETED = 3
+# ids and labels by name, of rows and of columns
+Counted = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def tiles_of(n: int, side: int) -> int:
@@ -205,26 +207,25 @@ def groups(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor, Tensor] | 
     return None if rows is None or cols is None else (rows, cols)
 
 
-def _laid_out(side: Side) -> Side:
+def laid_out(side: Side, counted: dict[str, Tensor]) -> Side:
     """All but the features as the kernels read it: the last axis dense. A shard that has travelled is not."""
-    travelled = ("positives", "labels", "ids", "state", "coefficient")
+    travelled = ("positives", "state", "coefficient")
     given = {name: getattr(side, name) for name in travelled}
-    apart = {name: x for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
-    return replace(side, **{name: x.contiguous() for name, x in apart.items()}) if apart else side
+    dense = {name: x.contiguous() for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
+    read: dict[str, Any] = dense | counted
+    return replace(side, **read) if read else side
 
 
-def numbered(rows: Side, cols: Side) -> tuple[Side, Side]:
-    """The sides as the kernels read them, ids and labels counted from 0 in 32 bits: a tile's must fit its registers."""
-    rows, cols = _laid_out(rows), _laid_out(cols)
+def counted(rows: Side, cols: Side) -> Counted:
+    """Ids and labels of both sides counted from 0, in 32 bits: a tile's must fit its registers."""
+    of_rows: dict[str, Tensor] = {}
+    of_cols: dict[str, Tensor] = {}
     for name in ("ids", "labels"):
         both = groups(getattr(rows, name), getattr(cols, name))
         if both is not None:
             values, places = torch.cat(both).sort()
             first = torch.zeros_like(values, dtype=torch.int32)
             first[1:] = values[1:] != values[:-1]
-            counted = torch.empty_like(first).scatter_(0, places, first.cumsum(0, dtype=torch.int32))
-            rows, cols = (
-                replace(side, **{name: part})
-                for side, part in zip((rows, cols), counted.split([len(rows), len(cols)]), strict=True)
-            )
-    return rows, cols
+            numbers = torch.empty_like(first).scatter_(0, places, first.cumsum(0, dtype=torch.int32))
+            of_rows[name], of_cols[name] = numbers.split([len(rows), len(cols)])
+    return of_rows, of_cols
