@@ -29,6 +29,8 @@ LOSS_TOLERANCE, SCALAR_TOLERANCE = 1e-6, 1e-4
 GRADIENT_TOLERANCE = {("bfloat16", None): 1e-3, ("float16", None): 3e-4, ("float32", "high"): 1e-4}
 # and where none is given, and everywhere, this many times the dense formula's in the same dtype
 DENSE_FACTOR = 2.0
+# numbers compared at once
+AT_ONCE = 2**27
 # rows, and columns, that have all the weight at a case's own size
 SAMPLE_ROWS = 32
 
@@ -164,7 +166,11 @@ class Sample:
 
 
 def _relative(x: Tensor, true: Tensor) -> float:
-    return float((x.double() - true).norm() / true.norm())
+    """‖x − true‖ / ‖true‖, some numbers at a time: a copy in float64 of a large gradient may find no room."""
+    parts = zip(x.reshape(-1).split(AT_ONCE), true.reshape(-1).split(AT_ONCE), strict=True)
+    norms = [[float((a.double() - b).norm()), float(b.norm())] for a, b in parts]
+    off, whole = torch.tensor(norms, dtype=torch.float64).norm(dim=0)
+    return float(off / whole)
 
 
 def _worst(distances: Iterable[float]) -> float:
