@@ -9,6 +9,7 @@ import torch
 from tiny_texts import tiny_retriever, write_text_recipe
 
 from contrastile.cli.main import main
+from contrastile.train import crews
 from contrastile.train.facts import Trained
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import train
@@ -77,6 +78,18 @@ def test_trials_side_by_side_are_those_one_by_one(tmp_path, four_fit):
             [{name: row[name] for name in row if "seconds" not in name and "bytes" not in name} for row in rows]
         )
     assert found[0] == found[1]
+
+
+def test_a_process_that_is_killed_is_an_error_and_no_endless_wait(tmp_path, four_fit, monkeypatch):
+    begin = crews.Crew.begin
+
+    def begin_and_lose(crew, task):
+        begin(crew, task)
+        crew._processes[0].kill()
+
+    monkeypatch.setattr(crews.Crew, "begin", begin_and_lose)
+    with pytest.raises(RuntimeError, match=r"a process of .*crew-[01]\.log ended: "):
+        compare_retriever(tiny_retriever(tmp_path), tmp_path, memory=MIB, batches=[16], seeds=1, jobs=2)
 
 
 def test_a_cached_way_is_the_plain_one_of_that_batch(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from tiny_runs import tiny_recipe, write_recipe
 
 from contrastile.cli.main import main
-from contrastile.train import compare_batches, compare_losses, trials
+from contrastile.train import compare_batches, compare_losses, crews, trials
 from contrastile.train.compare_losses import WAYS, Difference, difference
 from contrastile.train.feed import open_materials
 from contrastile.train.log import read_metrics
@@ -216,6 +216,29 @@ def test_a_process_that_ends_is_an_error(tmp_path):
     plans = [Plan({"way": "x/y"}, recipe)]
     with pytest.raises(RuntimeError, match=r"a process of .*crew-0\.log ended: FileNotFoundError"):
         list(trials.side_by_side(plans, tmp_path, jobs=1, ranks=1))
+
+
+def test_any_process_of_a_crew_that_ends_is_an_error(tmp_path, monkeypatch):
+    """Not the first rank's alone: it would wait for the others for an hour."""
+    begin = crews.Crew.begin
+
+    def begin_and_lose_one(crew, task):
+        begin(crew, task)
+        crew._processes[1].kill()
+
+    monkeypatch.setattr(crews.Crew, "begin", begin_and_lose_one)
+    with pytest.raises(RuntimeError, match=r"a process of .*crew-0\.log ended: without a word"):
+        list(trials.side_by_side([Plan({"way": "x"}, tiny_recipe(tmp_path))], tmp_path, jobs=1, ranks=2))
+
+
+@pytest.mark.parametrize("what", [[], ["--losses"], ["--batches", "16"]])
+def test_copies_of_one_seed_are_not_for_several(tmp_path, capsys, what):
+    words = ["compare", str(write_recipe(tmp_path)), "data.copies=3", "--runs", str(tmp_path / "runs"), *what]
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "`data.copies` must be 1 for a comparison, whose seeds share their data; got 3. "
+        "Pictures are bent anew in every run without it."
+    )
 
 
 def test_a_run_that_comes_to_nothing_is_told(tmp_path, monkeypatch):

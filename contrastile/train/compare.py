@@ -17,7 +17,7 @@ from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.facts import describe, versions
-from contrastile.train.feed import Materials, open_materials
+from contrastile.train.feed import Materials
 from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
@@ -29,6 +29,7 @@ from contrastile.train.trials import (
     as_csv,
     line,
     one_by_one,
+    open_once,
     spread,
     tests_of,
 )
@@ -44,7 +45,7 @@ def compare_recipe(recipe: Recipe, runs: str | Path, *, seeds: int) -> Compariso
     if seeds < 1:
         raise wrong("seeds", "be at least 1", seeds, "Three show a spread.")
     every_way = ways(recipe)
-    materials = open_materials(recipe)
+    materials = open_once(recipe)
     trials: list[Trial] = []
     with new_run(runs, f"{recipe.name}-compare") as folder:
         folder.write_text(RECIPE, to_toml(recipe))

@@ -16,7 +16,6 @@ from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.facts import describe, versions
-from contrastile.train.feed import open_materials
 from contrastile.train.figures import COLOURS
 from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.recipe import to_toml
@@ -28,6 +27,7 @@ from contrastile.train.trials import (
     Trial,
     as_csv,
     line,
+    open_once,
     side_by_side,
     spread,
     tests_of,
@@ -50,7 +50,7 @@ def compare_batches(
 ) -> Comparison:
     """Run every batch size on every share of the data by every rule, `jobs` runs at a time, seed after seed."""
     _check(batches, shares, rates, seeds)
-    examples = recipe.train.length(len(open_materials(recipe).pairs.splits["train"]))
+    examples = recipe.train.length(len(open_once(recipe).pairs.splits["train"]))
     trials: list[Trial] = []
     stopped_by = None
     with new_run(runs, f"{recipe.name}-batches") as folder:

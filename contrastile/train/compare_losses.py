@@ -16,7 +16,6 @@ from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.facts import describe, versions
-from contrastile.train.feed import open_materials
 from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
@@ -27,6 +26,7 @@ from contrastile.train.trials import (
     Trial,
     as_csv,
     line,
+    open_once,
     side_by_side,
     spread,
     tests_of,
@@ -65,7 +65,7 @@ def compare_losses(recipe: Recipe, runs: str | Path, *, seeds: int, jobs: int, r
     if ranks < 2:
         raise wrong("ranks", "be at least 2", ranks, "On one process there is nothing to exchange.")
     # what is wrong with the data is told here, and the others find it ready
-    open_materials(recipe)
+    open_once(recipe)
     trials: list[Trial] = []
     stopped_by = None
     with new_run(runs, f"{recipe.name}-losses") as folder:

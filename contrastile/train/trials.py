@@ -1,30 +1,25 @@
 """Runs that are made to be compared: what each is called, what came of it, several of them side by side.
 
 Beside `loop.py`, whose `train` each of them is. What is compared `compare.py` decides (the same memory in four ways),
-`compare_losses.py` or `compare_batches.py`. One run after the other happens in this process; crews are processes
-of their own, of one or several ranks each, that open the data once and take one run after the other.
+`compare_losses.py` or `compare_batches.py`. One run after the other happens in this process, several at a time in
+crews of others (`crews.py`).
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import multiprocessing
-import os
-import socket
 import statistics
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from contrastile._check import wrong
+from contrastile.train import crews
 from contrastile.train.checkpoint import build_run
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import encode_held_out, evaluate
@@ -34,11 +29,8 @@ from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, progress
 from contrastile.train.loop import train
 from contrastile.train.ranks import Ranks
-from contrastile.train.signals import StopRequest
 
 RESULTS, TABLE = "compare.csv", "compare.md"
-# seconds between two looks at whether one is asked to stop
-LOOK = 0.2
 
 
 @dataclass(frozen=True)
@@ -74,6 +66,14 @@ class Comparison:
 
 Outcome = Trial | int
 """A trial, or the signal that stopped it."""
+
+
+def open_once(recipe: Recipe) -> Materials:
+    """What all runs of a comparison learn from, whatever their seeds; raises ValueError where each seed has its own."""
+    if recipe.data.copies > 1:
+        remedy = "Pictures are bent anew in every run without it."
+        raise wrong("data.copies", "be 1 for a comparison, whose seeds share their data", recipe.data.copies, remedy)
+    return open_materials(recipe)
 
 
 def make(plan: Plan, materials: Materials, folder: Path, ranks: Ranks) -> Outcome | None:
@@ -118,96 +118,17 @@ def one_by_one(plans: Iterable[Plan], materials: Materials, folder: Path) -> Ite
 
 
 def side_by_side(plans: Sequence[Plan], folder: Path, *, jobs: int, ranks: int) -> Iterator[Outcome]:
-    """Make every plan with `jobs` crews of `ranks` processes each; outcomes come as they are ready.
-
-    What the processes say is in `crew-<number>.log` in the folder.
-    """
-    if jobs < 1 or ranks < 1:
-        raise wrong("jobs", "be at least 1, as ranks must", f"{jobs} and {ranks}", "One process is 1 of both.")
-    crews = [Crew(number, ranks, plans[0].recipe, folder, jobs) for number in range(min(jobs, len(plans)))]
-    left, busy = iter(plans), {crew.first: crew for crew in crews}
-    try:
-        for crew in crews:
-            crew.begin(next(left))
-        with progress(len(plans), "comparing", "runs") as bar, StopRequest() as stop:
-            while busy and stop.signal is None:
-                for ready in wait([*busy], timeout=LOOK):
-                    assert isinstance(ready, Connection)
-                    if stop.signal is not None:
-                        # who asks this process to stop may ask the others too
-                        break
-                    yield busy[ready].outcome()
-                    bar.update(1)
-                    if (plan := next(left, None)) is not None:
-                        busy[ready].begin(plan)
-                    else:
-                        del busy[ready]
-            if stop.signal is not None:
-                yield stop.signal
-    finally:
-        for crew in crews:
-            crew.end()
+    """Make every plan with `jobs` crews of `ranks` processes each; outcomes come as they are ready."""
+    recipe = plans[0].recipe
+    tasks, opening = [partial(_made, plan, folder) for plan in plans], partial(open_once, recipe)
+    with progress(len(plans), "comparing", "runs") as bar:
+        for outcome in crews.side_by_side(tasks, opening, folder, jobs=jobs, ranks=ranks, device=recipe.device):
+            yield outcome
+            bar.update(1)
 
 
-class Crew:
-    """Processes that train together, one run after the other, with the environment that torchrun gives them."""
-
-    def __init__(self, number: int, ranks: int, recipe: Recipe, folder: Path, jobs: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._log = folder / f"crew-{number}.log"
-        self._ours: list[Connection] = []
-        self._processes = []
-        # the cores, shared out evenly unless one is told otherwise
-        threads = int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // (jobs * ranks))))
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
-            words = (theirs, place, recipe, folder, self._log, threads)
-            process = context.Process(target=_serve, args=words, daemon=True)
-            process.start()
-            theirs.close()
-            self._ours.append(ours)
-            self._processes.append(process)
-        self.first = self._ours[0]
-
-    def begin(self, plan: Plan) -> None:
-        """Give all ranks a plan, and a port to meet at."""
-        with closing(socket.socket()) as free:
-            free.bind(("localhost", 0))
-            port = str(free.getsockname()[1])
-        for connection in self._ours:
-            connection.send((plan, port))
-
-    def outcome(self) -> Outcome:
-        """What the first rank has to say of the plan; raises RuntimeError where a process ended instead."""
-        try:
-            return self.first.recv()
-        except EOFError:
-            said = self._log.read_text(encoding="utf-8").strip().splitlines()
-            raise RuntimeError(f"a process of {self._log} ended: {said[-1] if said else 'without a word'}") from None
-
-    def end(self) -> None:
-        """No more plans; what is under way is given up."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-
-def _serve(plans: Connection, place: dict[str, str], recipe: Recipe, folder: Path, log: Path, threads: int) -> None:
-    """One rank of a crew: train what comes, until nothing comes any more."""
-    os.environ |= place
-    with log.open("a", encoding="utf-8") as file:
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    torch.set_num_threads(threads)
-    ranks, materials = Ranks.of_environment(recipe.device), open_materials(recipe)
-    while True:
-        try:
-            plan, os.environ["MASTER_PORT"] = plans.recv()
-        except EOFError:
-            return
-        outcome = make(plan, materials, folder, ranks)
-        if ranks.rank == 0:
-            plans.send(outcome)
+def _made(plan: Plan, folder: Path, materials: Materials, ranks: Ranks) -> Outcome | None:
+    return make(plan, materials, folder, ranks)
 
 
 def as_csv(trials: Sequence[Trial]) -> str:

@@ -9,23 +9,21 @@ in a process of its own. What comes of it is in `findings.py`.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from contrastile._check import wrong
 from contrastile.data.bm25 import BM25
+from contrastile.train import crews
 from contrastile.train.facts import Trained
 from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.log import Metrics, clock, progress, size
 from contrastile.train.loop import train
 from contrastile.train.optim import rate_factor
+from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import PARTS, Answered, answer_all, evaluate, held_out
@@ -184,31 +182,24 @@ def _outcomes(plans: Sequence[Plan], materials: TextMaterials, folder: Path, job
         for plan in plans:
             yield trial(plan, materials, folder)
         return
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    with multiprocessing.get_context("spawn").Pool(jobs, _settle, (materials, folder, threads)) as pool:
-        baseline = pool.apply_async(_bm25_there, (plans[0].recipe,))
-        yield from pool.imap_unordered(_trial_there, plans)
-        yield baseline.get()
+    recipe = plans[0].recipe
+    tasks = [partial(_found_by_bm25, recipe), *(partial(_made, plan, folder) for plan in plans)]
+    yield from crews.side_by_side(tasks, partial(_as_they_are, materials), folder, jobs=jobs, device=recipe.device)
 
 
-# what a process of its own was given
-_given: dict[str, Any] = {}
+def _as_they_are(materials: TextMaterials) -> TextMaterials:
+    """A process of its own is handed what this one has opened."""
+    return materials
 
 
-def _settle(materials: TextMaterials, folder: Path, threads: int) -> None:
-    """A process begins: what it says goes into a file."""
-    sys.stderr = (folder / f"process-{os.getpid()}.log").open("w", encoding="utf-8", buffering=1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(threads)
-    _given.update(materials=materials, folder=folder)
+def _made(plan: Plan, folder: Path, materials: TextMaterials, ranks: Ranks) -> Outcome:
+    del ranks
+    return trial(plan, materials, folder)
 
 
-def _trial_there(plan: Plan) -> Trial | int:
-    return trial(plan, _given["materials"], _given["folder"])
-
-
-def _bm25_there(recipe: RetrieverRecipe) -> Found:
-    return bm25(recipe, _given["materials"])
+def _found_by_bm25(recipe: RetrieverRecipe, materials: TextMaterials, ranks: Ranks) -> Outcome:
+    del ranks
+    return bm25(recipe, materials)
 
 
 def trial(plan: Plan, materials: TextMaterials, folder: Path) -> Trial | int:
