@@ -108,9 +108,7 @@ def contrast(
             with_what = "several ranks" if pair is None else "a scorer"
             raise wrong("device", f"be left out with {with_what}", repr(str(device)), "Move the features there.")
     except ValueError as error:
-        # the other ranks must not wait for one that is wrong
-        if comm.size(options.group) > 1 and options.exchange != "single":
-            comm.tally(options.group, {"error": str(error)}, (0, 0))
+        tell_all(error, options.group, options.exchange)
         raise
     inputs = (q, k, scale, bias) if pair is None else (*pair.rows, *pair.cols, scale, bias, *pair.scorer.parameters[:1])
     differentiated = [torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs]
@@ -133,6 +131,12 @@ def contrast(
     operation = _ContrastAtOnce if wants and with_loss(call, q) else _Contrast
     result: Tensor = operation.apply(q, k, scale, bias, call)
     return result
+
+
+def tell_all(error: ValueError, group: Any, exchange: str) -> None:
+    """Raises on all ranks what one finds wrong before they meet: the others must not wait for it."""
+    if comm.size(group) > 1 and exchange != "single":
+        comm.tally(group, {"error": str(error)}, (0, 0))
 
 
 def _multiplied(q: Any, k: Any, negatives: Any) -> Tensor:

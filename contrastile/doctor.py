@@ -7,7 +7,6 @@ lines that people read.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from contrastile.exchange.base import Shards
 from contrastile.losses.base import PairLoss, Side
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
-from contrastile.offload import free_memory
+from contrastile.offload import free_memory, usable_cpus
 from contrastile.retention import bytes_per_example, spare_bytes
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.log import size
@@ -78,16 +77,6 @@ def _system() -> Found:
         "memory": total,
         "free": free,
     }
-
-
-def usable_cpus(group: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPUs that this process may use: those it is bound to, or what its container is given of them."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = (group / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return float(bound)
-    return float(bound) if quota == "max" else min(float(bound), int(quota) / int(period))
 
 
 def _torch() -> Found:

@@ -1,8 +1,8 @@
 """The five losses by name: what a training script writes.
 
 Each only says, in the words of `_contrast.py`, which rows meet which columns and what a positive is. They compute
-with features
-as given: normalise first where the method wants it (a CLIP-like loss says once if rows are not of unit length).
+with features as given: normalise first where the method wants it (a CLIP-like loss says once if rows are not of unit
+length).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from contrastile import _check
 from contrastile._check import wrong
 from contrastile._choose import Options
-from contrastile._contrast import contrast
+from contrastile._contrast import contrast, tell_all
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -36,6 +36,9 @@ class _Loss(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.how.items())
+
+    def _tell_all(self, error: ValueError) -> None:
+        tell_all(error, self.how.get("group"), self.how.get("exchange", "auto"))
 
     def _look_at_lengths(self, *sides: Tensor) -> None:
         """Says once, at the first call, that rows are not of unit length: the commonest slip with these losses."""
@@ -97,13 +100,17 @@ class _PairedLoss(_Loss):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        _check.features("image_features", image_features)
-        _check.features("text_features", text_features)
-        _check.alike("text_features", text_features, "image_features", image_features)
-        _check.same_length("text_features", text_features, "image_features", image_features)
-        _check.number("logit_scale", logit_scale, image_features, self.how.get("device"))
-        if ids is not None:
-            _check.vector("ids", ids, "image_features", image_features, integer=True)
+        try:
+            _check.features("image_features", image_features)
+            _check.features("text_features", text_features)
+            _check.alike("text_features", text_features, "image_features", image_features)
+            _check.same_length("text_features", text_features, "image_features", image_features)
+            _check.number("logit_scale", logit_scale, image_features, self.how.get("device"))
+            if ids is not None:
+                _check.vector("ids", ids, "image_features", image_features, integer=True)
+        except ValueError as error:
+            self._tell_all(error)
+            raise
         self._look_at_lengths(image_features, text_features)
         loss = contrast(
             image_features,
@@ -205,10 +212,15 @@ class SupConLoss(_Loss):
     """
 
     def forward(self, features: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
-        if not isinstance(features, Tensor) or features.ndim not in (2, 3):
-            got = f"shape {list(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
-            raise wrong("features", "be a tensor of shape [N, D] or [N, views, D]", got, "Flatten the others first.")
-        _check.vector("labels", labels, "features", features, integer=True)
+        try:
+            if not isinstance(features, Tensor) or features.ndim not in (2, 3):
+                got = f"shape {list(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
+                rule = "be a tensor of shape [N, D] or [N, views, D]"
+                raise wrong("features", rule, got, "Flatten the others first.")
+            _check.vector("labels", labels, "features", features, integer=True)
+        except ValueError as error:
+            self._tell_all(error)
+            raise
         if features.ndim == 3:
             labels = labels.repeat_interleave(features.shape[1])
             features = features.flatten(0, 1)
@@ -236,10 +248,14 @@ class NTXentLoss(_Loss):
     """
 
     def forward(self, view_a: Tensor, view_b: Tensor, scale: Tensor | float) -> Tensor:
-        _check.features("view_a", view_a)
-        _check.features("view_b", view_b)
-        _check.alike("view_b", view_b, "view_a", view_a)
-        _check.same_length("view_b", view_b, "view_a", view_a)
+        try:
+            _check.features("view_a", view_a)
+            _check.features("view_b", view_b)
+            _check.alike("view_b", view_b, "view_a", view_a)
+            _check.same_length("view_b", view_b, "view_a", view_a)
+        except ValueError as error:
+            self._tell_all(error)
+            raise
         views = torch.cat([view_a, view_b])
         N = len(view_a)
         other = torch.arange(2 * N, device=views.device).roll(N)

@@ -60,6 +60,16 @@ def _host_memory() -> tuple[int, int]:
     return (free, total) if most == "max" else (max(0, min(free, int(most) - used)), min(total, int(most)))
 
 
+def usable_cpus(group: Path = Path("/sys/fs/cgroup")) -> float:
+    """CPUs that this process may use: those it is bound to, or what its container is given of them."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return float(bound)
+    return float(bound) if quota == "max" else min(float(bound), int(quota) / int(period))
+
+
 def stream(
     leaves: Sequence[Tensor | None], bounds: Sequence[Bounds], device: torch.device | None
 ) -> Iterator[list[Tensor | None]]:

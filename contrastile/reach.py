@@ -245,7 +245,13 @@ def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> 
 @contextmanager
 def refusing_state(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Raises when a module has changed one of its buffers meanwhile: what it computes depends on what came before."""
-    held = [(module, x, x._version) for module in modules for x in module._buffers.values() if x is not None]
+    held = [
+        (module, x, x._version)
+        for module in modules
+        for x in module._buffers.values()
+        # those that were made for inference count no changes
+        if x is not None and not x.is_inference()
+    ]
     yield
     for module, x, version in held:
         if x._version != version:

@@ -219,7 +219,8 @@ def largest_sub_batch(
     """
     known = _found.setdefault(key, {}) if key is not None else {}
     size = known.get(shapes)
-    if size is None:
+    # a rank that knows looks again with those that do not: each look is an exchange among them
+    if most(int(size is None)):
         few = min(batch, 8)
         each = max(1, bytes_per_example(lambda n: work(n, False), few) if few > 1 else 1)
         tried = device is not None and device.type == "cuda"
@@ -235,4 +236,5 @@ def largest_sub_batch(
                 size //= 2
         known[shapes] = size = -most(-size)
         logger.info("encode: sub-batches of %d", size)
+    assert size is not None
     return min(size, max(batch, 1))

@@ -247,6 +247,14 @@ def _total(tree: Any) -> Tensor:
     return sum((_total(part) for part in parts if part is not None), torch.zeros(()))
 
 
+def test_a_model_that_was_made_for_inference_is_encoded_too() -> None:
+    with torch.inference_mode():
+        model = nn.BatchNorm1d(5).eval()
+        model.running_mean += 1
+        x = torch.randn(7, 5)
+        assert torch.equal(encode(model, x, sub_batch=3), model(x))
+
+
 @pytest.mark.parametrize("kind", ["module", "method", "function", "function of its inputs"])
 def test_random_numbers_are_kept_of_the_device_that_computes(
     tower: Tower, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -315,6 +315,27 @@ def test_auto_sub_batch_is_what_fits_and_is_found_once(
     assert _rows(_compare(words, texts, sub_batch="auto"))[:5] == [7, 7, 7, 7, 1]
 
 
+def test_a_rank_that_knows_the_size_looks_again_with_one_that_does_not(words: Words) -> None:
+    """Other texts came to the other rank before; where encoding is an exchange, one alone would wait for ever."""
+    key, looked = next(words.parameters()), []
+    anyone_else = False
+
+    def most(number: int) -> int:
+        return max(number, int(anyone_else)) if number >= 0 else number
+
+    def size() -> int:
+        return retention.largest_sub_batch(
+            lambda n, _: looked.append(n), 8, torch.device("cpu"), key=key, shapes="some", most=most
+        )
+
+    found = [size(), size()]
+    assert looked == [8, 4]
+    anyone_else = True
+    found.append(size())
+    assert looked == [8, 4, 8, 4]
+    assert len(set(found)) == 1
+
+
 def test_weighing_a_graph_does_not_keep_it(words: Words, texts: dict[str, Tensor], monkeypatch: Any) -> None:
     """What is saved is often its own node's output: holding it as it comes would hold the graph in a cycle."""
     tokens: list[weakref.ref[_Token]] = []

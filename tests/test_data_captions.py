@@ -22,6 +22,12 @@ def test_karpathy_s_split_has_all_captions(tmp_path):
     assert len(open_captions(path, split="test").paths) == 4
 
 
+def test_a_file_nested_without_end_is_refused(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("[" * 200_000)
+    assert refusal(path).startswith("`captions` must be Karpathy's JSON; got ")
+
+
 def test_pictures_may_lie_flat_as_flickr_s_do(tmp_path):
     path = karpathy(tmp_path, below="", split="val")
     assert open_captions(path, split="val").paths[0] == str(tmp_path / "0.png")

@@ -75,6 +75,14 @@ def test_names_that_are_none_are_refused(tmp_path, name, content, sentence):
     assert str(caught.value) == sentence.format(path)
 
 
+@pytest.mark.parametrize("read", [read_classes, read_mapping])
+def test_files_nested_without_end_are_refused(tmp_path, read):
+    path = tmp_path / "x.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="must be a JSON file"):
+        read(path)
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     for read, what in ((read_classes, "classes"), (read_mapping, "mapping"), (read_templates, "templates")):
         with pytest.raises(ValueError) as caught:

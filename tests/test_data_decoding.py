@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_data_shards import jpeg, stream_of
 
+from contrastile.data import decoding
 from contrastile.data.crop import Crop
 from contrastile.data.decoding import Piece, Processes, Room, Worker, fill
 from contrastile.data.shards import MOST_BYTES
@@ -82,6 +83,14 @@ def test_a_task_that_cannot_be_sent_is_an_error_and_no_endless_wait():
     with pytest.raises(RuntimeError, match="a decoding process ended with exit code 0"):
         worker.ask(Room(16), {"pieces": ["x" * (1 << 22)]})
     worker.close()
+
+
+def test_there_is_a_process_for_each_core_that_the_container_has(monkeypatch):
+    monkeypatch.setattr(decoding, "usable_cpus", lambda: 6.5)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert decoding.cores() == 6
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert decoding.cores() == 1
 
 
 def test_a_file_longer_than_any_picture_is_not_read(tmp_path):

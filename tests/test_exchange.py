@@ -11,7 +11,7 @@ from problems import PROBLEMS, Problem, distance
 from ranks import Pool
 from torch import Tensor
 
-from contrastile import SigLipLoss, comm, contrast
+from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, comm, contrast
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -203,6 +203,28 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(pool: Pool) -> None:
     first, second, third = pool.run(_sentence, 3, "own")
     assert third.startswith("rank 2: `query_ids` must be a tensor of shape [3]")
     assert first == second == third
+
+
+def _of_a_class(rank: int, group: Any, name: str) -> str:
+    """One rank has a row less on one side."""
+    q, rows = torch.nn.functional.normalize(torch.ones(3, 4), dim=-1), 2 if rank == 1 else 3
+    calls = {
+        "ClipLoss": lambda: ClipLoss(group=group)(q, q[:rows], 1.0),
+        "SupConLoss": lambda: SupConLoss(group=group)(q, torch.arange(rows), 1.0),
+        "NTXentLoss": lambda: NTXentLoss(group=group)(q, q[:rows], 1.0),
+    }
+    try:
+        calls[name]()
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize("name", ["ClipLoss", "SupConLoss", "NTXentLoss"])
+def test_what_a_class_finds_wrong_on_one_rank_is_raised_on_all(pool: Pool, name: str) -> None:
+    first, second = pool.run(_of_a_class, 2, name)
+    assert first == second
+    assert first.startswith("rank 1: `")
 
 
 def _shouted(rank: int, group: Any) -> str:

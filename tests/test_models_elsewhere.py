@@ -210,6 +210,10 @@ REFUSED = {
         {"config": {**CONFIG, "text_cfg": {"hf_model_name": "roberta-base"}}},
         "`text_cfg` must be a text tower of open_clip's own; got hf_model_name. ",
     ),
+    "an image tower to be fetched": (
+        {"config": {**CONFIG, "vision_cfg": {"timm_model_name": "hf-hub:a/b"}}},
+        '`timm_model_name` must be a model of timm; got "hf-hub:a/b". ',
+    ),
     "another size": (
         {"config": {**CONFIG, "vision_cfg": {**CONFIG["vision_cfg"], "image_size": 32}}},
         "`image_size` must be the 32 pixels of the image tower; got 16. Set data.image_size to it.",
@@ -322,6 +326,11 @@ def test_a_file_of_timms_gives_its_own_features(timm, tokenizer, tmp_path, class
             {"name": "vit", "config": {"depths": 2}},
             {},
             "`image` must have the settings of a tower of the kind timm; got ",
+        ),
+        (
+            {"name": "vit", "config": {"checkpoint_path": "x.pth", "pretrained_cfg": {}}},
+            {},
+            "`config` must leave weights to checkpoint; got checkpoint_path, pretrained_cfg. ",
         ),
         ({"name": "vit", "checkpoint": "no.pt"}, {"image_size": 24}, '`checkpoint` must be a file; got "no.pt". '),
     ],

@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -294,3 +295,24 @@ def test_pictures_come_in_stretches(tmp_path, apart):
     for place, path in enumerate(paths):
         assert place == bad or np.array_equal(pictures[place].numpy(), decode(Path(path), (1, 16, 16)))
     assert not list(stretches([], (1, 16, 16), stretch=7, apart=apart))
+
+
+def test_pictures_are_held_until_the_device_has_them(tmp_path, monkeypatch):
+    """Whose memory the next but one stretch is decoded into."""
+    told, real = [], elsewhere.stretches
+
+    def stretches_told(*arguments, **words):
+        for one in real(*arguments, **{**words, "stretch": 3}):
+            told.append("decoded")
+            yield one
+
+    def encode_image(pictures):
+        told.append("encoded")
+        return torch.zeros(len(pictures), 2)
+
+    monkeypatch.setattr(elsewhere, "stretches", stretches_told)
+    monkeypatch.setattr(elsewhere, "settle", lambda device: told.append(f"there, {device}"))
+    root = class_folder(tmp_path, {"a": "A", "b": "B"}, each=3)
+    run = SimpleNamespace(recipe=tiny_recipe(tmp_path), device=torch.device("cpu"), encode_image=encode_image)
+    elsewhere._encode(run, sorted(map(str, root.glob("[ab]/*.png"))), "x")
+    assert told == ["decoded", "encoded", "there, cpu"] * 2

@@ -161,6 +161,7 @@ def test_asked_to_stop_in_its_last_step_it_still_ends_the_same(undisturbed, tmp_
     "overrides",
     [
         ("optim.kind=adafactor", "optim.ema=0.9", "train.precision=fp16", "optim.warmup_epochs=2.0"),
+        ("optim.kind=muon", "optim.rate_scaling=sqrt", "optim.base_batch=8", "train.batch=[[0.0, 16], [0.5, 48]]"),
         ("loss.kind=siglip", "train.precision=bf16", "train.batch=[[0.0, 16], [0.5, 48]]", "optim.schedule=cooldown"),
     ],
 )

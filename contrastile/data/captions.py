@@ -53,7 +53,7 @@ def _of_json(file: Path, folder: Path, split: str) -> dict[str, list[str]]:
         entries = [(str(entry["split"]), _place(entry), _captions(entry)) for entry in told["images"]]
     except OSError as failure:
         raise wrong("captions", "be a file that can be read", file, f"{failure.strerror}.") from failure
-    except (ValueError, KeyError, TypeError, AttributeError) as failure:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         remedy = "Each of `images` has split, filename and sentences with raw."
         raise wrong("captions", "be Karpathy's JSON", f"{file} ({failure!r})", remedy) from failure
     splits = Counter(name for name, _, _ in entries)

@@ -52,7 +52,7 @@ def _of_json(text: str, path: str | Path) -> list[Class]:
     try:
         # an object that says a key twice would lose the first one silently
         told = json.loads(text, object_pairs_hook=list if _is_object(text) else dict)
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise wrong("classes", "be a JSON file where its name says so", f"{path}: {failure}", "Mend it.") from failure
     if _is_object(text):
         entries = [(str(key), value) for key, value in told]
@@ -105,7 +105,7 @@ def read_mapping(path: str | Path) -> dict[str, list[int | str]]:
     text = _text(path, "mapping")
     try:
         told = json.loads(text)
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise wrong("mapping", "be a JSON file", f"{path}: {failure}", "Mend it.") from failure
     if not isinstance(told, Mapping) or not told:
         raise wrong("mapping", "be a JSON object from folder to classes", path, 'For example {"chair": [423, 559]}.')

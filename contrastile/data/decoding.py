@@ -32,6 +32,7 @@ from contrastile.data.crop import Crop
 from contrastile.data.pairs import Pictures
 from contrastile.data.shards import MOST_BYTES
 from contrastile.data.table import Skipped, decode
+from contrastile.offload import usable_cpus
 
 # the largest room that a GPU fetches from while it computes: pinned memory cannot be swapped
 MOST_PINNED = 8 << 30
@@ -284,7 +285,7 @@ def stretches(
 
 def cores() -> int:
     """The CPU cores that this process may use: of those of a node, where torchrun starts several ranks, its share."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, int(usable_cpus()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def serve(near: socket.socket) -> None:

@@ -63,6 +63,9 @@ class OpenClip:
         if strange:
             remedy = "It needs embed_dim, vision_cfg and text_cfg."
             raise wrong("config", "be a model of one image tower and one text tower", ", ".join(strange), remedy)
+        if ":" in config["vision_cfg"].get("timm_model_name", ""):
+            remedy = "timm.list_models() names them; none is fetched."
+            raise wrong("timm_model_name", "be a model of timm", f'"{config["vision_cfg"]["timm_model_name"]}"', remedy)
         if any(key in config["text_cfg"] for key in ELSEWHERE):
             remedy = 'Give the image side alone and a text tower of kind "transformers".'
             raise wrong("text_cfg", "be a text tower of open_clip's own", "hf_model_name", remedy)

@@ -32,6 +32,12 @@ class Timm:
     mean: list[float] | None = None
     std: list[float] | None = None
 
+    def __post_init__(self) -> None:
+        # timm would unpickle some of them, and fetch others
+        weights = [key for key in self.config if key.startswith(("checkpoint", "pretrained", "cache_dir"))]
+        if weights:
+            raise wrong("config", "leave weights to checkpoint", ", ".join(weights), "Name a file of tensors there.")
+
 
 class PixelTower(nn.Module):
     """A model of pixels that ends in features; takes pixels in [0, 1], grey ones also where it expects colours."""

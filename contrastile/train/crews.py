@@ -15,32 +15,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from contrastile._check import wrong
+from contrastile.offload import usable_cpus
 from contrastile.train.ranks import Ranks
 from contrastile.train.signals import StopRequest
 
 # seconds between two looks at whether one is asked to stop
 LOOK = 0.2
 
-Given = TypeVar("Given")
-Answer = TypeVar("Answer")
 # of what was opened, and of the rank that does it; of several ranks the first one has something to say
-Task = Callable[[Given, Ranks], Answer]
+Task = Callable[[Any, Ranks], Any]
 
 
 def side_by_side(
-    tasks: Sequence[Task[Given, Answer | None]],
-    opening: Callable[[], Given],
+    tasks: Sequence[Task],
+    opening: Callable[[], Any],
     folder: Path,
     *,
     jobs: int,
     ranks: int = 1,
     device: str = "auto",
-) -> Iterator[Answer | int]:
+) -> Iterator[Any]:
     """What each task comes to, as soon as it does, by `jobs` crews of `ranks` processes; at last the signal to stop.
 
     Tasks, and `opening`, which gives what they need once in each process, are pickled. What the processes say is in
@@ -85,7 +84,7 @@ class Crew:
         self.connections: list[Connection] = []
         self._processes = []
         # the cores, shared out evenly unless one is told otherwise
-        threads = int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // (jobs * ranks))))
+        threads = int(os.environ.get("OMP_NUM_THREADS", max(1, int(usable_cpus()) // (jobs * ranks))))
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
@@ -98,7 +97,7 @@ class Crew:
             self.connections.append(ours)
             self._processes.append(process)
 
-    def begin(self, task: Task[Any, Any]) -> None:
+    def begin(self, task: Task) -> None:
         """Give all ranks a task, and a port to meet at."""
         with closing(socket.socket()) as free:
             free.bind(("localhost", 0))

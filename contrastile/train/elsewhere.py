@@ -27,6 +27,7 @@ from contrastile.data.pairs import Indices
 from contrastile.data.table import counted
 from contrastile.evaluate.retrieval import both_ways, chance
 from contrastile.evaluate.zeroshot import class_features, classified
+from contrastile.offload import settle
 from contrastile.train.checkpoint import Run, load
 from contrastile.train.evaluate_settings import EvaluateSettings, RetrievalSettings, ZeroShotSettings
 from contrastile.train.evaluation import KS, STRETCH, Row, evaluating
@@ -150,6 +151,8 @@ def _encode(run: Run, paths: Sequence[str], name: str) -> tuple[Tensor, Indices,
             skipped.update(reason for reason in reasons if reason is not None)
             there += [part.start + place for place in good]
             features.append(run.encode_image(pictures[good] if len(good) < len(part) else pictures))
+            # others are decoded into the memory of these as soon as nobody here holds them; a GPU may still fetch them
+            settle(run.device)
             bar.update(len(part))
     if skipped.total() > data.max_bad_fraction * len(paths) or not there:
         rule = f"be pictures that can be read, but for {data.max_bad_fraction:.1%}"
