@@ -48,7 +48,7 @@ format: $(VENV)/.dev ## put the code into the house's format
 bench: $(VENV)/.train ## time and memory of the losses beside the dense formula and other libraries
 	$(BIN)/contrastile bench loss
 
-clean: ## remove the environment, caches and runs
+clean: ## remove the environment and caches; runs stay
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache
 
 $(BIN)/python:

@@ -1,7 +1,7 @@
-"""Every check on what a user hands to the losses and to `encode`, and the one form of its sentence.
+"""Every check on what a user hands to the losses and to `encode`; the form of its sentence is `_wrong.py`'s.
 
-Stands on the ground of the house: everything may import it, it imports nothing of the house. A check looks at
-shapes, types and devices only; the exception is an index out of range, which has to be read.
+Stands on the ground of the house: everything may import it. A check looks at shapes, types and devices only; the
+exception is an index out of range, which has to be read.
 """
 
 from __future__ import annotations
@@ -9,19 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def wrong(name: str, rule: str, got: object, remedy: str) -> ValueError:
-    """The house's error: what must hold, what was got, what to do.
-
-    >>> str(wrong("sub_batch", "be at least 1", 0, "Pass the number of examples that fit at once."))
-    '`sub_batch` must be at least 1; got 0. Pass the number of examples that fit at once.'
-    """
-    return ValueError(f"`{name}` must {rule}; got {got}. {remedy}")
-
-
-def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> None:
-    if value not in known:
-        raise wrong(name, f"be one of {', '.join(known)}", repr(value), remedy)
+from contrastile._wrong import one_of as one_of
+from contrastile._wrong import wrong as wrong
 
 
 def features(name: str, x: Tensor) -> None:

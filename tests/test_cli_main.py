@@ -8,9 +8,16 @@ import time
 import pytest
 from tiny_runs import write_recipe
 
+import contrastile
 from contrastile.cli import main as entry
 from contrastile.cli.main import main
 
+TEXTS = """
+kind = "retriever"
+data = { source = "docstrings" }
+model = { both = { kind = "bag", width = 8 } }
+train = { epochs = 1.0 }
+"""
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "PIL", "sklearn", "jinja2")
 
 
@@ -69,6 +76,94 @@ def test_no_verb_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
         main([])
     assert stop.value.code == 2
+
+
+def test_no_words_get_the_help(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "doctor" in capsys.readouterr().err
+
+
+def test_the_version_is_said(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert (stop.value.code, capsys.readouterr().out) == (0, f"contrastile {contrastile.__version__}\n")
+
+
+RUN = "`run` must be the folder of a run, with recipe.toml, model.safetensors, run.json; got"
+SIZES = "must be whole numbers above 0, perhaps with a unit; got"
+# words that need no torch to be told wrong; {folder} has two runs, the file `file` and a recipe
+WORDS = {
+    "evaluate {folder}/no": f"{RUN} ",
+    "evaluate {folder}/pictures --device tpu": '`--device` must be "auto", "cpu", "cuda" or "cuda:1"; got "tpu". ',
+    "evaluate {folder}/texts --zero-shot {folder}": '{folder}/texts/recipe.toml: kind: must be "image-text" here; got',
+    "search {folder}/no hello": f"{RUN} ",
+    "search {folder}/pictures hello": '{folder}/pictures/recipe.toml: kind: must be "retriever" here; got "image-text"',
+    "search {folder}/texts hello": (
+        '`index` must hold an index.json; got "{folder}/texts/index". '
+        "Make it first: contrastile encode {folder}/texts\n"
+    ),
+    "search {folder}/texts hello --index {folder}/x": "contrastile encode {folder}/texts --out {folder}/x\n",
+    "search {folder}/texts _": "`question` must have words; got none. ",
+    "encode {folder}/pictures": '{folder}/pictures/recipe.toml: kind: must be "retriever" here; got "image-text"',
+    "encode {folder}/texts {folder}/no.jsonl": '`corpus` must be a file or folder; got "{folder}/no.jsonl". ',
+    "encode {folder}/texts --shard 0": "`--shard` must be at least 1; got 0. ",
+    "encode {folder}/texts --dimensions 0": "`--dimensions` must be at least 1; got 0. ",
+    "compare {folder}/x.toml --jobs 0": "`--jobs` must be at least 1; got 0. ",
+    "compare {folder}/x.toml --losses --seeds 1": "`--seeds` must be at least 2; got 1. ",
+    "compare {folder}/x.toml --data 0.1": "`--data` must come with --batches; got no --batches. ",
+    "compare {folder}/x.toml --rates sqrt": "`--rates` must come with --batches; got no --batches. ",
+    "compare {folder}/x.toml --ranks 3": "`--ranks` must come with --losses; got no --losses. ",
+    "compare {folder}/x.toml --batches abc": f"`batches` {SIZES} 'abc'. ",
+    "compare {folder}/x.toml --memory 1XB": f"`memory` {SIZES} '1XB'. ",
+    "compare {folder}/x.toml --updates 64": "`--updates` must be left out for this recipe; got ['64']. ",
+    "bench loss --sizes abc": f"`sizes` {SIZES} 'abc'. ",
+    "bench loss --workspace 1zz": f"`workspace` {SIZES} '1zz'. ",
+    "bench loss --dtype int8": "`dtype` must be one of bf16, ",
+    "bench loss --device tpu": "`device` must be one of auto, cpu, cuda; got 'tpu'. ",
+    "bench loss --features 0": "`features` must be at least 1; got 0. ",
+    "bench loss --seconds 0": "`seconds` must be above 0; got 0.0. ",
+    "bench step --sizes abc": f"`sizes` {SIZES} 'abc'. ",
+    "bench step --figure x.foo --csv x.csv": '`figure` must end in .svg, .png, .pdf; got "x.foo". ',
+    "train x=1": "x=1: no such file; a recipe comes before key=value, ",
+    "train {folder}/x.toml --runs {folder}/x.toml": "`--runs` must be a folder, or where one can be made; got ",
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_wrong_word_is_one_line_before_torch_is_loaded(words, tmp_path):
+    (tmp_path / "x.toml").write_text("[train]\nexamples = 10\n")
+    for name, recipe in (("pictures", "[train]\nexamples = 10\n"), ("texts", TEXTS)):
+        (tmp_path / name).mkdir()
+        for file, content in (("recipe.toml", recipe), ("model.safetensors", ""), ("run.json", "{}")):
+            (tmp_path / name / file).write_text(content)
+    told = words.format(folder=tmp_path).split()
+    code, said, complaint, loaded, _ = loaded_by(*(" " if word == "_" else word for word in told))
+    assert (code, said, [name for name in loaded if name == "torch"]) == (2, "", [])
+    assert WORDS[words].format(folder=tmp_path) in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_a_reader_that_goes_ends_the_command_quietly(tmp_path):
+    program = (
+        "import sys\n"
+        "from contrastile.cli import main as entry\n"
+        "entry.evaluate.run = lambda _: print('x' * 1_000_000) or 0\n"
+        "sys.exit(entry.main(['evaluate', 'x']))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        command.stdout.read(1)
+        command.stdout.close()
+        assert (command.stderr.read(), command.wait()) == (b"", 141)
+
+
+def test_a_broken_pipe_elsewhere_is_told(monkeypatch, capsys):
+    def fail(_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(entry.evaluate, "run", fail)
+    assert main(["evaluate", "runs/x"]) == 1
+    assert capsys.readouterr().err == "[Errno 32] Broken pipe\n"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,10 @@ MISTAKES = {
         f"{STEPS}[optim]\nsub_batch = 3",
         "optim.sub_batch: unknown key (did you mean train.sub_batch?)",
     ),
-    "a text for a number": (f"{STEPS}batch = '256'", 'train.batch: must be a list; got "256"'),
+    "a text for a number": (
+        f"{STEPS}batch = '256'",
+        'train.batch: must be a whole number, or a list of [share of the run, size]; got "256"',
+    ),
     "a number for a switch": (f"{STEPS}[data]\naugment = 1", "data.augment: must be true or false; got 1"),
     "a fraction for a count": (
         f"{STEPS}accumulate = 1.5",

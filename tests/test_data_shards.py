@@ -345,7 +345,7 @@ def stream_of(tmp_path, contents, **settings):
     return pairs.stream
 
 
-def test_a_bad_picture_is_counted_and_its_neighbour_stands_in(tmp_path):
+def test_a_bad_picture_is_counted_and_its_neighbour_stands_in(tmp_path, caplog):
     stream = stream_of(tmp_path, [jpeg(number) for number in range(12)], most_bad=0.5)
     titles = stream.titles(range(len(stream)))
     broken = [jpeg(number) for number in range(12)]
@@ -357,6 +357,8 @@ def test_a_bad_picture_is_counted_and_its_neighbour_stands_in(tmp_path):
     assert stream.titles(read[:7]) == [titles[1], titles[1], titles[2], titles[3], titles[3], titles[3], titles[6]]
     assert np.array_equal(images[5], images[3])
     assert stream.skipped == {"broken picture": 3}
+    first = f'a picture of the collection is skipped (broken picture: {tmp_path / "a.tar"}, "{titles[0]}")'
+    assert [message.split("; ")[0] for message in caplog.messages] == [first]
 
 
 def test_where_none_can_be_read_the_rows_behind_stand_in(tmp_path):
@@ -380,6 +382,16 @@ def test_a_share_may_be_empty_and_what_nobody_asks_for_is_forgotten(tmp_path):
     stream.read([1], [1], None)
     stream.read([4], [4], None)
     assert list(stream._ahead) == [(3, 5)]
+
+
+def test_a_folder_without_pictures_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path / "empty", tmp_path)
+    assert str(caught.value) == (
+        f'`source` must hold at least two pairs that differ in their titles; got 0 pairs in "{tmp_path / "empty"}". '
+        "Name a folder with pictures below it, or shards of pairs."
+    )
 
 
 def test_too_many_bad_ones_stop_the_run(tmp_path):

@@ -201,8 +201,9 @@ def test_one_that_fails_ends_nothing(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="contrastile"):
         outcome = run_recipe(recipe, tmp_path / "runs")
     why = (
-        "`imagenet` must be pictures that can be read, but for 10.0%; got 8 of 24 that cannot (broken picture: 8). "
-        "Mend them, or raise data.max_bad_fraction."
+        "`imagenet` must be pictures that can be read, but for 10.0%; got 8 of 24 that cannot (broken picture: 8), "
+        f"the first being {min((tmp_path / 'val').glob('*/0.png'))}. "
+        "Mend or remove them, or raise data.max_bad_fraction in the recipe of the run."
     )
     rows = rows_of(outcome.folder)
     failed = rows[f"imagenet, failed: {why}"]

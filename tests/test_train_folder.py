@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from contrastile.train.folder import RunFolder, finished_run, new_run
+from contrastile.train.folder import RunFolder, finished_run, make_runs, new_run
 
 
 def test_a_second_run_moves_the_first_aside(tmp_path):
@@ -67,3 +67,17 @@ def test_what_is_no_run_is_refused(tmp_path):
         f'`run` must be the folder of a run, with recipe.toml, model.safetensors, run.json; got "{tmp_path}". '
         "Train one first: contrastile train recipes/glyphs.toml"
     )
+
+
+def test_json_that_is_damaged_is_named(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"`run\.json` must be JSON; got .*: Expecting property name"):
+        RunFolder(tmp_path).read_json("run.json")
+
+
+def test_runs_that_cannot_be_made_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"`--runs` must be a folder, or where one can be made; got .*Not a directory\."
+    ):
+        make_runs(tmp_path / "file" / "runs")

@@ -21,6 +21,7 @@ from contrastile.train.loop import Clock, run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
+from contrastile.train.report import full
 
 
 @pytest.fixture(scope="module")
@@ -391,6 +392,13 @@ def test_the_report_says_what_it_must(finished):
     assert "the dense way" in page
     assert "examples = 480" in page
     assert page.count('src="data:image/png;base64,') > 5
+
+
+def test_the_short_last_step_is_no_drop_of_the_loss():
+    steps = [{"batch": 48, "planned": 48}, {"batch": 48, "planned": 48}, {"batch": 3, "planned": 48}]
+    assert full(steps) == steps[:2]
+    assert full(steps[:2]) == steps[:2]
+    assert full(steps[2:]) == steps[2:]
 
 
 def test_right_answers_are_marked_in_the_report(tmp_path):

@@ -51,6 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, printing each result when it is there; 1 if a result of contrastile's own was wrong or failed."""
     from contextlib import nullcontext
 
+    # a mistake is told before anything heavy is imported
+    _words(arguments)
+
     import torch
 
     from contrastile.bench.loss import Bench, suite
@@ -104,14 +107,31 @@ def _run_on_ranks(arguments: argparse.Namespace) -> int:
 
 def device_of(name: str) -> str:
     """ "cpu" or "cuda"; "auto" is the better one that is there."""
-    import torch
-
-    from contrastile._check import one_of, wrong
+    from contrastile._wrong import one_of, wrong
 
     one_of("device", name, ("auto", "cpu", "cuda"), "Leave it out for the default.")
+
+    import torch
+
     if name == "cuda" and not torch.cuda.is_available():
         raise wrong("device", "be one that torch sees", "cuda", "Install torch for CUDA, or take cpu.")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _words(arguments: argparse.Namespace) -> None:
+    """Raises ValueError where a word that needs no torch to be read is none."""
+    from contrastile._wrong import one_of, wrong
+
+    one_of("device", arguments.device, ("auto", "cpu", "cuda"), "Leave it out for the default.")
+    if arguments.seconds is not None and arguments.seconds <= 0:
+        raise wrong("seconds", "be above 0", arguments.seconds, "Leave it out for the default.")
+    if min(arguments.features or (1,)) < 1:
+        raise wrong("features", "be at least 1", min(arguments.features), "Such as 512.")
+    for name in ("sizes", "workspace"):
+        for text in getattr(arguments, name) or ():
+            number(name, text)
+    if arguments.dtype is not None:
+        _dtype(arguments.dtype)
 
 
 def _cases(arguments: argparse.Namespace, standard: list[Case]) -> list[Case]:
@@ -145,7 +165,7 @@ def number(name: str, text: str) -> int:
     >>> number("sizes", "64k"), number("workspace", "2GiB")
     (65536, 2147483648)
     """
-    from contrastile._check import wrong
+    from contrastile._wrong import wrong
 
     digits = text.rstrip("kMGKiB")
     unit = text[len(digits) :]
@@ -157,7 +177,7 @@ def number(name: str, text: str) -> int:
 
 
 def _dtype(name: str) -> str:
-    from contrastile._check import one_of
+    from contrastile._wrong import one_of
 
     one_of("dtype", name, (*DTYPES, *DTYPES.values()), "bf16 is what most training uses.")
     return DTYPES.get(name, name)

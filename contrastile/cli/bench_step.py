@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SECONDS, SECONDS_QUICK = 20.0, 2.0
 LONGEST = 600.0
+# what a figure may be
+FIGURES = (".svg", ".png", ".pdf")
 
 
 def add_to(kinds: Any) -> None:
@@ -49,10 +51,13 @@ def add_to(kinds: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, printing each result when it is there; 1 if a way of ours was wrong or failed."""
-    from contrastile._check import wrong
+    from contrastile._wrong import wrong
 
     if arguments.figure and not arguments.csv:
         raise wrong("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
+    if arguments.figure and not arguments.figure.endswith(FIGURES):
+        raise wrong("figure", f"end in {', '.join(FIGURES)}", f'"{arguments.figure}"', "Name another file.")
+    _batches(arguments)
     # plain steps fill the memory with tensors of all sizes, and must not fail because of gaps
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     right = _across_ranks(arguments) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else _alone(arguments)
@@ -136,7 +141,7 @@ def _say(line: str) -> None:
 
 
 def _models(arguments: argparse.Namespace) -> list[str]:
-    from contrastile._check import one_of
+    from contrastile._wrong import one_of
     from contrastile.bench.towers import MODELS
 
     for name in arguments.models or ():
@@ -146,7 +151,7 @@ def _models(arguments: argparse.Namespace) -> list[str]:
 
 def _plan(arguments: argparse.Namespace, batches: list[int]) -> dict[int, list[str]]:
     """The ways named for each size; a way with sizes of its own is measured there only."""
-    from contrastile._check import one_of
+    from contrastile._wrong import one_of
     from contrastile.bench.step import WAYS
     from contrastile.cli.bench import number
 

@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.train.config import Recipe
     from contrastile.train.recipe import load_any_recipe
 
+    _words(arguments)
     recipe = load_any_recipe(arguments.recipe, arguments.overrides)
     if isinstance(recipe, Recipe):
         _only(arguments, OF_RETRIEVERS, "a retriever")
@@ -61,9 +62,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if comparison.stopped_by is None else 128 + comparison.stopped_by
 
 
+def _words(arguments: argparse.Namespace) -> None:
+    """Raises ValueError where a word is none, or belongs to another one that is not there."""
+    from contrastile._wrong import wrong
+
+    # of losses an interval is told
+    for name, least in (("jobs", 1), ("seeds", 2 if arguments.losses else 1), ("ranks", 2)):
+        if (got := getattr(arguments, name)) is not None and got < least:
+            raise wrong(f"--{name}", f"be at least {least}", got, "Leave it out for the default.")
+    for name, needed in (("data", "batches"), ("rates", "batches"), ("ranks", "losses")):
+        if getattr(arguments, name) is not None and not getattr(arguments, needed):
+            raise wrong(f"--{name}", f"come with --{needed}", f"no --{needed}", "It belongs to that comparison.")
+    for name in ("batches", "updates"):
+        _sizes(name, getattr(arguments, name) or ())
+    _sizes("memory", [arguments.memory or MEMORY])
+
+
 def _only(arguments: argparse.Namespace, names: tuple[str, ...], kind: str) -> None:
     """Refuses what belongs to another kind of recipe."""
-    from contrastile._check import wrong
+    from contrastile._wrong import wrong
 
     for name in names:
         if (got := getattr(arguments, name)) is not None:

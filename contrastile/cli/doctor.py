@@ -23,7 +23,7 @@ def add_to(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, and say it; 1 where something is broken."""
-    from contrastile._check import wrong
+    from contrastile._wrong import wrong
 
     for name in ("ranks", "batch", "features"):
         if getattr(arguments, name) < 1:

@@ -26,9 +26,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Load, read, encode; what was done before is kept."""
     from pathlib import Path
 
-    from contrastile.train.folder import finished_run
+    from contrastile._wrong import wrong
+    from contrastile.train.folder import RECIPE, finished_run
+    from contrastile.train.recipe import load_retriever_recipe
+    from contrastile.train.settings import known_device
 
+    known_device(arguments.device)
     folder = finished_run(arguments.run)
+    load_retriever_recipe(folder / RECIPE, files=False)
+    for name in ("shard", "dimensions"):
+        if (got := getattr(arguments, name)) is not None and got < 1:
+            raise wrong(f"--{name}", "be at least 1", got, "Leave it out for the default.")
+    if arguments.corpus is not None and not Path(arguments.corpus).exists():
+        raise wrong("corpus", "be a file or folder", f'"{arguments.corpus}"', "Check its path.")
 
     from contrastile.train.retriever.search import encode_source
 

@@ -37,12 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
         return _measure(arguments.run, arguments.judgements)
 
     from contrastile.train.folder import RECIPE, finished_run
-    from contrastile.train.recipe import load_any_recipe
+    from contrastile.train.recipe import load_any_recipe, load_recipe
+    from contrastile.train.settings import known_device
 
     tests = _tests(arguments)
+    known_device(arguments.device)
     # a mistake is told before anything heavy is imported
     folder = finished_run(arguments.run)
-    load_any_recipe(folder / RECIPE, files=False)
+    (load_recipe if tests else load_any_recipe)(folder / RECIPE, files=False)
 
     if tests:
         from contrastile.train.elsewhere import evaluate_elsewhere

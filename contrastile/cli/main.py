@@ -1,15 +1,18 @@
 """The command `contrastile`: reads its arguments, calls a verb, turns errors into one line and an exit code.
 
 The outermost layer of the house. Nothing heavy is imported until a verb runs. Exit codes: 0 done, 1 the machine failed
-(a full disk), 2 the user is asked to change something, 130 stopped by Ctrl-C (143 by SIGTERM).
+(a full disk), 2 the user is asked to change something, 130 stopped by Ctrl-C (143 by SIGTERM), 141 nobody reads on.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 
+from contrastile import __version__
 from contrastile.cli import bench, compare, doctor, encode, evaluate, search, train
 
 # what installs a module that the main job does without
@@ -31,6 +34,7 @@ VERBS = (train, evaluate, encode, search, compare, bench, doctor)
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every verb's own part."""
     parser = argparse.ArgumentParser(prog="contrastile", description="Contrastive training with batches of any size.")
+    parser.add_argument("--version", action="version", version=f"contrastile {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb in VERBS:
@@ -42,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     chosen = _parsed(build_parser(), arguments)
     try:
-        return int(chosen.verb(chosen))
+        code = int(chosen.verb(chosen))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return _say("stopped", 130)
     except ModuleNotFoundError as error:
@@ -54,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.traceback:
             raise
         return _say(str(error), 2)
+    except BrokenPipeError as error:
+        if _nobody_reads():
+            return 141
+        return _say(str(error), 1)
     except (OSError, FloatingPointError) as error:
         if chosen.traceback:
             raise
@@ -61,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """As `parse_args`, with key=value behind options too, where argparse takes no more of them."""
+    """As `parse_args`, with key=value behind options too, where argparse takes no more; no words get the help."""
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     chosen, more = parser.parse_known_args(arguments)
     strange = [word for word in more if word.startswith("-") or "=" not in word or not hasattr(chosen, "overrides")]
     if strange:
@@ -69,6 +82,20 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) ->
     if more:
         chosen.overrides = [*chosen.overrides, *more]
     return chosen
+
+
+def _nobody_reads() -> bool:
+    """Whether whoever read the output has gone, as `head` does; then nothing more is said to it."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _say(sentence: str, code: int) -> int:

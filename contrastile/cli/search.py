@@ -23,13 +23,23 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer one question, or each that is typed until an empty line."""
     from pathlib import Path
 
-    from contrastile.train.folder import finished_run
+    from contrastile._wrong import wrong
+    from contrastile.train.folder import INDEX, RECIPE, finished_run
+    from contrastile.train.recipe import load_retriever_recipe
+    from contrastile.train.settings import known_device
 
+    known_device(arguments.device)
     folder = finished_run(arguments.run)
+    load_retriever_recipe(folder / RECIPE, files=False)
+    index = Path(arguments.index) if arguments.index else folder / "index"
+    if arguments.question is not None and not arguments.question.strip():
+        raise wrong("question", "have words", "none", "Leave it out to be asked for some.")
+    if not (index / INDEX).is_file():
+        made = f"contrastile encode {arguments.run}" + (f" --out {index}" if arguments.index else "")
+        raise wrong("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: {made}")
 
     from contrastile.train.retriever.search import open_search
 
-    index = Path(arguments.index) if arguments.index else folder / "index"
     search = open_search(folder, index, engine=arguments.engine, device=arguments.device)
     if arguments.question is not None:
         print(search.text(arguments.question, arguments.k, lines=arguments.lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 
@@ -20,9 +21,12 @@ def add_to(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe before anything heavy is imported, then train."""
+    from contrastile.train.folder import make_runs
     from contrastile.train.recipe import load_any_recipe
 
     recipe = load_any_recipe(arguments.recipe, arguments.overrides)
+    if os.environ.get("RANK", "0") == "0":
+        make_runs(arguments.runs)
 
     from contrastile.train.loop import run_recipe
 

@@ -181,7 +181,7 @@ class Stream:
         # waits for each task, once
         told = {task: task.result() for task in dict.fromkeys(slot.task for slot in slots)}
         reasons = [told[slot.task][slot.group] for slot in slots]
-        self._count(reasons)
+        self._count(reasons, rows)
         good = [number for number, reason in enumerate(reasons) if reason is None]
         if not good and tries:
             # a share of a few pairs alone: others stand in, found by their rows, so that it happens again on resuming
@@ -207,6 +207,12 @@ class Stream:
             return self._library.piece(row, place)
         return Made(partial(self._library.picture, row, place), place)
 
+    def _where(self, row: int) -> str:
+        """The file that a picture lies in, and its title."""
+        row = int(self._rows[row])
+        file = f"{self._library.piece(row, 0).path}, " if isinstance(self._library, Index) else ""
+        return f'{file}"{self._library.title(row)}"'
+
     def close(self) -> None:
         """Forget what was expected. More may be read afterwards."""
         self._ahead = {}
@@ -221,12 +227,13 @@ class Stream:
             return room[: len(slots)]
         return torch.stack([slot.room[slot.place] for slot in slots])
 
-    def _count(self, reasons: Sequence[str | None]) -> None:
+    def _count(self, reasons: Sequence[str | None], rows: Sequence[int]) -> None:
         self.seen += len(reasons)
-        bad = [reason for reason in reasons if reason is not None]
+        bad = [(reason, row) for reason, row in zip(reasons, rows, strict=True) if reason is not None]
         if bad and not self.skipped:
-            logger.warning("a picture of the collection is skipped (%s); all are counted in the report", bad[0])
-        self.skipped.update(bad)
+            told = "a picture of the collection is skipped (%s: %s); all are counted in the report"
+            logger.warning(told, bad[0][0], self._where(bad[0][1]))
+        self.skipped.update(reason for reason, _ in bad)
         check_bad(self.skipped, max(self.seen, min(len(self), FEW)), self._most_bad)
 
 
@@ -260,8 +267,10 @@ def open_collection(
     index = _indexed(cache / f"index-{digest[:16]}", sources, cache / "unpacked", progress)
     check_bad(index.skipped, len(index) + sum(index.skipped.values()), most_bad)
     if len(np.unique(index.lots)) < 2:
-        got = f"{len(index)}" + (f" and skipped {counted(index.skipped)}" if index.skipped else "")
-        raise wrong("source", "hold at least two pairs that differ in their titles", got, "One is to be held out.")
+        unread = f" and skipped {counted(index.skipped)}" if index.skipped else ""
+        got = f'{len(index)} pairs in "{text}"{unread}'
+        remedy = "One is to be held out." if len(index) else "Name a folder with pictures below it, or shards of pairs."
+        raise wrong("source", "hold at least two pairs that differ in their titles", got, remedy)
     aside = _held_out(index, held_out)
 
     def make(writer: PictureWriter) -> Labels:

@@ -19,7 +19,18 @@ from contrastile.data.sources import is_collection, missing, read_source
 from contrastile.train.evaluate_settings import EvaluateSettings
 from contrastile.train.model_settings import ModelSettings
 from contrastile.train.optim_settings import AdamWSettings, AnyOptim, OptimSettings
-from contrastile.train.settings import ClashError, Count, Positive, Settings, Share, files_matter, installed, kind_or
+from contrastile.train.settings import (
+    DEVICE,
+    DEVICES,
+    ClashError,
+    Count,
+    Positive,
+    Settings,
+    Share,
+    files_matter,
+    installed,
+    kind_or,
+)
 
 
 class DataSettings(Settings):
@@ -125,7 +136,12 @@ class SubBatch(Settings):
 
 def _constant_schedule(batch: Any) -> Any:
     """A plain number is a schedule of one step."""
-    return ((0.0, batch),) if isinstance(batch, int) and not isinstance(batch, bool) else batch
+    if isinstance(batch, int) and not isinstance(batch, bool):
+        return ((0.0, batch),)
+    if not isinstance(batch, (tuple, list)):
+        rule = "must be a whole number, or a list of [share of the run, size]"
+        raise ValueError(f"{rule}; got {json.dumps(batch, default=str)}")
+    return batch
 
 
 def _same_sub_batch(sub_batch: Any) -> Any:
@@ -259,8 +275,8 @@ class AnyRecipe(Settings):
     @field_validator("device")
     @classmethod
     def _device_is_known(cls, device: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", device):
-            raise ValueError(f'must be "auto", "cpu", "cuda" or "cuda:1"; got {json.dumps(device)}')
+        if not DEVICE.fullmatch(device):
+            raise ValueError(f"must {DEVICES}; got {json.dumps(device)}")
         return device
 
 

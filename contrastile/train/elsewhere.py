@@ -142,13 +142,15 @@ def _sample(count: int, most: int | None) -> Indices:
 
 def _encode(run: Run, paths: Sequence[str], name: str) -> tuple[Tensor, Indices, Counter[str]]:
     """Features of the pictures that can be read, which ones these are, and why the others cannot."""
-    data, features, there, skipped = run.recipe.data, [], [], Counter[str]()
+    data, features, there, skipped, bad = run.recipe.data, [], [], Counter[str](), ""
     shape = (data.channels, data.image_size, data.image_size)
     apart = run.device.type == "cuda" and len(paths) >= MANY
     with progress(len(paths), f"encoding {name}", "pictures") as bar:
         for part, pictures, reasons in stretches(paths, shape, stretch=STRETCH, apart=apart):
             good = [place for place, reason in enumerate(reasons) if reason is None]
-            skipped.update(reason for reason in reasons if reason is not None)
+            if len(good) < len(part):
+                skipped.update(reason for reason in reasons if reason is not None)
+                bad = bad or paths[part[next(place for place, reason in enumerate(reasons) if reason is not None)]]
             there += [part.start + place for place in good]
             features.append(run.encode_image(pictures[good] if len(good) < len(part) else pictures))
             # others are decoded into the memory of these as soon as nobody here holds them; a GPU may still fetch them
@@ -156,8 +158,8 @@ def _encode(run: Run, paths: Sequence[str], name: str) -> tuple[Tensor, Indices,
             bar.update(len(part))
     if skipped.total() > data.max_bad_fraction * len(paths) or not there:
         rule = f"be pictures that can be read, but for {data.max_bad_fraction:.1%}"
-        got = f"{skipped.total():,} of {len(paths):,} that cannot ({counted(skipped)})"
-        raise wrong(name, rule, got, "Mend them, or raise data.max_bad_fraction.")
+        got = f"{skipped.total():,} of {len(paths):,} that cannot ({counted(skipped)}), the first being {bad}"
+        raise wrong(name, rule, got, "Mend or remove them, or raise data.max_bad_fraction in the recipe of the run.")
     if skipped:
         logger.warning("%s: %d of %d pictures are left out (%s)", name, skipped.total(), len(paths), counted(skipped))
     return torch.cat(features), np.array(there), skipped

@@ -6,6 +6,7 @@ is ever overwritten or lost. Every file but `metrics.jsonl` is written beside it
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -17,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from contrastile._check import wrong
+from contrastile._wrong import wrong
 
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
@@ -28,6 +29,8 @@ EVALUATION = "evaluation.json"
 GALLERIES = "galleries.json"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
+# of the folder that `contrastile encode` writes
+INDEX = "index.json"
 
 
 class RunFolder:
@@ -62,7 +65,10 @@ class RunFolder:
 
     def read_json(self, name: str) -> Any:
         """What `write_json` wrote."""
-        return json.loads((self.path / name).read_text(encoding="utf-8"))
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise wrong(name, "be JSON", f'"{self.path / name}": {error}', "The file is damaged; restore it.") from None
 
     def checksum(self, name: str) -> str:
         """The SHA-256 of the file `name`."""
@@ -87,13 +93,25 @@ def finished_run(path: str | Path) -> RunFolder:
 def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
     """An empty `runs/<name>`, held by this process alone; an earlier run of that name is moved aside first."""
     path = Path(runs) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_runs(runs)
     if path.exists():
         with _held(path):
             path.rename(free_name(path))
     path.mkdir()
     with _held(path):
         yield RunFolder(path)
+
+
+def make_runs(runs: str | Path) -> None:
+    """The folder of all runs is there, and can be written to."""
+    try:
+        Path(runs).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        raise wrong("--runs", "be a folder, or where one can be made", f'"{runs}"', f"{error.strerror}.") from None
+    if not os.access(runs, os.W_OK | os.X_OK):
+        raise wrong("--runs", "be a folder that can be written to", f'"{runs}"', "Name another one.")
 
 
 def begun_run(runs: str | Path, name: str) -> RunFolder | None:

@@ -60,6 +60,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool 
     return recipe
 
 
+def load_retriever_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> RetrieverRecipe:
+    """The recipe of a retriever at `path`, likewise."""
+    recipe = load_any_recipe(path, overrides, files=files)
+    if not isinstance(recipe, RetrieverRecipe):
+        raise RecipeError(f'{path}: kind: must be "retriever" here; got "{recipe.kind}"')
+    return recipe
+
+
 def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe | RetrieverRecipe:
     """The recipe at `path` with `overrides` ("optim.learning_rate=1e-3") put over it, checked.
 
@@ -83,7 +91,8 @@ def read_tables(origin: str) -> Tables:
     try:
         return tomllib.loads(Path(origin).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecipeError(f"{origin}: no such file") from None
+        forgotten = "; a recipe comes before key=value, such as recipes/glyphs.toml" if "=" in origin else ""
+        raise RecipeError(f"{origin}: no such file{forgotten}") from None
     except OSError as error:
         raise RecipeError(f"{origin}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

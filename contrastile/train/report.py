@@ -249,7 +249,7 @@ def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
     stages = _stages(steps)
     draw = partial(curves, stages=stages, unit=wording.unit)
     losses = draw(
-        {"loss": averaged(steps, lambda line: line["loss"])},
+        {"loss": averaged(full(steps), lambda line: line["loss"])},
         title="Loss",
         # by chance every one of the b texts is as likely as the right one
         under={"guessing": averaged(steps, lambda line: math.log(line["planned"]))} if loss == "clip" else {},
@@ -269,6 +269,11 @@ def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
     speeds = averaged(steps, lambda line: line["batch"] / line["seconds"])
     speed = draw({"speed": speeds}, title=f"{wording.unit.capitalize()} per second")
     return [losses, *recall, scale, rates, speed, *_shares(steps, draw)]
+
+
+def full(steps: Sequence[Line]) -> Sequence[Line]:
+    """Without the short last step of a run, whose loss has fewer negatives than those before it."""
+    return steps[:-1] if len(steps) > 1 and steps[-1]["batch"] < steps[-1]["planned"] else steps
 
 
 def _shares(steps: Sequence[Line], draw: Callable[..., str]) -> list[str]:

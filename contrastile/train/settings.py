@@ -5,21 +5,34 @@ Ground of `config.py` and of the sections in files of their own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo
 
+from contrastile._wrong import wrong
+
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0.0)]
+
+# what a device is called, and how that is said
+DEVICE, DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]+)?"), 'be "auto", "cpu", "cuda" or "cuda:1"'
 
 
 class Settings(BaseModel):
     """A section of a recipe: exact types, no unknown keys, finite numbers, never changed once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def known_device(word: str) -> str:
+    """A device as a command names it; whether it is there is another question, which torch answers."""
+    if not DEVICE.fullmatch(word):
+        raise wrong("--device", DEVICES, f'"{word}"', "Leave it out for the best that is there.")
+    return word
 
 
 def kind_or(default: str) -> Discriminator:

@@ -21,11 +21,10 @@ from torch import Tensor
 from contrastile._check import wrong
 from contrastile.data.texts import Passage
 from contrastile.evaluate.top import top
-from contrastile.train.folder import RECIPE, WEIGHTS, RunFolder
+from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder
 from contrastile.train.retriever.feed import passage_tokens
 from contrastile.train.retriever.run import RetrieverRun
 
-INDEX = "index.json"
 FORMAT = 1
 
 

@@ -23,7 +23,7 @@ from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.train.checkpoint import HALVES, checked_towers, choose_device, load_weights
 from contrastile.train.folder import RECIPE, finished_run
 from contrastile.train.log import progress
-from contrastile.train.recipe import RecipeError, load_any_recipe
+from contrastile.train.recipe import load_retriever_recipe
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.feed import Tokens, TokenStore, passage_tokens, query_text
 
@@ -114,9 +114,7 @@ def load_retriever(run: str | Path, *, device: str = "auto") -> RetrieverRun:
     Raises ValueError where the folder is no such run, or its weights are not the bytes that the run wrote.
     """
     folder = finished_run(run)
-    recipe = load_any_recipe(folder / RECIPE, files=False)
-    if not isinstance(recipe, RetrieverRecipe):
-        raise RecipeError(f'{folder / RECIPE}: kind: must be "retriever" here; got "{recipe.kind}"')
+    recipe = load_retriever_recipe(folder / RECIPE, files=False)
     tokenizer = load_tokenizer(folder.path, length=recipe.model.tokenizer.length)
     model = build_retriever(checked_towers(folder), tokenizer=tokenizer)
     load_weights(model, folder)
