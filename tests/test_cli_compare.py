@@ -33,7 +33,7 @@ def test_a_recipe_without_a_large_batch_is_refused(tmp_path):
 
 def test_no_seeds_are_refused(tmp_path, capsys):
     assert main(["compare", str(write_recipe(tmp_path)), "--seeds", "0"]) == 2
-    assert capsys.readouterr().err == "`--seeds` must be at least 1; got 0. Leave it out for the default.\n"
+    assert capsys.readouterr().err == "`--seeds` must be at least 1; got 0. Three show a spread.\n"
 
 
 def test_the_table_shows_mean_and_spread():

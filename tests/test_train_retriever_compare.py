@@ -144,7 +144,7 @@ def test_the_rate_is_that_of_the_recipes_own_rule(tmp_path, four_fit):
         ({"jobs": 0}, "`jobs` must be at least 1; got 0. So many runs are made at a time."),
         (
             {"batches": [4]},
-            "`memory` must hold a plain step of 1 query, and none of 4; got 1 MiB, into which 4 fit. "
+            "`memory` must hold a plain step of 1 query, but not of 4, the first batch; got 1 MiB, into which 4 fit. "
             "Give less, or larger batches.",
         ),
     ],

@@ -86,9 +86,9 @@ def test_the_table_marks_what_differs():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--seeds", "1"], "`seeds` must be at least 2; got 1. An interval needs a spread; five are usual."),
-        (["--ranks", "1"], "`ranks` must be at least 2; got 1. On one process there is nothing to exchange."),
-        (["--jobs", "0"], "`jobs` must be at least 1, as ranks must; got 0 and 2. One process is 1 of both."),
+        (["--seeds", "1"], "`--seeds` must be at least 2; got 1. An interval needs a spread; five are usual."),
+        (["--ranks", "1"], "`--ranks` must be at least 2; got 1. On one process there is nothing to exchange."),
+        (["--jobs", "0"], "`--jobs` must be at least 1; got 0. So many runs are made at a time."),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, capsys, words, sentence):
@@ -178,7 +178,7 @@ def test_the_tables_have_a_line_for_each_batch_and_a_column_for_each_rule():
         ),
         ("--batches 16 --data 1.5", "`data` must be shares above 0, up to 1; got [1.5]. Such as 0.1 0.3 1.0."),
         ("--batches 16 --rates cube", "`rates` must be among fixed, sqrt, linear; got ['cube']. Such as fixed sqrt."),
-        ("--batches 16 --seeds 0", "`seeds` must be at least 1; got 0. Three show a spread."),
+        ("--batches 16 --seeds 0", "`--seeds` must be at least 1; got 0. Three show a spread."),
         ("--jobs 2", "`jobs` must be 1 where time is compared; got 2. Runs side by side slow each other down."),
     ],
 )

@@ -47,10 +47,12 @@ def add_to(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe before anything heavy is imported, then compare."""
     from contrastile.train.config import Recipe
+    from contrastile.train.folder import make_runs
     from contrastile.train.recipe import load_any_recipe
 
     _words(arguments)
     recipe = load_any_recipe(arguments.recipe, arguments.overrides)
+    make_runs(arguments.runs)
     if isinstance(recipe, Recipe):
         _only(arguments, OF_RETRIEVERS, "a retriever")
         comparison = _pictures(recipe, arguments)
@@ -63,16 +65,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _words(arguments: argparse.Namespace) -> None:
-    """Raises ValueError where a word is none, or belongs to another one that is not there."""
+    """Raises ValueError where a word is none."""
     from contrastile._wrong import wrong
 
-    # of losses an interval is told
-    for name, least in (("jobs", 1), ("seeds", 2 if arguments.losses else 1), ("ranks", 2)):
+    spread = (2, "An interval needs a spread; five are usual.") if arguments.losses else (1, "Three show a spread.")
+    for name, (least, why) in {
+        "jobs": (1, "So many runs are made at a time."),
+        "seeds": spread,
+        "ranks": (2, "On one process there is nothing to exchange."),
+    }.items():
         if (got := getattr(arguments, name)) is not None and got < least:
-            raise wrong(f"--{name}", f"be at least {least}", got, "Leave it out for the default.")
-    for name, needed in (("data", "batches"), ("rates", "batches"), ("ranks", "losses")):
-        if getattr(arguments, name) is not None and not getattr(arguments, needed):
-            raise wrong(f"--{name}", f"come with --{needed}", f"no --{needed}", "It belongs to that comparison.")
+            raise wrong(f"--{name}", f"be at least {least}", got, why)
     for name in ("batches", "updates"):
         _sizes(name, getattr(arguments, name) or ())
     _sizes("memory", [arguments.memory or MEMORY])
@@ -88,6 +91,11 @@ def _only(arguments: argparse.Namespace, names: tuple[str, ...], kind: str) -> N
 
 
 def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
+    from contrastile._wrong import wrong
+
+    for name, needed in (("data", "batches"), ("rates", "batches"), ("ranks", "losses")):
+        if getattr(arguments, name) is not None and not getattr(arguments, needed):
+            raise wrong(f"--{name}", f"come with --{needed}", f"no --{needed}", "It belongs to that comparison.")
     if arguments.jobs > 1 and not arguments.losses and not arguments.batches:
         raise ValueError(
             f"`jobs` must be 1 where time is compared; got {arguments.jobs}. Runs side by side slow each other down."

@@ -136,7 +136,7 @@ def ways(largest: int, batches: Sequence[int], memory: int) -> list[Way]:
     first = batches[0]
     if not 1 <= largest < first:
         remedy = "Give more." if largest < 1 else "Give less, or larger batches."
-        rule = f"hold a plain step of 1 query, and none of {first}"
+        rule = f"hold a plain step of 1 query, but not of {first}, the first batch"
         raise wrong("memory", rule, f"{size(memory)}, into which {largest} fit", remedy)
     return [
         Way("sequential", largest, 1, largest, cached=False),
