@@ -1,6 +1,6 @@
 #!/bin/sh
 # Accuracy: one loss in five ways on two ranks (CPU), and batch sizes at three sizes of the data (GPU), side by side.
-# For a GPU with 16 cores: about six minutes. The tables of docs/results.md; further words are overrides for both.
+# For a GPU with 16 cores: about six minutes. Further words are overrides for both.
 #
 #     benchmarks/accuracy.sh FOLDER [key=value ...]
 #
