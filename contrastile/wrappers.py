@@ -154,7 +154,9 @@ class Sharding:
             id(each.sharded_param): each._unsharded_param for state in self._states() for each in _parameters(state)
         }
         found = [wholes[id(p)].requires_grad_() if id(p) in wholes else p for p in parameters]
-        if any(hasattr(p, "device_mesh") for p in found) and any(
+        # what every rank has whole needs no gathering
+        placements = [placement for p in found for placement in getattr(p, "placements", ())]
+        if any(not placement.is_replicate() for placement in placements) and any(
             hasattr(m, "_is_fsdp_managed_module") for m in reached
         ):
             got = "a part of one, whose parameters it would not gather"
