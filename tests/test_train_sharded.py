@@ -45,6 +45,7 @@ importlib.import_module("transformers.models.bert.modeling_bert")
 SHARD = "train.parallel=shard"
 # two layers that are gathered one at a time, and dropout
 LAYERS = DROPOUT.replace("num_hidden_layers=1", "num_hidden_layers=2")
+STILL = LAYERS.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0")
 SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9")
 
 
@@ -54,7 +55,9 @@ SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=
         (2, ("train.examples=240", "optim.ema=0.9")),
         # parts of each batch, the last batch a single pair: two ranks have nothing of it
         (3, ("train.batch=23", "train.examples=93", "train.accumulate=2")),
-        (2, ("loss.kind=siglip", "loss.exchange=ring", "loss.gradient=sum", "train.examples=128")),
+        (2, ("loss.kind=siglip", "loss.exchange=ring", "loss.gradient=sum", "train.examples=128", "train.retain=auto")),
+        # a tower that does not train, and one whose layers are computed again in the backward
+        (2, ("model.locked=['image']", "model.checkpointing=['text']", STILL, "train.batch=16", "train.examples=64")),
     ],
 )
 def test_the_curve_is_that_of_one_process(tmp_path: Path, W: int, overrides: tuple[str, ...]) -> None:
