@@ -23,7 +23,7 @@ from torch import Tensor
 
 from contrastile._check import wrong
 from contrastile._types import Gradient
-from contrastile.rollcall import here, lost
+from contrastile.rollcall import LostRankError, here, lost
 
 # torch 2.13 gave these their new names, and warns at the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -279,6 +279,20 @@ def _together(operation: str, group: Any) -> Iterator[None]:
         here.failing = True
         raise lost(operation, group, error) from error
     here.operation = None
+
+
+@contextmanager
+def naming_the_lost(operation: str, group: Any) -> Iterator[None]:
+    """Around exchanges that are not made here, such as FSDP2's: where one fails, the error says who and when."""
+    try:
+        yield
+    except LostRankError:
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        here.failing = True
+        raise lost(operation, group, error) from error
 
 
 def _misused(what: str) -> RuntimeError:

@@ -154,12 +154,14 @@ class Sharding:
             id(each.sharded_param): each._unsharded_param for state in self._states() for each in _parameters(state)
         }
         found = [wholes[id(p)].requires_grad_() if id(p) in wholes else p for p in parameters]
-        if any(hasattr(p, "device_mesh") for p in found) and any(
-            hasattr(m, "_is_fsdp_managed_module") for m in reached
-        ):
+        managed = any(hasattr(m, "_is_fsdp_managed_module") for m in reached)
+        apart = [p for p in found if managed and hasattr(p, "device_mesh")]
+        if any(not placement.is_replicate() for p in apart for placement in getattr(p, "placements", ())):
             got = "a part of one, whose parameters it would not gather"
             raise wrong("encoder", "be a module that FSDP2 shards, or its method", got, "Pass (module, 'method').")
-        return list(dict.fromkeys(found))
+        # a number beside the shards that every rank has whole is the loss's
+        strangers = {id(p) for p in apart}
+        return [p for p in dict.fromkeys(found) if id(p) not in strangers]
 
     def stored(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What the optimizer changes: for wholes, the shards behind them."""

@@ -58,8 +58,8 @@ class Retriever(nn.Module):
     def _encode(self, side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         encoder = self.encoders[side if side in self.encoders else "both"]
         if len(input_ids) == 0:
-            # a rank without rows; many models cannot do without one
-            return encoder(input_ids.new_zeros(1, 1), attention_mask.new_ones(1, 1))[:0]
+            # a rank without rows; many models cannot do without one, and FSDP2 warns of views
+            return encoder(input_ids.new_zeros(1, 1), attention_mask.new_ones(1, 1))[:0].clone()
         if attention_mask.is_cuda:
             # to look would be to wait for the GPU; `encode` has cut it to the longest text before
             return encoder(input_ids, attention_mask)

@@ -216,7 +216,16 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe) -> None:
 
 
 # what may be another when a run is resumed
-FREE = ("device", "save.", "log.", "data.cache", "train.timeout", "evaluate.zero_shot", "evaluate.retrieval")
+FREE = (
+    "device",
+    "save.",
+    "log.",
+    "data.cache",
+    "train.timeout",
+    "train.parallel",
+    "evaluate.zero_shot",
+    "evaluate.retrieval",
+)
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

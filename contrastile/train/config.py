@@ -159,6 +159,8 @@ class Steps(Settings):
     with.
 
     Under torchrun `batch` is that of all ranks together; a rank that waits `timeout` seconds for another gives up.
+    `parallel`: every rank has the whole weights ("replicate"), or a part of them, of their gradients and of the
+    optimizer's state ("shard": FSDP2, with adamw).
     """
 
     examples: Count | None = None
@@ -168,6 +170,7 @@ class Steps(Settings):
     retain: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
     accumulate: Count = 1
     timeout: Positive = 100.0
+    parallel: Literal["replicate", "shard"] = "replicate"
 
     @field_validator("batch")
     @classmethod
@@ -213,6 +216,12 @@ class TrainSettings(Steps):
     )
     precision: Literal["float32", "bf16", "fp16"] = "float32"
     compile: bool = False
+
+    @model_validator(mode="after")
+    def _shards_are_not_compiled(self) -> TrainSettings:
+        if self.compile and self.parallel == "shard":
+            raise ClashError("train.compile", 'must be false with train.parallel = "shard"; got true')
+        return self
 
     @field_validator("sub_batch")
     @classmethod
@@ -291,6 +300,10 @@ def fit_together(device: str, loss: LossSettings, optim: OptimSettings, train: S
         if seen >= train.examples:
             got = f"{optim.warmup_steps:,} steps, {seen:,} of {train.examples:,} examples"
             raise ClashError("optim.warmup_steps", f"must be shorter than the run; got {got}")
+    if train.parallel == "shard" and not isinstance(optim, AdamWSettings):
+        got = f'"{getattr(optim, "kind", None)}"'
+        reason = f'must be "adamw" with train.parallel = "shard": a shard is no whole matrix; got {got}'
+        raise ClashError("optim.kind", reason)
     if files_matter(info) and loss.backend == "triton" and device == "cpu" and "TRITON_INTERPRET" not in os.environ:
         raise ClashError("loss.backend", 'must be "auto", "eager" or "dense" with device = "cpu"; got "triton"')
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from contrastile.train.sharded import mine
+
 if TYPE_CHECKING:
     from contrastile.train.job import Share
 
@@ -63,14 +65,17 @@ class Guard:
 
 
 def culprit(model: nn.Module, parts: Sequence[Share]) -> str:
-    """The first tensor of a step that holds what is no finite number: of the inputs, the weights, the gradients."""
+    """The first tensor of a step that holds what is no finite number: of the inputs, the weights, the gradients.
+
+    Of what is in shards this rank looks at its own: ranks that find something sooner ask nobody.
+    """
     for name, tensor in (pair for part in parts for pair in part.floats.items()):
         if not tensor.isfinite().all():
             return name
     for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+        if not mine(parameter).isfinite().all():
             return f"the weights {name}"
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not parameter.grad.isfinite().all():
+        if parameter.grad is not None and not mine(parameter.grad).isfinite().all():
             return f"the gradient of {name}"
     return "the loss or the norm alone"

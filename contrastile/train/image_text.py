@@ -18,6 +18,7 @@ from contrastile.cache import encode
 from contrastile.data.collection import Stream
 from contrastile.data.pairs import Indices
 from contrastile.models.text import load_tokenizer
+from contrastile.models.towers import DualEncoder
 from contrastile.modules import ClipLoss, SigLipLoss
 from contrastile.train.checkpoint import Run, build_run, fingerprint, load
 from contrastile.train.config import Recipe
@@ -124,6 +125,10 @@ class ImageText:
         folder.write_json(EVALUATION, results)
         write_report(folder, galleries(self.materials.pairs, seen))
         return table_text(results)
+
+    def take(self, model: DualEncoder) -> None:
+        """This is the model now."""
+        self.run = replace(self.run, model=model)
 
     def trained_in(self, folder: RunFolder) -> Self:
         """The same with the weights that a folder keeps."""

@@ -122,5 +122,8 @@ class Job(Protocol[S]):
     def report(self, folder: RunFolder) -> str:
         """Measure everything, write it and the report into the folder; the table of results as text."""
 
+    def take(self, model: Any) -> None:
+        """From here on this is the model."""
+
     def trained_in(self, folder: RunFolder) -> Self:
         """The same with the weights that a folder keeps."""

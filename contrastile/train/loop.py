@@ -50,6 +50,7 @@ from contrastile.train.optim import (
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.job import Retrieval
+from contrastile.train.sharded import is_sharded
 from contrastile.train.signals import StopRequest
 from contrastile.train.state import Checkpoints, Course, Parts, step_seed
 from contrastile.train.stopwatch import Stopwatch, shares_text
@@ -117,11 +118,19 @@ def evaluate_run(path: str | Path, *, device: str = "auto", index: str | Path | 
 def train_into(folder: RunFolder, job: Job[Any], checkpoints: Checkpoints, ranks: Ranks) -> Trained:
     """Train, and keep the weights of the last whole step in the folder, whatever ended the training."""
     trained = Trained(ranks=ranks.size)
-    keeping = kept(trained, lambda: save_run(folder, job.run, job.facts(trained)))
+    keeping = kept(trained, lambda: keep_weights(folder, job, trained))
     told = listeners(job.run.recipe, folder, lambda: job.facts_so_far(trained), job.wording)
     with keeping, Metrics(folder / METRICS, told) as metrics, ranks.joined(job):
         train(job, metrics, trained, checkpoints, ranks)
     return trained
+
+
+def keep_weights(folder: RunFolder, job: Job[Any], trained: Trained) -> None:
+    """Weights and facts into the folder; of weights that a lost rank had a part of nothing can be kept."""
+    if is_sharded(job.run.model):
+        logger.warning("the weights were in shards, of which some are lost; resume from the newest checkpoint")
+    else:
+        save_run(folder, job.run, job.facts(trained))
 
 
 @contextmanager
@@ -282,7 +291,8 @@ class Training:
     def probe(self) -> None:
         """Measure in small; a measurement that fails is told, and does not end the training."""
         self._measure("probe", lambda: [{"recall": self.job.probe()}])
-        if self.ranks.rank == 0:
+        # those that have the towers in shards encode together
+        if self.ranks.rank == 0 or is_sharded(self.model):
             for name, measure in self.job.tests().items():
                 self._measure(name, measure, kind="test")
 
@@ -300,13 +310,13 @@ class Training:
         """By the clock of all ranks, who decide alike."""
         if checkpoints.due(len(self.sizes), self.clock.now):
             self.ranks.hand_in(self.job.stream)
-            checkpoints.save(len(self.sizes), self.clock.now, self.state)
+            self.ranks.save(checkpoints, len(self.sizes), self.clock.now, self.state)
 
     def end(self, checkpoints: Checkpoints) -> None:
         """What was counted is brought together; what was asked to stop can go on later."""
         self.ranks.hand_in(self.job.stream)
         if self.trained.stopped_by is not None:
-            checkpoints.save(len(self.sizes), self.clock.now, self.state, must=True)
+            self.ranks.save(checkpoints, len(self.sizes), self.clock.now, self.state, must=True)
 
 
 @dataclass

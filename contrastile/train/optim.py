@@ -18,6 +18,7 @@ from contrastile.train.adafactor import Adafactor
 from contrastile.train.config import Steps
 from contrastile.train.muon import Together, matrices
 from contrastile.train.optim_settings import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
+from contrastile.train.sharded import whole
 
 Groups = list[dict[str, Any]]
 
@@ -148,7 +149,7 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 def clip_gradients(model: nn.Module, clip_norm: float) -> Tensor:
     """Cut the gradient down to `clip_norm` where that is positive; the norm before, on its device."""
-    return nn.utils.clip_grad_norm_(model.parameters(), clip_norm if clip_norm > 0 else math.inf)
+    return whole(nn.utils.clip_grad_norm_(model.parameters(), clip_norm if clip_norm > 0 else math.inf))
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from contrastile._types import Gradient
 from contrastile.data.collection import Stream
 from contrastile.rollcall import here
 from contrastile.train.recipe import to_toml
+from contrastile.train.sharded import dealt, in_shards, is_sharded, settle_gradients, taken
 from contrastile.train.state import Checkpoints, Parts
 from contrastile.train.watch import Watch
 
@@ -91,7 +92,8 @@ class Ranks:
             comm.agree(None, _statement(job))
             for tensor in run.model.state_dict().values():
                 comm.spread(tensor, None)
-            yield
+            with in_shards(job, self.rank) if run.recipe.train.parallel == "shard" else nullcontext():
+                yield
         dist.destroy_process_group()
 
     def _met(self, timeout: timedelta) -> Any:
@@ -106,6 +108,8 @@ class Ranks:
         """`checkpoints.restore`, on every rank from the checkpoint that the first one found; its step, or 0."""
         if self.size == 1:
             return checkpoints.restore(parts)
+        if is_sharded(parts["model"]):
+            parts = dealt(parts)
         statement: dict[str, Any] = {"checkpoint": 0}
         if self.rank == 0:
             try:
@@ -119,6 +123,12 @@ class Ranks:
                 # the first rank has them
                 stream.skipped, stream.seen = Counter(), 0
         return step
+
+    def save(self, checkpoints: Checkpoints, step: int, seconds: float, parts: Parts, *, must: bool = False) -> None:
+        """`checkpoints.save`, of parts that are whole: what is in shards all ranks bring together for the first one."""
+        if is_sharded(parts["model"]):
+            parts = taken(parts, keep=self.rank == 0)
+        checkpoints.save(step, seconds, parts, must=must)
 
     def hand_in(self, stream: Stream | None) -> None:
         """The first rank counts what all of them skipped so far, the others count anew."""
@@ -148,6 +158,9 @@ class Ranks:
         """
         if self.size == 1:
             return loss
+        if is_sharded(model):
+            settle_gradients(model, how)
+            return comm.total(loss, None) / self.size
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         there = torch.tensor([parameter.grad is not None for parameter in parameters], device=loss.device)
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

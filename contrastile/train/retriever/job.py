@@ -16,6 +16,7 @@ from torch import Tensor
 
 from contrastile.cache import encode
 from contrastile.data.pairs import Indices
+from contrastile.models.retriever import Retriever
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import InfoNCELoss
 from contrastile.retention import bytes_per_example
@@ -101,6 +102,10 @@ class Retrieval:
     def report(self, folder: RunFolder) -> str:
         """Measure everything, write evaluation.json, run files and report.html; the table of results as text."""
         return evaluate_and_report(folder, self.run, self.materials, self._index)
+
+    def take(self, model: Retriever) -> None:
+        """This is the model now."""
+        self.run = replace(self.run, model=model)
 
     def trained_in(self, folder: RunFolder) -> Self:
         """The same with the weights that a folder keeps."""

@@ -1,0 +1,350 @@
+"""A run whose towers are in shards: the curve of one process, checkpoints and weights that are whole, and no hang."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import Pool
+from test_train_elsewhere import overrides as elsewhere
+from test_train_loop import weights
+from test_train_ranks import Launched, _late_signal, _main, _spoilt, _steps, _trained, _words
+from test_train_resume import DROPOUT
+from test_train_resume import check_same as same_run
+from test_train_retriever import bert
+from test_train_retriever_ranks import _trained as _trained_retriever
+from tiny_runs import tiny_recipe, write_recipe
+from tiny_texts import tiny_retriever
+from torch import Tensor, nn
+
+import contrastile
+from contrastile.cli.main import main
+from contrastile.models.small import WordsTower
+from contrastile.train import loop
+from contrastile.train.feed import Feed
+from contrastile.train.log import read_metrics
+from contrastile.train.loop import evaluate_run, run_recipe
+from contrastile.train.optim import clamp_scale, clip_gradients
+from contrastile.train.sharded import layers, like, shard, whole
+
+# loaded once, before ranks are forked
+importlib.import_module("torch.distributed.fsdp")
+importlib.import_module("transformers.models.bert.modeling_bert")
+
+SHARD = "train.parallel=shard"
+# two layers that are gathered one at a time, and dropout
+LAYERS = DROPOUT.replace("num_hidden_layers=1", "num_hidden_layers=2")
+STILL = LAYERS.replace("hidden_dropout_prob=0.2", "hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0")
+SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9")
+
+
+@pytest.mark.parametrize(
+    ("W", "overrides"),
+    [
+        (2, ("train.examples=240", "optim.ema=0.9")),
+        # parts of each batch, the last batch a single pair: two ranks have nothing of it
+        (3, ("train.batch=23", "train.examples=93", "train.accumulate=2")),
+        (2, ("loss.kind=siglip", "loss.exchange=ring", "loss.gradient=sum", "train.examples=128", "train.retain=auto")),
+        # a tower that does not train, and one whose layers are computed again in the backward
+        (2, ("model.locked=['image']", "model.checkpointing=['text']", STILL, "train.batch=16", "train.examples=64")),
+    ],
+)
+def test_the_curve_is_that_of_one_process(tmp_path: Path, W: int, overrides: tuple[str, ...]) -> None:
+    (tmp_path / "alone").mkdir()
+    overrides = (*overrides, SHARD)
+    alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
+    together = _trained(tmp_path, W, *overrides)
+    for one, same in zip(_steps(alone), _steps(together), strict=True):
+        for exact in ("examples", "batch", "learning_rate"):
+            assert same[exact] == one[exact]
+        assert same["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-4)
+        assert same["norm"] == pytest.approx(one["norm"], rel=1e-2, abs=1e-4)
+        assert same["scale"] == pytest.approx(one["scale"], rel=1e-4)
+    assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
+    one, same = (json.loads((folder / "run.json").read_text()) for folder in (alone, together))
+    assert (same["ranks"], same["parameters"]) == (W, one["parameters"])
+    assert contrastile.load(together).encode_text(["letter A"]).shape == (1, 16)
+    same_weights, own = weights(together), weights(alone)
+    assert same_weights.keys() == own.keys()
+    for name, value in own.items():
+        torch.testing.assert_close(same_weights[name], value, rtol=1e-2, atol=1e-3)
+
+
+def test_a_retrievers_curve_is_that_of_one_process(tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    overrides = ("train.examples=132", "model.dimensions=[4, 8]", "loss.learn_scale=true", SHARD)
+    alone = run_recipe(tiny_retriever(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
+    together = _trained_retriever(tmp_path, 2, *overrides)
+    for one, same in zip(_steps(alone), _steps(together), strict=True):
+        assert same["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert same["norm"] == pytest.approx(one["norm"], rel=1e-3)
+        assert same["scale"] == pytest.approx(one["scale"], rel=1e-4)
+    assert contrastile.load(together).encode_query(["where"]).shape == (1, 16)
+
+
+def test_a_retriever_with_adapters_and_fp16_trains(tmp_path: Path) -> None:
+    lora = "model.lora={rank=2, targets=['query', 'value']}"
+    folder = _trained_retriever(tmp_path, 2, "train.examples=64", "train.precision=fp16", SHARD, bert("both"), lora)
+    steps = _steps(folder)
+    assert steps
+    assert all(0 < step["loss"] < 10 and step["norm"] > 0 for step in steps)
+
+
+def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    overrides = (*SAVED, SHARD, LAYERS, "train.examples=96", "train.batch=16", "train.sub_batch=8")
+    whole = _trained(tmp_path, 2, *overrides).rename(tmp_path / "whole")
+    words = _words(tmp_path, *overrides)
+    with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
+        assert launched.codes() == [128 + signal.SIGTERM, 0]
+    folder = tmp_path / "runs" / "tiny"
+    # the weights of a run that was stopped are there, too
+    assert "held-out pairs" in evaluate_run(folder)
+    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
+        assert launched.codes() == [0, 0]
+    same_run(folder, whole)
+    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
+        assert launched.codes() == [0, 0]
+    same_run(folder, whole)
+
+
+def test_a_lost_rank_ends_the_run_which_goes_on_with_other_ranks_or_with_whole_weights(tmp_path: Path) -> None:
+    overrides = ("train.examples=160", "save.steps=2", "evaluate.every=1.0", "optim.ema=0.9")
+    (tmp_path / "alone").mkdir()
+    alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
+    words, folder = _words(tmp_path, *overrides), tmp_path / "runs" / "tiny"
+    with Launched(3, tmp_path, _said_aloud, [*words[:2], SHARD, *words[2:]], signal.SIGKILL) as launched:
+        assert launched.codes() == [1, -signal.SIGKILL, 1]
+        for rank in (0, 2):
+            assert f"got no answer from rank 1, on rank {rank} in step 3 (" in launched.said(rank)
+        assert "the weights were in shards, of which some are lost; resume" in launched.said(0)
+    assert not (folder / "run.json").exists()
+    with Launched(2, tmp_path, _late_signal, [*words[:2], SHARD, *words[2:], "--resume"], signal.SIGTERM) as launched:
+        assert launched.codes() == [128 + signal.SIGTERM, 0]
+    assert len(_steps(folder)) == 5
+    assert main([*words, "--resume"]) == 0
+    for one, other in zip(_steps(alone), _steps(folder), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-4)
+
+
+def _killed_while_it_replays(rank: int, words: list[str]) -> int:
+    """Rank 1 dies in the backward of its third step, where the others wait for its shards."""
+    real, calls = WordsTower.forward, []
+
+    def forward(*arguments: Any) -> Any:
+        calls.append(torch.is_grad_enabled())
+        # a sub-batch that is kept, and two that are replayed
+        if (rank, sum(calls)) == (1, 8):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    WordsTower.forward = forward
+    return main(words)
+
+
+def test_a_rank_that_is_lost_while_others_gather_is_named(tmp_path: Path) -> None:
+    words = _words(tmp_path, SHARD, "train.sub_batch=2", "evaluate.every=1.0")
+    with Launched(3, tmp_path, _killed_while_it_replays, words) as launched:
+        assert launched.codes() == [1, -signal.SIGKILL, 1]
+        for rank in (0, 2):
+            assert "`exchange of shards` must be carried out by all ranks; got no answer from rank 1" in launched.said(
+                rank
+            )
+
+
+def test_a_step_that_is_no_number_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
+    words = _words(tmp_path, SHARD, "train.examples=64", "train.batch=16")
+    with Launched(2, tmp_path, _spoilt, words) as launched:
+        assert launched.codes() == [0, 0]
+    folder = tmp_path / "runs" / "tiny"
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["kind"] for line in lines if line["kind"] != "probe"] == ["step", "skip", "step", "step"]
+    assert all(value.isfinite().all() for value in weights(folder).values())
+
+
+def _spoilt_for_good(rank: int, words: list[str]) -> int:
+    """Rank 1 has only pixels that are no numbers, from its third batch on."""
+    real, calls = Feed.batch, []
+
+    def batch(*arguments: Any) -> Any:
+        made = real(*arguments)
+        calls.append(1)
+        if rank == 1 and len(calls) > 2:
+            made.pixels[:] = math.nan
+        return made
+
+    Feed.batch = batch
+    return main(words)
+
+
+def test_the_third_in_a_row_stops_all_and_the_weights_are_kept(tmp_path: Path) -> None:
+    words = _words(tmp_path, SHARD, "train.examples=160", "train.batch=16")
+    with Launched(2, tmp_path, _spoilt_for_good, words) as launched:
+        assert launched.codes() == [1, 1]
+        assert "the loss must stay a finite number; step 5 is skipped" in launched.said(0)
+    folder = tmp_path / "runs" / "tiny"
+    assert len(_steps(folder)) == 2
+    assert all(value.isfinite().all() for value in weights(folder).values())
+    assert "held-out pairs" in evaluate_run(folder)
+
+
+def test_pictures_from_elsewhere_are_encoded_by_all_ranks(tmp_path: Path) -> None:
+    overrides = (*elsewhere(tmp_path), "train.examples=96", "evaluate.probe=5", SHARD)
+    lines = read_metrics(_trained(tmp_path, 2, *overrides) / "metrics.jsonl")
+    tests = [line for line in lines if line["kind"] == "test" and not line.get("whole")]
+    assert [line["examples"] for line in tests] == [0] * 3 + [48] * 3 + [96] * 3
+    assert not [line for line in lines if line["kind"] == "failure"]
+
+
+def _said_aloud(rank: int, words: list[str], how: int) -> int:
+    logging.getLogger("contrastile").addHandler(logging.StreamHandler(sys.stderr))
+    return _late_signal(rank, words, how)
+
+
+class _Odd(nn.Module):
+    """Sizes that four ranks cannot share out evenly, and numbers of both shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.image, self.text = nn.Linear(5, 3), nn.Linear(2, 7)
+        self.logit_scale, self.logit_bias = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor([-2.0]))
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+
+
+def _stepped(model: nn.Module, gradients: list[Tensor], foreach: bool) -> list[Tensor]:
+    """What clipping and two steps of AdamW make of the parameters, and the norm."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
+    for _ in range(2):
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = like(gradient, parameter)
+        norm = clip_gradients(model, 0.5)
+        optimizer.step()
+    clamp_scale(model.logit_scale)
+    assert type(norm) is Tensor
+    return [norm, *(whole(parameter.detach()) for parameter in model.parameters())]
+
+
+def _clipped_and_moved(rank: int, group: Any, foreach: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    model, reference = _Odd(), _Odd()
+    gradients = [torch.randn(p.shape, generator=generator) for p in reference.parameters()]
+    expected = _stepped(reference, gradients, foreach)
+    shard(model, torch.device("cpu"))
+    clip = partial(nn.utils.clip_grad_norm_, foreach=foreach)
+    with patch.object(nn.utils, "clip_grad_norm_", clip):
+        found = _stepped(model, gradients, foreach)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+# what a GPU takes is all parameters in one call
+@pytest.mark.parametrize("foreach", [False, True])
+def test_clipping_and_steps_are_those_of_whole_weights(pool: Pool, foreach: bool) -> None:
+    pool.check(_clipped_and_moved, 4, foreach)
+
+
+def _measured(rank: int, words: list[str], folder: Path) -> int:
+    """Writes down how many numbers this rank holds after the steps."""
+    real = loop.Training.end
+
+    def end(course: Any, checkpoints: Any) -> None:
+        held = list(course.model.parameters())
+        moments = [value for state in course.optimizer.state.values() for value in state.values() if value.ndim]
+        means = list(course.average._means.values())
+        local = [sum(x.to_local().numel() for x in some) for some in (held, moments, means)]
+        entire = sum(p.numel() for p in held)
+        (folder / f"{rank}.json").write_text(json.dumps([*local, entire]))
+        real(course, checkpoints)
+
+    loop.Training.end = end
+    return main(words)
+
+
+def test_a_rank_holds_a_part_of_weights_moments_and_means(tmp_path: Path) -> None:
+    with Launched(2, tmp_path, _measured, _words(tmp_path, *SAVED, SHARD), tmp_path) as launched:
+        assert launched.codes() == [0, 0]
+    parts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    entire = parts[0][-1]
+    for held, moments, means, _ in parts:
+        assert held < 0.6 * entire
+        assert moments < 2 * 0.6 * entire
+        assert means < 0.6 * entire
+    # the scale is whole on both
+    assert parts[0][0] + parts[1][0] == entire + 1
+
+
+def test_layers_are_what_is_repeated_and_made_of_others() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    first, second = block(), block()
+    assert layers(nn.ModuleList([first, second])) == [second, first]
+    # in stages, the inner ones first
+    stages = nn.ModuleList([nn.Sequential(block(), block()), nn.Sequential(block(), block())])
+    found = layers(stages)
+    assert len(found) == 6
+    assert all(found.index(inner) < found.index(stage) for stage in stages for inner in stage)
+    # leaves, single ones and layers without weights are none
+    assert layers(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), block())) == []
+    assert layers(nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())])) == []
+    # weights in two places are gathered with what holds both
+    tied = nn.ModuleList([block(), block(), block()])
+    tied[1][0].weight = tied[0][0].weight
+    assert layers(tied) == [tied[2]]
+    assert layers(nn.ModuleList([first, first])) == []
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Linear(2, 2)
+        self.text = nn.Linear(2, 2)
+        self.text.weight = self.image.weight
+
+
+def _of_one_piece(rank: int, group: Any) -> str:
+    try:
+        shard(_Pair(), torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_towers_that_share_weights_are_refused(pool: Pool) -> None:
+    sentence = (
+        '`train.parallel` must be "replicate" for towers that share weights; got "shard". Set train.parallel = '
+        '"replicate".'
+    )
+    assert pool.run(_of_one_piece, 4) == [sentence] * 4
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "optim.kind=muon",
+            'optim.kind: must be "adamw" with train.parallel = "shard": a shard is no whole matrix; got "muon"',
+        ),
+        ("train.compile=true", 'train.compile: must be false with train.parallel = "shard"; got true'),
+        ("train.parallel=fsdp", "train.parallel: must be 'replicate' or 'shard'; got \"fsdp\""),
+    ],
+)
+def test_what_does_not_go_with_shards_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, sentence: str
+) -> None:
+    path = write_recipe(tmp_path)
+    assert main(["train", str(path), SHARD, override, "--runs", str(tmp_path / "runs")]) == 2
+    assert capsys.readouterr().err.strip().endswith(sentence)
+    assert not (tmp_path / "runs").exists()
