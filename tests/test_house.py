@@ -91,8 +91,7 @@ SHARED = {
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_is_a_chapter(path: Path) -> None:
     text = path.read_text()
-    limit = 900 if path.stem == "triton_kernels" else 450
-    assert text.count("\n") <= limit, "is it two chapters?"
+    assert text.count("\n") <= 450, "is it two chapters?"
     assert ast.get_docstring(ast.parse(text)), "a chapter opens by saying what it is"
     assert path.stem not in {"utils", "helpers", "common", "misc"}
 

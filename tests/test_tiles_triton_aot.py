@@ -79,12 +79,12 @@ def _type(name: str, shape: Any) -> str:
 
 def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """The kernels, and what each is compiled for."""
-    from contrastile.tiles import triton_ends, triton_kernels, triton_listed, triton_vectors
+    from contrastile.tiles import triton_ends, triton_gradients, triton_kernels, triton_listed, triton_vectors
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SIGMOID": True, "COLUMNS": False, "LOSS": True}
     for name in PRODUCTS:
-        kernel = getattr(triton_kernels, name)
+        kernel = getattr(triton_gradients if name.endswith("gradient") else triton_kernels, name)
         yield kernel, f"{name} plain", plain
         if name in ("totals", "gradient"):
             yield kernel, f"{name} sigmoid", plain | sigmoid

@@ -1,4 +1,4 @@
-"""One function per launch: tensors in, a kernel of `triton_kernels.py`, `triton_vectors.py` or `triton_listed.py` out.
+"""One function per launch: tensors in, a kernel of `triton_{kernels,gradients,vectors,listed}.py` out.
 
 Used by `triton.py`, which knows the loss and walks over super-tiles. Nothing waits for the device.
 """
@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from contrastile.tiles import triton_gradients as gradients
 from contrastile.tiles import triton_kernels as kernels
 from contrastile.tiles import triton_listed as listed
 from contrastile.tiles import triton_vectors as vectors
@@ -227,7 +228,7 @@ def gradient(
     shape = shape_for(numbers.device)
     (a, c), (b, d) = vectors_of[0], vectors_of[-1]
     run(
-        kernels.gradient,
+        gradients.gradient,
         pair.programs,
         numbers_ptr=numbers,
         row_a_ptr=a,
@@ -258,7 +259,7 @@ def careful_gradient(
     shape = shape_for(numbers.device)
     (row_state, row_coefficient), (col_state, col_coefficient) = sides[0], sides[-1]
     run(
-        kernels.careful_gradient,
+        gradients.careful_gradient,
         pair.programs,
         numbers_ptr=numbers,
         row_state_ptr=row_state,

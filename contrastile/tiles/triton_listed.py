@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from contrastile.losses.softmax import SoftmaxStats
+from contrastile.tiles.triton_gradients import positive_gradient
 from contrastile.tiles.triton_kernels import (
     BIAS,
     MISSING,
@@ -22,7 +23,6 @@ from contrastile.tiles.triton_kernels import (
     SHARE,
     STATE_POSITIVE_TOP,
     log1p,
-    positive_gradient,
 )
 
 # rows of a softmax's statistics
