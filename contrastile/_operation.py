@@ -101,7 +101,13 @@ def sweep_backward(
     call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, None], words, smoothing, numbers)
     half = len(swept) // 2
     found = backward(call, upstream, q, k, scale, bias, (swept[:half], swept[half:]), wanted)
-    return [q.new_empty(0) if gradient is None else gradient for gradient in found]
+    return [q.new_empty(0) if gradient is None else _whole(gradient) for gradient in found]
+
+
+def _whole(x: Tensor) -> Tensor:
+    """x in memory of its own, from its start: outputs share none, and compiled code relies on their alignment."""
+    own = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if own else x.clone(memory_format=torch.contiguous_format)
 
 
 def _loss(words: str, smoothing: float) -> PairLoss:

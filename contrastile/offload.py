@@ -32,6 +32,8 @@ def free_memory(device: torch.device | None) -> tuple[int, int]:
     """
     if device is None or device.type != "cuda":
         return _host_memory()
+    # the fraction is told only of a device by its index
+    device = numbered(device)
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     total = int(min(1.0, torch.cuda.get_per_process_memory_fraction(device)) * total)

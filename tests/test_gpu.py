@@ -262,9 +262,14 @@ def test_encode_equals_the_plain_batch_wherever_inputs_wait(where: str) -> None:
     assert all(distance(a, b) <= 1e-6 for a, b in zip(found, plain, strict=True))
 
 
+class _Unit(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)
+
+
 @pytest.mark.parametrize("retain", [0, 2, "auto"])
 def test_features_and_their_gradients_wait_on_the_host(retain: Any) -> None:
-    towers = [nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, 32)) for width in (16, 24)]
+    towers = [nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, 32), _Unit()) for width in (16, 24)]
     inputs = [torch.randn(300, width, device="cpu").pin_memory() for width in (16, 24)]
     scale = torch.tensor(10.0, requires_grad=True)
     wanted = [scale, *(p for tower in towers for p in tower.parameters())]
