@@ -113,7 +113,8 @@ def _move(rows: Tensor, device: torch.device | None) -> Tensor:
 
 def host_room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory on the host; pinned where there is a device to copy from."""
-    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+    # the default device may be another
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 def on_accelerator(x: Tensor) -> bool:
