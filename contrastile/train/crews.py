@@ -26,6 +26,8 @@ from contrastile.train.signals import StopRequest
 
 # seconds between two looks at whether one is asked to stop
 LOOK = 0.2
+# of a GPU's memory, what all crews together may hold; the rest is what drivers and libraries take for each process
+SHARED = 0.9
 
 # of what was opened, and of the rank that does it; of several ranks the first one has something to say
 Task = Callable[[Any, Ranks], Any]
@@ -47,6 +49,8 @@ def side_by_side(
     """
     if jobs < 1 or ranks < 1:
         raise wrong("jobs", "be at least 1, as ranks must", f"{jobs} and {ranks}", "One process is 1 of both.")
+    # what torch holds unused here is theirs now
+    torch.cuda.empty_cache()
     crews = [Crew(number, ranks, opening, device, folder, jobs) for number in range(min(jobs, len(tasks)))]
     left, busy = iter(tasks), {connection: crew for crew in crews for connection in crew.connections}
     try:
@@ -90,7 +94,7 @@ class Crew:
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
             # of a node's cores each decodes with its share; a tokenizer's threads would be more than those
             place |= {"LOCAL_WORLD_SIZE": str(jobs * ranks), "TOKENIZERS_PARALLELISM": "false"}
-            words = (theirs, place, opening, device, self._log, threads)
+            words = (theirs, place, opening, device, self._log, threads, SHARED / jobs)
             process = context.Process(target=_serve, args=words, daemon=True)
             process.start()
             theirs.close()
@@ -127,7 +131,13 @@ class Crew:
 
 
 def _serve(
-    tasks: Connection, place: dict[str, str], opening: Callable[[], Any], device: str, log: Path, threads: int
+    tasks: Connection,
+    place: dict[str, str],
+    opening: Callable[[], Any],
+    device: str,
+    log: Path,
+    threads: int,
+    share: float,
 ) -> None:
     """One rank of a crew: do what comes, until nothing comes any more."""
     os.environ |= place
@@ -135,6 +145,9 @@ def _serve(
         os.dup2(file.fileno(), sys.stderr.fileno())
     torch.set_num_threads(threads)
     ranks, given = Ranks.of_environment(device), opening()
+    if device != "cpu" and torch.cuda.is_available():
+        # what torch holds and cannot use again, pieces of other sizes, it gives back at this limit; else nobody would
+        torch.cuda.set_per_process_memory_fraction(share)
     while True:
         try:
             task, os.environ["MASTER_PORT"] = tasks.recv()

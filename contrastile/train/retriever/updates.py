@@ -136,9 +136,6 @@ def speeds(
                 except torch.OutOfMemoryError:
                     # the plain way ends here; the others never come here
                     continue
-    if torch.cuda.is_available():
-        # others come now
-        torch.cuda.empty_cache()
     return found
 
 
