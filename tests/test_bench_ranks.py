@@ -142,7 +142,8 @@ def test_peers_are_told_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(how)
         return lambda *tensors: tensors[0].sum()
 
-    monkeypatch.setitem(sys.modules, "open_clip", SimpleNamespace(ClipLoss=make, SigLipLoss=make))
+    monkeypatch.setitem(sys.modules, "open_clip", SimpleNamespace(ClipLoss=make))
+    monkeypatch.setitem(sys.modules, "open_clip.loss", SimpleNamespace(SigLipLoss=make))
     q = torch.eye(4, dtype=torch.bfloat16)
     inf_cl, open_clip = rank_peers(1, 4)
     open_clip.losses["clip"](q, q, torch.ones(()))

@@ -99,6 +99,12 @@ def _two_products(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return (F.cross_entropy(scale * q @ k.T, labels) + F.cross_entropy(scale * k @ q.T, labels)) / 2
 
 
+def _wide_logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """As one writes it who keeps the logits' digits: the product in 16 bits, what comes after it in float32."""
+    logits, labels = scale * (q @ k.T).float(), _diagonal(q)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
 def _dense_infonce(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return F.cross_entropy(scale * q @ k.T, _diagonal(q))
 
@@ -132,7 +138,7 @@ def _open_clip_alone(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 
 def _open_clip_siglip_alone(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    return _autocast(import_module("open_clip").SigLipLoss(), q, k, scale, bias)
+    return _autocast(import_module("open_clip.loss").SigLipLoss(), q, k, scale, bias)
 
 
 def _open_clip(q: Tensor, k: Tensor, scale: Tensor, *, rank: int, world: int) -> Tensor:
@@ -143,7 +149,7 @@ def _open_clip(q: Tensor, k: Tensor, scale: Tensor, *, rank: int, world: int) ->
 
 
 def _open_clip_siglip(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, *, rank: int, world: int) -> Tensor:
-    loss = import_module("open_clip").SigLipLoss(rank=rank, world_size=world)
+    loss = import_module("open_clip.loss").SigLipLoss(rank=rank, world_size=world)
     return _autocast(loss, q, k, scale, bias)
 
 
@@ -187,6 +193,7 @@ DENSE = (
         dtypes=HALVES,
         pair_bytes=TWICE_DENSE_BYTES,
     ),
+    Contestant("dense", "float32 logits", {"clip": _wide_logits}, dtypes=HALVES, pair_bytes=TWICE_DENSE_BYTES),
 )
 PEERS = (
     Contestant(
