@@ -14,19 +14,28 @@ from contrastile._check import wrong
 Point = tuple[int, float, float]
 
 
-def series(path: Path, model: str) -> dict[str, list[Point]]:
-    """(batch, microseconds a pair, GiB) of every way, the latest row of each batch; without what did not fit."""
-    found: dict[str, dict[int, Point]] = {}
+def series(path: Path, model: str) -> tuple[int | None, dict[str, list[Point]]]:
+    """A sub-batch, and (batch, microseconds a pair, GiB) of every way that uses it, or none.
+
+    The sub-batch is the one measured at the most batches, the rows are the latest. What did not fit is left out.
+    """
     with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["model"] == model and row["ms"]:
-                # inputs taken from a pool are the same way, continued where others do not fit
-                name = f"{row['impl']}, {row['way']}".removesuffix(", from a pool").removeprefix("plain, whole batch, ")
-                name += f", sub-batch {row['sub_batch']}" if row["sub_batch"] else ""
-                batch = int(row["batch"])
-                point = batch, float(row["us_per_pair"]), int(row["peak_bytes"]) / 2**30
-                found.setdefault(name, {})[batch] = point
-    return {name: [points[batch] for batch in sorted(points)] for name, points in found.items()}
+        rows = [row for row in csv.DictReader(file) if row["model"] == model and row["ms"]]
+    batches: dict[str, set[str]] = {}
+    for row in rows:
+        if row["sub_batch"]:
+            batches.setdefault(row["sub_batch"], set()).add(row["batch"])
+    drawn = max(batches, key=lambda one: (len(batches[one]), int(one)), default=None)
+    found: dict[str, dict[int, Point]] = {}
+    for row in rows:
+        if row["sub_batch"] in ("", drawn):
+            name = f"{row['impl']}, {row['way']}".removeprefix("plain, whole batch, ")
+            # the same way, wherever its inputs wait
+            for inputs in (", streamed", ", from a pool"):
+                name = name.removesuffix(inputs)
+            batch = int(row["batch"])
+            found.setdefault(name, {})[batch] = batch, float(row["us_per_pair"]), int(row["peak_bytes"]) / 2**30
+    return drawn and int(drawn), {name: [points[batch] for batch in sorted(points)] for name, points in found.items()}
 
 
 def models(path: Path) -> list[str]:
@@ -47,7 +56,8 @@ def draw(source: Path, target: Path) -> None:
         raise wrong("csv", "hold rows of steps", f"none in {source}", "Measure something first.")
     figure, rows = plt.subplots(len(names), 2, figsize=(14, 4.2 * len(names)), squeeze=False)
     for model, (left, right) in zip(names, rows, strict=True):
-        for place, (name, points) in enumerate(series(source, model).items()):
+        sub_batch, drawn = series(source, model)
+        for place, (name, points) in enumerate(drawn.items()):
             batches, times, memory = zip(*points, strict=True)
             ours = name.startswith("contrastile")
             style = {
@@ -59,14 +69,15 @@ def draw(source: Path, target: Path) -> None:
             }
             left.plot(batches, times, label=name, **style)
             right.plot(batches, memory, **style)
-        left.set(title=f"{model}: time", ylabel="µs per pair")
-        right.set(title=f"{model}: peak memory", ylabel="GiB", yscale="log")
+        of = f"{model}, sub-batch {sub_batch}" if sub_batch else model
+        left.set(title=f"{of}: time", ylabel="µs per pair")
+        right.set(title=f"{of}: peak memory", ylabel="GiB")
         for panel in (left, right):
             panel.set_xscale("log", base=2)
             panel.set_xlabel("pairs per step")
             panel.grid(alpha=0.3)
-        left.set_ylim(bottom=0)
-        right.legend(*left.get_legend_handles_labels(), fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
+            panel.set_ylim(0, 1.1 * panel.dataLim.ymax)
+        right.legend(*left.get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     target.parent.mkdir(parents=True, exist_ok=True)
     # the same rows draw the same file
