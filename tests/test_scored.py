@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from contrastile import contrast, encode
 from contrastile.footprint import footprint
+from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.scorers import Bilinear, MaxSim, PairMLP
 from contrastile.tiles.scored import Scored
@@ -243,6 +244,20 @@ def test_autocast_reaches_the_scorer_in_both_passes() -> None:
     assert loss.dtype == torch.float32
     assert set(seen) == {torch.bfloat16}
     assert len(seen) > 2
+
+
+def test_float16_gradients_are_scaled_before_they_pass_the_scorer() -> None:
+    """A pair's gradient of 1e-7 is there with a GradScaler's factor, and gone without."""
+    module, factor = Bilinear(4, 4), 2.0**12
+    q, k = torch.randn(16, 4), torch.randn(24, 4, requires_grad=True)
+
+    def negatives(amp: bool) -> Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=amp):
+            loss = contrast(q, k, scorer=module, scale=1.0, bias=-13.0, loss=Sigmoid())
+        (of_keys,) = torch.autograd.grad(loss * factor, k)
+        return of_keys[16:] / factor
+
+    assert distance(negatives(True), negatives(False)) < 2e-2
 
 
 def test_scores_that_are_not_numbers_make_a_loss_that_is_none() -> None:
