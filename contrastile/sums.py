@@ -48,7 +48,14 @@ class Sums:
         if not pairs:
             return
         outs, gradients = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
+        try:
+            found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            rule = "checkpoint activations without entering autograd again"
+            remedy = "Pass use_reentrant=False to torch.utils.checkpoint."
+            raise wrong("encoder", rule, "use_reentrant=True", remedy) from error
         # while the device still computes
         self._refuse_strangers(outs, inputs)
         self._accumulate(found[: len(self.parameters)])

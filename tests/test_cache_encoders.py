@@ -199,10 +199,19 @@ class Running(nn.Module):
         return self.linear(x - self.mean)
 
 
+class Replaced(Running):
+    """The same, with another tensor each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
+        return self.linear(x - self.mean)
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(Running(), "Running"), (spectral_norm(nn.Linear(D_IN, D).double()), "_SpectralNorm")],
-    ids=["running mean", "spectral norm"],
+    [(Running(), "Running"), (Replaced(), "Replaced"), (spectral_norm(nn.Linear(D_IN, D).double()), "_SpectralNorm")],
+    ids=["running mean", "replaced mean", "spectral norm"],
 )
 @pytest.mark.parametrize("how", ["module", "function", "no gradient"])
 def test_what_remembers_earlier_examples_is_refused(module: nn.Module, name: str, how: str, x: Tensor) -> None:
@@ -213,3 +222,23 @@ def test_what_remembers_earlier_examples_is_refused(module: nn.Module, name: str
     module.eval()
     assert distance(encode(encoder, x, sub_batch=SUB).detach(), module(x).detach()) <= 1e-12
     module.train()
+
+
+class Table(nn.Module):
+    """Adds positions from a table that grows when it has to, and is made anew where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D_IN, D)
+        self.register_buffer("places", torch.zeros(1), persistent=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.places = torch.arange(max(D_IN, len(self.places)), dtype=x.dtype)
+        return self.linear(x + self.places)
+
+
+def test_a_table_that_grows_is_no_memory(x: Tensor) -> None:
+    table = Table()
+    assert torch.equal(encode(table, x, sub_batch=SUB), table(x))
+    assert torch.equal(encode(table, x, sub_batch=SUB), table(x))

@@ -22,7 +22,9 @@ BELOW = {
     "retention": GROUND,
     "wrappers": GROUND,
     "sums": GROUND | {"reach"},
-    "cache": GROUND | {"reach", "wrappers", "lengths", "retention", "sums"},
+    "first_pass": GROUND | {"reach", "wrappers", "lengths", "retention"},
+    "fitting": GROUND | {"reach", "retention", "first_pass"},
+    "cache": GROUND | {"reach", "wrappers", "lengths", "retention", "sums", "first_pass", "fitting"},
     "models": GROUND,
     "data": GROUND,
 }
