@@ -255,21 +255,21 @@ def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> 
 
 
 @contextmanager
-def refusing_state(modules: Sequence[nn.Module]) -> Iterator[None]:
+def refusing_state(modules: Sequence[nn.Module], name: str = "encoder", parts: str = "examples") -> Iterator[None]:
     """Raises when a module has changed one of its buffers meanwhile: what it computes depends on what came before."""
     held = [
         # those that were made for inference count no changes
-        (module, name, x, None if x.is_inference() else x._version)
+        (module, buffer, x, None if x.is_inference() else x._version)
         for module in modules
-        for name, x in module._buffers.items()
+        for buffer, x in module._buffers.items()
         if x is not None
     ]
     yield
-    for module, name, x, version in held:
-        if (version is not None and x._version != version) or _replaced(x, module._buffers.get(name)):
+    for module, buffer, x, version in held:
+        if (version is not None and x._version != version) or _replaced(x, module._buffers.get(buffer)):
             raise wrong(
-                "encoder",
-                "treat examples one by one",
+                name,
+                f"treat {parts} one by one",
                 f"{type(module).__name__}, which changes a buffer when it runs",
                 "Put it in eval mode.",
             )
