@@ -59,7 +59,8 @@ def encode(
             joins take the smallest size of any.
         sub_batch_tokens: tokens encoded at once, padding included, of a mapping with an `attention_mask` [batch,
             length]. Texts are sorted by length, so that short ones travel together, and trimmed to the longest of their
-            sub-batch. With `sub_batch` too, both are limits.
+            sub-batch, in every tensor whose second axis is as long as the mask's. With `sub_batch` too, both are
+            limits.
         retain: sub-batches, the last ones, whose graph is kept from the first pass; they need no second forward.
             "auto": as many as memory allows; with room for all, caching costs nothing.
         device: where the encoder computes; by default where its parameters are.
@@ -67,7 +68,8 @@ def encode(
             there; a loss with `device=` takes them from it, and their gradients come back from it sub-batch by
             sub-batch. Normalise them in the encoder then. Without an accelerator it is the same.
 
-    Returns what the encoder returns (tensor, tuple, dict, nested), each leaf for the whole batch.
+    Returns what the encoder returns (tensor, tuple, dict, nested), each leaf for the whole batch. A tensor without
+    axes, a bias say, must be the same number for every sub-batch, and comes back as that number.
     Raises ValueError for inputs that cannot be cut, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for the module inside a
     DistributedDataParallel, whose gradients would not be reduced, and for `checkpoint(..., use_reentrant=True)`.

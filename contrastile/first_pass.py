@@ -170,6 +170,9 @@ class Job:
         if not gathered:
             gathered += [None if out is None else _room(out, batch, stop - start, self.home) for out in outputs]
         for whole, part in zip(gathered, outputs, strict=True):
+            if whole is not None and part is not None and whole.ndim == part.ndim == 0:
+                _note_number(whole, part, first=start == 0)
+                continue
             if (whole is None) != (part is None) or (
                 whole is not None and (part.shape[1:] != whole.shape[1:] or len(part) != stop - start)
             ):
@@ -181,8 +184,19 @@ class Job:
                 whole[start:stop].copy_(part, non_blocking=self.home)
 
 
+def _note_number(whole: Tensor, part: Tensor, *, first: bool) -> None:
+    """What has no axes is nobody's row: a bias, say."""
+    if first:
+        whole.copy_(part)
+    elif not torch.equal(whole, part):
+        got = f"{part:.6g} after {whole:.6g}"
+        raise wrong("encoder", "return the same number for all examples", got, "Return one for each.")
+
+
 def _room(out: Any, batch: int, rows: int, home: bool) -> Tensor:
-    if not isinstance(out, Tensor) or out.ndim == 0 or len(out) != rows:
+    if isinstance(out, Tensor) and out.ndim == 0:
+        return out.new_empty(())
+    if not isinstance(out, Tensor) or len(out) != rows:
         got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
         raise wrong(
             "encoder", f"return tensors whose first axis is the sub-batch of {rows}", got, "Return the features only."

@@ -125,6 +125,8 @@ def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) ->
 
 def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
     """The tensors in which the outputs' graph would accumulate gradients."""
+    # one may be such a leaf itself
+    yield from (out for out in outputs if out.grad_fn is None and out.requires_grad)
     pending = [out.grad_fn for out in outputs if out.grad_fn is not None]
     seen = set(pending)
     while pending:

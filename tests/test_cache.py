@@ -398,7 +398,7 @@ class Changing(nn.Module):
             return (out,) if self.calls == 1 else (out, out)
         if self.how == "shape":
             return out[:, : self.calls]
-        return out.sum()
+        return out.sum(0)
 
 
 BAD = {
@@ -423,7 +423,7 @@ BAD = {
     "`encoder` must return rows of one shape, one for each example; got shape [4, 2].": lambda t: encode(
         Changing("shape"), torch.randn(8, D_IN), sub_batch=4
     ),
-    "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [].": lambda t: encode(
+    "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [5].": lambda t: encode(
         Changing("sum"), torch.randn(8, D_IN), sub_batch=4
     ),
 }

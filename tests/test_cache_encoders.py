@@ -11,7 +11,7 @@ from problems import distance
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from contrastile import ClipLoss, NTXentLoss, contrast, encode
+from contrastile import ClipLoss, NTXentLoss, SigLipLoss, contrast, encode
 from contrastile.scorers import MaxSim
 
 B, D_IN, D, SUB = 23, 6, 8, 5
@@ -147,6 +147,43 @@ def test_token_vectors_a_mask_and_a_bias(x: Tensor, y: Tensor) -> None:
         return contrast((q, q_mask), (k, k_mask), scorer=maxsim, scale=3.0) + (q_bias * k_bias).mean()
 
     _compare(tokens, value)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("retain", [0, 2, "auto"])
+def test_a_bias_that_all_examples_share(x: Tensor, y: Tensor, retain: Any, as_function: bool) -> None:
+    """A number comes back as a number, with its gradient once, whether it was computed or is a parameter itself."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(D_IN, D).double()
+            self.shared = nn.Parameter(torch.tensor(-0.5, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Any:
+            return F.normalize(self.linear(x), dim=-1), self.shared, self.shared.exp()
+
+    torch.manual_seed(0)
+    biased = Biased()
+    encoder = (lambda rows: biased(rows)) if as_function else biased
+    q, bias, scale = biased(x)
+    truth = torch.autograd.grad(
+        SigLipLoss()(q, biased(y)[0], scale, bias), list(biased.parameters()), allow_unused=True
+    )
+    q, bias, scale = encode(encoder, x, sub_batch=SUB, retain=retain)
+    k, *_ = encode(encoder, y, sub_batch=SUB, retain=retain, features="host")
+    assert (bias.shape, float(bias.detach())) == ((), -0.5)
+    found = torch.autograd.grad(SigLipLoss()(q, k, scale, bias), list(biased.parameters()), allow_unused=True)
+    for one, other in zip(found, truth, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or distance(one, other) <= 1e-12
+
+
+def test_a_number_that_depends_on_the_examples_is_refused(x: Tensor) -> None:
+    with pytest.raises(
+        ValueError, match=r"`encoder` must return the same number for all examples; got .* after .*. Ret"
+    ):
+        encode(lambda rows: (rows, rows.sum()), x, sub_batch=SUB)
 
 
 def test_in_bf16_throughout(x: Tensor) -> None:
