@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -61,23 +61,21 @@ def reach(
     while not isinstance(owner, nn.Module) and (inner := _wrapped(owner)) is not None:
         owner = inner
     owner = getattr(owner, "__self__", owner)
-    modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
-    found: list[Tensor] = list(owner.parameters()) if isinstance(owner, nn.Module) else []
     asked, inputs = device, next((leaf.device for leaf in leaves if leaf is not None), None)
-    device = asked or (found[0].device if found else inputs)
-    wanted = [parameter for parameter in found if parameter.requires_grad]
+    if isinstance(owner, nn.Module):
+        modules, found = list(owner.modules()), list[Tensor](owner.parameters())
+        device = asked or (found[0].device if found else inputs)
+    else:
+        modules, found, differentiable = _trial(encoder, leaves, structure, asked or inputs)
+        device = asked or next((parameter.device for parameter in found if parameter.requires_grad), inputs)
     if not torch.is_grad_enabled():
         return Reached(modules, [], device)
-    if not isinstance(owner, nn.Module):
-        modules, found, differentiable = _trial(encoder, leaves, structure, device)
-        wanted = [parameter for parameter in found if parameter.requires_grad]
-        device = asked or (wanted[0].device if wanted else inputs)
-    else:
-        partly = 0 < len(wanted) < len(found)
-        differentiable = not partly or _trial(encoder, leaves, structure, device)[2]
+    wanted = [parameter for parameter in found if parameter.requires_grad]
+    partly_frozen = 0 < len(wanted) < len(found)
+    if isinstance(owner, nn.Module):
+        differentiable = not partly_frozen or _trial(encoder, leaves, structure, device)[2]
     # where the part that is used is frozen, nothing will ever be back-propagated
-    wanted = wanted if differentiable else []
-    return Reached(modules, wanted, device, 0 < len(wanted) < len(found))
+    return Reached(modules, wanted if differentiable else [], device, partly_frozen)
 
 
 def _wrapped(function: Any) -> Any:
@@ -92,6 +90,8 @@ def _trial(
     ran: dict[int, nn.Module] = {}
 
     def note(module: nn.Module, _: Any) -> None:
+        if normalises_over_rows(module):
+            refuse_batch_norm(module, "encoder")
         ran[id(module)] = module
 
     few = [None if leaf is None else leaf.detach()[:PROBE_ROWS] for leaf in leaves]
@@ -232,22 +232,27 @@ def silent(parameters: Sequence[Tensor]) -> Iterator[None]:
             hook.update(items)
 
 
+def normalises_over_rows(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def refuse_batch_norm(module: nn.Module, name: str) -> NoReturn:
+    raise wrong(
+        name,
+        "treat examples one by one",
+        f"{type(module).__name__} in training mode, whose statistics over a sub-batch are not those of the batch",
+        "Put it in eval mode, or take GroupNorm or LayerNorm.",
+    )
+
+
 @contextmanager
 def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> Iterator[None]:
     """Raises when one of the modules that runs normalises over the examples of its sub-batch."""
 
-    def refuse(module: nn.Module, _: Any) -> None:
-        raise wrong(
-            name,
-            "treat examples one by one",
-            f"{type(module).__name__} in training mode, whose statistics over a sub-batch are not those of the batch",
-            "Put it in eval mode, or take GroupNorm or LayerNorm.",
-        )
-
     hooks = [
-        module.register_forward_pre_hook(refuse)
+        module.register_forward_pre_hook(lambda module, _: refuse_batch_norm(module, name))
         for module in modules
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        if normalises_over_rows(module)
     ]
     try:
         yield

@@ -444,6 +444,15 @@ def test_batch_norm_beside_the_encoder_or_in_eval_mode_is_no_reason(tower: Tower
     assert still[0].weight.grad is not None
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_batch_norm_behind_a_function_is_refused_before_it_learns(grad: bool) -> None:
+    normed = nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4))
+    sentence = "`encoder` must treat examples one by one; got BatchNorm1d in training mode"
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=sentence):
+        encode(lambda x: normed(x), torch.randn(8, D_IN), sub_batch=4)
+    assert not normed[1].running_mean.any()
+
+
 def test_parameters_changed_before_the_backward_are_noticed(tower: Tower) -> None:
     features = encode(tower, _inputs(), sub_batch=8)
     with torch.no_grad():
