@@ -25,6 +25,8 @@ from contrastile.retention import bytes_per_example, kept_bytes, later_bytes, sp
 
 Result = TypeVar("Result")
 
+# more than any batch
+ANY = 2**62
 # examples that show what one takes
 FEW = 8
 # what forward and backward of a graph take, in graphs; an accelerator then tries whether that is enough
@@ -51,16 +53,19 @@ class Sizes:
     def largest(self, look: Callable[[], int]) -> int:
         """What is known, or else what look() finds."""
         size, batch = self.known.get(self.shapes, (0, 0))
-        # a whole batch went through: of a larger one, more may
-        unknown = size == batch < self.batch
-        # a rank that knows looks again with those that do not: a look is an exchange among them
-        size = -self.most(0 if unknown else -size)
+        # a rank that knows looks again with those that do not: a look is an exchange among them. What is known of a
+        # batch that went through whole says nothing of a larger one
+        size = self._agreed(0 if size == batch < self.batch else size)
         if size == 0:
             size = look()
             self.note(size)
-            size = -self.most(-size)
+            size = self._agreed(size)
             logger.info("encode: sub-batches of %d", size)
-        return min(size, self.batch)
+        return size
+
+    def _agreed(self, size: int) -> int:
+        """The smallest of any rank, of which one that encodes its whole batch at once is content with any."""
+        return min(-self.most(-(size if size < self.batch else ANY)), self.batch)
 
     def note(self, size: int) -> None:
         self.known[self.shapes] = size, self.batch

@@ -414,7 +414,17 @@ def test_a_rank_that_knows_the_size_looks_again_with_one_that_does_not(words: Wo
     said += [0, -9]
     assert size() == 8
     assert len(looked) == 2
+    # the other one has few examples, all of which it encodes at once
+    said += [-fitting.ANY]
+    assert size() == 8
     assert not said
+
+
+def test_a_rank_with_few_examples_holds_nobody_up() -> None:
+    said: list[int] = []
+    few = fitting.Sizes(None, "some", 3, lambda number: said.append(number) or number)
+    assert few.largest(lambda: 3) == 3
+    assert said == [0, -fitting.ANY]
 
 
 def test_weighing_a_graph_does_not_keep_it(words: Words, texts: dict[str, Tensor], monkeypatch: Any) -> None:
