@@ -94,7 +94,9 @@ class Pair:
         call = Call(loss, tiles, exchange, *sides, weights, options.reduction, workspace)
         inputs = (scale, bias, *self.rows, *self.cols, *scorer.parameters)
         wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        operation = _ScoredAtOnce if wants and at_once(call) else _Scored
+        # in float16 the upstream, a GradScaler's factor, must be in what goes through the module: or it underflows
+        early = wants and at_once(call) and scorer.dtype != torch.float16
+        operation = _ScoredAtOnce if early else _Scored
         result: Tensor = operation.apply(call, scorer, *inputs)
         return result
 

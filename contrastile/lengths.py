@@ -48,7 +48,7 @@ class Cut:
         if self.order is None:
             return list(features)
         place = self.order.argsort()
-        return [None if x is None else x.index_select(0, place.to(x.device)) for x in features]
+        return [x if x is None or x.ndim == 0 else x.index_select(0, place.to(x.device)) for x in features]
 
     def trim(self, index: int, rows: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The inputs of a sub-batch without the positions that none of its texts uses."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,21 @@ class Reached:
     modules: list[nn.Module]
     # those that want a gradient
     parameters: list[Tensor]
+    # where the inputs go
     device: torch.device | None
     # others want none
     partly_frozen: bool = False
+
+    @cached_property
+    def devices(self) -> list[torch.device | None]:
+        """All that compute: a model may be spread over several."""
+        theirs = [
+            x.device
+            for module in self.modules
+            for x in (*module._parameters.values(), *module._buffers.values())
+            if x is not None
+        ]
+        return list(dict.fromkeys([self.device, *theirs]))
 
 
 def reach(
@@ -49,22 +61,21 @@ def reach(
     while not isinstance(owner, nn.Module) and (inner := _wrapped(owner)) is not None:
         owner = inner
     owner = getattr(owner, "__self__", owner)
-    found: list[Tensor] = []
-    if isinstance(owner, nn.Module):
-        modules = list(owner.modules())
-        found = list(owner.parameters())
     asked, inputs = device, next((leaf.device for leaf in leaves if leaf is not None), None)
-    device = asked or (found[0].device if found else inputs)
-    wanted = [parameter for parameter in found if parameter.requires_grad]
+    if isinstance(owner, nn.Module):
+        modules, found = list(owner.modules()), list[Tensor](owner.parameters())
+        device = asked or (found[0].device if found else inputs)
+    else:
+        modules, found, differentiable = _trial(encoder, leaves, structure, asked or inputs)
+        device = asked or next((parameter.device for parameter in found if parameter.requires_grad), inputs)
     if not torch.is_grad_enabled():
-        return Reached(modules if found else [], [], device)
-    if not isinstance(owner, nn.Module):
-        modules, wanted, _ = _trial(encoder, leaves, structure, device)
-        device = asked or (wanted[0].device if wanted else inputs)
-    elif 0 < len(wanted) < len(found) and not _trial(encoder, leaves, structure, device)[2]:
-        # the part that is used is frozen: nothing will ever be back-propagated
-        wanted = []
-    return Reached(modules, wanted, device, 0 < len(wanted) < len(found))
+        return Reached(modules, [], device)
+    wanted = [parameter for parameter in found if parameter.requires_grad]
+    partly_frozen = 0 < len(wanted) < len(found)
+    if isinstance(owner, nn.Module):
+        differentiable = not partly_frozen or _trial(encoder, leaves, structure, device)[2]
+    # where the part that is used is frozen, nothing will ever be back-propagated
+    return Reached(modules, wanted if differentiable else [], device, partly_frozen)
 
 
 def _wrapped(function: Any) -> Any:
@@ -75,10 +86,12 @@ def _wrapped(function: Any) -> Any:
 def _trial(
     encoder: Callable[..., Any], leaves: Sequence[Tensor | None], structure: Any, device: torch.device | None
 ) -> tuple[list[nn.Module], list[Tensor], bool]:
-    """Modules that run, parameters reached, whether anything wants a gradient; the random numbers stay untouched."""
+    """Modules that run, parameters reached, whether the outputs want gradients; the random numbers stay untouched."""
     ran: dict[int, nn.Module] = {}
 
     def note(module: nn.Module, _: Any) -> None:
+        if normalises_over_rows(module):
+            refuse_batch_norm(module, "encoder")
         ran[id(module)] = module
 
     few = [None if leaf is None else leaf.detach()[:PROBE_ROWS] for leaf in leaves]
@@ -93,7 +106,7 @@ def _trial(
         states.restore()
     reached = {id(leaf): leaf for leaf in graph_leaves(outputs)}
     for module in ran.values():
-        reached |= {id(p): p for p in module.parameters() if p.requires_grad}
+        reached |= {id(p): p for p in module.parameters()}
     return list(ran.values()), list(reached.values()), any(out.requires_grad for out in outputs)
 
 
@@ -112,6 +125,8 @@ def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) ->
 
 def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
     """The tensors in which the outputs' graph would accumulate gradients."""
+    # one may be such a leaf itself
+    yield from (out for out in outputs if out.grad_fn is None and out.requires_grad)
     pending = [out.grad_fn for out in outputs if out.grad_fn is not None]
     seen = set(pending)
     while pending:
@@ -126,26 +141,25 @@ def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The random numbers of the CPU and of the device in use."""
+    """The random numbers of the CPU and of the devices in use."""
 
-    device: torch.device | None
     cpu: Tensor
-    own: Tensor | None
+    own: dict[torch.device, Tensor]
 
     @classmethod
-    def capture(cls, device: torch.device | None) -> RandomState:
-        elsewhere = device is not None and device.type not in ("cpu", "meta")
-        own = torch.get_device_module(device).get_rng_state(device) if elsewhere else None
-        return cls(device, torch.get_rng_state(), own)
+    def capture(cls, *devices: torch.device | None) -> RandomState:
+        elsewhere = [device for device in devices if device is not None and device.type not in ("cpu", "meta")]
+        own = {device: torch.get_device_module(device).get_rng_state(device) for device in elsewhere}
+        return cls(torch.get_rng_state(), own)
 
     def same(self, other: RandomState) -> bool:
-        own = self.own is None or (other.own is not None and torch.equal(self.own, other.own))
-        return own and torch.equal(self.cpu, other.cpu)
+        """Whether nothing was drawn between two captures of the same devices."""
+        return torch.equal(self.cpu, other.cpu) and all(torch.equal(x, other.own[at]) for at, x in self.own.items())
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
-        if self.own is not None:
-            torch.get_device_module(self.device).set_rng_state(self.own, self.device)
+        for device, state in self.own.items():
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def begin_random(device: torch.device | None, seed: int) -> None:
@@ -218,22 +232,27 @@ def silent(parameters: Sequence[Tensor]) -> Iterator[None]:
             hook.update(items)
 
 
+def normalises_over_rows(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def refuse_batch_norm(module: nn.Module, name: str) -> NoReturn:
+    raise wrong(
+        name,
+        "treat examples one by one",
+        f"{type(module).__name__} in training mode, whose statistics over a sub-batch are not those of the batch",
+        "Put it in eval mode, or take GroupNorm or LayerNorm.",
+    )
+
+
 @contextmanager
 def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> Iterator[None]:
     """Raises when one of the modules that runs normalises over the examples of its sub-batch."""
 
-    def refuse(module: nn.Module, _: Any) -> None:
-        raise wrong(
-            name,
-            "treat examples one by one",
-            f"{type(module).__name__} in training mode, whose statistics over a sub-batch are not those of the batch",
-            "Put it in eval mode, or take GroupNorm or LayerNorm.",
-        )
-
     hooks = [
-        module.register_forward_pre_hook(refuse)
+        module.register_forward_pre_hook(lambda module, _: refuse_batch_norm(module, name))
         for module in modules
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        if normalises_over_rows(module)
     ]
     try:
         yield
@@ -243,21 +262,26 @@ def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> 
 
 
 @contextmanager
-def refusing_state(modules: Sequence[nn.Module]) -> Iterator[None]:
+def refusing_state(modules: Sequence[nn.Module], name: str = "encoder", parts: str = "examples") -> Iterator[None]:
     """Raises when a module has changed one of its buffers meanwhile: what it computes depends on what came before."""
     held = [
-        (module, x, x._version)
-        for module in modules
-        for x in module._buffers.values()
         # those that were made for inference count no changes
-        if x is not None and not x.is_inference()
+        (module, buffer, x, None if x.is_inference() else x._version)
+        for module in modules
+        for buffer, x in module._buffers.items()
+        if x is not None
     ]
     yield
-    for module, x, version in held:
-        if x._version != version:
+    for module, buffer, x, version in held:
+        if (version is not None and x._version != version) or _replaced(x, module._buffers.get(buffer)):
             raise wrong(
-                "encoder",
-                "treat examples one by one",
+                name,
+                f"treat {parts} one by one",
                 f"{type(module).__name__}, which changes a buffer when it runs",
                 "Put it in eval mode.",
             )
+
+
+def _replaced(x: Tensor, now: Tensor | None) -> bool:
+    """Whether a buffer has other values than before; one of another shape is a table that has grown."""
+    return now is not None and now is not x and now.shape == x.shape and not torch.equal(now.to(x.device), x)

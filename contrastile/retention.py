@@ -1,6 +1,6 @@
-"""How much of an encoder's work fits into memory: the graphs worth keeping, and the largest sub-batch.
+"""How many graphs of a step fit into memory, which of them are worth keeping, and which give way.
 
-Ground of the house, used by `cache.py` where the user says "auto". What a graph holds is measured on the first one;
+Ground of the house, used by `first_pass.py` and `fitting.py`. What a graph holds is measured on the first one;
 what is free is asked of the device. If that was too much after all, graphs give way one by one: whoever runs out of
 memory here takes one from any call of `encode`, whose backward then encodes that sub-batch again.
 """
@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from contrastile._types import accumulator
 from contrastile.offload import allocated, free_memory
@@ -35,8 +34,8 @@ MARGIN_CPU, SHARE_CPU = 0.1, 0.6
 # beside the graphs that are kept, room for one more, but not more than this share of the memory: what the backward of
 # a graph needs while the graph is still there, and another tower's sub-batch
 BESIDE = 1 / 10
-# what forward and backward of a graph take, in graphs; an accelerator then tries whether that is enough
-BACKWARD, BACKWARD_TRIED = 2.0, 1.25
+# what a trained head behind a frozen trunk keeps at most, in features: the trunk's, and a hidden layer or two
+HEAD = 16
 
 logger = logging.getLogger("contrastile")
 
@@ -82,9 +81,9 @@ class Retention:
     """Which sub-batches of one call keep their graph: the last `retain`, or of "auto" as many as fit.
 
     `held` are tensors that stay in memory whatever happens: parameters and inputs. `thrifty`: graphs that are smaller
-    than a sub-batch's inputs are all kept. So are those of a tower whose trunk is frozen, because they begin behind it:
-    they hold the trunk's features, and no trunk runs twice. `most`: the largest of a number over ranks that must run
-    equally often.
+    than a sub-batch's inputs, or than HEAD times its features, are all kept. Those of a tower whose trunk is frozen
+    are, because they begin behind it: they hold the trunk's features, and no trunk runs twice. `most`: the largest of
+    a number over ranks that must run equally often.
     """
 
     def __init__(
@@ -124,7 +123,8 @@ class Retention:
         saved = sum(size for address, size in kept.items() if address not in self.held)
         # what the device has handed out: also what is not saved by autograd's own means, and whole blocks
         each = max(1, saved, allocated(self.device) - before)
-        if self.thrifty and saved <= inputs:
+        features = sum(out.nbytes for out in graph[0] if isinstance(out, Tensor))
+        if self.thrifty and saved <= max(inputs, HEAD * features):
             self.first = 0
         elif self.auto:
             beside = min(each, int(BESIDE * free_memory(self.device)[1]))
@@ -179,14 +179,18 @@ def kept_bytes(forward: Callable[[], object]) -> int:
     return total
 
 
-def bytes_per_example(forward: Callable[[int], object], sub_batch: int) -> int:
+def bytes_per_example(
+    forward: Callable[[int], object],
+    sub_batch: int,
+    measure: Callable[[Callable[[], object]], int] = kept_bytes,
+) -> int:
     """What one more example adds to the graph: the slope between half a sub-batch and a whole one.
 
     `forward(n)` encodes n examples. What does not grow with n (parameters, their copies in another dtype) cancels.
     """
     whole = max(sub_batch, 2)
     half = whole // 2
-    return (kept_bytes(lambda: forward(whole)) - kept_bytes(lambda: forward(half))) // (whole - half)
+    return (measure(lambda: forward(whole)) - measure(lambda: forward(half))) // (whole - half)
 
 
 def spare_bytes(device: torch.device | None) -> int:
@@ -195,46 +199,3 @@ def spare_bytes(device: torch.device | None) -> int:
     if device is None or device.type == "cpu":
         return int(SHARE_CPU * max(0.0, free - MARGIN_CPU * total))
     return max(0, int(free - (MARGIN + WORKSPACE) * total))
-
-
-# by an encoder's first parameter: what was found for inputs of some shapes
-_found = WeakIdKeyDictionary()
-
-
-def largest_sub_batch(
-    work: Callable[[int, bool], object],
-    batch: int,
-    device: torch.device | None,
-    *,
-    key: Tensor | None,
-    shapes: object,
-    later: int = 0,
-    most: Callable[[int], int] = int,
-) -> int:
-    """The largest sub-batch whose forward and backward fit, found once for an encoder and its inputs' shapes.
-
-    `work(n, backward)` encodes the first n examples with a graph, and back-propagates if asked. The size comes from
-    what an example adds to the graph; on a CUDA device it is then tried, and halved until it fits. `later`: bytes that
-    the step takes beside it. Of several ranks that must run equally often, the smallest size is everybody's.
-    """
-    known = _found.setdefault(key, {}) if key is not None else {}
-    size = known.get(shapes)
-    # a rank that knows looks again with those that do not: each look is an exchange among them
-    if most(int(size is None)):
-        few = min(batch, 8)
-        each = max(1, bytes_per_example(lambda n: work(n, False), few) if few > 1 else 1)
-        tried = device is not None and device.type == "cuda"
-        backward = BACKWARD_TRIED if tried else BACKWARD
-        size = max(1, min(batch, int((spare_bytes(device) - later) / (backward * each))))
-        while tried:
-            try:
-                work(size, True)
-                break
-            except torch.OutOfMemoryError:
-                if size == 1:
-                    raise
-                size //= 2
-        known[shapes] = size = -most(-size)
-        logger.info("encode: sub-batches of %d", size)
-    assert size is not None
-    return min(size, max(batch, 1))

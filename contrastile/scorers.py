@@ -36,6 +36,8 @@ class Bilinear(nn.Module):
         self.weight = nn.Parameter(torch.eye(row_features, column_features))
 
     def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        for name, x, features in zip(("q", "k"), (rows, columns), self.weight.shape, strict=True):
+            _vectors(name, x, features)
         return rows @ self.weight @ columns.T
 
 
@@ -65,6 +67,8 @@ class PairMLP(nn.Module):
         self.output = nn.Linear(hidden, 1)
 
     def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        _vectors("q", rows, self.rows.in_features)
+        _vectors("k", columns, self.columns.in_features)
         hidden_IJH = F.gelu(self.rows(rows)[:, None] + self.columns(columns)[None, :])
         scores: Tensor = self.output(self.dropout(hidden_IJH)).squeeze(-1)
         return scores
@@ -88,6 +92,7 @@ class MaxSim(nn.Module):
 
     def forward(self, rows: Tokens, columns: Tokens) -> Tensor:
         (q_ILD, asking), (k_JMD, answering) = _tokens("q", rows), _tokens("k", columns)
+        _vectors("k", k_JMD, q_ILD.shape[2])
         similar = (q_ILD.flatten(0, 1) @ k_JMD.flatten(0, 1).T).unflatten(1, k_JMD.shape[:2])
         if answering is not None:
             similar = similar.masked_fill(~answering, -torch.inf)
@@ -97,6 +102,12 @@ class MaxSim(nn.Module):
         if asking is not None:
             best_ILJ = best_ILJ.masked_fill(~asking[:, :, None], 0.0)
         return best_ILJ.sum(1)
+
+
+def _vectors(name: str, x: Tensor, features: int) -> None:
+    if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != features:
+        got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise wrong(name, f"have rows of {features} features, as the scorer reads them", got, "Project one side first.")
 
 
 def _tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:

@@ -40,15 +40,22 @@ class Sums:
         """Back-propagates one sub-batch from its part of the cached gradients."""
         start, stop = self.bounds[index]
         pairs = [
-            # those that wait on the host come here now
-            (out, whole[start:stop].to(out.device, non_blocking=True))
+            # those that wait on the host come here now; a number is everybody's, and counts once
+            (out, (whole[start:stop] if whole.ndim else whole).to(out.device, non_blocking=True))
             for out, whole in zip(outputs, self.upstream, strict=True)
-            if out is not None and out.requires_grad and whole is not None
+            if out is not None and out.requires_grad and whole is not None and (whole.ndim or index == 0)
         ]
         if not pairs:
             return
         outs, gradients = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
+        try:
+            found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            rule = "checkpoint activations without entering autograd again"
+            remedy = "Pass use_reentrant=False to torch.utils.checkpoint."
+            raise wrong("encoder", rule, "use_reentrant=True", remedy) from error
         # while the device still computes
         self._refuse_strangers(outs, inputs)
         self._accumulate(found[: len(self.parameters)])

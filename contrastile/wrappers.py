@@ -27,6 +27,9 @@ from contrastile._check import wrong
 
 Result = TypeVar("Result")
 
+# settings of FSDP2's groups: no gradient is scattered, none is averaged over replicas
+NOTHING_LEAVES = {"reduce_grads": False, "all_reduce_grads": False}
+
 # DistributedDataParallel leaves no mark on the module inside: remember each one that is made
 _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
 
@@ -177,19 +180,40 @@ class Sharding:
         return value
 
     @contextmanager
-    def holding_back(self) -> Iterator[None]:
-        """Around the replays: no gradient leaves this rank before the end of the backward that they are part of."""
+    def gathered(self) -> Iterator[None]:
+        """Around attempts, which may end anywhere: parameters are whole all along, so no rank waits for another."""
         groups = [group for state in self._states() for group in _groups(state)]
-        before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
-        for state in self._states():
-            state._register_root_post_backward_final_callback()
-        for group in groups:
-            group.reduce_grads = group.all_reduce_grads = False
+        apart = [group for group in groups if not group.is_unsharded]
+        for module in self.modules:
+            module.unshard()
+        whole = {"post_forward_mesh_info": None, "reshard_after_backward": False, **NOTHING_LEAVES}
+        try:
+            with _set_to(groups, whole):
+                yield
+        finally:
+            for group in apart:
+                group.reshard()
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around one attempt: FSDP2's records are afterwards as they were, whether or not it came to its end."""
+        contexts = list(dict.fromkeys(state._state_ctx for state in self._states()))
+        before = [(each.iter_forward_root, each.post_backward_final_callback_queued) for each in contexts]
         try:
             yield
         finally:
-            for group, (reduce, all_reduce) in zip(groups, before, strict=True):
-                group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+            self.settle()
+            for each, (root, queued) in zip(contexts, before, strict=True):
+                each.iter_forward_root, each.post_backward_final_callback_queued = root, queued
+
+    @contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """Around the replays: no gradient leaves this rank before the end of the backward that they are part of."""
+        groups = [group for state in self._states() for group in _groups(state)]
+        for state in self._states():
+            state._register_root_post_backward_final_callback()
+        with _set_to(groups, NOTHING_LEAVES):
+            yield
 
     def settle(self) -> None:
         """After a replay, as FSDP2 does after a backward: every group is sharded and ready for the next one."""
@@ -204,6 +228,19 @@ class Sharding:
     def _states(self) -> list[Any]:
         # one may serve several modules
         return list(dict.fromkeys(module._get_fsdp_state() for module in self.modules))
+
+
+@contextmanager
+def _set_to(groups: Sequence[Any], values: dict[str, Any]) -> Iterator[None]:
+    """The groups' attributes at these values, and afterwards as they were."""
+    before = [{name: getattr(group, name) for name in values} for group in groups]
+    for group in groups:
+        vars(group).update(values)
+    try:
+        yield
+    finally:
+        for group, held in zip(groups, before, strict=True):
+            vars(group).update(held)
 
 
 def _groups(state: Any) -> list[Any]:

@@ -267,9 +267,18 @@ def test_a_figure_needs_rows(tmp_path, capsys):
     assert capsys.readouterr().err == "`figure` must come with csv, whose rows it draws; got none. Add --csv FILE.\n"
 
 
+def test_what_does_not_hold_under_torchrun_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["bench", "step", "--models", "tiny", "--ways", "plain"]) == 2
+    assert capsys.readouterr().err == (
+        "`ways` must be left out under torchrun; got ['plain']. Run one process with it.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("option", "word", "sentence"),
     [
+        ("--sub-batch", "0", "`sub_batch` must be a whole number of at least 1; got 0. Leave it out for the model's."),
         ("--models", "nobody", "`models` must be one of"),
         ("--ways", "nobody", "`ways` must be"),
         ("--ways", "nobody@8", "`ways` must be"),

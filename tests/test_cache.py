@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from contrastile import ClipLoss, cache, encode
+from contrastile.reach import RandomState, Reached
 
 B, D_IN, D = 23, 6, 5
 
@@ -261,7 +263,7 @@ def test_random_numbers_are_kept_of_the_device_that_computes(
 ) -> None:
     kept: list[torch.device | None] = []
     capture = cache.RandomState.capture
-    monkeypatch.setattr(cache.RandomState, "capture", lambda device: kept.append(device) or capture(device))
+    monkeypatch.setattr(cache.RandomState, "capture", lambda *devices: kept.extend(devices) or capture(*devices))
     encoders: dict[str, Any] = {
         "module": tower,
         "method": tower.encode_both,
@@ -272,6 +274,27 @@ def test_random_numbers_are_kept_of_the_device_that_computes(
     _total(encode(encoders[kind], inputs, sub_batch=9)).backward()
     assert kept
     assert set(kept) == {torch.device("cpu")}
+
+
+def test_random_numbers_are_kept_of_every_device_that_a_model_is_spread_over(
+    tower: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two devices that are not there: each has a generator, and `meta` tensors stand for what lies on them."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    states = {first: torch.tensor([1]), second: torch.tensor([2])}
+    accelerator = SimpleNamespace(
+        get_rng_state=lambda at: states[at].clone(), set_rng_state=lambda state, at: states.update({at: state})
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: accelerator)
+    before = RandomState.capture(first, torch.device("cpu"), second, None)
+    assert before.same(RandomState.capture(first, second))
+    states[second] = torch.tensor([3])
+    assert not before.same(RandomState.capture(first, second))
+    torch.rand(1)
+    before.restore()
+    assert (states[first].item(), states[second].item()) == (1, 2)
+    tower.register_buffer("elsewhere", torch.empty(1, device="meta"))
+    assert Reached([tower], [], first).devices == [first, torch.device("cpu"), torch.device("meta")]
 
 
 def test_inputs_that_want_gradients_get_them(tower: Tower) -> None:
@@ -375,7 +398,7 @@ class Changing(nn.Module):
             return (out,) if self.calls == 1 else (out, out)
         if self.how == "shape":
             return out[:, : self.calls]
-        return out.sum()
+        return out.sum(0)
 
 
 BAD = {
@@ -400,7 +423,7 @@ BAD = {
     "`encoder` must return rows of one shape, one for each example; got shape [4, 2].": lambda t: encode(
         Changing("shape"), torch.randn(8, D_IN), sub_batch=4
     ),
-    "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [].": lambda t: encode(
+    "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [5].": lambda t: encode(
         Changing("sum"), torch.randn(8, D_IN), sub_batch=4
     ),
 }
@@ -419,6 +442,15 @@ def test_batch_norm_beside_the_encoder_or_in_eval_mode_is_no_reason(tower: Tower
     still = nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4)).eval()
     encode(still, torch.randn(8, D_IN), sub_batch=4).sum().backward()
     assert still[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_batch_norm_behind_a_function_is_refused_before_it_learns(grad: bool) -> None:
+    normed = nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4))
+    sentence = "`encoder` must treat examples one by one; got BatchNorm1d in training mode"
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=sentence):
+        encode(lambda x: normed(x), torch.randn(8, D_IN), sub_batch=4)
+    assert not normed[1].running_mean.any()
 
 
 def test_parameters_changed_before_the_backward_are_noticed(tower: Tower) -> None:
@@ -530,6 +562,25 @@ def test_a_frozen_trunk_runs_once_and_its_features_wait() -> None:
     assert all(distance(found[name], expected[name]) < 1e-6 for name in ("project.weight", "project.bias"))
 
 
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_frozen_trunk_wider_than_the_inputs_runs_once_too(as_function: bool) -> None:
+    """Of texts, say: a few whole numbers go in, and the trunk's features are wider than the projection's."""
+    trunk, project = nn.Sequential(nn.EmbeddingBag(50, 40), nn.Tanh()).requires_grad_(False), nn.Linear(40, D)
+    runs: list[int] = []
+    trunk.register_forward_hook(lambda *_: runs.append(1))
+    tower = nn.Sequential(trunk, project)
+    encoder = (lambda x: F.normalize(tower(x), dim=-1)) if as_function else tower
+    x = torch.randint(0, 50, (B, 3))
+    encoder(x).cos().sum().backward()
+    expected = _gradients(tower)
+    runs.clear()
+    encode(encoder, x, sub_batch=8).cos().sum().backward()
+    # one more shows whether the trained part is used at all
+    assert len(runs) == 3 + 1
+    found = _gradients(tower)
+    assert all(distance(found[name], expected[name]) < 1e-6 for name in ("1.weight", "1.bias"))
+
+
 def test_a_large_graph_behind_a_frozen_part_is_not_kept() -> None:
     tower, x = Locked(), torch.randn(B, 3, 100, generator=torch.Generator().manual_seed(3))
     tower.project = nn.Sequential(nn.Linear(40, 2000), nn.Tanh(), nn.Linear(2000, D))
@@ -562,6 +613,24 @@ def test_checkpointed_tied_and_hooked(tower: Tower) -> None:
         found = _gradients(tied)
         assert found.keys() == expected.keys()
         assert all(distance(found[name], expected[name]) < 1e-6 for name in found)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpointing_that_enters_autograd_again_is_refused(tower: Tower) -> None:
+    features = encode(lambda x: checkpoint(torch.sin, tower.embed(x[:, 0]), use_reentrant=True), _inputs(), sub_batch=8)
+    sentence = (
+        "`encoder` must checkpoint activations without entering autograd again; got use_reentrant=True. "
+        "Pass use_reentrant=False to torch.utils.checkpoint."
+    )
+    with pytest.raises(ValueError, match=sentence):
+        features.sum().backward()
+
+
+def test_a_device_that_is_not_there_is_refused(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sentence = "`device` must be on this machine; got 'cuda:1'. Leave it out to compute where the encoder is."
+    with pytest.raises(ValueError, match=sentence):
+        encode(tower, _inputs(), sub_batch=8, device="cuda:1")
 
 
 def test_float16_with_a_scaler_overflows_aloud() -> None:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile import cache, encode, retention
+from contrastile import encode, first_pass, fitting, retention
+from contrastile.footprint import footprint
 from contrastile.retention import Retention, later_bytes, spare_bytes
 
 B, L, D = 29, 11, 6
@@ -123,7 +124,7 @@ def test_auto_retains_what_fits(
     each = sum(size for address, size in kept.items() if address not in held)
     del graph
     monkeypatch.setattr(retention, "spare_bytes", lambda _: int(graphs * each) + 8)
-    monkeypatch.setattr(cache, "later_bytes", lambda *_: 0)
+    monkeypatch.setattr(first_pass, "later_bytes", lambda *_: 0)
     assert _rows(_compare(words, texts, sub_batch=8, retain="auto")) == [8, 8, 8, 5, *again]
 
 
@@ -306,8 +307,8 @@ def test_auto_sub_batch_is_what_fits_and_is_found_once(
     words: Words, texts: dict[str, Tensor], monkeypatch: Any
 ) -> None:
     each = retention.bytes_per_example(lambda n: words(**{name: leaf[:n] for name, leaf in texts.items()}), 8)
-    monkeypatch.setattr(retention, "spare_bytes", lambda _: int(7.5 * each * retention.BACKWARD))
-    monkeypatch.setattr(cache, "later_bytes", lambda *_: 0)
+    monkeypatch.setattr(fitting, "spare_bytes", lambda _: int(7.5 * each * fitting.BACKWARD))
+    monkeypatch.setattr(fitting, "later_bytes", lambda *_: 0)
     before = torch.get_rng_state()
     # two trials of what an example needs come first
     assert _rows(_compare(words, texts, sub_batch="auto"))[:7] == [8, 4, 7, 7, 7, 7, 1]
@@ -315,25 +316,115 @@ def test_auto_sub_batch_is_what_fits_and_is_found_once(
     assert _rows(_compare(words, texts, sub_batch="auto"))[:5] == [7, 7, 7, 7, 1]
 
 
+def test_a_batch_that_fits_whole_says_nothing_of_a_larger_one(words: Words, texts: dict[str, Tensor]) -> None:
+    few = {name: leaf[:10] for name, leaf in texts.items()}
+    assert _seen(words, lambda: encode(words, few, sub_batch="auto")) == [8, 4, 10]
+    assert _seen(words, lambda: encode(words, texts, sub_batch="auto")) == [8, 4, B]
+    assert _seen(words, lambda: encode(words, few, sub_batch="auto")) == [10]
+
+
+def test_auto_sub_batch_of_what_is_not_differentiated_is_found_once_too(
+    words: Words, texts: dict[str, Tensor], monkeypatch: Any
+) -> None:
+    """No graph says what an example takes: all that lives at once while it is encoded does."""
+    for_one = {name: leaf[:1] for name, leaf in texts.items()}
+    room = 20 * footprint(lambda: words(**for_one))
+    monkeypatch.setattr(fitting, "spare_bytes", lambda _: room)
+    with torch.no_grad():
+        first = _seen(words, lambda: encode(words, texts, sub_batch="auto"))
+        again = _seen(words, lambda: encode(words, texts, sub_batch="auto"))
+    assert first == [8, 4, *again]
+    assert 1 < again[0] < 20
+
+
+def _seen(words: Words, run: Any) -> list[int]:
+    """Examples of every sub-batch that run() encodes."""
+    words.seen.clear()
+    run()
+    return _rows(words.seen)
+
+
+@pytest.mark.parametrize(
+    ("room", "first"),
+    # where the trials run out of memory, where the step does, and where one example is all that fits
+    [(3, [8, 4, 2, 1, 2]), (12, [8, 4, 29, 14, 7, 7]), (1, [8, 4, 2, 1, 1])],
+)
+def test_out_of_memory_halves_an_auto_sub_batch_for_good(
+    texts: dict[str, Tensor], room: int, first: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(3)
+    words = Words(dropout=0.3).double()
+    encoder = _Owned(words, _Roomy(words, room))
+
+    def gradients(**how: Any) -> list[Tensor]:
+        torch.manual_seed(4)
+        return _gradients(words, encode(encoder, texts, **how))
+
+    with caplog.at_level("WARNING", logger="contrastile"):
+        found = gradients(sub_batch="auto")
+    sizes = [len(shape) for shape in encoder.how.asked]
+    assert sizes[: len(first)] == first
+    assert len(caplog.records) == sum(size > room for size in sizes)
+    assert "out of memory" in caplog.text
+    at_last = first[-1]
+    for one, other in zip(found, gradients(sub_batch=at_last), strict=True):
+        assert torch.equal(one, other)
+    encoder.how.asked.clear()
+    gradients(sub_batch="auto")
+    assert max(len(shape) for shape in encoder.how.asked) == at_last
+
+
+class _Roomy:
+    """Runs `words` on as many texts as there is room for; `asked` are those that came."""
+
+    def __init__(self, words: Words, room: int) -> None:
+        self.words, self.room = words, room
+        self.asked: list[Tensor] = []
+
+    def __call__(self, **inputs: Tensor) -> Any:
+        self.asked.append(inputs["input_ids"])
+        if len(inputs["input_ids"]) > self.room:
+            raise torch.OutOfMemoryError("no room")
+        return self.words(**inputs)
+
+
+def test_told_a_size_a_step_fails_rather_than_take_another(words: Words, texts: dict[str, Tensor]) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        encode(_Owned(words, _Roomy(words, 3)), texts, sub_batch=4)
+
+
 def test_a_rank_that_knows_the_size_looks_again_with_one_that_does_not(words: Words) -> None:
     """Other texts came to the other rank before; where encoding is an exchange, one alone would wait for ever."""
     key, looked = next(words.parameters()), []
-    anyone_else = False
-
-    def most(number: int) -> int:
-        return max(number, int(anyone_else)) if number >= 0 else number
+    # what the other rank says in turn: less than 0 is its size, 0 that it does not know
+    said: list[int] = []
 
     def size() -> int:
-        return retention.largest_sub_batch(
-            lambda n, _: looked.append(n), 8, torch.device("cpu"), key=key, shapes="some", most=most
-        )
+        sizes = fitting.Sizes(key, "some", 40, lambda number: max(number, said.pop(0)))
+        return sizes.largest(lambda: looked.append(8) or 8)
 
-    found = [size(), size()]
-    assert looked == [8, 4]
-    anyone_else = True
-    found.append(size())
-    assert looked == [8, 4, 8, 4]
-    assert len(set(found)) == 1
+    said += [0, -6]
+    assert size() == 6
+    assert len(looked) == 1
+    # both know: the smaller
+    said += [-7]
+    assert size() == 7
+    assert len(looked) == 1
+    # the other one does not
+    said += [0, -9]
+    assert size() == 8
+    assert len(looked) == 2
+    # the other one has few examples, all of which it encodes at once
+    said += [-fitting.ANY]
+    assert size() == 8
+    assert not said
+
+
+def test_a_rank_with_few_examples_holds_nobody_up() -> None:
+    said: list[int] = []
+    few = fitting.Sizes(None, "some", 3, lambda number: said.append(number) or number)
+    assert few.largest(lambda: 3) == 3
+    assert said == [0, -fitting.ANY]
 
 
 def test_weighing_a_graph_does_not_keep_it(words: Words, texts: dict[str, Tensor], monkeypatch: Any) -> None:

@@ -11,7 +11,7 @@ from problems import distance
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from contrastile import ClipLoss, NTXentLoss, contrast, encode
+from contrastile import ClipLoss, NTXentLoss, SigLipLoss, contrast, encode
 from contrastile.scorers import MaxSim
 
 B, D_IN, D, SUB = 23, 6, 8, 5
@@ -149,6 +149,43 @@ def test_token_vectors_a_mask_and_a_bias(x: Tensor, y: Tensor) -> None:
     _compare(tokens, value)
 
 
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("retain", [0, 2, "auto"])
+def test_a_bias_that_all_examples_share(x: Tensor, y: Tensor, retain: Any, as_function: bool) -> None:
+    """A number comes back as a number, with its gradient once, whether it was computed or is a parameter itself."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(D_IN, D).double()
+            self.shared = nn.Parameter(torch.tensor(-0.5, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Any:
+            return F.normalize(self.linear(x), dim=-1), self.shared, self.shared.exp()
+
+    torch.manual_seed(0)
+    biased = Biased()
+    encoder = (lambda rows: biased(rows)) if as_function else biased
+    q, bias, scale = biased(x)
+    truth = torch.autograd.grad(
+        SigLipLoss()(q, biased(y)[0], scale, bias), list(biased.parameters()), allow_unused=True
+    )
+    q, bias, scale = encode(encoder, x, sub_batch=SUB, retain=retain)
+    k, *_ = encode(encoder, y, sub_batch=SUB, retain=retain, features="host")
+    assert (bias.shape, float(bias.detach())) == ((), -0.5)
+    found = torch.autograd.grad(SigLipLoss()(q, k, scale, bias), list(biased.parameters()), allow_unused=True)
+    for one, other in zip(found, truth, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or distance(one, other) <= 1e-12
+
+
+def test_a_number_that_depends_on_the_examples_is_refused(x: Tensor) -> None:
+    with pytest.raises(
+        ValueError, match=r"`encoder` must return the same number for all examples; got .* after .*. Ret"
+    ):
+        encode(lambda rows: (rows, rows.sum()), x, sub_batch=SUB)
+
+
 def test_in_bf16_throughout(x: Tensor) -> None:
     """Features bit for bit; gradients as near to float32 sums as those of single sub-batches are."""
     torch.manual_seed(0)
@@ -199,17 +236,46 @@ class Running(nn.Module):
         return self.linear(x - self.mean)
 
 
+class Replaced(Running):
+    """The same, with another tensor each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
+        return self.linear(x - self.mean)
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(Running(), "Running"), (spectral_norm(nn.Linear(D_IN, D).double()), "_SpectralNorm")],
-    ids=["running mean", "spectral norm"],
+    [(Running(), "Running"), (Replaced(), "Replaced"), (spectral_norm(nn.Linear(D_IN, D).double()), "_SpectralNorm")],
+    ids=["running mean", "replaced mean", "spectral norm"],
 )
-@pytest.mark.parametrize("how", ["module", "function", "no gradient"])
+@pytest.mark.parametrize("how", ["module", "function", "no gradient", "function, no gradient"])
 def test_what_remembers_earlier_examples_is_refused(module: nn.Module, name: str, how: str, x: Tensor) -> None:
-    encoder = (lambda rows: module(rows)) if how == "function" else module
+    encoder = (lambda rows: module(rows)) if how.startswith("function") else module
     sentence = f"`encoder` must treat examples one by one; got {name}, which changes a buffer when it runs. Put it in e"
-    with torch.set_grad_enabled(how != "no gradient"), pytest.raises(ValueError, match=sentence):
+    with torch.set_grad_enabled(not how.endswith("no gradient")), pytest.raises(ValueError, match=sentence):
         encode(encoder, x, sub_batch=SUB)
     module.eval()
     assert distance(encode(encoder, x, sub_batch=SUB).detach(), module(x).detach()) <= 1e-12
     module.train()
+
+
+class Table(nn.Module):
+    """Adds positions from a table that grows when it has to, and is made anew where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D_IN, D)
+        self.register_buffer("places", torch.zeros(1), persistent=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.places = torch.arange(max(D_IN, len(self.places)), dtype=x.dtype)
+        return self.linear(x + self.places)
+
+
+def test_a_table_that_grows_is_no_memory(x: Tensor) -> None:
+    table = Table()
+    assert torch.equal(encode(table, x, sub_batch=SUB), table(x))
+    assert torch.equal(encode(table, x, sub_batch=SUB), table(x))

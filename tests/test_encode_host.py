@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from problems import distance
 from torch import Tensor, nn
 
-from contrastile import ClipLoss, _contrast, _streamed, cache, encode
+from contrastile import ClipLoss, _contrast, _streamed, cache, encode, first_pass
 
 B, D = 29, 6
 
@@ -30,14 +30,14 @@ class Tower(nn.Module):
 def rooms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """As if the CPU were an accelerator, and its host somewhere else; what was kept there."""
     made: list[tuple[int, ...]] = []
-    room = cache.host_room
+    room = first_pass.host_room
 
     def noted(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         made.append(tuple(shape))
         return room(shape, dtype)
 
-    monkeypatch.setattr(cache, "on_accelerator", lambda x: True)
-    monkeypatch.setattr(cache, "host_room", noted)
+    monkeypatch.setattr(first_pass, "on_accelerator", lambda x: True)
+    monkeypatch.setattr(first_pass, "host_room", noted)
     monkeypatch.setattr(_contrast, "away", lambda features, device: True)
     monkeypatch.setattr(_streamed, "cut", lambda *_: _streamed.Cut(13, 7))
     return made
@@ -92,7 +92,8 @@ def test_the_host_waits_for_what_is_on_its_way(
 ) -> None:
     """At the end of either pass, and only where it is asked for."""
     waited: list[Any] = []
-    monkeypatch.setattr(cache, "settle", waited.append)
+    for module in (first_pass, cache):
+        monkeypatch.setattr(module, "settle", waited.append)
     _step(towers, inputs)
     assert waited == []
     _step(towers, inputs, features="host")
@@ -104,7 +105,8 @@ def test_it_waits_for_a_function_too(
 ) -> None:
     """Which says nothing of devices."""
     waited: list[Any] = []
-    monkeypatch.setattr(cache, "settle", waited.append)
+    for module in (first_pass, cache):
+        monkeypatch.setattr(module, "settle", waited.append)
     features = encode(lambda x: towers[0](x)[0], inputs[0], sub_batch=8, features="host")
     features.sum().backward()
     with torch.no_grad():

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from contrastile import contrast, encode
 from contrastile.footprint import footprint
-from contrastile.losses.softmax import Softmax
+from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import Bilinear, MaxSim, PairMLP
 from contrastile.tiles.scored import Scored
 
@@ -188,6 +188,20 @@ def _with_dropout(q: Tensor, k: Tensor, module: nn.Module) -> Tensor:
     return contrast(q, k, scorer=module, scale=2.0)
 
 
+def test_two_views_and_a_learned_distance(tiles: list[int]) -> None:
+    """NTXentLoss in the words of `contrast`, as the docs have it."""
+    N, scale = 9, 3.0
+    module = Bilinear(4, 4).double()
+    views = torch.randn(2 * N, 4, dtype=torch.float64, requires_grad=True)
+    other = torch.arange(2 * N).roll(N)
+    found = contrast(views, views, scorer=module, scale=scale, loss=Softmax(exclude_self=True), positives=other)
+    scores = (scale * module(views, views)).masked_fill(torch.eye(2 * N, dtype=torch.bool), -torch.inf)
+    truth = torch.nn.functional.cross_entropy(scores, other)
+    wanted = (views, module.weight)
+    assert close(found.detach(), truth.detach())
+    assert same([*torch.autograd.grad(found, wanted)], [*torch.autograd.grad(truth, wanted)])
+
+
 def test_dropout_is_replayed(tiles: list[int]) -> None:
     """The gradient is that of the loss with the very same numbers dropped, as finite differences see it."""
     module = PairMLP(3, 3, hidden=4, dropout=0.4).double()
@@ -245,6 +259,20 @@ def test_autocast_reaches_the_scorer_in_both_passes() -> None:
     assert len(seen) > 2
 
 
+def test_float16_gradients_are_scaled_before_they_pass_the_scorer() -> None:
+    """A pair's gradient of 1e-7 is there with a GradScaler's factor, and gone without."""
+    module, factor = Bilinear(4, 4), 2.0**12
+    q, k = torch.randn(16, 4), torch.randn(24, 4, requires_grad=True)
+
+    def negatives(amp: bool) -> Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=amp):
+            loss = contrast(q, k, scorer=module, scale=1.0, bias=-13.0, loss=Sigmoid())
+        (of_keys,) = torch.autograd.grad(loss * factor, k)
+        return of_keys[16:] / factor
+
+    assert distance(negatives(True), negatives(False)) < 2e-2
+
+
 def test_scores_that_are_not_numbers_make_a_loss_that_is_none() -> None:
     q = torch.randn(6, 4)
     q[2, 1] = torch.nan
@@ -293,6 +321,18 @@ class Counting(Bilinear):
         return super().forward(rows, columns)
 
 
+class Averaging(Bilinear):
+    """Another tensor in the buffer's place, which counts no changes."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        self.mean = self.mean.lerp(rows.detach().mean(0), 0.1)
+        return super().forward(rows - self.mean, columns)
+
+
 def _x(n: int = 5) -> Tensor:
     return torch.ones(n, 4)
 
@@ -317,6 +357,16 @@ SENTENCES = {
     ),
     "`scorer` must treat pairs one by one; got Counting, which changes a buffer when it runs. Put it in eval "
     "mode.": lambda: contrast(_x(), _x(), scorer=Counting()),
+    "`scorer` must treat pairs one by one; got Averaging, which changes a buffer when it runs. Put it in eval "
+    "mode.": lambda: contrast(_x(), _x(), scorer=Averaging()),
+    "`q` must have rows of 5 features, as the scorer reads them; got shape [2, 4]. Project one side first.": lambda: (
+        contrast(_x(), _x(), scorer=Bilinear(5, 4))
+    ),
+    "`k` must have rows of 6 features, as the scorer reads them; got shape [3, 4]. Project one side first.": lambda: (
+        contrast(_x(), _x(), scorer=PairMLP(4, 6, hidden=2))
+    ),
+    "`k` must have rows of 4 features, as the scorer reads them; got shape [3, 2, 3]. Project one side "
+    "first.": lambda: contrast(torch.ones(5, 2, 4), torch.ones(5, 2, 3), scorer=MaxSim()),
     "`q` must be made of tensors whose first axis is the batch; got str. Keep the rest in `scorer`.": lambda: contrast(
         {"tokens": _x(), "name": "query"}, _x(), scorer=Bilinear(4, 4)
     ),

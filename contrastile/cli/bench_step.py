@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SECONDS, SECONDS_QUICK = 20.0, 2.0
 LONGEST = 600.0
+# what says how the steps of one process are measured
+ALONE = ("ways", "optimizer", "seconds", "longest", "within")
 # what a figure may be
 FIGURES = (".svg", ".png", ".pdf")
 
@@ -57,10 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise wrong("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
     if arguments.figure and not arguments.figure.endswith(FIGURES):
         raise wrong("figure", f"end in {', '.join(FIGURES)}", f'"{arguments.figure}"', "Name another file.")
+    if arguments.sub_batch is not None and arguments.sub_batch < 1:
+        raise wrong(
+            "sub_batch", "be a whole number of at least 1", arguments.sub_batch, "Leave it out for the model's."
+        )
     _batches(arguments)
+    across = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if across and (
+        idle := [name for name in ALONE if getattr(arguments, name) not in (None, False, math.inf, LONGEST)]
+    ):
+        raise wrong(idle[0], "be left out under torchrun", getattr(arguments, idle[0]), "Run one process with it.")
     # plain steps fill the memory with tensors of all sizes, and must not fail because of gaps
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    right = _across_ranks(arguments) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else _alone(arguments)
+    right = _across_ranks(arguments) if across else _alone(arguments)
     if arguments.figure and int(os.environ.get("RANK", "0")) == 0:
         from contrastile.bench.figure import draw
 

@@ -37,6 +37,7 @@ from contrastile.reach import (
     graph_leaves,
     has_other_path,
     refusing_batch_norm,
+    refusing_state,
     silent,
 )
 from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD, Eager
@@ -117,7 +118,8 @@ class Scorer:
             raise wrong("scorer", "be a module of its own", type(module).__name__, remedy)
         parameters = tuple(p for p in module.parameters() if p.requires_grad) if torch.is_grad_enabled() else ()
         device = rows[1][0].device
-        autocast, other = Autocast.current(device), has_other_path(module, list(module.modules()))
+        modules = list(module.modules())
+        autocast, other = Autocast.current(device), has_other_path(module, modules)
         blind = cls(module, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other)
         few = [
             Side(first, others=tuple(others))
@@ -125,18 +127,17 @@ class Scorer:
             for first, *others in [[x[:n] if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]]
         ]
         before = RandomState.capture(device)
-        states = [*module.buffers(), *module.parameters()]
-        versions = [x._version for x in states]
         try:
-            with as_written(), refusing_batch_norm(list(module.modules()), "scorer"):
+            with (
+                as_written(),
+                refusing_batch_norm(modules, "scorer"),
+                refusing_state(modules, "scorer", "pairs"),
+            ):
                 scores, leaves = blind.with_graph(*few)
             drawn = not before.same(RandomState.capture(device))
         finally:
             before.restore()
         blind._check(scores, few, leaves)
-        if [x._version for x in states] != versions:
-            got = f"{type(module).__name__}, which changes a buffer when it runs"
-            raise wrong("scorer", "treat pairs one by one", got, "Put it in eval mode.")
         seed = int(torch.randint(2**62, ())) if drawn else None
         return replace(blind, dtype=scores.dtype, seed=seed)
 

@@ -1,0 +1,205 @@
+"""Act 1: a call of `encode` as a value, and its first pass over the batch, of which only some graphs are kept.
+
+Between `cache.py`, which makes a job of each call and back-propagates it, and `fitting.py`, which tries how much of it
+fits. What the encoder reaches, how the batch is cut, which graphs stay and where features go is said by others; the
+loop over sub-batches is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from contrastile._check import wrong
+from contrastile.lengths import Cut
+from contrastile.offload import Bounds, host_room, on_accelerator, settle, stream
+from contrastile.reach import Autocast, RandomState, Reached, refusing_state
+from contrastile.retention import AUTO, Graph, Graphs, Retention, later_bytes, with_room
+from contrastile.wrappers import Sharding
+
+Result = TypeVar("Result")
+
+
+def differentiable(leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+
+
+@dataclass
+class Kept:
+    """What the first pass keeps for the backward."""
+
+    graphs: Graphs
+    random: list[RandomState] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of `encode`: all that is not differentiated."""
+
+    encoder: Callable[..., Any]
+    structure: Any
+    cut: Cut
+    retain: int | Literal["auto"]
+    # features go to host memory
+    home: bool
+    reached: Reached
+    autocast: Autocast
+    sharding: Sharding
+    # what is computed without a graph may differ: the first pass then builds it and drops it
+    other_path: bool
+    # filled by the first pass, and compared by the second
+    output_structure: list[Any] = field(default_factory=list)
+    # shape of one row of each output
+    tails: list[torch.Size | None] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.reached.device
+
+    @property
+    def bounds(self) -> list[Bounds]:
+        return self.cut.bounds
+
+    def differentiates(self, leaves: Sequence[Tensor | None]) -> bool:
+        """Whether anything will be back-propagated."""
+        return torch.is_grad_enabled() and bool(self.reached.parameters or differentiable(leaves))
+
+    def run(self, index: int, rows: Sequence[Tensor | None]) -> list[Any]:
+        """What the encoder returns for a sub-batch."""
+        args, kwargs = pytree.tree_unflatten(self.cut.trim(index, rows), self.structure)
+        outputs, structure = pytree.tree_flatten(self.encoder(*args, **kwargs))
+        if not self.output_structure:
+            self.output_structure.append(structure)
+            self.tails.extend(out.shape[1:] if isinstance(out, Tensor) else None for out in outputs)
+        if structure != self.output_structure[0]:
+            raise wrong("encoder", "return the same structure each time", structure, "Check what depends on the input.")
+        return [self.cut.pad(index, out, tail) for out, tail in zip(outputs, self.tails, strict=True)]
+
+    def run_with_graph(self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool]) -> Graph:
+        """The outputs, and the inputs that want a gradient as leaves of the outputs' graph."""
+        rows = [
+            row.detach().requires_grad_() if want and row is not None else row
+            for row, want in zip(rows, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            return self.run(index, rows), [
+                row for row, want in zip(rows, wanted, strict=True) if want and row is not None
+            ]
+
+    def nothing_kept(self) -> Kept:
+        # what one rank runs again, all would have to
+        yielding = self.retain == AUTO and not self.sharding.modules
+        return Kept(Graphs(len(self.bounds), self.device, yielding=yielding))
+
+    def with_room(self, random: RandomState, run: Callable[..., Result], *arguments: Any) -> Result:
+        """run(), for which graphs give way where memory ends, unless other ranks would have to run again as well."""
+        run = partial(run, *arguments)
+        return run() if self.sharding.modules else with_room(run, self.device, random.restore)
+
+    def first_pass(self, leaves: Sequence[Tensor | None], kept: Kept, *, grad: bool) -> list[Any]:
+        """Act 1: features of the whole batch, the graph of the last sub-batches only."""
+        wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
+        gathered: list[Any] = []
+        # what nobody will back-propagate needs no graph
+        retain = self.retain if grad else 0
+        held = [leaf for leaf in (*self.reached.parameters, *leaves) if leaf is not None]
+        thrifty = grad and self.reached.partly_frozen
+        retention = Retention(
+            retain, len(self.bounds), self.device, held=held, thrifty=thrifty, most=self.sharding.most
+        )
+        values = [None if leaf is None else leaf.detach() for leaf in leaves]
+        with torch.no_grad(), refusing_state(self.reached.modules):
+            for index, rows in enumerate(stream(values, self.bounds, self.device)):
+                kept.random.append(RandomState.capture(*self.reached.devices))
+                if retention.tries(index):
+                    outputs = self._keep_graph(index, rows, wanted, kept, retention)
+                else:
+                    graph = grad and self.other_path
+                    outputs = self._drop_graph(index, rows, wanted if graph else None, kept)
+                self._gather(gathered, outputs, self.bounds[index])
+        for device in {out.device for out in outputs if out is not None} if self.home else ():
+            settle(device)
+        return gathered
+
+    def _drop_graph(
+        self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool] | None, kept: Kept
+    ) -> list[Any]:
+        """A sub-batch's outputs, computed with a graph if something is `wanted`."""
+        if wanted is None:
+            return self.with_room(kept.random[index], self.run, index, rows)
+        return self.with_room(kept.random[index], self.run_with_graph, index, rows, wanted)[0]
+
+    def _keep_graph(
+        self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool], kept: Kept, retention: Retention
+    ) -> list[Any]:
+        """A sub-batch's outputs with their graph; of "auto", the oldest graphs give way where memory ends."""
+        size = sum(row.nbytes for row in rows if row is not None)
+        run = partial(self.run_with_graph, index, rows, wanted)
+        while retention.tries(index):
+            try:
+                graph = retention.weighed(index, run, size, partial(self._later, rows, wanted))
+            except torch.OutOfMemoryError:
+                if not retention.auto or self.sharding.modules:
+                    raise
+                oldest = min(kept.graphs, default=index)
+                kept.graphs.give_up(oldest)
+                retention.gave_up(oldest)
+                kept.random[index].restore()
+            else:
+                if retention.keeps(index):
+                    kept.graphs[index] = graph
+                return graph[0]
+        return self._drop_graph(index, rows, wanted if self.other_path else None, kept)
+
+    def _later(self, rows: Sequence[Tensor | None], wanted: Sequence[bool], graph: Graph) -> int:
+        """Bytes that the step takes beside graphs, after the first sub-batch, whose rows and graph these are."""
+        start, stop = self.bounds[0]
+        times = self.bounds[-1][1] / max(1, stop - start)
+        inputs = sum(row.nbytes for row, want in zip(rows, wanted, strict=True) if want and row is not None)
+        return later_bytes(self.reached.parameters, int(times * inputs), () if self.home else graph[0], times)
+
+    def _gather(self, gathered: list[Any], outputs: Sequence[Any], bounds: Bounds) -> None:
+        start, stop = bounds
+        batch = self.bounds[-1][1]
+        if not gathered:
+            gathered += [None if out is None else _room(out, batch, stop - start, self.home) for out in outputs]
+        for whole, part in zip(gathered, outputs, strict=True):
+            if whole is not None and part is not None and whole.ndim == part.ndim == 0:
+                _note_number(whole, part, first=start == 0)
+                continue
+            if (whole is None) != (part is None) or (
+                whole is not None and (part.shape[1:] != whole.shape[1:] or len(part) != stop - start)
+            ):
+                got = "None" if part is None else f"shape {list(part.shape)}"
+                raise wrong(
+                    "encoder", "return rows of one shape, one for each example", got, "Pad all sub-batches alike."
+                )
+            if whole is not None:
+                whole[start:stop].copy_(part, non_blocking=self.home)
+
+
+def _note_number(whole: Tensor, part: Tensor, *, first: bool) -> None:
+    """What has no axes is nobody's row: a bias, say."""
+    if first:
+        whole.copy_(part)
+    elif not torch.equal(whole, part):
+        got = f"{part:.6g} after {whole:.6g}"
+        raise wrong("encoder", "return the same number for all examples", got, "Return one for each.")
+
+
+def _room(out: Any, batch: int, rows: int, home: bool) -> Tensor:
+    if isinstance(out, Tensor) and out.ndim == 0:
+        return out.new_empty(())
+    if not isinstance(out, Tensor) or len(out) != rows:
+        got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise wrong(
+            "encoder", f"return tensors whose first axis is the sub-batch of {rows}", got, "Return the features only."
+        )
+    shape = (batch, *out.shape[1:])
+    return host_room(shape, out.dtype) if home and on_accelerator(out) else out.new_empty(shape)
