@@ -99,7 +99,11 @@ def test_tevatron_with_a_corpus(tmp_path):
             "x.jsonl",
             '{"query": "a", "pos": ["p"], "neg": ["n", "m"]}\n{"query": "b", "pos": ["q"], "neg": ["n", "m"]}\n',
         ),
+        # a line that is a list is no list of entries
+        ("x.jsonl", '["a", "p", "n", "m"]\n["b", "q", "n", "m"]\n'),
         ("x.csv", 'question,answer,wrong,wronger\na,p,n,m\n"b","q",n,m\n'),
+        # by their names, where they have some
+        ("x.csv", "id,positive,anchor,negative_1,negative_2\n1,p,a,n,m\n2,q,b,n,m\n"),
         ("x.tsv", "one\ttwo\tthree\tfour\na\tp\tn\tm\nb\tq\tn\tm\n"),
     ],
 )
@@ -116,7 +120,17 @@ def test_parquet(tmp_path):
     pq.write_table(table, tmp_path / "x.parquet")
     texts = opened(tmp_path, "x.parquet", bad_rows=0.5)
     assert known(texts) == {"a": (["p"], []), "b": (["q"], [])}
-    assert texts.skipped == {"not a text": 1}
+    assert texts.skipped == {"no positives": 1}
+
+
+def test_a_negative_may_be_missing_or_several(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"q": ["a", "b"], "p": ["p", "q"], "n": [None, "m"]}), tmp_path / "x.parquet")
+    assert known(opened(tmp_path, "x.parquet")) == {"a": (["p"], []), "b": (["q"], ["m"])}
+    lines(tmp_path / "x.jsonl", [{"query": q, "positive": p, "negatives": ["n", "m"]} for q, p in ("ap", "bq")])
+    assert known(opened(tmp_path, "x.jsonl")) == {"a": (["p"], ["n", "m"]), "b": (["q"], ["n", "m"])}
 
 
 def test_a_broken_parquet_file_is_named(tmp_path):
@@ -129,6 +143,9 @@ def test_a_label_says_what_is_no_match(tmp_path):
     (tmp_path / "x.csv").write_text("a,b,label\nq,p,1\nr,p,0\ns,p,1\n")
     texts = opened(tmp_path, "x.csv", bad_rows=0.5)
     assert (list(known(texts)), texts.skipped) == (["q", "s"], {"a pair that is no match": 1})
+    (tmp_path / "x.csv").write_text("a,b,label\nq,p,1\nr,p,high\ns,p,1\n")
+    texts = opened(tmp_path, "x.csv", bad_rows=0.5)
+    assert (list(known(texts)), texts.skipped) == (["q", "s"], {"a label that is no number": 1})
 
 
 def test_the_same_question_twice_is_one_with_two_answers(tmp_path):
@@ -291,6 +308,40 @@ def test_beir_ids_that_are_nowhere_are_counted(tmp_path):
         "wrong number of columns": 1,
         "no judgement": 1,
     }
+
+
+@pytest.mark.parametrize("form", ["{}\t{}\t1\n", "{}\t0\t{}\t1\n"])
+def test_judgements_without_a_line_of_names_are_all_read(tmp_path, form):
+    beir(tmp_path / "set", {"test": ["q2\td2\t1\n"]})
+    rows = "".join(form.format(f"q{n}", f"d{n}") for n in range(2))
+    (tmp_path / "set" / "qrels" / "train.tsv").write_text(rows)
+    texts = opened(tmp_path, "set")
+    asked = [texts.queries[row] for row in texts.splits["train"]]
+    assert [(query.id, query.positives) for query in asked] == [("q0", (0,)), ("q1", (1,))]
+    assert texts.skipped == {}
+
+
+def test_an_id_is_taken_once(tmp_path):
+    beir(tmp_path / "set", {"train": ["q0\td0\t1\n", "q0\td1\tinf\n"]})
+    with (tmp_path / "set" / "corpus.jsonl").open("a") as file:
+        file.write('{"_id": "d0", "text": "another"}\n')
+    texts = opened(tmp_path, "set", bad_rows=0.5)
+    assert [passage.text for passage in texts.passages] == ["p0", "p1", "p2"]
+    assert texts.skipped == {"id seen before": 1, "no judgement": 1}
+
+
+def test_what_a_source_does_not_take_is_refused(tmp_path):
+    beir(tmp_path / "set", {"train": ["q0\td0\t1\n"]})
+    (tmp_path / "x.csv").write_text("a,b\nq1,p1\nq2,p2\n")
+    for source, more, sentence in (
+        ("set", {"test": "x.csv"}, '`test` must be left out with the source ".*set"; got ".*x.csv". These come with'),
+        ("set", {"corpus": "x.csv"}, '`corpus` must be left out with the source ".*set"; got ".*x.csv"'),
+        ("x.csv", {"test": "set"}, '`test` must be a file of questions; got the folder ".*set". A BEIR folder is'),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            opened(tmp_path, source, **{name: str(tmp_path / path) for name, path in more.items()})
+    with pytest.raises(ValueError, match='`test` must be left out with the source "docstrings"'):
+        open_texts("docstrings", cache=tmp_path, test="x.csv")
 
 
 def test_a_folder_that_is_not_beirs_is_told_what_it_lacks(tmp_path):

@@ -52,14 +52,17 @@ class Tally:
         self._first = self._first or f"{path}:{line}"
         self.skipped[reason] += 1
 
-    def close(self, source: Path, limit: float) -> dict[str, int]:
-        """The counts by reason, said aloud; an error where they are more than the share `limit` of all rows."""
+    def close(self, source: Path, limit: float, *, allowed_by: str = "data.bad_rows") -> dict[str, int]:
+        """The counts by reason, said aloud; an error where they are more than the share `limit` of all rows.
+
+        `allowed_by`: what the user may set to allow more.
+        """
         count = self.skipped.total()
         reasons = ", ".join(f"{reason}: {times:,}" for reason, times in sorted(self.skipped.items()))
         if count > limit * self.rows:
             got = f"{count:,} of {self.rows:,} ({reasons}), the first at {self._first}"
             rule = f"have at most {limit:.1%} of rows that cannot be used"
-            raise wrong("source", rule, got, "Mend them, or raise data.bad_rows.")
+            raise wrong("source", rule, got, f"Mend them, or raise {allowed_by}.")
         if count:
             logger.warning(
                 "%s: %d of %d rows are skipped (%s), the first at %s", source, count, self.rows, reasons, self._first
@@ -135,11 +138,11 @@ def _readable(text: str) -> bool:
 
 
 def _json(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:
+    """A list of entries, or one a line; a list that begins with a text is itself an entry, and its file has lines."""
     with _open(path, Silence()) as file:
-        first = file.read(1)
-        while first.isspace():
-            first = file.read(1)
-    yield from (_list if first == "[" else _lines)(path, tally)
+        signs = (sign for sign in iter(lambda: file.read(1), "") if not sign.isspace())
+        first, second = next(signs, ""), next(signs, "")
+    yield from (_list if first == "[" and second != '"' else _lines)(path, tally)
 
 
 def _lines(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:
@@ -205,8 +208,10 @@ def _list(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:
             place = end
 
 
-# a first line that is no names of columns: a tab, then a list of answers as Python writes it
+# first lines that are no names of columns: a tab, then a list of answers as Python writes it; two ids and a grade,
+# which in TREC's form have a column of no meaning between them
 LISTED = re.compile(r"""^[^\t]+\t"?\[.*\]"?\s*$""")
+JUDGED = re.compile(r"^\S+\t(?P<trec>\S+\t)?\S+\t-?[\d.]+\s*$")
 
 
 def _table(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:
@@ -216,7 +221,7 @@ def _table(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:
         first = next(iter(file), "")
         tabs = _kind(path) == ".tsv" or LISTED.search(first)
         rows = csv.reader(chain([first], file), delimiter="\t" if tabs else ",")
-        names = ["question", "answers"] if LISTED.search(first) else next(rows, None)
+        names = _names(first, bool(tabs)) or next(rows, None)
         if not names:
             raise wrong("source", "have a first line", f"{path}, which is empty", "Name the columns there.")
         while True:
@@ -238,6 +243,15 @@ def _table(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:
                 tally.skip("not UTF-8", path, number)
             else:
                 yield number, dict(zip(names, fields, strict=True))
+
+
+def _names(first: str, tabs: bool) -> list[str]:
+    """What the columns are called where the first line does not say."""
+    if LISTED.search(first):
+        return ["question", "answers"]
+    if tabs and (judged := JUDGED.search(first)):
+        return ["query-id", *(["iteration"] if judged["trec"] else []), "corpus-id", "score"]
+    return []
 
 
 def _parquet(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:

@@ -2,9 +2,9 @@
 
 A source of the flow's first box for retrieval. An entry is read by its keys: DPR (`question`, `positive_ctxs`,
 `hard_negative_ctxs`, `answers`), Tevatron (`query`, `positive_passages`, `negative_passages`, or ids into a corpus),
-FlagEmbedding (`query`, `pos`, `neg`); any other entry is a pair or triplet in the order of its columns, as in
-sentence-transformers: question, positive, negatives. A folder is in BEIR's format. What cannot be used is counted by
-its reason.
+FlagEmbedding (`query`, `pos`, `neg`); any other entry is a pair or triplet as in sentence-transformers, by the names
+`anchor`, `query` or `question`, `positive`, `negative...`, else in the order of its columns: question, positive,
+negatives. A folder is in BEIR's format. What cannot be used is counted by its reason.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from contrastile.data.texts import Gathering, Passage, Query, TextSet, sorted_ro
 
 # columns of a table of pairs that are no texts
 NUMBERS = {"label", "labels", "score", "scores"}
+# what columns are called where their order does not matter; negatives may be numbered
+QUESTIONS, POSITIVE, NEGATIVE = ("anchor", "query", "question"), "positive", "negative"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +119,34 @@ def interpret(entry: Entry) -> Row:
 
 
 def _columns(entry: Entry) -> Row:
-    """Question, positive, negatives, in this order; or a question and a list of its answers, as in DPR's test files."""
+    """Question, positive, negatives, by their names or in this order.
+
+    Two columns may be a question and a list of its answers, as in DPR's test files. A negative may be a list of texts.
+    """
     for name in NUMBERS & entry.keys():
-        if not float(entry[name] or 0) > 0:
+        if not _matches(entry[name]):
             raise Unusable("a pair that is no match")
-    texts = [value for name, value in entry.items() if name not in NUMBERS]
+    texts = {name: value for name, value in entry.items() if name not in NUMBERS}
+    asked = next((name for name in QUESTIONS if name in texts), None)
+    if asked is not None and POSITIVE in texts:
+        texts = {asked: texts.pop(asked), POSITIVE: texts.pop(POSITIVE), **texts}
+        texts = {name: value for name, value in texts.items() if name in (asked, POSITIVE) or name.startswith(NEGATIVE)}
     if len(texts) < 2:
         raise Unusable("no positives")
-    question, positive, *negatives = texts
+    question, positive, *negatives = texts.values()
     if isinstance(positive, str) and positive.startswith("[") and not negatives:
         try:
             return Row(text_of(question), answers=_texts(ast.literal_eval(positive)))
         except (ValueError, SyntaxError):
             pass
-    return Row(text_of(question), _plain([text_of(positive)]), _plain([text_of(one) for one in negatives]))
+    return Row(text_of(question), _plain(_texts(positive)), _plain([text for one in negatives for text in _texts(one)]))
+
+
+def _matches(label: Any) -> bool:
+    try:
+        return float(label or 0) > 0
+    except (TypeError, ValueError):
+        raise Unusable("a label that is no number") from None
 
 
 def _contexts(entries: Any) -> list[tuple[str, str, str]]:
@@ -161,8 +177,8 @@ def open_beir(folder: Path, *, bad_rows: float, progress: ProgressFactory) -> Te
         got = f"{folder} without {', '.join(missing) or 'qrels/*.tsv'}"
         raise wrong("source", "be a folder in BEIR's format", got, "It needs corpus.jsonl, queries.jsonl, qrels.")
     with reading([folder], progress) as tally:
-        passages = list(read_corpus(folder, tally))
-        texts = {passage.id: passage.text for passage in read_corpus(folder / "queries.jsonl", tally)}
+        passages = list(_once(read_corpus(folder, tally), tally))
+        texts = {passage.id: passage.text for passage in _once(read_corpus(folder / "queries.jsonl", tally), tally)}
         rows = {passage.id: row for row, passage in enumerate(passages)}
         queries: list[Query] = []
         splits: dict[str, Indices] = {"train": np.array([], dtype=np.int64)}
@@ -171,6 +187,18 @@ def open_beir(folder: Path, *, bad_rows: float, progress: ProgressFactory) -> Te
             queries.extend(_judged(path, texts, rows, tally))
             splits[path.stem] = np.arange(start, len(queries))
     return TextSet(passages, queries, splits, tally.close(folder, bad_rows))
+
+
+def _once(passages: Iterator[Passage], tally: Tally) -> Iterator[Passage]:
+    """Each id once, the first of them: judgements could not tell the others from it."""
+    seen: set[str] = set()
+    for passage in passages:
+        if passage.id in seen:
+            path, _, line = passage.source.rpartition(":")
+            tally.skip("id seen before", Path(path), int(line))
+        else:
+            seen.add(passage.id)
+            yield passage
 
 
 def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], tally: Tally) -> Iterator[Query]:
@@ -197,8 +225,9 @@ def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], tally: Tall
 
 
 def _judgement(entry: Entry) -> tuple[str, str, int]:
+    """Query, passage and grade, of three columns or TREC's four."""
     values = list(entry.values())
     try:
-        return str(values[0]), str(values[1]), int(float(values[2]))
-    except (IndexError, ValueError):
+        return str(values[0]), str(values[-2]), int(float(values[-1]))
+    except (IndexError, ValueError, OverflowError):
         raise Unusable("no judgement") from None

@@ -86,10 +86,10 @@ def open_texts(
 ) -> TextSet:
     """The texts of `source`: "docstrings", a folder in BEIR's format, or a file of questions with their passages.
 
-    "docstrings" are the functions of Python's library and of the installed `packages`. `corpus`: further passages.
-    `test`: a second file or folder, whose questions are the held-out part; else `held_out`, a share of the questions,
-    is. `mined`: so many hard negatives of each training query are looked up with BM25 where the source has none. A
-    source may have `bad_rows`, a share of them, that cannot be used; they are counted in `skipped`.
+    "docstrings" are the functions of Python's library and of the installed `packages`. Of a file, `corpus` has further
+    passages, and `test` is a second file, whose questions are the held-out part; else `held_out`, a share of the
+    questions, is. `mined`: so many hard negatives of each training query are looked up with BM25 where the source has
+    none. A source may have `bad_rows`, a share of them, that cannot be used; they are counted in `skipped`.
     """
     from contrastile.data.bm25 import with_mined_negatives
     from contrastile.data.docstrings import open_docstrings
@@ -98,9 +98,15 @@ def open_texts(
     if not 0 < held_out < 1:
         raise wrong("held_out", "be a share between 0 and 1", held_out, "0.05 keeps a twentieth for evaluation.")
     shown = progress or silent
+    for name, path in (("corpus", corpus), ("test", test)):
+        if path is not None and (source == "docstrings" or Path(source).expanduser().is_dir()):
+            remedy = "These come with their own passages and held-out questions."
+            raise wrong(name, f'be left out with the source "{source}"', f'"{path}"', remedy)
     if source == "docstrings":
         return open_docstrings(packages=packages, held_out=held_out, mined=mined, cache=cache, progress=shown)
     given, tests = (Path(path).expanduser() if path else None for path in (corpus, test))
+    if tests is not None and tests.is_dir():
+        raise wrong("test", "be a file of questions", f'the folder "{test}"', "A BEIR folder is a source of its own.")
     texts = open_text_files(
         Path(source).expanduser(), corpus=given, test=tests, held_out=held_out, bad_rows=bad_rows, progress=shown
     )

@@ -21,10 +21,11 @@ from contrastile.train.settings import Count, Settings, Share, files_matter, kin
 class TextDataSettings(Settings):
     """`source`: "docstrings", a file of questions with their passages, or a folder in BEIR's format.
 
-    `packages` are those whose docstrings are taken beside Python's own. `corpus`: a file or folder of further passages;
-    `test`: one of questions that are only asked; else `held_out`, a share of the questions, is. `mined` hard negatives
-    are looked up with BM25 for each question that has none. A step shows `positives` and `negatives` of each question,
-    drawn by lot where there are more. The prefixes go before every text; `title_separator` between title and text.
+    `packages` are those whose docstrings are taken beside Python's own. Of a file of questions, `corpus` is a file or
+    folder of further passages, `test` a file of questions that are only asked; else `held_out`, a share of them, is.
+    `mined` hard negatives are looked up with BM25 for each question that has none. A step shows `positives` and
+    `negatives` of each question, drawn by lot where there are more. The prefixes go before every text;
+    `title_separator` between title and text.
     """
 
     source: str = "docstrings"

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from contrastile._check import wrong
 from contrastile.data.pairs import Indices
 from contrastile.data.texts import Passage, TextSet, open_texts, text_digest
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
@@ -104,7 +105,7 @@ def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = N
 def open_run_texts(recipe: RetrieverRecipe) -> TextSet:
     """The texts that a recipe names."""
     data = recipe.data
-    return open_texts(
+    texts = open_texts(
         data.source,
         cache=Path(data.cache).expanduser(),
         corpus=data.corpus,
@@ -115,6 +116,11 @@ def open_run_texts(recipe: RetrieverRecipe) -> TextSet:
         bad_rows=data.bad_rows,
         progress=progress,
     )
+    if len(texts.splits["train"]) == 0:
+        got = ", ".join(name for name, rows in texts.splits.items() if len(rows)) or "none"
+        remedy = "A BEIR folder has them in qrels/train.tsv."
+        raise wrong("data.source", f'have questions to train on ("{data.source}")', f"{got} alone", remedy)
+    return texts
 
 
 def training_texts(texts: TextSet, data: TextDataSettings) -> Iterator[str]:
