@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -113,6 +114,11 @@ def test_the_first_dimensions_alone(run, tmp_path):
     index = encoded(run, tmp_path / "index", dimensions=4)
     features = torch.from_numpy(np.array(index._features[0])).float()
     assert features.shape == (5, 4)
+    with pytest.raises(ValueError) as caught:
+        encoded(run, tmp_path / "more", dimensions=17)
+    assert str(caught.value) == (
+        "`dimensions` must be between 1 and the 16 features; got 17. The first so many are kept."
+    )
     torch.testing.assert_close(features.norm(dim=1), torch.ones(5), rtol=1e-3, atol=1e-3)
 
 
@@ -137,9 +143,39 @@ def test_a_corpus_that_became_shorter_is_refused(run, tmp_path):
         encoded(run, tmp_path / "index", PASSAGES[:7])
 
 
+def test_a_corpus_of_other_passages_is_refused(run, tmp_path):
+    encoded(run, tmp_path / "index")
+    changed = [*PASSAGES[:7], replace(PASSAGES[7], text="something else"), *PASSAGES[8:]]
+    with pytest.raises(ValueError) as caught:
+        encoded(run, tmp_path / "index", changed)
+    assert str(caught.value) == (
+        "`corpus` must be the one that was begun with; got another passage in shard 00001. "
+        "Choose another folder with --out, or remove this one."
+    )
+
+
+def test_a_corpus_that_grew_is_encoded_from_there_on(run, tmp_path):
+    encoded(run, tmp_path / "index", PASSAGES[:12])
+    first = Index(tmp_path / "index").told["shards"]
+    index = encoded(run, tmp_path / "index", PASSAGES)
+    assert [shard["passages"] for shard in index.told["shards"]] == [5, 5, 2, 5, 5, 1]
+    assert index.told["shards"][:3] == first
+    assert [index[row] for row in range(23)] == PASSAGES
+
+
+def test_features_that_are_not_what_was_written_are_refused(run, tmp_path):
+    encoded(run, tmp_path / "index")
+    with (tmp_path / "index" / "00002.npy").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"???")
+    with pytest.raises(ValueError, match=r"`out` must hold what was written there; got other bytes in 00002\.npy"):
+        encoded(run, tmp_path / "index")
+
+
 def test_an_empty_corpus_and_a_missing_index_have_their_sentences(run, tmp_path):
-    with pytest.raises(ValueError, match="`index` must hold passages; got none"):
-        encoded(run, tmp_path / "index", [])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="`corpus` must hold passages; got none"):
+            encoded(run, tmp_path / "index", [])
     with pytest.raises(ValueError, match=r'`index` must hold an index.json; got ".*none". Make it first'):
         Index(tmp_path / "none")
     encoded(run, tmp_path / "full")
@@ -213,6 +249,18 @@ def test_a_run_is_measured_on_its_index(trained, tmp_path, capsys):
     assert "BM25" not in capsys.readouterr().out.split("report:")[1]
 
 
+def test_a_report_shows_the_passages_of_the_index(trained, tmp_path, capsys):
+    other = [{"_id": f"x{n}", "text": f"here is passage {n}"} for n in range(300)]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
+    out = str(tmp_path / "index")
+    assert main(["encode", str(trained), str(tmp_path / "corpus.jsonl"), "--out", out]) == 0
+    assert main(["evaluate", str(trained), "--index", out]) == 0
+    page = (trained / "report.html").read_text()
+    assert "here is passage" in page
+    assert "def red_" not in page
+    assert main(["evaluate", str(trained)]) == 0
+
+
 def test_pictures_have_no_index(tmp_path, capsys):
     from tiny_runs import write_recipe
 
@@ -224,11 +272,23 @@ def test_pictures_have_no_index(tmp_path, capsys):
     assert 'recipe.toml: kind: must be "retriever" here; got "image-text"' in said
 
 
-def test_bad_rows_of_a_corpus_are_counted(trained, tmp_path, capsys):
+def test_bad_rows_of_a_corpus_are_counted(trained, tmp_path, capsys, caplog):
     rows = [json.dumps({"_id": n, "text": f"red fox {n}"}) for n in range(3)]
     (tmp_path / "corpus.jsonl").write_text("\n".join([*rows, "{", '{"_id": 9, "text": ""}']) + "\n")
-    assert main(["encode", str(trained), str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "index")]) == 0
-    assert "skipped: 1 (not JSON)\nskipped: 1 (empty text)\n3 passages" in capsys.readouterr().out
+    asked = ["encode", str(trained), str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "index")]
+    told = f"2 of 5 rows are skipped (empty text: 1, not JSON: 1), the first at {tmp_path}/corpus.jsonl:4"
+    with caplog.at_level("WARNING", logger="contrastile"):
+        assert main([*asked, "--bad-rows", "0.5"]) == 0
+    assert caplog.messages == [f"{tmp_path}/corpus.jsonl: {told}"]
+    assert "3 passages of 16 features" in capsys.readouterr().out
+    # the recipe allows one of a hundred; finished or not, the corpus is looked at
+    assert main(asked) == 2
+    assert capsys.readouterr().err.endswith(
+        "`source` must have at most 1.0% of rows that cannot be used; got 2 of 5 (empty text: 1, not JSON: 1), "
+        f"the first at {tmp_path}/corpus.jsonl:4. Mend them, or raise --bad-rows.\n"
+    )
+    assert main([*asked, "--bad-rows", "1"]) == 2
+    assert "`--bad-rows` must be a share from 0 to below 1; got 1.0. " in capsys.readouterr().err
 
 
 def test_a_corpus_that_is_not_there_is_named(trained, tmp_path, capsys):

@@ -18,6 +18,9 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("--out", metavar="FOLDER", help="where the index goes (default: RUN/index)")
     parser.add_argument("--shard", type=int, default=65_536, metavar="N", help="passages a file (default: 65536)")
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N features only")
+    parser.add_argument(
+        "--bad-rows", type=float, metavar="SHARE", help="of the corpus, that may be unusable (default: the recipe's)"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.set_defaults(verb=run)
 
@@ -37,22 +40,23 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("shard", "dimensions"):
         if (got := getattr(arguments, name)) is not None and got < 1:
             raise wrong(f"--{name}", "be at least 1", got, "Leave it out for the default.")
+    if arguments.bad_rows is not None and not 0 <= arguments.bad_rows < 1:
+        raise wrong("--bad-rows", "be a share from 0 to below 1", arguments.bad_rows, "0.01 is one row of a hundred.")
     if arguments.corpus is not None and not Path(arguments.corpus).exists():
         raise wrong("corpus", "be a file or folder", f'"{arguments.corpus}"', "Check its path.")
 
     from contrastile.train.retriever.search import encode_source
 
     out = Path(arguments.out) if arguments.out else folder / "index"
-    index, skipped = encode_source(
+    index = encode_source(
         folder,
         arguments.corpus,
         out,
         shard=arguments.shard,
         dimensions=arguments.dimensions,
         device=arguments.device,
+        bad_rows=arguments.bad_rows,
     )
-    for reason, count in skipped.items():
-        print(f"skipped: {count:,} ({reason})")
     print(f"{len(index):,} passages of {index.dimensions} features: {out}")
     print(f"to search them: contrastile search {arguments.run}" + (f" --index {out}" if arguments.out else ""))
     return 0

@@ -68,7 +68,13 @@ class Retriever(nn.Module):
         return encoder(input_ids[:, :longest], attention_mask[:, :longest])
 
     def comparable(self, features: Tensor, dimensions: int | None = None) -> Tensor:
-        """Features as they are compared, in float32: their first `dimensions`, of length 1 where `normalise` is set."""
+        """Features as they are compared, in float32: their first `dimensions`, of length 1 where `normalise` is set.
+
+        Raises ValueError for more dimensions than there are features.
+        """
+        if dimensions is not None and not 1 <= dimensions <= features.shape[1]:
+            remedy = "The first so many are kept."
+            raise wrong("dimensions", f"be between 1 and the {features.shape[1]} features", dimensions, remedy)
         cut = features[:, :dimensions].float()
         return F.normalize(cut, dim=-1) if self.normalise else cut
 

@@ -2,11 +2,13 @@
 
 After a retriever's training. An index is a folder of shards, each whole or not at all: `00000.npy` the features in
 float16, to be memory-mapped, `00000.ids` one id a line, `00000.jsonl` the passages, `00000.offsets.npy` where their
-lines begin. `index.json` lists the shards that are done, with checksums; who begins again goes on behind the last one.
+lines begin. `index.json` lists the shards that are done, with checksums; who begins again goes on behind the last one,
+after seeing that features and passages are still those.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -25,7 +27,7 @@ from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder
 from contrastile.train.retriever.feed import passage_tokens
 from contrastile.train.retriever.run import RetrieverRun
 
-FORMAT = 1
+FORMAT = 2
 
 
 def maker(run_folder: RunFolder) -> dict[str, str]:
@@ -45,7 +47,8 @@ def encode_corpus(
 ) -> Index:
     """Write the features of `passages`, `shard` of them a file, into `folder`, going on where an earlier call stopped.
 
-    `corpus` and `made_by` say what the folder holds; a folder that holds something else is refused.
+    `corpus` and `made_by` say what the folder holds; a folder that holds something else is refused, and so is a corpus
+    whose passages have changed. Passages behind those that it had are added.
     """
     if shard < 1:
         raise wrong("shard", "be at least 1 passage", shard, "65536 is usual.")
@@ -65,17 +68,29 @@ def encode_corpus(
         raise wrong("out", "be empty, or hold the same corpus by the same run", f"another {differs[0]}", remedy)
     waiting = iter(passages)
     for done in state["shards"]:
-        # read over, not encoded
-        count = sum(1 for _ in islice(waiting, done["passages"]))
-        if count != done["passages"]:
-            raise wrong("corpus", "be the one that was begun with", "fewer passages", "Choose another folder.")
-    while not state["complete"]:
-        some = list(islice(waiting, shard))
-        if some:
-            state["shards"].append(_write_shard(run, some, place, len(state["shards"]), dimensions))
-        state["complete"] = len(some) < shard
+        _read_over(done, list(islice(waiting, done["passages"])), place)
+    while some := list(islice(waiting, shard)):
+        state["shards"].append(_write_shard(run, some, place, len(state["shards"]), dimensions))
+        state["complete"] = False
+        place.write_json(INDEX, state)
+    if not state["shards"]:
+        raise wrong("corpus", "hold passages", "none", "Name one that has some.")
+    if not state["complete"]:
+        state["complete"] = True
         place.write_json(INDEX, state)
     return Index(folder)
+
+
+def _read_over(done: dict[str, Any], passages: Sequence[Passage], place: RunFolder) -> None:
+    """A shard that is done is not encoded again, if it holds these passages and is what was written."""
+    name = done["name"]
+    if hashlib.sha256(b"".join(_lines(passages))).hexdigest() != done["passages_sha256"]:
+        got = "fewer passages" if len(passages) < done["passages"] else f"another passage in shard {name}"
+        remedy = "Choose another folder with --out, or remove this one."
+        raise wrong("corpus", "be the one that was begun with", got, remedy)
+    if not (place / f"{name}.npy").is_file() or place.checksum(f"{name}.npy") != done["sha256"]:
+        remedy = "Remove the folder, and encode again."
+        raise wrong("out", "hold what was written there", f"other bytes in {name}.npy", remedy)
 
 
 def _write_shard(
@@ -84,7 +99,7 @@ def _write_shard(
     name = f"{number:05}"
     tokens = passage_tokens(passages, run.tokenizer, run.recipe)
     features = run.encode_tokens("passage", tokens, dimensions=dimensions, what=f"encoding shard {number + 1}")
-    lines = [json.dumps(asdict(passage), ensure_ascii=False).encode() + b"\n" for passage in passages]
+    lines = _lines(passages)
     with place.written_whole(f"{name}.jsonl") as path:
         path.write_bytes(b"".join(lines))
     place.write_text(f"{name}.ids", "".join(json.dumps(passage.id)[1:-1] + "\n" for passage in passages))
@@ -92,7 +107,16 @@ def _write_shard(
     for called, array in ((f"{name}.offsets.npy", offsets), (f"{name}.npy", features.half().cpu().numpy())):
         with place.written_whole(called) as path, path.open("wb") as file:
             np.save(file, array, allow_pickle=False)
-    return {"name": name, "passages": len(passages), "sha256": place.checksum(f"{name}.npy")}
+    return {
+        "name": name,
+        "passages": len(passages),
+        "passages_sha256": place.checksum(f"{name}.jsonl"),
+        "sha256": place.checksum(f"{name}.npy"),
+    }
+
+
+def _lines(passages: Sequence[Passage]) -> list[bytes]:
+    return [json.dumps(asdict(passage), ensure_ascii=False).encode() + b"\n" for passage in passages]
 
 
 class Index:
@@ -113,8 +137,6 @@ class Index:
             remedy = "Go on with the command that began it: contrastile encode RUN"
             raise wrong("index", "be complete", f"{len(self.told['shards'])} shards of more", remedy)
         self._names = [shard["name"] for shard in self.told["shards"]]
-        if not self._names:
-            raise wrong("index", "hold passages", "none", "Encode a corpus that has some.")
         self._features = [
             np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in self._names
         ]

@@ -21,31 +21,41 @@ from contrastile.train.retriever.run import RetrieverRun, load_retriever
 
 
 def encode_source(
-    folder: RunFolder, corpus: str | None, out: Path, *, shard: int, dimensions: int | None, device: str
-) -> tuple[Index, dict[str, int]]:
-    """The index of `corpus`, or of the passages that the run was evaluated on; and what was skipped, by reason."""
+    folder: RunFolder,
+    corpus: str | None,
+    out: Path,
+    *,
+    shard: int,
+    dimensions: int | None,
+    device: str,
+    bad_rows: float | None = None,
+) -> Index:
+    """The index of `corpus`, or of the passages that the run was evaluated on.
+
+    `bad_rows`: the share of a corpus' rows that may be unusable; that of the run's recipe unless given.
+    """
     run = load_retriever(folder.path, device=device)
-    tally = Tally()
-    index = encode_corpus(
+    return encode_corpus(
         run,
-        _passages(run, corpus, tally),
+        _passages(run, corpus, run.recipe.data.bad_rows if bad_rows is None else bad_rows),
         out,
         corpus=str(Path(corpus).resolve()) if corpus else run.recipe.data.source,
         made_by=maker(folder),
         shard=shard,
         dimensions=dimensions,
     )
-    return index, dict(tally.skipped)
 
 
-def _passages(run: RetrieverRun, corpus: str | None, tally: Tally) -> Iterator[Passage]:
+def _passages(run: RetrieverRun, corpus: str | None, bad_rows: float) -> Iterator[Passage]:
     if corpus is None:
         yield from open_run_texts(run.recipe).passages
         return
     source = Path(corpus)
     if not source.exists():
         raise wrong("corpus", "be a file or folder", f'"{corpus}"', "Check its path.")
+    tally = Tally()
     yield from read_corpus(source, tally)
+    tally.close(source, bad_rows, allowed_by="--bad-rows")
 
 
 @dataclass(frozen=True)
