@@ -383,7 +383,7 @@ def test_the_report_says_what_it_must(finished):
     page = (outcome.folder / "report.html").read_text()
     for heading in ("Results", "How it learned", "Memory", "What it reads", "What it finds"):
         assert f"<h2>{heading}" in page
-    titles = ("Loss", "Recall, picture → name (a sample)", "Learned scale", "Learning rate", "Pairs per second")
+    titles = ("Loss", "Recall, picture → name (a sample)", "Scale", "Learning rate", "Pairs per second")
     for title in (*titles, "Where a step's time goes, in percent"):
         assert title.replace("'", "&#x27;") in page or title in page
     assert page.count("<svg") == 6

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tiny_texts import tiny_retriever
 
 import contrastile
+from contrastile.data.texts import Passage, Query, TextSet
 from contrastile.models.retriever import Retriever
 from contrastile.modules import InfoNCELoss
 from contrastile.train import loop
@@ -19,8 +20,10 @@ from contrastile.train.log import MEASURED, read_metrics
 from contrastile.train.loop import evaluate_run, run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
+from contrastile.train.retriever.evaluation import Answered, evaluate
 from contrastile.train.retriever.feed import Drawn, TextFeed, TokenStore, open_text_materials
 from contrastile.train.retriever.job import Retrieval, retriever_loss
+from contrastile.train.retriever.report import asks
 
 BERT = (
     "{kind='transformers', pooling='%s', config={model_type='bert', hidden_size=16, num_hidden_layers=2, "
@@ -112,7 +115,7 @@ def test_the_table_has_answers_and_bm25_beside(finished):
         "held-out queries, BM25",
         "held-out queries, BM25, answers",
     ]
-    assert set(rows[0]["measures"]) == {"nDCG@10", "MRR@10", "MAP"}
+    assert set(rows[0]["measures"]) == {"nDCG@10", "MRR@10", "MAP", *(f"recall@{k}" for k in (1, 5, 20, 100))}
     assert 0 <= rows[0]["recall"]["1"] <= rows[0]["recall"]["20"] <= 1
     assert "held-out queries, BM25" in outcome.table
 
@@ -129,6 +132,36 @@ def test_the_run_files_hold_what_the_table_says(finished, capsys):
     assert f"nDCG@10     {rows[0]['measures']['nDCG@10']:.4f}" in said
 
 
+def by_hand(recipe, *, passages, queries, found):
+    """The rows of evaluation.json where `found` are the passages' rows for each query."""
+    texts = TextSet(passages, queries, {"train": np.array([]), "held_out": np.arange(len(queries))})
+    scores = -np.arange(len(passages), dtype=np.float32)[None].repeat(len(queries), axis=0)
+    answered = Answered("held_out", "retriever", passages, texts.splits["held_out"], np.array(found), scores)
+    return evaluate(recipe, texts, [answered]), asks(answered, texts, recipe.evaluate.match)
+
+
+def test_recalls_are_shares_of_what_is_right_and_hits_are_not(tmp_path):
+    passages = [Passage(f"p{n}", f"text {n}") for n in range(25)]
+    queries = [Query("q", "?", positives=(0, 1, 7, 22))]
+    (row,), _ = by_hand(tiny_retriever(tmp_path), passages=passages, queries=queries, found=[range(25)])
+    assert row["recall"] == {"1": 1.0, "5": 1.0, "20": 1.0}
+    # a recall at 100 of 25 is not told
+    assert {name: value for name, value in row["measures"].items() if "recall" in name} == {
+        "recall@1": 1 / 4,
+        "recall@5": 2 / 4,
+        "recall@20": 3 / 4,
+    }
+
+
+def test_answers_are_looked_for_in_texts_not_in_titles(tmp_path):
+    passages = [Passage("a", "nothing here", title="Ulm"), Passage("b", "born in Ulm, Germany", title="x")]
+    queries = [Query("q", "where was he born?", answers=("ulm",))]
+    (row,), page = by_hand(tiny_retriever(tmp_path), passages=passages, queries=queries, found=[[0, 1]])
+    assert (row["test"], row["recall"]) == ("held-out queries, retriever, answers", {"1": 0.0})
+    # where no passage is listed, the page ticks those with an answer
+    assert [(ask.place, [found.right for found in ask.found]) for ask in page.asks] == [(2, [False, True])]
+
+
 def test_evaluating_again_gives_the_same(finished):
     _, outcome = finished
     before = (outcome.folder / "evaluation.json").read_text()
@@ -142,6 +175,9 @@ def test_the_report_marks_the_words_of_the_question(finished):
     assert page.count('class="ask"') == 8
     assert "<mark>" in page
     assert "right at place" in page
+    # this run has two batch sizes, and no curve of guessing
+    assert "Uprights mark where the batch size changes." in page
+    assert "dashed line" not in page
 
 
 def test_a_loaded_run_encodes_as_the_trained_one(finished):
@@ -174,6 +210,22 @@ def test_texts_are_stored_without_padding_and_come_back(finished):
     assert torch.equal(got["input_ids"], plain["input_ids"][rows][:, :width])
     assert store.rows(torch.tensor([1]))["attention_mask"].tolist() == [[0]]
     assert len(TokenStore.of([], tokenizer, 5)) == 0
+
+
+def test_a_source_without_training_questions_and_too_many_dimensions_have_their_sentences(tmp_path):
+    folder = tmp_path / "set"
+    (folder / "qrels").mkdir(parents=True)
+    (folder / "corpus.jsonl").write_text('{"_id": "d", "text": "p"}\n')
+    (folder / "queries.jsonl").write_text('{"_id": "q", "text": "what"}\n')
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq\td\t1\n")
+    with pytest.raises(ValueError) as caught:
+        Retrieval.open(tiny_retriever(tmp_path, f"data.source={folder}"))
+    assert str(caught.value) == (
+        f'`data.source` must have questions to train on ("{folder}"); got test alone. '
+        "A BEIR folder has them in qrels/train.tsv."
+    )
+    with pytest.raises(ValueError, match="`dimensions` must be between 1 and the 16 features; got 17"):
+        run_recipe(tiny_retriever(tmp_path, "model.dimensions=[8, 17]"), tmp_path / "runs")
 
 
 def test_a_step_has_each_passage_once_and_knows_all_that_is_right(tmp_path):

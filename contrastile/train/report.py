@@ -144,7 +144,7 @@ def write_report(
         table={"heads": wording.heads, "rows": [wording.row(row) for row in results]},
         measures=measures(results),
         figures=_figures(metrics, facts["loss"], wording),
-        learning=LEARNING,
+        learning=_learning(facts),
         memory=_memory(facts) if "memory" in facts else None,
         unit=wording.unit,
         galleries=galleries,
@@ -174,10 +174,16 @@ def measures(results: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, 
     }
 
 
-LEARNING = (
-    "Uprights mark where the batch size changes. A softmax over more negatives is harder, so the loss steps up there; "
-    "the dashed line is what guessing would reach at that batch."
-)
+def _learning(facts: Mapping[str, Any]) -> str:
+    """What one must know to read the curves, of those marks that they have."""
+    told = []
+    if len(facts["batch"]) > 1:
+        told.append(
+            "Uprights mark where the batch size changes. More negatives are harder, so the loss steps up there."
+        )
+    if facts["loss"] == "clip":
+        told.append("The dashed line is what guessing would reach at that batch.")
+    return " ".join(told)
 
 
 def _image_text_row(row: Mapping[str, Any]) -> list[str]:
@@ -264,7 +270,7 @@ def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
     recall = [draw(recalls, title=wording.probes, percent=True)] if recalls else []
     if tested := _tested(metrics):
         recall.append(draw(tested, title="Tests on other pictures (a sample)", percent=True))
-    scale = draw({"scale": averaged(steps, lambda line: line["scale"])}, title="Learned scale")
+    scale = draw({"scale": averaged(steps, lambda line: line["scale"])}, title="Scale")
     rates = draw({"rate": averaged(steps, lambda line: line["learning_rate"])}, title="Learning rate")
     speeds = averaged(steps, lambda line: line["batch"] / line["seconds"])
     speed = draw({"speed": speeds}, title=f"{wording.unit.capitalize()} per second")

@@ -29,7 +29,9 @@ from contrastile.train.retriever.run import RetrieverRun
 Row = dict[str, Any]
 
 KS = (1, 5, 20, 100)
-MEASURES = ("nDCG@10", "MRR@10", "MAP")
+# beside the hits at KS; a table has the last of the recalls
+RECALLS = tuple(f"recall@{k}" for k in KS)
+MEASURES = ("nDCG@10", "MRR@10", "MAP", RECALLS[-1])
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
 
 
@@ -137,9 +139,11 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, answered: list[Answered]) 
         judged = judgements_of(one.queries, texts)
         if judged:
             cuts = [k for k in KS if k <= one.found.shape[1]]
-            values = means(measure(run_of(one, texts), judged, [*(f"hit@{k}" for k in cuts), *MEASURES]))
-            recalls = {str(k): values.pop(f"hit@{k}") for k in cuts}
-            rows.append(_row(one, len(judged), recalls, values))
+            # a recall at more than were looked up would be another one
+            names = [*MEASURES[:-1], *RECALLS[: len(cuts)]]
+            values = means(measure(run_of(one, texts), judged, [*(f"hit@{k}" for k in cuts), *names]))
+            hits = {str(k): values.pop(f"hit@{k}") for k in cuts}
+            rows.append(_row(one, len(judged), hits, values))
         answers = [row for row in one.queries.tolist() if texts.queries[row].answers]
         if answers:
             rows.append(_answers(recipe, texts, one))
@@ -147,10 +151,12 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, answered: list[Answered]) 
 
 
 def _answers(recipe: RetrieverRecipe, texts: TextSet, one: Answered) -> Row:
-    """The questions with answers: how many find one among their first passages, whatever was listed as right."""
+    """The questions with answers: how many find one among their first passages, whatever was listed as right.
+
+    As in DPR's own evaluation an answer is looked for in a passage's text, not in its title.
+    """
     asked = [place for place, row in enumerate(one.queries.tolist()) if texts.queries[row].answers]
-    passages = ([one.passages[row] for row in one.found[place].tolist()] for place in asked)
-    found = [[f"{passage.title} {passage.text}" for passage in some] for some in passages]
+    found = [[one.passages[row].text for row in one.found[place].tolist()] for place in asked]
     answers = [texts.queries[one.queries[place]].answers for place in asked]
     hits = answer_hits(found, answers, match=recipe.evaluate.match, ks=[k for k in KS if k <= one.found.shape[1]])
     row = _row(one, len(asked), {str(k): hit for k, hit in hits.items()}, {})

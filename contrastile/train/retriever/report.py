@@ -13,6 +13,7 @@ import numpy as np
 
 from contrastile.data.bm25 import WORD, words
 from contrastile.data.texts import Passage, Query, TextSet
+from contrastile.evaluate.answers import has_answer
 from contrastile.evaluate.trec import write_judgements, write_run
 from contrastile.train.folder import EVALUATION, RunFolder
 from contrastile.train.report import Ask, Asks, FoundText, Wording, counted, percent, table_text, write_report
@@ -38,7 +39,7 @@ QUESTIONS, ANSWERS, LETTERS = 8, 4, 2400
 MARKED = 3
 SENTENCE = (
     "Questions drawn by lot and the best of all {:,} passages; words of the question are marked. A tick is on what the "
-    "data calls right; another passage may answer as well."
+    "data calls right, or on what has an answer where no passages are listed; another one may be right as well."
 )
 
 
@@ -53,7 +54,7 @@ def evaluate_and_report(
     results = evaluate(run.recipe, materials.texts, answered)
     folder.write_json(EVALUATION, results)
     write_runs(folder, materials.texts, answered)
-    questions = [asks(one, materials.texts) for one in answered if one.system == "retriever"]
+    questions = [asks(one, materials.texts, run.recipe.evaluate.match) for one in answered if one.system == "retriever"]
     write_report(folder, questions=questions, wording=WORDING)
     return table_text(results, WORDING)
 
@@ -80,26 +81,32 @@ WORDING = Wording(
     heads=("", "queries", "passages", *(f"@{k}" for k in KS), *MEASURES),
     row=_row,
     probes="Right passage first or among five (a sample among its own)",
-    legend="@k: the share of queries with a right passage among the first k. nDCG, MRR, MAP as trec_eval has them.",
+    legend="@k: the share of queries with a right passage among the first k. nDCG, MRR, MAP, recall are trec_eval's.",
     unit="queries",
 )
 
 
-def asks(answered: Answered, texts: TextSet) -> Asks:
+def asks(answered: Answered, texts: TextSet, match: str) -> Asks:
     """Some questions of a part with the passages that were found first."""
     chosen = np.random.default_rng(0).permutation(len(answered.queries))[:QUESTIONS]
     made = []
     for place in chosen.tolist():
         query = texts.queries[answered.queries[place]]
-        found, scores = answered.found[place].tolist(), answered.scores[place].tolist()
-        right = set(query.positives)
-        first = next((rank for rank, row in enumerate(found, start=1) if row in right), 0)
-        shown = zip(found[:ANSWERS], scores[:ANSWERS], strict=True)
-        made.append(
-            Ask(query.text, [_found(query, texts.passages[row], score, row in right) for row, score in shown], first)
-        )
+        found = [answered.passages[row] for row in answered.found[place].tolist()]
+        right = [is_right(passage, query, texts, match) for passage in found]
+        first = right.index(True) + 1 if any(right) else 0
+        shown = zip(found[:ANSWERS], answered.scores[place].tolist(), right, strict=False)
+        made.append(Ask(query.text, [_found(query, *one) for one in shown], first))
     title = f"What it finds: {PARTS.get(answered.part, answered.part)}"
     return Asks(title, SENTENCE.format(len(answered.passages)), made)
+
+
+def is_right(passage: Passage, query: Query, texts: TextSet, match: str) -> bool:
+    """Whether a passage is listed as right for a query, or has one of its answers where none is listed."""
+    if not query.positives:
+        return has_answer(passage.text, query.answers, match)
+    # by ids: an index has rows of its own
+    return any(texts.passages[row].id == passage.id for row in query.positives)
 
 
 def _found(query: Query, passage: Passage, score: float, right: bool) -> FoundText:
