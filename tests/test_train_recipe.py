@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from contrastile.train.recipe import RecipeError, known_keys, load_recipe, to_toml
+from contrastile.train.recipe import RecipeError, known_keys, load_any_recipe, load_recipe, to_toml
 
 RECIPE = """
 [train]
@@ -138,7 +138,6 @@ def test_a_mistake_in_the_train_section_is_one_line(recipe_file, tmp_path, train
     ],
 )
 def test_a_mistake_in_a_retrievers_recipe_is_one_line(recipe_file, tmp_path, lines, sentence):
-    from contrastile.train.recipe import load_any_recipe
 
     (tmp_path / "x.toml").write_text(lines + "\n" + RECIPE)
     with pytest.raises(RecipeError) as caught:
@@ -156,8 +155,6 @@ def test_a_mistake_in_a_retrievers_recipe_is_one_line(recipe_file, tmp_path, lin
     ],
 )
 def test_a_written_retriever_reads_back_the_same(recipe_file, tmp_path, overrides):
-    from contrastile.train.recipe import load_any_recipe
-
     recipe = load_any_recipe(recipe_file, ["kind=retriever", *overrides])
     (tmp_path / "resolved.toml").write_text(to_toml(recipe), encoding="utf-8")
     assert load_any_recipe(tmp_path / "resolved.toml", files=False) == recipe
@@ -194,7 +191,6 @@ def test_bytes_that_are_no_text_are_one_line(recipe_file, tmp_path):
     [
         ("optim.learning_rte=1e-3", "optim.learning_rte: unknown key (did you mean optim.learning_rate?)"),
         ("optim.learning_rate=abc", 'optim.learning_rate: must be a number; got "abc"'),
-        ("train.epochs=2", "train: must have either examples or epochs, and not both"),
         ("train.examples.x=3", "train.examples: has no keys of its own"),
         ("train.batch=[[0.0, 8]", "not a TOML value"),
         ("seed", "an override is written key=value, as in optim.learning_rate=1e-3"),
@@ -203,6 +199,42 @@ def test_bytes_that_are_no_text_are_one_line(recipe_file, tmp_path):
 )
 def test_a_mistake_in_an_override_names_the_override(recipe_file, override, sentence):
     assert complaint(override) == f"{override}: {sentence}"
+
+
+def test_an_override_takes_the_place_of_what_it_excludes(recipe_file):
+    train = load_recipe(recipe_file, ["train.epochs=2.0"]).train
+    assert (train.examples, train.epochs) == (None, 2.0)
+    assert complaint("train.epochs=2.0", "train.examples=9") == (
+        "train.epochs=2.0: train: must have either examples or epochs, and not both"
+    )
+
+
+def test_two_encoders_take_the_place_of_one(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text("kind = 'retriever'\n[model.both]\nwidth = 8\n[train]\nepochs = 1.0\n")
+    sides = ["model.query={kind='bag', width=4}", "model.passage={kind='bag', width=4}"]
+    model = load_any_recipe(path, sides).model
+    assert (model.both, model.query.width, model.passage.width) == (None, 4, 4)
+    with pytest.raises(RecipeError, match="model: must have query and passage; got query alone"):
+        load_any_recipe(path, sides[:1])
+    with pytest.raises(RecipeError, match="model: must have either both or query and passage"):
+        load_any_recipe(path, [*sides, "model.both.width=9"])
+
+
+def test_weights_of_a_folder_need_its_tokenizer(recipe_file, tmp_path):
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text("{}")
+    encoder = f"{{kind='transformers', folder='{tmp_path}/bert'}}"
+    for kind, key in (("image-text", "text"), ("retriever", "both")):
+        given = [f"kind={kind}", f"model.{key}={encoder}"]
+        with pytest.raises(RecipeError) as caught:
+            load_any_recipe(recipe_file, given)
+        assert str(caught.value).endswith(
+            f'model.tokenizer.folder: must be given with the text encoder in "{tmp_path}/bert": '
+            "its weights know its own tokens"
+        )
+        known = load_any_recipe(recipe_file, [*given, f"model.tokenizer.folder={tmp_path}/bert"])
+        assert known.model.tokenizer.folder == f"{tmp_path}/bert"
 
 
 def test_a_line_break_in_an_override_stays_one_line(recipe_file):

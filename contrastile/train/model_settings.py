@@ -6,7 +6,7 @@ Within the first station of a run, beside `config.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
@@ -65,6 +65,14 @@ class TransformersModel(Settings):
     def trained(self) -> bool:
         """Whether it comes with weights."""
         return self.folder is not None
+
+
+def own_tokenizer(encoders: Sequence[Any], tokenizer: str | None) -> None:
+    """Raises `ClashError` where an encoder of texts has a folder's weights, and the run would make a new tokenizer."""
+    for encoder in encoders:
+        if tokenizer is None and isinstance(encoder, TransformersModel) and encoder.trained:
+            reason = f'must be given with the text encoder in "{encoder.folder}": its weights know its own tokens'
+            raise ClashError("model.tokenizer.folder", reason)
 
 
 class FileModel(Settings):
@@ -193,6 +201,11 @@ class ModelSettings(Settings):
         if "image" in section or "text" in section:
             raise ValueError("must have either both or image and text")
         return section
+
+    @model_validator(mode="after")
+    def _weights_come_with_their_tokenizer(self) -> ModelSettings:
+        own_tokenizer([self.both, self.text], self.tokenizer.folder)
+        return self
 
     @model_validator(mode="after")
     def _clip_reads_with_its_own_tokenizer(self) -> ModelSettings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,6 +24,14 @@ Tables = dict[str, Any]
 
 # what a recipe may be, by its key `kind`; the first where it does not say
 KINDS: dict[str, type[AnyRecipe]] = {"image-text": Recipe, "retriever": RetrieverRecipe}
+
+# of each pair a section says one side alone
+INSTEAD = (
+    ({"examples"}, {"epochs"}),
+    ({"warmup_steps"}, {"warmup_epochs"}),
+    ({"folder"}, {"config"}),
+    ({"both"}, {"query", "passage"}),
+)
 
 RULES = {
     "string_type": "must be a text in quotes",
@@ -71,7 +79,8 @@ def load_retriever_recipe(path: str | Path, overrides: Sequence[str] = (), *, fi
 def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe | RetrieverRecipe:
     """The recipe at `path` with `overrides` ("optim.learning_rate=1e-3") put over it, checked.
 
-    With `files` the files and folders that it names must be there.
+    An override that excludes what the file says, as `train.examples` does `train.epochs`, takes its place. With `files`
+    the files and folders that it names must be there.
 
     Raises `RecipeError` with one line such as
     `recipes/x.toml: optim.learning_rte: unknown key (did you mean optim.learning_rate?)`.
@@ -82,6 +91,8 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: b
     for override in overrides:
         key = _apply(override, tables)
         origins[key] = override
+    for key in origins:
+        _take_the_place(key, tables, origins)
     tables.setdefault("name", Path(path).stem)
     return _checked(tables, origin, origins, files)
 
@@ -115,6 +126,19 @@ def _apply(override: str, tables: Tables) -> str:
             raise RecipeError(f"{override}: {'.'.join(parts[:depth])}: has no keys of its own")
     table[parts[-1]] = _value(value.strip(), override)
     return key
+
+
+def _take_the_place(key: str, tables: Tables, given: Collection[str]) -> None:
+    """An override takes the place of what the file says in its stead, unless another override says that too."""
+    section, _, last = key.rpartition(".")
+    table: Any = tables
+    for part in filter(None, section.split(".")):
+        table = table.get(part) if isinstance(table, dict) else None
+    for one, other in INSTEAD if isinstance(table, dict) else ():
+        for rival in other if last in one else one if last in other else ():
+            path = f"{section}.{rival}"
+            if not any(f"{name}.".startswith(f"{path}.") for name in given):
+                table.pop(rival, None)
 
 
 def _value(text: str, override: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from contrastile.train.config import AnyRecipe, LossSettings, SaveSettings, Steps, fit_together
-from contrastile.train.model_settings import TransformersModel, WordsTower
+from contrastile.train.model_settings import TransformersModel, WordsTower, own_tokenizer
 from contrastile.train.optim_settings import AdamWSettings, AnyOptim
 from contrastile.train.settings import Count, Settings, Share, files_matter, kind_or
 
@@ -130,6 +130,11 @@ class RetrieverSettings(Settings):
         if len(named) == 1:
             raise ValueError(f"must have query and passage; got {named.pop()} alone")
         return section if "both" in section or named else {"both": {"kind": "bag"}, **section}
+
+    @model_validator(mode="after")
+    def _weights_come_with_their_tokenizer(self) -> RetrieverSettings:
+        own_tokenizer([self.both, self.query, self.passage], self.tokenizer.folder)
+        return self
 
     @model_validator(mode="after")
     def _adapters_have_a_model(self) -> RetrieverSettings:
