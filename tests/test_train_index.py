@@ -206,6 +206,15 @@ def test_encode_then_search(trained, tmp_path, capsys):
     assert run.encode_query(["x"]).shape == (1, 16)
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [(["-k", "0"], "`-k` must be at least 1; got 0. "), (["--lines", "-1"], "`--lines` must be at least 0; got -1. ")],
+)
+def test_how_much_is_shown_is_checked_before_anything_is_loaded(trained, capsys, words, sentence):
+    assert main(["search", str(trained), "red fox", *words]) == 2
+    assert capsys.readouterr().err == f"{sentence}Leave it out for the default.\n"
+
+
 def passages_of(folder):
     return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
 

@@ -130,6 +130,16 @@ def test_the_run_files_hold_what_the_table_says(finished, capsys):
     said = capsys.readouterr().out
     assert f"{rows[0]['queries']} judged queries, {rows[0]['queries']} of them answered" in said
     assert f"nDCG@10     {rows[0]['measures']['nDCG@10']:.4f}" in said
+    assert main(["evaluate", str(run), "--judgements", str(judged), "--measures", "recall@20", "MAP"]) == 0
+    told = capsys.readouterr().out.splitlines()[1:]
+    assert told == [f"{name:<12}{rows[0]['measures'][name]:.4f}" for name in ("recall@20", "MAP")]
+    assert main(["evaluate", str(run)]) == 2
+    assert capsys.readouterr().err == (
+        f'`--judgements` must be given with rankings and their measures; got "{run}" alone. '
+        "Name what is right, or a run's folder alone.\n"
+    )
+    assert main(["evaluate", str(run), "--judgements", str(judged), "--measures", "NDCG"]) == 2
+    assert "`names` must be measures among nDCG, MRR, MAP, recall, precision, hit; got" in capsys.readouterr().err
 
 
 def by_hand(recipe, *, passages, queries, found):

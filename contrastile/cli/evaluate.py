@@ -7,6 +7,7 @@ Of a ranking in TREC's form, any system's, it prints the measures: `contrastile 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -15,6 +16,7 @@ def add_to(verbs: Any) -> None:
     parser = verbs.add_parser("evaluate", help="measure the saved weights of a run and write its report again")
     parser.add_argument("run", help="a run folder, such as runs/glyphs, or a file of rankings in TREC's form")
     parser.add_argument("--judgements", metavar="FILE", help="what is right, for rankings: TREC's or BEIR's qrels")
+    parser.add_argument("--measures", nargs="+", metavar="NAME", help="of rankings: such as nDCG@10 recall@1000 MAP")
     parser.add_argument("--index", metavar="FOLDER", help="a retriever's: look among what `contrastile encode` wrote")
     parser.add_argument("--zero-shot", metavar="FOLDER", help="classify pictures: a folder with a sub-folder a class")
     parser.add_argument("--classes", metavar="FILE", help="names of classes: JSON, or lines of folder, tab, names")
@@ -34,14 +36,20 @@ def add_to(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Load, evaluate, report."""
     if arguments.judgements is not None:
-        return _measure(arguments.run, arguments.judgements)
+        return _measure(arguments.run, arguments.judgements, arguments.measures)
 
+    from pathlib import Path
+
+    from contrastile._wrong import wrong
     from contrastile.train.folder import RECIPE, finished_run
     from contrastile.train.recipe import load_any_recipe, load_recipe
     from contrastile.train.settings import known_device
 
     tests = _tests(arguments)
     known_device(arguments.device)
+    if Path(arguments.run).is_file() or arguments.measures is not None:
+        remedy = "Name what is right, or a run's folder alone."
+        raise wrong("--judgements", "be given with rankings and their measures", f'"{arguments.run}" alone', remedy)
     # a mistake is told before anything heavy is imported
     folder = finished_run(arguments.run)
     (load_recipe if tests else load_any_recipe)(folder / RECIPE, files=False)
@@ -83,12 +91,12 @@ def _tests(arguments: argparse.Namespace) -> list[Any]:
     return tests
 
 
-def _measure(rankings: str, judgements: str) -> int:
-    from contrastile.evaluate.ranking import means, measure
+def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int:
+    from contrastile.evaluate.ranking import USUAL, means, measure
     from contrastile.evaluate.trec import judged_of, read_judgements, read_run
 
     run, judged = read_run(rankings), read_judgements(judgements)
     print(f"{len(judged):,} judged queries, {judged_of(run, judged):,} of them answered")
-    for name, value in means(measure(run, judged)).items():
+    for name, value in means(measure(run, judged, names or USUAL)).items():
         print(f"{name:<12}{value:.4f}")
     return 0

@@ -32,6 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = finished_run(arguments.run)
     load_retriever_recipe(folder / RECIPE, files=False)
     index = Path(arguments.index) if arguments.index else folder / "index"
+    for name, got, least in (("-k", arguments.k, 1), ("--lines", arguments.lines, 0)):
+        if got < least:
+            raise wrong(name, f"be at least {least}", got, "Leave it out for the default.")
     if arguments.question is not None and not arguments.question.strip():
         raise wrong("question", "have words", "none", "Leave it out to be asked for some.")
     if not (index / INDEX).is_file():

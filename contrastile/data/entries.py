@@ -221,7 +221,7 @@ def _table(path: Path, tally: Tally) -> Iterator[tuple[int, Entry]]:
         first = next(iter(file), "")
         tabs = _kind(path) == ".tsv" or LISTED.search(first)
         rows = csv.reader(chain([first], file), delimiter="\t" if tabs else ",")
-        names = _names(first, bool(tabs)) or next(rows, None)
+        names = _names(first, bool(tabs)) or next(rows, [])
         if not names:
             raise wrong("source", "have a first line", f"{path}, which is empty", "Name the columns there.")
         while True:
