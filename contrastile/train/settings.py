@@ -49,15 +49,19 @@ def files_matter(info: ValidationInfo) -> bool:
     return bool((info.context or {}).get("files"))
 
 
-def installed(package: str, source: str) -> None:
-    """Raises ValueError where a package that the recipe asks for is not there; `source` is what pip installs."""
-    if find_spec(package) is None:
-        raise ValueError(f"needs the package {package}, which is not installed; run: pip install {source}")
-
-
 class ClashError(ValueError):
     """What is wrong with a `key` only beside another one, which no section knows alone."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(reason)
         self.key = key
+
+
+def installed(package: str, source: str, key: str | None = None) -> None:
+    """Raises ValueError where a package that the recipe asks for is not there; `source` is what pip installs.
+
+    `key`: what asks for it, where that is not the key that is being read.
+    """
+    if find_spec(package) is None:
+        reason = f"needs the package {package}, which is not installed; run: pip install {source}"
+        raise ValueError(reason) if key is None else ClashError(key, reason)

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validato
 from contrastile.train.config import AnyRecipe, LossSettings, SaveSettings, Steps, fit_together
 from contrastile.train.model_settings import TransformersModel, WordsTower, own_tokenizer
 from contrastile.train.optim_settings import AdamWSettings, AnyOptim
-from contrastile.train.settings import Count, Settings, Share, files_matter, kind_or
+from contrastile.train.settings import Count, Settings, Share, files_matter, installed, kind_or
 
 
 class TextDataSettings(Settings):
@@ -229,4 +229,8 @@ class RetrieverRecipe(AnyRecipe):
     @model_validator(mode="after")
     def _sections_fit_together(self, info: ValidationInfo) -> RetrieverRecipe:
         fit_together(self.device, self.loss, self.optim, self.train, info)
+        # both come late: after all texts were read, and after the training
+        for key, asked in {"data.mined": self.data.mined > 0, "evaluate.bm25": self.evaluate.bm25}.items():
+            if asked and files_matter(info):
+                installed("bm25s", '"contrastile[search]"', key)
         return self
