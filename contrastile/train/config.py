@@ -7,6 +7,7 @@ from them and from nowhere else. Values are taken strictly (the text "8" is no n
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ from contrastile.train.settings import (
     installed,
     kind_or,
 )
+
+logger = logging.getLogger("contrastile")
 
 
 class DataSettings(Settings):
@@ -208,7 +211,7 @@ class Steps(Settings):
 class TrainSettings(Steps):
     """The steps of towers of pictures and texts, at which precision, `compile`d by torch.compile or not.
 
-    A sub-batch is at most the largest batch.
+    A sub-batch above the largest batch is cut to it.
     """
 
     sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = Field(
@@ -226,18 +229,19 @@ class TrainSettings(Steps):
     @field_validator("sub_batch")
     @classmethod
     def _sub_batch_is_part_of_a_batch(cls, sub_batch: SubBatch, info: ValidationInfo) -> SubBatch:
-        return _within(sub_batch, info.data.get("batch"))
+        cut = _within(sub_batch, info.data.get("batch"))
+        for side in ("image", "text") if files_matter(info) else ():
+            if side in sub_batch.model_fields_set and (named := getattr(sub_batch, side)) > (now := getattr(cut, side)):
+                logger.warning("train.sub_batch.%s is %d, the largest batch, instead of %d", side, now, named)
+        return cut
 
 
 def _within(sub_batch: SubBatch, batch: tuple[tuple[float, int], ...] | None) -> SubBatch:
-    """The sub-batch with defaults of at most the largest batch; what is named has to fit."""
-    largest = max(size for _, size in batch) if batch else max(sub_batch.image, sub_batch.text)
-    for side in ("image", "text"):
-        if side in sub_batch.model_fields_set and getattr(sub_batch, side) > largest:
-            got = getattr(sub_batch, side)
-            raise ClashError(f"train.sub_batch.{side}", f"must be at most the largest batch, {largest}; got {got}")
-    fitting = {side: min(getattr(sub_batch, side), largest) for side in ("image", "text")}
-    return sub_batch.model_copy(update=fitting)
+    """The sub-batch cut to the largest batch: an encoder never sees more at once."""
+    if not batch:
+        return sub_batch
+    largest = max(size for _, size in batch)
+    return sub_batch.model_copy(update={side: min(getattr(sub_batch, side), largest) for side in ("image", "text")})
 
 
 class SaveSettings(Settings):
