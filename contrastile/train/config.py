@@ -163,7 +163,7 @@ class Steps(Settings):
 
     Under torchrun `batch` is that of all ranks together; a rank that waits `timeout` seconds for another gives up.
     `parallel`: every rank has the whole weights ("replicate"), or a part of them, of their gradients and of the
-    optimizer's state ("shard": FSDP2, with adamw).
+    optimizer's state ("shard": FSDP2).
     """
 
     examples: Count | None = None
@@ -304,10 +304,6 @@ def fit_together(device: str, loss: LossSettings, optim: OptimSettings, train: S
         if seen >= train.examples:
             got = f"{optim.warmup_steps:,} steps, {seen:,} of {train.examples:,} examples"
             raise ClashError("optim.warmup_steps", f"must be shorter than the run; got {got}")
-    if train.parallel == "shard" and not isinstance(optim, AdamWSettings):
-        got = f'"{getattr(optim, "kind", None)}"'
-        reason = f'must be "adamw" with train.parallel = "shard": a shard is no whole matrix; got {got}'
-        raise ClashError("optim.kind", reason)
     if files_matter(info) and loss.backend == "triton" and device == "cpu" and "TRITON_INTERPRET" not in os.environ:
         raise ClashError("loss.backend", 'must be "auto", "eager" or "dense" with device = "cpu"; got "triton"')
 
