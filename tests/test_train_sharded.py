@@ -17,7 +17,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import Pool
-from test_train_elsewhere import overrides as elsewhere
 from test_train_loop import weights
 from test_train_ranks import Launched, _late_signal, _main, _spoilt, _steps, _trained, _words
 from test_train_resume import DROPOUT
@@ -202,14 +201,6 @@ def test_the_third_in_a_row_stops_all_and_the_weights_are_kept(tmp_path: Path) -
     assert len(_steps(folder)) == 2
     assert all(value.isfinite().all() for value in weights(folder).values())
     assert "held-out pairs" in evaluate_run(folder)
-
-
-def test_pictures_from_elsewhere_are_encoded_by_all_ranks(tmp_path: Path) -> None:
-    overrides = (*elsewhere(tmp_path), "train.examples=96", "evaluate.probe=5", SHARD)
-    lines = read_metrics(_trained(tmp_path, 2, *overrides) / "metrics.jsonl")
-    tests = [line for line in lines if line["kind"] == "test" and not line.get("whole")]
-    assert [line["examples"] for line in tests] == [0] * 3 + [48] * 3 + [96] * 3
-    assert not [line for line in lines if line["kind"] == "failure"]
 
 
 def _said_aloud(rank: int, words: list[str], how: int) -> int:
