@@ -150,6 +150,23 @@ MISTAKES = {
         f"{STEPS}[evaluate]\nprompts = ['a photo']",
         "evaluate.prompts: must be texts with one {} each, the place of the name",
     ),
+    "a switch for a count": (f"{STEPS}[data]\nchannels = true", "data.channels: must be 1 or 3; got true"),
+    "a range without numbers": (
+        f"{STEPS}[data]\nsource = 'a/{{a..}}.tar'",
+        "data.source: must count in whole numbers, as in {000..099}; got {a..}",
+    ),
+    "a tokenizer that is not there": (
+        f"{STEPS}[model.tokenizer]\nfolder = 'nowhere'",
+        'model.tokenizer.folder: must be a folder with a tokenizer.json; got "nowhere"',
+    ),
+    "a retriever's tokenizer likewise": (
+        f"kind = 'retriever'\n{STEPS}[model.tokenizer]\nfolder = '.'",
+        'model.tokenizer.folder: must be a folder with a tokenizer.json; got "."',
+    ),
+    "features beyond reason": (
+        f"{STEPS}[model]\nfeatures = 99999999",
+        "model.features: must be at most 1.04858e+06; got 99999999",
+    ),
     "no TOML": (
         "[train\nexamples = 3",
         "not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 7)",

@@ -25,6 +25,7 @@ from contrastile.train.settings import (
     DEVICES,
     ClashError,
     Count,
+    Many,
     Positive,
     Settings,
     Share,
@@ -62,6 +63,14 @@ class DataSettings(Settings):
         if self.copies > 1 and (is_collection(self.source) or not self.augment):
             raise ValueError("must have copies only of glyphs or a table, and with augment")
         return self
+
+    @field_validator("channels", mode="before")
+    @classmethod
+    def _channels_are_counted(cls, channels: Any) -> Any:
+        # which is equal to 1
+        if channels is True:
+            raise ValueError("must be 1 or 3; got true")
+        return channels
 
     @field_validator("source")
     @classmethod
@@ -166,13 +175,13 @@ class Steps(Settings):
     optimizer's state ("shard": FSDP2).
     """
 
-    examples: Count | None = None
-    epochs: Positive | None = None
+    examples: Many | None = None
+    epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     minutes: Positive | None = None
     batch: Annotated[tuple[tuple[Share, Count], ...], BeforeValidator(_constant_schedule)] = ((0.0, 256),)
     retain: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
     accumulate: Count = 1
-    timeout: Positive = 100.0
+    timeout: Annotated[float, Field(gt=0.0, le=1e6)] = 100.0
     parallel: Literal["replicate", "shard"] = "replicate"
 
     @field_validator("batch")

@@ -9,23 +9,23 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from contrastile.train.settings import ClashError, Count, Settings, files_matter, installed, kind_or
+from contrastile.train.settings import ClashError, Settings, Width, files_matter, holds_tokenizer, installed, kind_or
 
 
 class ConvTower(Settings):
     """The small convolutional net of the demo."""
 
     kind: Literal["conv"] = "conv"
-    width: Count = 32
+    width: Width = 32
 
 
 class WordsTower(Settings):
     """The small word-level text tower of the demo."""
 
     kind: Literal["words"] = "words"
-    width: Count = 128
+    width: Width = 128
 
 
 class TransformersModel(Settings):
@@ -159,9 +159,9 @@ class TokenizerSettings(Settings):
     """
 
     kind: Literal["words", "open_clip"] = "words"
-    size: Annotated[int, Field(ge=8)] = 8000
-    length: Count = 16
-    folder: str | None = None
+    size: Annotated[int, Field(ge=8, le=2**24)] = 8000
+    length: Width = 16
+    folder: Annotated[str | None, AfterValidator(holds_tokenizer)] = None
 
 
 class ModelSettings(Settings):
@@ -171,7 +171,7 @@ class ModelSettings(Settings):
     their layers again in the backward, where their library can: a larger sub-batch then fits.
     """
 
-    features: Count = 256
+    features: Width = 256
     locked: tuple[Literal["image", "text"], ...] = ()
     checkpointing: tuple[Literal["image", "text"], ...] = ()
     image: AnyImageTower | None = None
