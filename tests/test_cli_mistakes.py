@@ -167,6 +167,22 @@ MISTAKES = {
         f"{STEPS}[model]\nfeatures = 99999999",
         "model.features: must be at most 1.04858e+06; got 99999999",
     ),
+    "unlocked layers of a tower that learns": (
+        f"{STEPS}[model]\nlocked = ['image']\nunlocked = {{text = 1}}",
+        'model.unlocked.text: must be layers of a tower in model.locked; add "text" there',
+    ),
+    "a side that there is not": (
+        f"{STEPS}[model]\nlocked = ['image']\nunlocked = {{audio = 1}}",
+        "model.unlocked.audio: must be 'image' or 'text'; got \"audio\"",
+    ),
+    "features of a tower that learns": (
+        f"{STEPS}[model]\nprecompute = true",
+        'model.precompute: must be false unless model.locked has "image" and none of its layers is unlocked; got true',
+    ),
+    "features of pictures that are bent": (
+        f"{STEPS}[model]\nprecompute = true\nlocked = ['image']",
+        "data.augment: must be false with model.precompute: each picture is seen once; got true",
+    ),
     "no TOML": (
         "[train\nexamples = 3",
         "not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 7)",

@@ -332,6 +332,8 @@ class Recipe(AnyRecipe):
     @model_validator(mode="after")
     def _sections_fit_together(self, info: ValidationInfo) -> Recipe:
         fit_together(self.device, self.loss, self.optim, self.train, info)
+        if self.model.precompute and self.data.augment:
+            raise ClashError("data.augment", "must be false with model.precompute: each picture is seen once; got true")
         tokens, length = self.train.sub_batch.text_tokens, self.model.tokenizer.length
         if tokens is not None and tokens < length:
             reason = f"must be at least model.tokenizer.length, the tokens of one title; got {tokens} and {length}"

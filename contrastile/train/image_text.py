@@ -29,6 +29,7 @@ from contrastile.train.feed import Batch, Feed, Materials, open_materials
 from contrastile.train.folder import EVALUATION, RunFolder
 from contrastile.train.galleries import galleries
 from contrastile.train.job import Measure
+from contrastile.train.precomputed import precomputed
 from contrastile.train.ranks import Ranks
 from contrastile.train.report import IMAGE_TEXT, table_text, write_report
 from contrastile.train.state import Parts
@@ -60,7 +61,8 @@ class ImageText:
         # first, so that a mistake in their files costs nothing
         tests = [open_test(test) for test in named(recipe.evaluate)]
         materials = open_materials(recipe, load_tokenizer(begun.path) if begun is not None else None)
-        return cls(build_run(recipe, materials.tokenizer), materials, tests)
+        run = build_run(recipe, materials.tokenizer)
+        return cls(run, precomputed(run, materials), tests)
 
     @classmethod
     def of_run(cls, folder: RunFolder, *, device: str = "auto", index: Path | None = None) -> Self:

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from contrastile.train.settings import ClashError, Settings, Width, files_matter, holds_tokenizer, installed, kind_or
+from contrastile.train.settings import (
+    ClashError,
+    Count,
+    Settings,
+    Width,
+    files_matter,
+    holds_tokenizer,
+    installed,
+    kind_or,
+)
 
 
 class ConvTower(Settings):
@@ -167,12 +176,15 @@ class TokenizerSettings(Settings):
 class ModelSettings(Settings):
     """The two towers, or one model for `both`, and the size of the features that they meet in.
 
-    A tower that is `locked` keeps its weights; its projection learns (LiT). Those named by `checkpointing` compute
-    their layers again in the backward, where their library can: a larger sub-batch then fits.
+    A tower that is `locked` keeps its weights; its projection learns (LiT), and so do its last `unlocked` layers, such
+    as {image = 2}. With `precompute` a locked image tower sees each picture once, before the first step. Those named by
+    `checkpointing` compute their layers again in the backward, where their library can: a larger sub-batch then fits.
     """
 
     features: Width = 256
     locked: tuple[Literal["image", "text"], ...] = ()
+    unlocked: dict[Literal["image", "text"], Count] = Field(default_factory=dict)
+    precompute: bool = False
     checkpointing: tuple[Literal["image", "text"], ...] = ()
     image: AnyImageTower | None = None
     text: AnyTextTower | None = None
@@ -193,6 +205,16 @@ class ModelSettings(Settings):
         if "image" in section or "text" in section:
             raise ValueError("must have either both or image and text")
         return section
+
+    @model_validator(mode="after")
+    def _unlocked_is_part_of_locked(self) -> ModelSettings:
+        if loose := sorted(set(self.unlocked) - set(self.locked)):
+            reason = f'must be layers of a tower in model.locked; add "{loose[0]}" there'
+            raise ClashError(f"model.unlocked.{loose[0]}", reason)
+        if self.precompute and ("image" not in self.locked or "image" in self.unlocked):
+            reason = 'must be false unless model.locked has "image" and none of its layers is unlocked; got true'
+            raise ClashError("model.precompute", reason)
+        return self
 
     @model_validator(mode="after")
     def _clip_reads_with_its_own_tokenizer(self) -> ModelSettings:
