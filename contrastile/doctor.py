@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -157,18 +158,18 @@ def backend_of(loss: PairLoss, dtype: torch.dtype, device: torch.device) -> Foun
     return {"takes": None, "declined": declined}
 
 
-def exchange_of(ranks: int, batch: int, features: int, itemsize: int, device: torch.device) -> Found:
-    """What "auto" takes between so many ranks, and what gathering would cost each."""
+def exchange_of(ranks: int, batch: int, features: int, itemsize: int, device: torch.device, *, each: int = 1) -> Found:
+    """What "auto" takes between so many ranks, `each` example of the batch with so many keys; what gathering costs."""
     from contrastile.exchange.gather import Gather
 
     if ranks == 1:
         return {"takes": "single", "ranks": 1}
     rows = tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
-    shards = Shards(None, 0, rows, rows)
+    shards = Shards(None, 0, rows, tuple(each * count for count in rows))
     return {
         "takes": automatic_exchange(shards, features, itemsize, device),
         "ranks": ranks,
-        "batch": batch,
+        "batch": each * batch,
         "features": features,
         "gathered": Gather.extra_bytes(shards, features, itemsize),
         "allowed": device_memory(device) // 16,
@@ -192,17 +193,40 @@ class StandIn:
         """Nothing is kept of it."""
 
 
+@dataclass(frozen=True)
+class Tower:
+    """One side of a step: so many of its examples for each of the batch, encoded `at_once`, each of so many bytes."""
+
+    name: str
+    each: int
+    at_once: int
+    bytes: int
+
+    def cut(self, batch: int) -> Found:
+        """How a rank's share of a batch goes through it."""
+        examples = self.each * batch
+        sub_batch = min(self.at_once, examples)
+        return {
+            "name": self.name,
+            "examples": examples,
+            "sub_batch": sub_batch,
+            "activations": self.bytes,
+            "graph": self.bytes * sub_batch,
+            "graphs": ceil(examples / sub_batch),
+        }
+
+
 def _of_recipe(recipe: Any, ranks: int) -> Found:
     """What a recipe's run would use on its device; its towers are built, and shown two examples, on the CPU."""
     from contrastile.train.config import Recipe
 
     device = choose_device(recipe.device)
     on_cpu = recipe.model_copy(update={"device": "cpu"})
-    model, sides, features, sub_batch = (_pictures if isinstance(recipe, Recipe) else _texts)(on_cpu)
-    each = sum(sides.values())
+    model, towers, features = (_pictures if isinstance(recipe, Recipe) else _texts)(on_cpu)
     largest = max(count for _, count in recipe.train.batch)
-    here = ceil(largest / ranks)
-    sub_batch = min(sub_batch, here)
+    sides = [tower.cut(ceil(largest / ranks)) for tower in towers]
+    graphs, keys = sum(side["graphs"] for side in sides), towers[-1].each
+    needed, room = sum(side["graphs"] * side["graph"] for side in sides), spare_bytes(device)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     kind = getattr(recipe.loss, "kind", "infonce")
     loss = LOSSES.get(kind, Softmax())
@@ -215,15 +239,17 @@ def _of_recipe(recipe: Any, ranks: int) -> Found:
         # weights, their gradients, and what the optimizer keeps
         "held": (8 + STATES[recipe.optim.kind]) * trained + 4 * (sum(p.numel() for p in model.parameters()) - trained),
         "batch": largest,
-        "sub_batch": sub_batch,
-        "activations": each,
-        "graph": each * sub_batch,
-        "graphs": ceil(here / sub_batch),
-        "fitting": min(ceil(here / sub_batch), spare_bytes(device) // max(each * sub_batch, 1)),
+        "sides": sides,
+        "graphs": graphs,
+        "needed": needed,
+        "room": room,
+        "fitting": graphs if needed <= room else int(graphs * room / needed),
         "retain": recipe.train.retain,
-        "matrix": 4 * largest * largest,
+        "matrix": 4 * largest * largest * keys,
         "backend": backend_of(loss, torch.float32, device) if backend == "auto" else {"takes": backend, "declined": {}},
-        "exchange": exchange_of(ranks, largest, features, 4, device) if exchange == "auto" else {"takes": exchange},
+        "exchange": {"takes": exchange}
+        if exchange != "auto"
+        else exchange_of(ranks, largest, features, 4, device, each=keys),
         "workspace": workspace_on(device, None),
     }
 
@@ -237,11 +263,11 @@ def _tokenizer(settings: Any) -> Any:
     return clip_tokenizer(settings.length) if settings.kind == "open_clip" else StandIn(settings.size, settings.length)
 
 
-def _pictures(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int, int]:
-    """The towers, the bytes that a pair's graph takes in each, the size of their features, and the sub-batch."""
+def _pictures(recipe: Any) -> tuple[torch.nn.Module, list[Tower], int]:
+    """The model, its two towers, and the size of their features."""
     from contrastile.train.checkpoint import build_run
 
-    run, data = build_run(recipe, _tokenizer(recipe.model.tokenizer)), recipe.data
+    run, data, cut = build_run(recipe, _tokenizer(recipe.model.tokenizer)), recipe.data, recipe.train.sub_batch
 
     def image(count: int) -> Tensor:
         return run.model.encode_image(torch.zeros(count, data.channels, data.image_size, data.image_size))
@@ -249,30 +275,32 @@ def _pictures(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int, int]:
     def text(count: int) -> Tensor:
         return run.model.encode_text(**run.tokenizer.tokenise([""] * count))
 
+    texts = cut.text if cut.text_tokens is None else cut.text_tokens // recipe.model.tokenizer.length
     with run.autocast():
-        return run.model, _weighed({"image": image, "text": text}), text(1).shape[1], recipe.train.sub_batch.image
+        towers = [Tower("image", 1, cut.image, _weighed(image)), Tower("text", 1, texts, _weighed(text))]
+        return run.model, towers, text(1).shape[1]
 
 
-def _texts(recipe: Any) -> tuple[torch.nn.Module, dict[str, int], int, int]:
+def _texts(recipe: Any) -> tuple[torch.nn.Module, list[Tower], int]:
     """The same of a retriever: a query, and its passages, of full length."""
     from contrastile.train.retriever.run import build_retriever_run
 
-    settings = recipe.model.tokenizer
+    settings, cut = recipe.model.tokenizer, recipe.train.sub_batch
     run, shown = build_retriever_run(recipe, _tokenizer(settings)), recipe.data.positives + recipe.data.negatives
-
-    def query(count: int) -> Tensor:
-        return run.model.encode_query(**run.tokenizer.tokenise([""] * count, settings.query_length))
-
-    def passage(count: int) -> Tensor:
-        return run.model.encode_passage(**run.tokenizer.tokenise([""] * (count * shown)))
-
-    at_once = recipe.train.sub_batch.at_once("query", settings.query_length)
+    towers = []
     with run.autocast():
-        return run.model, _weighed({"query": query, "passage": passage}), query(1).shape[1], at_once
+        for side, each, length in (("query", 1, settings.query_length), ("passage", shown, settings.length)):
+            encoder = getattr(run.model, f"encode_{side}")
+
+            def forward(count: int, encoder: Any = encoder, length: int = length) -> Tensor:
+                return encoder(**run.tokenizer.tokenise([""] * count, length))
+
+            towers.append(Tower(side, each, cut.at_once(side, length), _weighed(forward)))
+        return run.model, towers, forward(1).shape[1]
 
 
-def _weighed(sides: Mapping[str, Any]) -> dict[str, int]:
-    return {name: max(0, bytes_per_example(forward, 2)) for name, forward in sides.items()}
+def _weighed(forward: Any) -> int:
+    return max(0, bytes_per_example(forward, 2))
 
 
 def told(found: Found) -> Iterator[str]:
@@ -332,9 +360,11 @@ def _recipe_told(recipe: Found) -> Iterator[str]:
     millions = [f"{recipe[key] / 1e6:.1f}" for key in ("parameters", "trained")]
     held = f"weights, gradients and optimizer take about {size(recipe['held'])}"
     yield f"  {millions[0]} million parameters, {millions[1]} of them trained; {held}"
-    graph = f"{size(recipe['activations'])} of activations an example, {size(recipe['graph'])} a sub-batch"
-    yield f"  batch {recipe['batch']:,} in sub-batches of {recipe['sub_batch']:,}: {graph}"
+    yield f"  batch {recipe['batch']:,}:"
+    for side in recipe["sides"]:
+        graph = f"{size(side['activations'])} of activations an example, {size(side['graph'])} a sub-batch"
+        yield f"    {side['name']}: {side['examples']:,} a rank in sub-batches of {side['sub_batch']:,}: {graph}"
     fits = f"about {recipe['fitting']:,} of {recipe['graphs']:,} graphs fit"
     yield f"  retain = {recipe['retain']}: {fits}" + ("" if recipe["fitting"] else "; not even one: lower sub_batch")
     yield f"  loss: backend {_choice_told(recipe['backend'])}; exchange {_exchange_told(recipe['exchange'])}"
-    yield f"  workspace {size(recipe['workspace'])}, where the b x b matrix would take {size(recipe['matrix'])}"
+    yield f"  workspace {size(recipe['workspace'])}, where the whole matrix would take {size(recipe['matrix'])}"

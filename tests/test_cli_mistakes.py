@@ -102,10 +102,6 @@ MISTAKES = {
         f"{STEPS}[optim]\nrate_scaling = 'sqrt'",
         "optim: must have rate_scaling and base_batch together: the batch that learning_rate is meant for",
     ),
-    "a batch below the sub-batch": (
-        f"{STEPS}batch = [[0.0, 32], [0.5, 64]]\nsub_batch = 128",
-        "train.sub_batch.image: must be at most the largest batch, 64; got 128",
-    ),
     "fewer tokens than one title has": (
         f"{STEPS}sub_batch = {{text_tokens = 8}}",
         "train.sub_batch.text_tokens: must be at least model.tokenizer.length, the tokens of one title; got 8 and 16",
@@ -154,6 +150,39 @@ MISTAKES = {
         f"{STEPS}[evaluate]\nprompts = ['a photo']",
         "evaluate.prompts: must be texts with one {} each, the place of the name",
     ),
+    "a switch for a count": (f"{STEPS}[data]\nchannels = true", "data.channels: must be 1 or 3; got true"),
+    "a range without numbers": (
+        f"{STEPS}[data]\nsource = 'a/{{a..}}.tar'",
+        "data.source: must count in whole numbers, as in {000..099}; got {a..}",
+    ),
+    "a tokenizer that is not there": (
+        f"{STEPS}[model.tokenizer]\nfolder = 'nowhere'",
+        'model.tokenizer.folder: must be a folder with a tokenizer.json; got "nowhere"',
+    ),
+    "a retriever's tokenizer likewise": (
+        f"kind = 'retriever'\n{STEPS}[model.tokenizer]\nfolder = '.'",
+        'model.tokenizer.folder: must be a folder with a tokenizer.json; got "."',
+    ),
+    "features beyond reason": (
+        f"{STEPS}[model]\nfeatures = 99999999",
+        "model.features: must be at most 1.04858e+06; got 99999999",
+    ),
+    "unlocked layers of a tower that learns": (
+        f"{STEPS}[model]\nlocked = ['image']\nunlocked = {{text = 1}}",
+        'model.unlocked.text: must be layers of a tower in model.locked; add "text" there',
+    ),
+    "a side that there is not": (
+        f"{STEPS}[model]\nlocked = ['image']\nunlocked = {{audio = 1}}",
+        "model.unlocked.audio: must be 'image' or 'text'; got \"audio\"",
+    ),
+    "features of a tower that learns": (
+        f"{STEPS}[model]\nprecompute = true",
+        'model.precompute: must be false unless model.locked has "image" and none of its layers is unlocked; got true',
+    ),
+    "features of pictures that are bent": (
+        f"{STEPS}[model]\nprecompute = true\nlocked = ['image']",
+        "data.augment: must be false with model.precompute: each picture is seen once; got true",
+    ),
     "no TOML": (
         "[train\nexamples = 3",
         "not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 7)",
@@ -200,7 +229,7 @@ def test_the_command_says_that_line_and_leaves_with_2(recipe_file, capsys):
 
 
 def test_nothing_heavy_is_loaded_before(recipe_file):
-    recipe_file.write_text(MISTAKES["a batch below the sub-batch"][0])
+    recipe_file.write_text(MISTAKES["fewer tokens than one title has"][0])
     code = (
         "import sys; from contrastile.cli.main import main; code = main(['train', 'x.toml']); "
         "print(code, sorted({'torch', 'numpy', 'transformers', 'PIL'} & set(sys.modules)))"
@@ -208,6 +237,22 @@ def test_nothing_heavy_is_loaded_before(recipe_file):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "2 []\n"
     assert done.stderr.count("\n") == 1
+
+
+def test_a_sub_batch_above_the_largest_batch_is_cut_to_it_aloud(recipe_file, caplog):
+    recipe_file.write_text(f"{STEPS}batch = [[0.0, 32], [0.5, 64]]\nsub_batch = {{image = 128, text = 48}}\n")
+    sub_batch = load_recipe("x.toml").train.sub_batch
+    assert (sub_batch.image, sub_batch.text) == (64, 48)
+    assert caplog.messages == ["train.sub_batch.image is 64, the largest batch, instead of 128"]
+    caplog.clear()
+    # so a smaller batch on the command line needs no second word
+    recipe = load_recipe("x.toml", ["train.batch=8"])
+    assert (recipe.train.sub_batch.image, recipe.train.sub_batch.text) == (8, 8)
+    assert len(caplog.messages) == 2
+    # as it is written into the run's folder it fits
+    recipe_file.write_text(to_toml(recipe))
+    assert load_recipe("x.toml") == recipe
+    assert len(caplog.messages) == 2
 
 
 def test_what_is_left_out_fits_the_batch(recipe_file):

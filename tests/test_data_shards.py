@@ -74,6 +74,7 @@ def test_sources_are_joined():
         ("pipe:curl x.tar", 'must name files on this machine; got "pipe:curl x.tar"'),
         ("https://x/0.tar", 'must name files on this machine; got "https://x/0.tar"'),
         ("a.tar::", 'must name files on this machine; got ""'),
+        ("{a..b}.tar", "must count in whole numbers, as in {000..099}; got {a..b}"),
         ("{9..1}.tar", "must count upwards, to 1,000,000 files at most; got {9..1}"),
         ("{0..9999999}.tar", "must count upwards, to 1,000,000 files at most; got {0..9999999}"),
         ("{0..9999}{0..9999}.tar", 'must name at most 1,000,000 files; got 100,000,000 in "{0..9999}{0..9999}.tar"'),

@@ -99,20 +99,59 @@ def test_a_recipes_run_is_foreseen(tmp_path, capsys):
     path = write_recipe(tmp_path)
     assert main(["doctor", str(path), "device=cpu", "--ranks", "2", "--json"]) == 0
     recipe = json.loads(capsys.readouterr().out)["recipe"]
-    assert (recipe["batch"], recipe["sub_batch"], recipe["graphs"]) == (48, 16, 2)
-    assert recipe["graph"] == 16 * recipe["activations"] > 0
+    assert recipe["batch"] == 48
+    cuts = [("image", 16, 2), ("text", 8, 3)]
+    assert [(side["name"], side["sub_batch"], side["graphs"]) for side in recipe["sides"]] == cuts
+    for side in recipe["sides"]:
+        assert side["examples"] == 24
+        assert side["graph"] == side["sub_batch"] * side["activations"] > 0
+    assert (recipe["graphs"], recipe["fitting"]) == (5, 5)
+    assert recipe["needed"] == sum(side["graphs"] * side["graph"] for side in recipe["sides"]) < recipe["room"]
     assert recipe["held"] == 16 * recipe["parameters"]
     assert recipe["exchange"]["ranks"] == 2
     assert main(["doctor", str(path), "loss.backend=dense", "loss.exchange=ring"]) == 0
     said = capsys.readouterr().out
     assert "loss: backend dense; exchange ring: the recipe says so" in said
-    assert "batch 48 in sub-batches of 16" in said
+    assert "batch 48:\n    image: 48 a rank in sub-batches of 16: " in said
 
 
-def test_a_retrievers_too(tmp_path, capsys):
-    (tmp_path / "r.toml").write_text("kind = 'retriever'\n[train]\nexamples = 100\nbatch = 64\nsub_batch = 8\n")
-    assert main(["doctor", str(tmp_path / "r.toml")]) == 0
-    assert "r on cpu:" in capsys.readouterr().out
+RETRIEVER = """
+kind = "retriever"
+data = {positives = 2, negatives = 3}
+model = {tokenizer = {length = 64, query_length = 16}}
+train = {examples = 100, batch = 63, sub_batch = {query = 8, passage_tokens = 1280}}
+"""
+
+
+def test_a_retrievers_sides_are_cut_each_its_own_way(tmp_path, capsys):
+    (tmp_path / "r.toml").write_text(RETRIEVER)
+    assert main(["doctor", str(tmp_path / "r.toml"), "device=cpu", "--ranks", "2", "--json"]) == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    query, passage = recipe["sides"]
+    # 32 queries on the rank that has most, 5 passages of each; 20 whole passages have 1280 tokens
+    assert (query["name"], query["examples"], query["sub_batch"], query["graphs"]) == ("query", 32, 8, 4)
+    assert (passage["name"], passage["examples"], passage["sub_batch"], passage["graphs"]) == ("passage", 160, 20, 8)
+    assert 0 < query["activations"] < passage["activations"]
+    assert recipe["needed"] == 4 * query["graph"] + 8 * passage["graph"]
+    assert recipe["matrix"] == 4 * 63 * 5 * 63
+    # keys are gathered, five to a query
+    assert (recipe["exchange"]["batch"], recipe["exchange"]["gathered"]) == (63 * 5, 63 * 5 * 256 * 8)
+    assert main(["doctor", str(tmp_path / "r.toml"), "device=cpu"]) == 0
+    assert "    passage: 315 a rank in sub-batches of 20: " in capsys.readouterr().out
+
+
+def test_graphs_that_do_not_fit_are_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("contrastile.doctor.spare_bytes", lambda device: 1)
+    assert main(["doctor", str(write_recipe(tmp_path)), "device=cpu"]) == 0
+    assert "about 0 of 9 graphs fit; not even one: lower sub_batch" in capsys.readouterr().out
+
+
+def test_texts_that_are_cut_by_tokens_are_counted_so(tmp_path, capsys):
+    path = write_recipe(tmp_path)
+    words = ["model.tokenizer.length=4", "train.sub_batch={image=16, text_tokens=33}"]
+    assert main(["doctor", str(path), "device=cpu", *words, "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)["recipe"]["sides"][1]
+    assert (text["sub_batch"], text["graphs"]) == (8, 6)
 
 
 def test_a_wrong_recipe_is_one_line(tmp_path, capsys):

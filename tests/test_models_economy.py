@@ -101,7 +101,7 @@ def test_a_recipe_compiles_both_towers_in_their_place(tmp_path, monkeypatch):
 
     def compile_nothing(self):
         plain = self._call_impl
-        self._compiled_call_impl = lambda *inputs: runs.append(self) or plain(*inputs)
+        self._compiled_call_impl = lambda *inputs, **words: runs.append(self) or plain(*inputs, **words)
 
     monkeypatch.setattr(nn.Module, "compile", compile_nothing)
     plain = run_recipe(tiny_recipe(tmp_path, "train.examples=32"), tmp_path / "plain").folder

@@ -193,6 +193,18 @@ REFUSED = {
         {"image": library(patch_size=8)},
         "`config` must have a model_type; got {'patch_size': 8}. For example model_type = \"vit\".",
     ),
+    "a key that its model does not read": (
+        {"image": library(model_type="vit", hidden_sizee=8)},
+        "`config` must have keys that a vit reads; got hidden_sizee. Did you mean hidden_size?",
+    ),
+    "a key of one side of a model for both": (
+        {"image": None, "text": None, "both": {"config": {"model_type": "clip", "text_config": {"zzz": 8}}}},
+        "`config.text_config` must have keys that a clip_text_model reads; got zzz. Leave it out.",
+    ),
+    "sizes that do not go together": (
+        {"image": library(model_type="vit", hidden_size=7)},
+        "`config` must describe a model of transformers; got vit. ",
+    ),
     "a type that there is not": (
         {"image": library(model_type="vitt")},
         "`config` must describe a model of transformers; got vitt. ",

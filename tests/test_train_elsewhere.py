@@ -18,9 +18,9 @@ from contrastile.train import elsewhere
 from contrastile.train.checkpoint import load
 from contrastile.train.elsewhere import open_test
 from contrastile.train.evaluate_settings import RetrievalSettings, ZeroShotSettings
+from contrastile.train.image_text import ImageText
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
-from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import RecipeError, load_recipe
 
 LETTERS = {f"n{number:08}": letter for number, letter in enumerate("ABCDEFGH")}
@@ -246,31 +246,10 @@ def test_classes_that_cannot_be_told_apart_are_said(finished, tmp_path, caplog):
     assert row["metrics"]["x-zeroshot-val-mean-per-class-recall"] <= 5 / 8
 
 
-def test_on_several_ranks_the_first_one_alone_measures(tmp_path, monkeypatch):
-    recipe = tiny_recipe(tmp_path, *overrides(tmp_path), "train.examples=32")
-    job = loop_job(recipe)
-    written = []
-    for rank in (0, 1):
-        course = Course(job, written, Ranks(rank, 2))
-        course.probe()
-    assert [kind for kind, _ in written] == ["probe", "test", "test", "test", "probe"]
-
-
-def loop_job(recipe):
-    from contrastile.train.image_text import ImageText
-
-    return ImageText.open(recipe)
-
-
-def Course(job, written, ranks):  # noqa: N802 - stands for the class
-    from contrastile.train.facts import Trained
-    from contrastile.train.loop import Training
-
-    class Lines:
-        def write(self, kind, **values):
-            written.append((kind, values))
-
-    return Training(job, Lines(), Trained(), ranks)
+def test_a_zero_shot_test_and_a_captioned_one_may_have_one_name(tmp_path):
+    words = [word.replace("name='coco'", "name='imagenet'") for word in overrides(tmp_path)]
+    job = ImageText.open(tiny_recipe(tmp_path, *words))
+    assert [len(measure()) for _, measure in job.tests()] == [1, 2]
 
 
 def test_another_test_may_be_named_when_a_run_goes_on(tmp_path):

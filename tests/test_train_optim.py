@@ -11,7 +11,7 @@ from torch import nn
 from contrastile.train.adafactor import Adafactor
 from contrastile.train.average import Average
 from contrastile.train.config import TrainSettings
-from contrastile.train.muon import Together, matrices
+from contrastile.train.muon import Muon, Together, matrices
 from contrastile.train.optim import (
     build_optimizer,
     clamp_scale,
@@ -290,6 +290,24 @@ def test_muon_is_its_formula(shape):
     moved = np.linalg.norm(expected - start)
     # its iteration runs in bfloat16, which has three digits
     assert np.linalg.norm(layer.weight.detach().numpy() - expected) < 0.02 * moved
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (1, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_is_torchs_bit_for_bit(shape, dtype):
+    generator = torch.Generator().manual_seed(2)
+    own, other = (nn.Parameter(torch.ones(shape, dtype=dtype)) for _ in range(2))
+    optimizers = (
+        Muon([own], lr=0.03, momentum=0.9, weight_decay=0.4),
+        torch.optim.Muon([other], lr=0.03, momentum=0.9, weight_decay=0.4, adjust_lr_fn="match_rms_adamw"),
+    )
+    for _ in range(4):
+        own.grad = torch.randn(shape, generator=generator).to(dtype)
+        other.grad = own.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(own, other)
+    assert not torch.equal(own, torch.ones(shape, dtype=dtype))
 
 
 def test_an_update_of_muon_has_nearly_equal_singular_values_and_the_size_of_adamws():

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import Pool
-from test_train_elsewhere import overrides as elsewhere
 from test_train_loop import weights
 from test_train_ranks import Launched, _late_signal, _main, _spoilt, _steps, _trained, _words
 from test_train_resume import DROPOUT
@@ -27,6 +26,7 @@ from test_train_retriever_ranks import _trained as _trained_retriever
 from tiny_runs import tiny_recipe, write_recipe
 from tiny_texts import tiny_retriever
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import contrastile
 from contrastile.cli.main import main
@@ -35,7 +35,8 @@ from contrastile.train import loop
 from contrastile.train.feed import Feed
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import evaluate_run, run_recipe
-from contrastile.train.optim import clamp_scale, clip_gradients
+from contrastile.train.optim import build_optimizer, clamp_scale, clip_gradients
+from contrastile.train.optim_settings import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 from contrastile.train.sharded import layers, like, shard, whole
 
 # loaded once, before ranks are forked
@@ -56,6 +57,8 @@ SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=
         # parts of each batch, the last batch a single pair: two ranks have nothing of it
         (3, ("train.batch=23", "train.examples=93", "train.accumulate=2")),
         (2, ("loss.kind=siglip", "loss.exchange=ring", "loss.gradient=sum", "train.examples=128", "train.retain=auto")),
+        (3, ("optim.kind=adafactor", "train.examples=120")),
+        (2, ("optim.kind=muon", "train.examples=120")),
         # a tower that does not train, and one whose layers are computed again in the backward
         (2, ("model.locked=['image']", "model.checkpointing=['text']", STILL, "train.batch=16", "train.examples=64")),
     ],
@@ -101,8 +104,10 @@ def test_a_retriever_with_adapters_and_fp16_trains(tmp_path: Path) -> None:
     assert all(0 < step["loss"] < 10 and step["norm"] > 0 for step in steps)
 
 
-def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    overrides = (*SAVED, SHARD, LAYERS, "train.examples=96", "train.batch=16", "train.sub_batch=8")
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    shorter = ("train.examples=96", "train.batch=16", "train.sub_batch=8", f"optim.kind={kind}")
+    overrides = (*SAVED, SHARD, LAYERS, *shorter)
     whole = _trained(tmp_path, 2, *overrides).rename(tmp_path / "whole")
     words = _words(tmp_path, *overrides)
     with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
@@ -119,7 +124,7 @@ def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_pat
 
 
 def test_a_lost_rank_ends_the_run_which_goes_on_with_other_ranks_or_with_whole_weights(tmp_path: Path) -> None:
-    overrides = ("train.examples=160", "save.steps=2", "evaluate.every=1.0", "optim.ema=0.9")
+    overrides = ("optim.kind=muon", "train.examples=160", "save.steps=2", "evaluate.every=1.0", "optim.ema=0.9")
     (tmp_path / "alone").mkdir()
     alone = run_recipe(tiny_recipe(tmp_path / "alone", *overrides), tmp_path / "alone" / "runs").folder
     words, folder = _words(tmp_path, *overrides), tmp_path / "runs" / "tiny"
@@ -198,14 +203,6 @@ def test_the_third_in_a_row_stops_all_and_the_weights_are_kept(tmp_path: Path) -
     assert "held-out pairs" in evaluate_run(folder)
 
 
-def test_pictures_from_elsewhere_are_encoded_by_all_ranks(tmp_path: Path) -> None:
-    overrides = (*elsewhere(tmp_path), "train.examples=96", "evaluate.probe=5", SHARD)
-    lines = read_metrics(_trained(tmp_path, 2, *overrides) / "metrics.jsonl")
-    tests = [line for line in lines if line["kind"] == "test" and not line.get("whole")]
-    assert [line["examples"] for line in tests] == [0] * 3 + [48] * 3 + [96] * 3
-    assert not [line for line in lines if line["kind"] == "failure"]
-
-
 def _said_aloud(rank: int, words: list[str], how: int) -> int:
     logging.getLogger("contrastile").addHandler(logging.StreamHandler(sys.stderr))
     return _late_signal(rank, words, how)
@@ -217,18 +214,19 @@ class _Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.image, self.text = nn.Linear(5, 3), nn.Linear(2, 7)
+        # factored by Adafactor: over both axes, over axes that are not shared out, over one that is
+        self.image = nn.Sequential(nn.Linear(37, 45), nn.Conv2d(34, 5, (1, 36)), nn.Conv1d(33, 70, 3))
+        self.text = nn.Sequential(nn.Linear(2, 7), nn.Linear(5, 3))
         self.logit_scale, self.logit_bias = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor([-2.0]))
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
 
 
-def _stepped(model: nn.Module, gradients: list[Tensor], foreach: bool) -> list[Tensor]:
-    """What clipping and two steps of AdamW make of the parameters, and the norm."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
-    for _ in range(2):
+def _stepped(model: nn.Module, gradients: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+    """What clipping and three steps make of the parameters, and the norm."""
+    for number in range(1, 4):
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = like(gradient, parameter)
+            parameter.grad = like(number * gradient, parameter)
         norm = clip_gradients(model, 0.5)
         optimizer.step()
     clamp_scale(model.logit_scale)
@@ -236,23 +234,26 @@ def _stepped(model: nn.Module, gradients: list[Tensor], foreach: bool) -> list[T
     return [norm, *(whole(parameter.detach()) for parameter in model.parameters())]
 
 
-def _clipped_and_moved(rank: int, group: Any, foreach: bool) -> None:
+def _clipped_and_moved(rank: int, group: Any, settings: OptimSettings, foreach: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     model, reference = _Odd(), _Odd()
     gradients = [torch.randn(p.shape, generator=generator) for p in reference.parameters()]
-    expected = _stepped(reference, gradients, foreach)
-    shard(model, torch.device("cpu"))
-    clip = partial(nn.utils.clip_grad_norm_, foreach=foreach)
-    with patch.object(nn.utils, "clip_grad_norm_", clip):
-        found = _stepped(model, gradients, foreach)
+    with (
+        patch.object(nn.utils, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, foreach=foreach)),
+        patch.object(torch.optim, "AdamW", partial(torch.optim.AdamW, foreach=foreach)),
+    ):
+        expected = _stepped(reference, gradients, build_optimizer(reference, settings))
+        shard(model, torch.device("cpu"))
+        found = _stepped(model, gradients, build_optimizer(model, settings))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 # what a GPU takes is all parameters in one call
 @pytest.mark.parametrize("foreach", [False, True])
-def test_clipping_and_steps_are_those_of_whole_weights(pool: Pool, foreach: bool) -> None:
-    pool.check(_clipped_and_moved, 4, foreach)
+@pytest.mark.parametrize("kind", [AdamWSettings, AdafactorSettings, MuonSettings])
+def test_clipping_and_steps_are_those_of_whole_weights(pool: Pool, kind: type[OptimSettings], foreach: bool) -> None:
+    pool.check(_clipped_and_moved, 4, kind(learning_rate=0.1, weight_decay=0.1), foreach)
 
 
 def _measured(rank: int, words: list[str], folder: Path) -> int:
@@ -333,10 +334,6 @@ def test_towers_that_share_weights_are_refused(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        (
-            "optim.kind=muon",
-            'optim.kind: must be "adamw" with train.parallel = "shard": a shard is no whole matrix; got "muon"',
-        ),
         ("train.compile=true", 'train.compile: must be false with train.parallel = "shard"; got true'),
         ("train.parallel=fsdp", "train.parallel: must be 'replicate' or 'shard'; got \"fsdp\""),
     ],

@@ -174,13 +174,7 @@ class Stream:
         """
         if not rows:
             return torch.empty((0, *self._shape), dtype=torch.uint8), []
-        self.expect(rows, places, crop)
-        slots = [self._ahead.pop(key) for key in zip(rows, places, strict=True)]
-        # of a batch shared out otherwise than it was expected to be, some will never be asked for
-        self._ahead = {key: slot for key, slot in self._ahead.items() if key[1] > places[-1]}
-        # waits for each task, once
-        told = {task: task.result() for task in dict.fromkeys(slot.task for slot in slots)}
-        reasons = [told[slot.task][slot.group] for slot in slots]
+        slots, reasons = self._decoded(rows, places, crop)
         self._count(reasons, rows)
         good = [number for number, reason in enumerate(reasons) if reason is None]
         if not good and tries:
@@ -196,6 +190,33 @@ class Stream:
             else:
                 pictures[number], chosen[number] = pictures[last], rows[last]
         return pictures, chosen
+
+    def look(self, rows: Sequence[int], following: Sequence[int]) -> tuple[Tensor, list[str | None]]:
+        """Whole pictures of rising `rows`, and why some have none; the `following` are decoded meanwhile.
+
+        Nothing stands in for another, and nothing is counted.
+        """
+        slots, reasons = self._decoded(rows, rows, None)
+        self.expect(following, following, None)
+        return self._gathered(slots), reasons
+
+    @property
+    def fingerprint(self) -> str:
+        """Which pictures these are, in which order and size."""
+        told = f"{self.digest} {self._shape} {hashlib.sha256(self._rows.tobytes()).hexdigest()}"
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def _decoded(
+        self, rows: Sequence[int], places: Sequence[int], crop: Crop | None
+    ) -> tuple[list[Slot], list[str | None]]:
+        """Where the pictures of `rows` are, when they are there, and why some are not."""
+        self.expect(rows, places, crop)
+        slots = [self._ahead.pop(key) for key in zip(rows, places, strict=True)]
+        # of a batch shared out otherwise than it was expected to be, some will never be asked for
+        self._ahead = {key: slot for key, slot in self._ahead.items() if key[1] > places[-1]}
+        # waits for each task, once
+        told = {task: task.result() for task in dict.fromkeys(slot.task for slot in slots)}
+        return slots, [told[slot.task][slot.group] for slot in slots]
 
     def _origins(self, group: Sequence[tuple[int, int]]) -> list[Origin]:
         return [self._origin(*key) for key in group]

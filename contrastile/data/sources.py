@@ -76,6 +76,8 @@ def braces(pattern: str) -> Iterator[str]:
 
 def _choices(group: str) -> list[str]:
     counted = re.fullmatch(r"\{(\d+)\.\.(\d+)\}", group)
+    if counted is None and ".." in group and "," not in group:
+        raise ValueError(f"must count in whole numbers, as in {{000..099}}; got {group}")
     if counted is None:
         return group[1:-1].split(",")
     low, high = counted.groups()

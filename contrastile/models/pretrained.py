@@ -6,8 +6,11 @@ CLIP or SigLIP is taken apart into its two towers with their projections, so tha
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,12 +59,12 @@ class Library:
             return AutoModel.from_pretrained(self.folder, local_files_only=True)
         described = {**unless_given, **(self.config or {})}
         kind = described.pop("model_type")
-        try:
+        with _describing(kind):
             config = AutoConfig.for_model(kind, **described)
+        # what completes a configuration is ignored where it has no use for it, and is in what was kept of one
+        refuse_unknown({key: value for key, value in described.items() if key not in unless_given}, config)
+        with _describing(kind):
             return AutoModel.from_config(config)
-        except (ValueError, KeyError) as failure:
-            remedy = str(failure).splitlines()[0]
-            raise wrong("config", "describe a model of transformers", kind, remedy) from failure
 
     def normalisation(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of the pixels, one per channel or one for all."""
@@ -69,6 +72,29 @@ class Library:
         if self.folder is not None and (path := Path(self.folder) / "preprocessor_config.json").is_file():
             found = json.loads(path.read_text(encoding="utf-8"))
         return self.mean or found.get("image_mean") or [0.5], self.std or found.get("image_std") or [0.5]
+
+
+@contextmanager
+def _describing(kind: str) -> Iterator[None]:
+    """What the library finds wrong with a configuration, in our form."""
+    try:
+        yield
+    # it has errors of many kinds, some of them of two lines
+    except Exception as failure:
+        remedy = " ".join(str(failure).split("\n")[:2]) or type(failure).__name__
+        raise wrong("config", "describe a model of transformers", kind, remedy) from failure
+
+
+def refuse_unknown(told: Mapping[str, Any], config: Any, place: str = "config") -> None:
+    """Raises ValueError where a configuration has keys that its model does not read: the library takes any."""
+    known = type(config)()
+    for key, value in told.items():
+        if not any(hasattr(known, name) for name in (key, f"_{key}")):
+            near = difflib.get_close_matches(key, known.to_dict(), n=1)
+            remedy = f"Did you mean {near[0]}?" if near else "Leave it out."
+            raise wrong(place, f"have keys that a {config.model_type} reads", key, remedy)
+        if isinstance(value, Mapping) and key in getattr(config, "sub_configs", {}):
+            refuse_unknown(value, getattr(config, key), f"{place}.{key}")
 
 
 @dataclass(frozen=True)

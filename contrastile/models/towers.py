@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from contrastile._check import wrong
+from contrastile.models.locking import rest
 from contrastile.models.openclip import OpenClip, openclip_image, openclip_text, openclip_whole
 from contrastile.models.pretrained import Library, Tower, Whole, image_tower, text_tower, whole_model
 from contrastile.models.small import ConvTower, WordsTower
@@ -43,8 +44,11 @@ class DualEncoder(nn.Module):
         self.settings = settings
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        """Pixels `[B, C, S, S]` in [0, 1], or bytes that become so here, to features `[B, D]`."""
-        return self.image(pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels)
+        """Pixels `[B, C, S, S]` in [0, 1], or bytes that become so here, to features `[B, D]`.
+
+        Or what the tower gave of them before, `[B, F]`.
+        """
+        return self.image(pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels, ahead=pixels.ndim == 2)
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Tokens `[B, L]` to features `[B, D]`."""
@@ -52,15 +56,21 @@ class DualEncoder(nn.Module):
 
 
 class Projected(nn.Module):
-    """A tower, and the map from its features to the common ones."""
+    """A tower, and the map from its features to the common ones. What is locked of it is as in use while it trains."""
 
     def __init__(self, tower: nn.Module, projection: nn.Module) -> None:
         super().__init__()
         self.tower, self.projection = tower, projection
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Whatever the tower takes, to `[B, features]`."""
-        return self.projection(self.tower(*inputs))
+    def forward(self, *inputs: Tensor, ahead: bool = False) -> Tensor:
+        """Whatever the tower takes, or what it gave `ahead` of time, to `[B, features]`."""
+        return self.projection(*inputs if ahead else (self.tower(*inputs),))
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's."""
+        super().train(mode)
+        rest(self.tower)
+        return self
 
 
 def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from contrastile.train.sharded import like, whole
+
 # below this many rows or columns a matrix has its whole second moment
 SMALLEST_FACTORED = 32
 EPS = 1e-30
@@ -28,7 +30,8 @@ class Adafactor(Optimizer):
         p ← p − lr m − (lr / peak) weight_decay p
 
     so that decay follows the schedule of the rate, not its height; `peak` is the `lr` that the group was made with. A
-    tensor of more axes is factored over its two longest. State is float32: for a matrix `m` and two vectors.
+    tensor of more axes is factored over its two longest. State is float32: for a matrix `m` and two vectors. Of weights
+    in shards `m` is too, and the means are those of the whole matrix, which every rank has.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
     >>> optimizer = Adafactor([weight], lr=0.1, betas=(0.0, 0.95))
@@ -83,10 +86,11 @@ def _inverse_root(square: Tensor, state: dict[str, Any], kept: float) -> Tensor:
     axes = _factored(square.shape)
     if axes is None:
         return state.setdefault("square", torch.zeros_like(square)).lerp_(square, 1 - kept).rsqrt()
-    by_row, by_column = (square.mean(axis, keepdim=True) for axis in axes)
+    # of shards each rank has a sum of its own
+    by_row, by_column = (whole(square.sum(axis, keepdim=True)) / square.shape[axis] for axis in axes)
     row = state.setdefault("row", torch.zeros_like(by_row)).lerp_(by_row, 1 - kept)
     column = state.setdefault("column", torch.zeros_like(by_column)).lerp_(by_column, 1 - kept)
-    return (row / row.mean(axes[1], keepdim=True)).rsqrt() * column.rsqrt()
+    return like((row / row.mean(axes[1], keepdim=True)).rsqrt() * column.rsqrt(), square)
 
 
 def _factored(shape: torch.Size) -> tuple[int, int] | None:

@@ -25,6 +25,7 @@ from contrastile.cache import encode
 from contrastile.data.pairs import PairSet
 from contrastile.data.table import squared
 from contrastile.models.economy import checkpoint_activations
+from contrastile.models.locking import lock
 from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.models.towers import DualEncoder, build_model
 from contrastile.train.config import AnyRecipe, Recipe
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+# of the model's settings those that its shapes do not depend on
+HOW_TRAINED = {"tokenizer", "locked", "unlocked", "precompute", "checkpointing"}
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -120,7 +123,7 @@ def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
     device = choose_device(recipe.device)
     model = build_model(tower_settings(recipe), tokenizer=tokenizer).to(device)
     for side in recipe.model.locked:
-        getattr(model, side).tower.requires_grad_(False)
+        lock(getattr(model, side).tower, side, recipe.model.unlocked.get(side, 0))
     for side in recipe.model.checkpointing:
         checkpoint_activations(getattr(model, side), side)
     for side in ("image", "text") if recipe.train.compile else ():
@@ -133,7 +136,7 @@ def tower_settings(recipe: Recipe) -> dict[str, Any]:
     """What `build_model` reads of a recipe."""
     trained = recipe.model.both is not None and recipe.model.both.trained
     return {
-        **recipe.model.model_dump(exclude={"tokenizer", "locked", "checkpointing"}, exclude_none=True),
+        **recipe.model.model_dump(exclude=HOW_TRAINED, exclude_none=True),
         "image_size": recipe.data.image_size,
         "channels": recipe.data.channels,
         # a trained model has a scale and a bias of its own, which only an explicit word replaces

@@ -7,6 +7,7 @@ from them and from nowhere else. Values are taken strictly (the text "8" is no n
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from contrastile.train.settings import (
     DEVICES,
     ClashError,
     Count,
+    Many,
     Positive,
     Settings,
     Share,
@@ -31,6 +33,8 @@ from contrastile.train.settings import (
     installed,
     kind_or,
 )
+
+logger = logging.getLogger("contrastile")
 
 
 class DataSettings(Settings):
@@ -59,6 +63,14 @@ class DataSettings(Settings):
         if self.copies > 1 and (is_collection(self.source) or not self.augment):
             raise ValueError("must have copies only of glyphs or a table, and with augment")
         return self
+
+    @field_validator("channels", mode="before")
+    @classmethod
+    def _channels_are_counted(cls, channels: Any) -> Any:
+        # which is equal to 1
+        if channels is True:
+            raise ValueError("must be 1 or 3; got true")
+        return channels
 
     @field_validator("source")
     @classmethod
@@ -160,16 +172,16 @@ class Steps(Settings):
 
     Under torchrun `batch` is that of all ranks together; a rank that waits `timeout` seconds for another gives up.
     `parallel`: every rank has the whole weights ("replicate"), or a part of them, of their gradients and of the
-    optimizer's state ("shard": FSDP2, with adamw).
+    optimizer's state ("shard": FSDP2).
     """
 
-    examples: Count | None = None
-    epochs: Positive | None = None
+    examples: Many | None = None
+    epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     minutes: Positive | None = None
     batch: Annotated[tuple[tuple[Share, Count], ...], BeforeValidator(_constant_schedule)] = ((0.0, 256),)
     retain: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
     accumulate: Count = 1
-    timeout: Positive = 100.0
+    timeout: Annotated[float, Field(gt=0.0, le=1e6)] = 100.0
     parallel: Literal["replicate", "shard"] = "replicate"
 
     @field_validator("batch")
@@ -208,7 +220,7 @@ class Steps(Settings):
 class TrainSettings(Steps):
     """The steps of towers of pictures and texts, at which precision, `compile`d by torch.compile or not.
 
-    A sub-batch is at most the largest batch.
+    A sub-batch above the largest batch is cut to it.
     """
 
     sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = Field(
@@ -226,18 +238,19 @@ class TrainSettings(Steps):
     @field_validator("sub_batch")
     @classmethod
     def _sub_batch_is_part_of_a_batch(cls, sub_batch: SubBatch, info: ValidationInfo) -> SubBatch:
-        return _within(sub_batch, info.data.get("batch"))
+        cut = _within(sub_batch, info.data.get("batch"))
+        for side in ("image", "text") if files_matter(info) else ():
+            if side in sub_batch.model_fields_set and (named := getattr(sub_batch, side)) > (now := getattr(cut, side)):
+                logger.warning("train.sub_batch.%s is %d, the largest batch, instead of %d", side, now, named)
+        return cut
 
 
 def _within(sub_batch: SubBatch, batch: tuple[tuple[float, int], ...] | None) -> SubBatch:
-    """The sub-batch with defaults of at most the largest batch; what is named has to fit."""
-    largest = max(size for _, size in batch) if batch else max(sub_batch.image, sub_batch.text)
-    for side in ("image", "text"):
-        if side in sub_batch.model_fields_set and getattr(sub_batch, side) > largest:
-            got = getattr(sub_batch, side)
-            raise ClashError(f"train.sub_batch.{side}", f"must be at most the largest batch, {largest}; got {got}")
-    fitting = {side: min(getattr(sub_batch, side), largest) for side in ("image", "text")}
-    return sub_batch.model_copy(update=fitting)
+    """The sub-batch cut to the largest batch: an encoder never sees more at once."""
+    if not batch:
+        return sub_batch
+    largest = max(size for _, size in batch)
+    return sub_batch.model_copy(update={side: min(getattr(sub_batch, side), largest) for side in ("image", "text")})
 
 
 class SaveSettings(Settings):
@@ -300,10 +313,6 @@ def fit_together(device: str, loss: LossSettings, optim: OptimSettings, train: S
         if seen >= train.examples:
             got = f"{optim.warmup_steps:,} steps, {seen:,} of {train.examples:,} examples"
             raise ClashError("optim.warmup_steps", f"must be shorter than the run; got {got}")
-    if train.parallel == "shard" and not isinstance(optim, AdamWSettings):
-        got = f'"{getattr(optim, "kind", None)}"'
-        reason = f'must be "adamw" with train.parallel = "shard": a shard is no whole matrix; got {got}'
-        raise ClashError("optim.kind", reason)
     if files_matter(info) and loss.backend == "triton" and device == "cpu" and "TRITON_INTERPRET" not in os.environ:
         raise ClashError("loss.backend", 'must be "auto", "eager" or "dense" with device = "cpu"; got "triton"')
 
@@ -323,6 +332,8 @@ class Recipe(AnyRecipe):
     @model_validator(mode="after")
     def _sections_fit_together(self, info: ValidationInfo) -> Recipe:
         fit_together(self.device, self.loss, self.optim, self.train, info)
+        if self.model.precompute and self.data.augment:
+            raise ClashError("data.augment", "must be false with model.precompute: each picture is seen once; got true")
         tokens, length = self.train.sub_batch.text_tokens, self.model.tokenizer.length
         if tokens is not None and tokens < length:
             reason = f"must be at least model.tokenizer.length, the tokens of one title; got {tokens} and {length}"

@@ -1,8 +1,8 @@
 """What a model is worth on pictures from elsewhere: classes told by their names, captions and pictures found.
 
 Beside `evaluation.py`, which measures on the held-out part of the run's own pairs. What is opened here is measured in
-small at each probe, whole at the end of a run, and by `contrastile evaluate RUN --zero-shot FOLDER`. The arithmetic is
-`evaluate/`'s.
+small at each probe, whole at the end of a run, and by `contrastile evaluate RUN --zero-shot FOLDER`. Ranks share the
+pictures out. The arithmetic is `evaluate/`'s.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from contrastile import comm
 from contrastile._check import wrong
 from contrastile.data.captions import Captioned, open_captions
 from contrastile.data.class_folder import ClassFolder, open_class_folder
@@ -30,16 +32,21 @@ from contrastile.evaluate.zeroshot import class_features, classified
 from contrastile.offload import settle
 from contrastile.train.checkpoint import Run, load
 from contrastile.train.evaluate_settings import EvaluateSettings, RetrievalSettings, ZeroShotSettings
-from contrastile.train.evaluation import KS, STRETCH, Row, evaluating
+from contrastile.train.evaluation import KS, Row, evaluating
 from contrastile.train.folder import EVALUATION, FACTS, METRICS, RunFolder, finished_run
+from contrastile.train.job import Measure
 from contrastile.train.log import Metrics, progress
 from contrastile.train.report import table_text, write_report
 
 logger = logging.getLogger("contrastile")
 
+# features, of which pictures they are, and why the others have none
+Encoded = tuple[Tensor, Indices, Counter[str]]
 AnyTest = ZeroShotSettings | RetrievalSettings
 # processes take a moment to start: of fewer pictures threads are through by then
 MANY = 4000
+# pictures that one rank reads and encodes before the next one's turn, or a sub-batch where that is larger
+STRETCH = 256
 
 
 class Test(Protocol):
@@ -140,29 +147,55 @@ def _sample(count: int, most: int | None) -> Indices:
     return np.sort(np.random.default_rng(0).permutation(count)[:most])
 
 
-def _encode(run: Run, paths: Sequence[str], name: str) -> tuple[Tensor, Indices, Counter[str]]:
+def _encode(run: Run, paths: Sequence[str], name: str) -> Encoded:
     """Features of the pictures that can be read, which ones these are, and why the others cannot."""
-    data, features, there, skipped, bad = run.recipe.data, [], [], Counter[str](), ""
-    shape = (data.channels, data.image_size, data.image_size)
-    apart = run.device.type == "cuda" and len(paths) >= MANY
-    with progress(len(paths), f"encoding {name}", "pictures") as bar:
-        for part, pictures, reasons in stretches(paths, shape, stretch=STRETCH, apart=apart):
+    most_bad = run.recipe.data.max_bad_fraction
+    features, there, skipped = _shared(lambda: _encode_own(run, paths, name))
+    if skipped.total() > most_bad * len(paths) or not len(there):
+        bad = paths[np.setdiff1d(np.arange(len(paths)), there)[0]]
+        got = f"{skipped.total():,} of {len(paths):,} that cannot ({counted(skipped)}), the first being {bad}"
+        remedy = "Mend or remove them, or raise data.max_bad_fraction in the recipe of the run."
+        raise wrong(name, f"be pictures that can be read, but for {most_bad:.1%}", got, remedy)
+    if skipped:
+        logger.warning("%s: %d of %d pictures are left out (%s)", name, skipped.total(), len(paths), counted(skipped))
+    return features, there, skipped
+
+
+def _shared(encode_own: Callable[[], Encoded]) -> Encoded:
+    """What all ranks encode, in the order of the pictures, the same on each of them; where one fails all do."""
+    if comm.size(None) == 1:
+        return encode_own()
+    try:
+        features, there, skipped = encode_own()
+    except Exception as failure:
+        comm.agree(None, {"error": str(failure) or repr(failure)})
+        raise
+    stated = comm.agree(None, {"count": len(there), "skipped": skipped}, free=("count", "skipped"))
+    places = torch.from_numpy(there).to(features.device)
+    features, places = comm.begin_gather([features, places], [one["count"] for one in stated], None).wait()
+    order = places.argsort()
+    return features[order], places[order].cpu().numpy(), sum((Counter(one["skipped"]) for one in stated), Counter())
+
+
+def _encode_own(run: Run, paths: Sequence[str], name: str) -> Encoded:
+    """This rank's part: of as many stretches as there are ranks one. What is in one does not depend on their number."""
+    data, stretch = run.recipe.data, max(STRETCH, run.recipe.train.sub_batch.image)
+    own = np.flatnonzero(np.arange(len(paths)) // stretch % comm.size(None) == comm.rank(None))
+    shape, features, there, skipped = (data.channels, data.image_size, data.image_size), [], [], Counter[str]()
+    files, apart = [paths[row] for row in own.tolist()], run.device.type == "cuda" and len(own) >= MANY
+    with progress(len(own), f"encoding {name}", "pictures") as bar:
+        for part, pictures, reasons in stretches(files, shape, stretch=stretch, apart=apart):
             good = [place for place, reason in enumerate(reasons) if reason is None]
-            if len(good) < len(part):
-                skipped.update(reason for reason in reasons if reason is not None)
-                bad = bad or paths[part[next(place for place, reason in enumerate(reasons) if reason is not None)]]
+            skipped.update(reason for reason in reasons if reason is not None)
             there += [part.start + place for place in good]
             features.append(run.encode_image(pictures[good] if len(good) < len(part) else pictures))
             # others are decoded into the memory of these as soon as nobody here holds them; a GPU may still fetch them
             settle(run.device)
             bar.update(len(part))
-    if skipped.total() > data.max_bad_fraction * len(paths) or not there:
-        rule = f"be pictures that can be read, but for {data.max_bad_fraction:.1%}"
-        got = f"{skipped.total():,} of {len(paths):,} that cannot ({counted(skipped)}), the first being {bad}"
-        raise wrong(name, rule, got, "Mend or remove them, or raise data.max_bad_fraction in the recipe of the run.")
-    if skipped:
-        logger.warning("%s: %d of %d pictures are left out (%s)", name, skipped.total(), len(paths), counted(skipped))
-    return torch.cat(features), np.array(there), skipped
+    if len(features) < -(-len(paths) // (stretch * comm.size(None))):
+        # towers in shards are run by all ranks together, as often as the first one needs them
+        features.append(run.encode_image(torch.empty((0, *shape), dtype=torch.uint8)))
+    return torch.cat(features), own[np.array(there, np.int64)], skipped
 
 
 def named(settings: EvaluateSettings) -> tuple[AnyTest, ...]:
@@ -180,13 +213,22 @@ def open_test(test: AnyTest) -> Test:
     return ZeroShot(test.called, folder, read_templates(test.templates))
 
 
-def probes(run: Run, tests: Sequence[Test]) -> dict[str, Callable[[], list[dict[str, Any]]]]:
-    """What measures each test in small, by its name: lines for metrics.jsonl."""
+def measures(run: Run, tests: Sequence[Test], found: dict[int, list[Row]] | None = None) -> list[Measure]:
+    """What measures each test in small, with its name: lines for metrics.jsonl.
 
-    def measured(test: Test) -> Callable[[], list[dict[str, Any]]]:
-        return lambda: [_line(row) for row in test.measure(run, run.recipe.evaluate.probe)]
+    Whole, where there is room for what is `found`: the rows of each test, by its place.
+    """
 
-    return {test.name: measured(test) for test in tests}
+    def probe(test: Test) -> list[dict[str, Any]]:
+        return [_line(row) for row in test.measure(run, run.recipe.evaluate.probe)]
+
+    def whole(test: Test, place: int, found: dict[int, list[Row]]) -> list[dict[str, Any]]:
+        found[place] = test.measure(run)
+        return [_line(row, whole=True) for row in found[place]]
+
+    if found is None:
+        return [(test.name, partial(probe, test)) for test in tests]
+    return [(test.name, partial(whole, test, place, found)) for place, test in enumerate(tests)]
 
 
 def _line(row: Row, **more: Any) -> dict[str, Any]:
@@ -194,25 +236,31 @@ def _line(row: Row, **more: Any) -> dict[str, Any]:
     return {"test": row["test"], "queries": row["queries"], "choices": row["choices"], **row["metrics"], **more}
 
 
-def measure_all(run: Run, folder: RunFolder) -> list[Row]:
-    """Every test of the run's recipe on all of its pictures, told in metrics.jsonl; one that fails is told too."""
+def measure_all(run: Run, folder: RunFolder, found: Mapping[int, list[Row]]) -> list[Row]:
+    """Every test of the run's recipe on all of its pictures, told in metrics.jsonl; one that fails is told too.
+
+    Those `found` already, by their place, are taken as they are.
+    """
     rows: list[Row] = []
     tests = named(run.recipe.evaluate)
     if not tests:
         return rows
     examples = folder.read_json(FACTS)["examples"]
     with Metrics(folder / METRICS) as metrics:
-        for test in tests:
+        for place, test in enumerate(tests):
+            if place in found:
+                rows += found[place]
+                continue
             try:
-                found = open_test(test).measure(run)
+                measured = open_test(test).measure(run)
             except Exception as failure:
                 logger.warning("the test %s failed, the others go on: %r", test.called, failure)
                 metrics.write("failure", examples=examples, what=test.called, why=repr(failure))
-                found = [_row(f"{test.called}, failed: {failure}", (0, 0), {}, None, {}, {})]
-            for row in found:
+                measured = [_row(f"{test.called}, failed: {failure}", (0, 0), {}, None, {}, {})]
+            for row in measured:
                 if row["metrics"]:
                     metrics.write("test", examples=examples, **_line(row, whole=True))
-            rows += found
+            rows += measured
     return rows
 
 

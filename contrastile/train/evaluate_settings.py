@@ -96,8 +96,7 @@ class EvaluateSettings(Settings):
 
     `prompts` are what names are put into for zero-shot tests. `digits`: after training on the glyphs, handwritten
     digits too; they say nothing about other pictures. `zero_shot` and `retrieval`: tests on pictures from elsewhere, at
-    each probe on at most `probe` pictures, at the end on all. The first rank makes them, and the others wait:
-    `train.timeout` has to be longer than that takes.
+    each probe on at most `probe` pictures, at the end on all. Ranks share the pictures out.
     """
 
     every: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1

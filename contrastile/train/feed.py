@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from contrastile.train.config import Recipe
 from contrastile.train.log import progress
 from contrastile.train.model_settings import TokenizerSettings
 
+if TYPE_CHECKING:
+    from contrastile.train.precomputed import Precomputed
+
 Tokens = dict[str, Tensor]
 
 # pictures bent, and lots drawn, at once
@@ -42,12 +45,16 @@ MOST_TITLES = 1_000_000
 
 @dataclass(frozen=True)
 class Materials:
-    """The pairs of a recipe, a tokenizer for their titles, every title tokenised, and on which device pictures lie."""
+    """The pairs of a recipe, a tokenizer for their titles, every title tokenised, and on which device pictures lie.
+
+    features: what a locked tower makes of the pictures, by row, or of a collection by row of its stream.
+    """
 
     pairs: PairSet
     tokenizer: Tokenizer
     tokens: Tokens
     home: torch.device | None = None
+    features: Precomputed | None = None
 
 
 def open_materials(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Materials:
@@ -96,7 +103,8 @@ def _tokenizer(titles: list[str], settings: TokenizerSettings) -> Tokenizer:
 class Batch:
     """pixels `[b, C, S, S]`, tokens with `[b, L]` int64 each, ids `[b]` int64: what this rank has of a batch.
 
-    Pixels are float32 in [0, 1], or of a collection the bytes themselves: floats are made of them on the device.
+    Pixels are float32 in [0, 1], or of a collection the bytes themselves: floats are made of them on the device. Or
+    they are what the tower made of them once, `[b, F]`.
 
     places: where these pairs stand in the batch of all ranks, whose size is where the range ends; None: they are all.
     """
@@ -179,7 +187,8 @@ class Feed:
         """Begin to read the pairs that the next batch, or this rank's share of it, will begin with."""
         if (stream := self._materials.pairs.stream) is not None:
             mine, places = self._places(rows, share)
-            stream.expect(mine, places, self._crop)
+            if self._materials.features is None:
+                stream.expect(mine, places, self._crop)
             self._beside = self._beside or ThreadPoolExecutor(1, "tokenising")
             self._texts = self._beside.submit(self._read_texts, stream, mine)
 
@@ -197,7 +206,11 @@ class Feed:
         return (rows[share] - len(self._materials.pairs)).tolist(), places[share]
 
     def _streamed(self, stream: Stream, rows: Tensor, share: slice, places: range) -> Batch:
-        pictures, chosen = stream.read(*self._places(rows, share), self._crop)
+        mine, examples = self._places(rows, share)
+        if self._materials.features is None:
+            pictures, chosen = stream.read(mine, examples, self._crop)
+        else:
+            pictures, chosen = self._materials.features[np.array(mine, np.int64)], mine
         self._served += len(rows)
         texts = self._texts.result() if self._texts is not None else None
         if texts is None or not texts.at.keys() >= set(chosen):
@@ -219,6 +232,9 @@ class Feed:
             return self._streamed(stream, rows, share, places)
         lots = self._lots(len(rows)) if self._bend else None
         rows = rows[share]
+        texts = {name: ids[rows] for name, ids in self._tokens.items()}, self._ids[rows], places
+        if self._materials.features is not None:
+            return Batch(self._materials.features[rows.numpy()], *texts)
         if self._there is None:
             images, count = torch.from_numpy(self._images[rows.numpy()]), SLICE
         else:
@@ -226,7 +242,7 @@ class Feed:
         # slice by slice: bending needs several times the memory of what is bent
         slices = [slice(start, start + count) for start in range(0, max(len(rows), 1), count)]
         pixels = torch.cat([_pixels(images[some], None if lots is None else lots[share][some]) for some in slices])
-        return Batch(pixels, {name: ids[rows] for name, ids in self._tokens.items()}, self._ids[rows], places)
+        return Batch(pixels, *texts)
 
     def _lots(self, count: int) -> Lots:
         """Those of all ranks: who has which pictures, and on which device, must not change what happens to them."""

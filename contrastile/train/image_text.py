@@ -22,12 +22,14 @@ from contrastile.models.towers import DualEncoder
 from contrastile.modules import ClipLoss, SigLipLoss
 from contrastile.train.checkpoint import Run, build_run, fingerprint, load
 from contrastile.train.config import Recipe
-from contrastile.train.elsewhere import Test, measure_all, named, open_test, probes
-from contrastile.train.evaluation import encode_held_out, evaluate, probe
+from contrastile.train.elsewhere import Test, measure_all, measures, named, open_test
+from contrastile.train.evaluation import Row, encode_held_out, evaluate, probe
 from contrastile.train.facts import Trained, facts, facts_so_far
 from contrastile.train.feed import Batch, Feed, Materials, open_materials
 from contrastile.train.folder import EVALUATION, RunFolder
 from contrastile.train.galleries import galleries
+from contrastile.train.job import Measure
+from contrastile.train.precomputed import precomputed
 from contrastile.train.ranks import Ranks
 from contrastile.train.report import IMAGE_TEXT, table_text, write_report
 from contrastile.train.state import Parts
@@ -46,6 +48,8 @@ class ImageText:
     def __init__(self, run: Run, materials: Materials, tests: Sequence[Test] = ()) -> None:
         recipe = run.recipe
         self.run, self.materials, self._tests = run, materials, tests
+        # of the tests measured whole their rows, by place
+        self._found: dict[int, list[Row]] = {}
         apart = run.device.type == "cuda"
         self.feed = Feed(materials, bend=recipe.data.augment, seed=recipe.seed, apart=apart)
         self.state: Parts = {"feed": self.feed}
@@ -57,7 +61,8 @@ class ImageText:
         # first, so that a mistake in their files costs nothing
         tests = [open_test(test) for test in named(recipe.evaluate)]
         materials = open_materials(recipe, load_tokenizer(begun.path) if begun is not None else None)
-        return cls(build_run(recipe, materials.tokenizer), materials, tests)
+        run = build_run(recipe, materials.tokenizer)
+        return cls(run, precomputed(run, materials), tests)
 
     @classmethod
     def of_run(cls, folder: RunFolder, *, device: str = "auto", index: Path | None = None) -> Self:
@@ -106,9 +111,9 @@ class ImageText:
         """Recall from picture to name."""
         return probe(self.run, self.materials.pairs)
 
-    def tests(self) -> dict[str, Callable[[], list[dict[str, Any]]]]:
-        """On pictures from elsewhere."""
-        return probes(self.run, self._tests)
+    def tests(self, *, whole: bool = False) -> list[Measure]:
+        """On pictures from elsewhere; what is found of all of them the report takes."""
+        return measures(self.run, self._tests, self._found if whole else None)
 
     def facts(self, trained: Trained) -> dict[str, Any]:
         """What run.json says."""
@@ -121,7 +126,7 @@ class ImageText:
     def report(self, folder: RunFolder) -> str:
         """Measure everything, write evaluation.json and report.html; the table of results as text."""
         seen = encode_held_out(self.run, self.materials.pairs)
-        results = [*evaluate(self.run, seen), *measure_all(self.run, folder)]
+        results = [*evaluate(self.run, seen), *measure_all(self.run, folder, self._found)]
         folder.write_json(EVALUATION, results)
         write_report(folder, galleries(self.materials.pairs, seen))
         return table_text(results)

@@ -26,6 +26,8 @@ from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.state import Parts
 from contrastile.train.stopwatch import Stopwatch
 
+# something measured, by its name: lines for metrics.jsonl
+Measure = tuple[str, Callable[[], Sequence[Mapping[str, Any]]]]
 AnyTrained = Recipe | RetrieverRecipe
 
 
@@ -106,8 +108,8 @@ class Job(Protocol[S]):
     def probe(self) -> Mapping[str, Any]:
         """Recall in small, on every held-out part."""
 
-    def tests(self) -> Mapping[str, Callable[[], Sequence[Mapping[str, Any]]]]:
-        """Measurements in small on what is not its own, by name; the first rank alone makes them."""
+    def tests(self, *, whole: bool = False) -> Sequence[Measure]:
+        """Measurements in small, or `whole`, on what is not its own; all ranks make them together."""
 
     def facts(self, trained: Trained) -> dict[str, Any]:
         """All that the report says beside curves and results."""

@@ -184,6 +184,7 @@ def train(
     if trained.stopped_by is None:
         trained.finished = True
         course.probe()
+        course.test()
 
 
 class Training:
@@ -291,10 +292,13 @@ class Training:
     def probe(self) -> None:
         """Measure in small; a measurement that fails is told, and does not end the training."""
         self._measure("probe", lambda: [{"recall": self.job.probe()}])
-        # those that have the towers in shards encode together
-        if self.ranks.rank == 0 or is_sharded(self.model):
-            for name, measure in self.job.tests().items():
-                self._measure(name, measure, kind="test")
+        for name, measure in self.job.tests():
+            self._measure(name, measure, kind="test")
+
+    def test(self) -> None:
+        """All pictures from elsewhere, which several ranks see sooner than the first one would for the report."""
+        for name, measure in self.job.tests(whole=True) if self.ranks.size > 1 else ():
+            self._measure(name, measure, kind="test")
 
     def _measure(self, what: str, measure: Callable[[], Sequence[Mapping[str, Any]]], kind: str = "probe") -> None:
         examples, unit = self.clock.seen, self.job.unit
@@ -317,6 +321,9 @@ class Training:
         self.ranks.hand_in(self.job.stream)
         if self.trained.stopped_by is not None:
             self.ranks.save(checkpoints, len(self.sizes), self.clock.now, self.state, must=True)
+        elif self.ranks.size > 1 and self.job.tests():
+            # measuring may take long, and is made again where it is interrupted
+            self.ranks.save(checkpoints, len(self.sizes), self.clock.now, self.state)
 
 
 @dataclass

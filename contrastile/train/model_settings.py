@@ -9,23 +9,32 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from contrastile.train.settings import ClashError, Count, Settings, files_matter, installed, kind_or
+from contrastile.train.settings import (
+    ClashError,
+    Count,
+    Settings,
+    Width,
+    files_matter,
+    holds_tokenizer,
+    installed,
+    kind_or,
+)
 
 
 class ConvTower(Settings):
     """The small convolutional net of the demo."""
 
     kind: Literal["conv"] = "conv"
-    width: Count = 32
+    width: Width = 32
 
 
 class WordsTower(Settings):
     """The small word-level text tower of the demo."""
 
     kind: Literal["words"] = "words"
-    width: Count = 128
+    width: Width = 128
 
 
 class TransformersModel(Settings):
@@ -167,20 +176,23 @@ class TokenizerSettings(Settings):
     """
 
     kind: Literal["words", "open_clip"] = "words"
-    size: Annotated[int, Field(ge=8)] = 8000
-    length: Count = 16
-    folder: str | None = None
+    size: Annotated[int, Field(ge=8, le=2**24)] = 8000
+    length: Width = 16
+    folder: Annotated[str | None, AfterValidator(holds_tokenizer)] = None
 
 
 class ModelSettings(Settings):
     """The two towers, or one model for `both`, and the size of the features that they meet in.
 
-    A tower that is `locked` keeps its weights; its projection learns (LiT). Those named by `checkpointing` compute
-    their layers again in the backward, where their library can: a larger sub-batch then fits.
+    A tower that is `locked` keeps its weights; its projection learns (LiT), and so do its last `unlocked` layers, such
+    as {image = 2}. With `precompute` a locked image tower sees each picture once, before the first step. Those named by
+    `checkpointing` compute their layers again in the backward, where their library can: a larger sub-batch then fits.
     """
 
-    features: Count = 256
+    features: Width = 256
     locked: tuple[Literal["image", "text"], ...] = ()
+    unlocked: dict[Literal["image", "text"], Count] = Field(default_factory=dict)
+    precompute: bool = False
     checkpointing: tuple[Literal["image", "text"], ...] = ()
     image: AnyImageTower | None = None
     text: AnyTextTower | None = None
@@ -205,6 +217,16 @@ class ModelSettings(Settings):
     @model_validator(mode="after")
     def _weights_come_with_their_tokenizer(self) -> ModelSettings:
         own_tokenizer([self.both, self.text], self.tokenizer.folder)
+        return self
+
+    @model_validator(mode="after")
+    def _unlocked_is_part_of_locked(self) -> ModelSettings:
+        if loose := sorted(set(self.unlocked) - set(self.locked)):
+            reason = f'must be layers of a tower in model.locked; add "{loose[0]}" there'
+            raise ClashError(f"model.unlocked.{loose[0]}", reason)
+        if self.precompute and ("image" not in self.locked or "image" in self.unlocked):
+            reason = 'must be false unless model.locked has "image" and none of its layers is unlocked; got true'
+            raise ClashError("model.precompute", reason)
         return self
 
     @model_validator(mode="after")

@@ -1,18 +1,26 @@
-"""Muon's part of the optimizers: which parameters it is for, and how it and AdamW become one optimizer.
+"""Muon: its step, which parameters it is for, and how it and AdamW become one optimizer.
 
-Beside `optim.py`, which builds them. The steps themselves are torch's: `torch.optim.Muon` after Keller Jordan
-(https://kellerjordan.github.io/posts/muon/), with the size of its updates after Moonshot (arXiv:2502.16982).
+Beside `optim.py`, which builds them. After Keller Jordan (https://kellerjordan.github.io/posts/muon/), with the size of
+its updates after Moonshot (arXiv:2502.16982). The step is that of `torch.optim.Muon`, bit for bit, but also of weights
+in shards, of which torch's would orthogonalise each alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from contrastile.train.sharded import like, whole
+
+# a x + b x xᵀx + c x xᵀx xᵀx brings every singular value up to 1 towards it, and so many times brings it there
+COEFFICIENTS, TIMES, SMALLEST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
+# as large as AdamW's usual updates
+RMS = 0.2
 # the maps from a tower to the common features: heads, which Muon leaves to AdamW
 HEAD = "projection"
 
@@ -40,6 +48,64 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
+class Muon(Optimizer):
+    """For the gradient g [rows, columns] of a matrix:
+
+        m ← momentum m + (1 − momentum) g
+        u = orthogonal((1 − momentum) g + momentum m)
+        p ← p − lr weight_decay p − lr 0.2 √max(rows, columns) u
+
+    which is `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")`. Of weights in shards `m` is too; each matrix is
+    whole on every rank while it is made orthogonal.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
+    >>> optimizer = Muon([weight], lr=1.0, momentum=0.95, weight_decay=0.0)
+    >>> weight.grad = 9 * torch.eye(2)
+    >>> optimizer.step(); weight.abs() > 0.1
+    tensor([[ True, False],
+            [False,  True]])
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Move every matrix that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _move(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+
+def _move(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    rate, momentum = group["lr"], group["momentum"]
+    mean = state.setdefault("momentum_buffer", torch.zeros_like(gradient)).lerp_(gradient, 1 - momentum)
+    update = orthogonal(whole(gradient.lerp(mean, momentum))).to(parameter.dtype)
+    parameter.mul_(1 - rate * group["weight_decay"])
+    parameter.add_(like(update, parameter), alpha=-rate * (RMS * math.sqrt(max(parameter.shape))))
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """About the nearest matrix [rows, columns] whose singular values are all 1, in bfloat16, by Newton and Schulz.
+
+    They end between 0.5 and 1.5, but for those a thousand times smaller than the largest.
+    """
+    a, b, c = COEFFICIENTS
+    tall = len(x) > x.shape[1]
+    x = (x.T if tall else x).bfloat16()
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(TIMES):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
 class Together(Optimizer):
     """Several optimizers with parameters of their own, as one: their groups side by side, their states under one roof.
 
@@ -50,13 +116,13 @@ class Together(Optimizer):
     """
 
     def __init__(self, *members: Optimizer) -> None:
-        self._members = {type(member).__name__: member for member in members}
+        self.members = {type(member).__name__: member for member in members}
         super().__init__([p for member in members for group in member.param_groups for p in group["params"]], {})
         self._side_by_side()
 
     def _side_by_side(self) -> None:
         # the very groups of the members: who sets a rate here sets it there
-        self.param_groups = [group for member in self._members.values() for group in member.param_groups]
+        self.param_groups = [group for member in self.members.values() for group in member.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -65,16 +131,16 @@ class Together(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for member in self._members.values():
+        for member in self.members.values():
             member.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Every member's, by its name."""
-        return {name: member.state_dict() for name, member in self._members.items()}
+        return {name: member.state_dict() for name, member in self.members.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Be as you were; the members make new groups of it."""
-        for name, member in self._members.items():
+        for name, member in self.members.items():
             member.load_state_dict(state_dict[name])
         self._side_by_side()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from contrastile._check import wrong
 from contrastile.train.adafactor import Adafactor
 from contrastile.train.config import Steps
-from contrastile.train.muon import Together, matrices
+from contrastile.train.muon import Muon, Together, matrices
 from contrastile.train.optim_settings import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 from contrastile.train.sharded import whole
 
@@ -54,18 +54,12 @@ def _adafactor(model: nn.Module, settings: AdafactorSettings) -> Optimizer:
 
 
 def _muon(model: nn.Module, settings: MuonSettings) -> Optimizer:
-    """torch's Muon, its updates as large as AdamW's: times 0.2 √max(rows, columns) (arXiv:2502.16982); and AdamW."""
+    """Muon for the matrices inside the towers, and AdamW."""
     inner = matrices(model)
     if not inner:
         raise wrong("optim.kind", "suit towers with matrices", "muon, and they have none", 'Use "adamw".')
     theirs = {id(parameter) for parameter in inner}
-    muon = torch.optim.Muon(
-        inner,
-        lr=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        momentum=settings.momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    muon = Muon(inner, settings.learning_rate, settings.momentum, settings.weight_decay)
     return Together(muon, _adamw_of((p for p in model.parameters() if id(p) not in theirs), settings))
 
 

@@ -5,6 +5,7 @@ Ground of `config.py` and of the sections in files of their own.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -16,6 +17,9 @@ from contrastile._wrong import wrong
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
+# how many examples a run may see, and how wide or long a tensor may be: more is a slip
+Many = Annotated[int, Field(ge=1, le=2**53)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
 Positive = Annotated[float, Field(gt=0.0)]
 
 # what a device is called, and how that is said
@@ -47,6 +51,13 @@ def kind_or(default: str) -> Discriminator:
 def files_matter(info: ValidationInfo) -> bool:
     """A recipe to be run needs its files; one that is read back from its run folder does not."""
     return bool((info.context or {}).get("files"))
+
+
+def holds_tokenizer(folder: str | None, info: ValidationInfo) -> str | None:
+    """The folder of a tokenizer, where there is one; raises ValueError where it holds none."""
+    if folder is not None and files_matter(info) and not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        raise ValueError(f'must be a folder with a tokenizer.json; got "{folder}"')
+    return folder
 
 
 class ClashError(ValueError):

@@ -219,11 +219,18 @@ class Dealt:
 
 
 def _of_parameters(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """In the place of every tensor of its state the parameter that it belongs to; a new optimizer has no state yet."""
+    """In the place of every tensor of its state that lies as a parameter does, that one; a new optimizer has no state.
+
+    Others every rank has whole: how many steps it has made, means of a matrix.
+    """
+    if members := getattr(optimizer, "members", None):
+        return {name: _of_parameters(member, state_dict[name]) for name, member in members.items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
-        # how many steps it has made is no part of a parameter
-        place: {name: None if name == "step" else parameters[place] for name in own}
+        place: {
+            name: parameters[place] if name != "step" and value.shape == parameters[place].shape else None
+            for name, value in own.items()
+        }
         for place, own in state_dict["state"].items()
     }
     return {"state": state}

@@ -28,6 +28,7 @@ from contrastile.train.feed import Materials, open_materials
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, progress
 from contrastile.train.loop import train
+from contrastile.train.precomputed import precomputed
 from contrastile.train.ranks import Ranks
 
 RESULTS, TABLE = "compare.csv", "compare.md"
@@ -80,7 +81,7 @@ def make(plan: Plan, materials: Materials, folder: Path, ranks: Ranks) -> Outcom
     """Train and measure one plan; its metrics lie in `folder`. Of several ranks the first one has something to say."""
     recipe, trained, failed = plan.recipe, Trained(ranks=ranks.size), ""
     run = build_run(recipe, materials.tokenizer)
-    job = ImageText(run, portion(materials, plan.share))
+    job = ImageText(run, precomputed(run, portion(materials, plan.share)))
     name = "-".join([*plan.labels.values(), str(recipe.seed)]).replace(" ", "_")
     with Metrics(folder / f"{name}.jsonl" if ranks.rank == 0 else None) as metrics, ranks.joined(job):
         try:

@@ -10,12 +10,12 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from contrastile.train.config import AnyRecipe, LossSettings, SaveSettings, Steps, fit_together
 from contrastile.train.model_settings import TransformersModel, WordsTower, own_tokenizer
 from contrastile.train.optim_settings import AdamWSettings, AnyOptim
-from contrastile.train.settings import Count, Settings, Share, files_matter, installed, kind_or
+from contrastile.train.settings import Count, Settings, Share, Width, files_matter, holds_tokenizer, installed, kind_or
 
 
 class TextDataSettings(Settings):
@@ -57,7 +57,7 @@ class BagTower(Settings):
     """The small tower of the demo: a weighted mean of the tokens' vectors."""
 
     kind: Literal["bag"] = "bag"
-    width: Count = 256
+    width: Width = 256
 
 
 class TransformersEncoder(TransformersModel):
@@ -90,10 +90,10 @@ class SubwordSettings(Settings):
     """
 
     kind: Literal["bpe", "words"] = "bpe"
-    size: Annotated[int, Field(ge=8)] = 16_000
-    length: Count = 256
-    query_length: Count = 64
-    folder: str | None = None
+    size: Annotated[int, Field(ge=8, le=2**24)] = 16_000
+    length: Width = 256
+    query_length: Width = 64
+    folder: Annotated[str | None, AfterValidator(holds_tokenizer)] = None
 
     @model_validator(mode="after")
     def _queries_are_shorter(self) -> SubwordSettings:
@@ -112,7 +112,7 @@ class RetrieverSettings(Settings):
     both: AnyEncoder | None = None
     query: AnyEncoder | None = None
     passage: AnyEncoder | None = None
-    features: Count | None = None
+    features: Width | None = None
     normalise: bool = True
     dimensions: tuple[Count, ...] = ()
     lora: LoraSettings | None = None

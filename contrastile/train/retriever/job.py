@@ -22,6 +22,7 @@ from contrastile.modules import InfoNCELoss
 from contrastile.retention import bytes_per_example
 from contrastile.train.facts import Trained, kept_at_once, run_facts
 from contrastile.train.folder import RunFolder
+from contrastile.train.job import Measure
 from contrastile.train.memory import dense_need
 from contrastile.train.ranks import Ranks
 from contrastile.train.retriever.config import RetrieverRecipe
@@ -112,9 +113,9 @@ class Retrieval:
         model = load_retriever(folder.path, device=self.run.recipe.device).model
         return type(self)(replace(self.run, model=model), self.materials, self._index)
 
-    def tests(self) -> dict[str, Any]:
+    def tests(self, *, whole: bool = False) -> list[Measure]:  # noqa: ARG002
         """There are none."""
-        return {}
+        return []
 
     def facts(self, trained: Trained) -> dict[str, Any]:
         """What run.json says."""
