@@ -35,6 +35,7 @@ def traceable(loss: PairLoss, exchange: Exchange) -> bool:
 def traced(
     q: Tensor,
     k: Tensor,
+    keys: int,
     scale: Tensor,
     bias: Tensor | None,
     loss: PairLoss,
@@ -49,7 +50,8 @@ def traced(
     flags = f"{loss.symmetric} {loss.exclude_self}"
     words = f"{type(loss).__name__} {flags} {options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
-    value, *_ = sweep_forward(q, k, scale, bias, *groups, words, smoothing, [diagonal, options.workspace or 0])
+    numbers = [diagonal, int(options.workspace or 0), keys]
+    value, *_ = sweep_forward(q, k, scale, bias, *groups, words, smoothing, numbers)
     return value
 
 
@@ -73,7 +75,7 @@ def sweep_forward(
     call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, weights], words, smoothing, numbers)
     if positives is not None:
         # a graph cannot read them; whoever runs it can
-        _check.in_range(positives, len(k))
+        _check.in_range(positives, numbers[-1])
     swept = forward(call, q, k, scale, bias)
     # an operation's outputs share no memory
     return [swept.value, *(x.clone() for x in (*swept.states, *swept.coefficients))]
@@ -121,7 +123,7 @@ def _call(
 ) -> Call:
     positives, row_labels, row_ids, col_labels, col_ids, weights = groups
     *_, backend, gradient, reduction = words.split()
-    first, workspace = numbers
+    first, workspace, _ = numbers
     diagonal = None if first == NO_DIAGONAL else first
     loss = _loss(words, smoothing)
     rows = Side(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids)

@@ -80,7 +80,7 @@ def test_operations_are_registered_as_they_behave(backend: str) -> None:
         None,
         f"Softmax True False {backend} mean mean",
         0.1,
-        [0, 0],
+        [0, 0, 9],
     )
     torch.library.opcheck(torch.ops.contrastile.forward.default, arguments)
 
@@ -108,6 +108,13 @@ def test_positives_out_of_range_are_found_when_the_graph_runs() -> None:
     )
     with pytest.raises(ValueError, match="`positives` must index this rank's 3 keys, or be -1; got 7"):
         step(torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0, 1, 7]))
+    step = torch.compile(
+        lambda q, k, p, n: contrast(q, k, scale=1.0, loss=Softmax(), positives=p, negatives=n),
+        backend="eager",
+        fullgraph=True,
+    )
+    with pytest.raises(ValueError, match="`positives` must index this rank's 3 keys, or be -1; got 4"):
+        step(torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0, 1, 4]), torch.randn(2, 4))
 
 
 def test_the_way_of_computing_tiles_is_not_chosen_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
