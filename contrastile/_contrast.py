@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from contrastile import _check, comm
 from contrastile._check import wrong
 from contrastile._choose import Options, choose_exchange, choose_tiles
-from contrastile._operation import traceable, traced
+from contrastile._operation import traced, untraced
 from contrastile._replay import replayed, with_loss
-from contrastile._scored import Pair, untraced
+from contrastile._scored import Pair
 from contrastile._streamed import away, device_of, streamed
 from contrastile._sweep import Call, Gradients, backward, forward, hand_back
 from contrastile._types import accumulator
@@ -124,7 +124,7 @@ def contrast(
         return streamed(q, k, scale, bias, loss, exchange, (rows, cols), weights, options, device)
     if pair is not None:
         return pair.contrasted(scale, bias, loss, exchange, (rows, cols), weights, options)
-    if torch.compiler.is_compiling() and traceable(loss, exchange):
+    if torch.compiler.is_compiling():
         return traced(q, k, keys, scale, bias, loss, rows, cols, weights, options)
     tiles = choose_tiles(options.backend, loss, rows, cols)
     call = Call(loss, tiles, exchange, rows, cols, weights, options.reduction, options.workspace)

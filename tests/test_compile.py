@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from problems import PROBLEMS, distance
+from ranks import Pool
 from torch import Tensor, nn
 
 from contrastile import ClipLoss, contrast
@@ -195,3 +196,30 @@ def test_a_scorer_inside_a_compiled_step_breaks_the_graph_and_nothing_else() -> 
     # before the loss, and behind it
     inside = [[node.name for node in graph.graph.nodes if node.op.startswith("call")] for graph in graphs]
     assert inside == [["sin", "cos"], ["mul"]]
+
+
+def _in_a_graph(rank: int, group: Any, exchange: str) -> tuple[list[list[str]], float]:
+    """What torch.compile makes of a step around a loss of all ranks, and how far its gradients are off."""
+    torch._dynamo.reset()
+    leaves = [x.requires_grad_() for x in torch.randn(2, 4 + rank, 8, dtype=torch.float64)]
+    loss = ClipLoss(exchange=exchange, group=group)
+
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        return 3 * loss(q.sin(), k.cos(), 2.0)
+
+    inside: list[list[str]] = []
+
+    def look(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        inside.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph
+
+    found, truth = (torch.autograd.grad(way(*leaves), leaves) for way in (torch.compile(step, backend=look), step))
+    return inside, max(distance(a, b) for a, b in zip(found, truth, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning", "ignore:.*rows of length")
+@pytest.mark.parametrize("exchange", ["replicate", "gather", "ring"])
+def test_several_ranks_inside_a_compiled_step_break_the_graph_and_nothing_else(pool: Pool, exchange: str) -> None:
+    for inside, far in pool.run(_in_a_graph, 2, exchange):
+        assert [each for each in inside if each] == [["sin", "cos"], ["mul"]]
+        assert far <= 1e-12
