@@ -12,6 +12,9 @@ from torch import Tensor
 from contrastile._wrong import one_of as one_of
 from contrastile._wrong import wrong as wrong
 
+# the types that features are computed with
+FEATURES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def features(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
@@ -20,6 +23,8 @@ def features(name: str, x: Tensor) -> None:
         raise wrong(name, "have two dimensions [rows, features]", f"shape {list(x.shape)}", "Flatten the others first.")
     if not x.is_floating_point():
         raise wrong(name, "be floating point", x.dtype, "Convert it with .float().")
+    if x.dtype not in FEATURES:
+        raise wrong(name, "be bf16, fp16, fp32 or fp64", x.dtype, "Convert it with .float().")
     if x.shape[1] == 0:
         raise wrong(name, "have at least one feature", f"shape {list(x.shape)}", "Check the encoder's output.")
 
@@ -62,6 +67,8 @@ def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool)
         )
     if integer and (x.is_floating_point() or x.is_complex()):
         raise wrong(name, "be integers", x.dtype, "Number the groups first, with torch.unique for example.")
+    if x.is_complex():
+        raise wrong(name, "be real numbers", x.dtype, "Convert it with .float().")
     if x.device != rows.device:
         raise wrong(name, f"be on the device of `{rows_name}`", f"{rows.device} and {x.device}", "Move one side first.")
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 from contrastile import _check, comm
 from contrastile._check import wrong
@@ -80,23 +79,28 @@ class Options:
     def __post_init__(self) -> None:
         for name, words in WORDS.items():
             _check.one_of(name, getattr(self, name), words, "Leave it out for the default.")
-        if not 0.0 <= self.label_smoothing < 1.0:
-            raise wrong("label_smoothing", "be at least 0 and below 1", self.label_smoothing, "0.1 is usual.")
-        if self.workspace is not None and self.workspace < LEAST_WORKSPACE:
+        smoothing, workspace = self.label_smoothing, self.workspace
+        if not isinstance(smoothing, (int, float)) or not 0.0 <= smoothing < 1.0:
+            raise wrong("label_smoothing", "be at least 0 and below 1", repr(smoothing), "0.1 is usual.")
+        if workspace is not None and (not isinstance(workspace, (int, float)) or workspace < LEAST_WORKSPACE):
             raise wrong(
-                "workspace", f"be at least {LEAST_WORKSPACE} bytes", self.workspace, "Leave it out for the default."
+                "workspace", f"be at least {LEAST_WORKSPACE} bytes", repr(workspace), "Leave it out for the default."
             )
+        if self.device is not None:
+            try:
+                torch.device(self.device)
+            except (RuntimeError, TypeError):
+                remedy = "Leave it out to compute where the features are."
+                raise wrong("device", "be one that torch knows", repr(self.device), remedy) from None
 
 
 EXCHANGES: dict[str, type[Exchange]] = {"single": Single, "replicate": Replicate, "gather": Gather, "ring": Ring}
 
 
-def choose_exchange(
-    options: Options, loss: PairLoss, rows: Side, cols: Side, differentiated: Sequence[bool] = ()
-) -> Exchange:
+def choose_exchange(options: Options, loss: PairLoss, rows: Side, cols: Side, said: dict[str, Any]) -> Exchange:
     """Where the columns come from: what was asked for, or what needs no more than a sixteenth of the memory.
 
-    differentiated: whether q, k, the scale and the bias will get a gradient, for which the ranks work together.
+    said: what ranks must have in common beside that, such as what gets a gradient, for which they work together.
     """
     name, group = options.exchange, options.group
     W = comm.size(group)
@@ -106,7 +110,7 @@ def choose_exchange(
     if name == "single":
         # nothing travels: one rank may compute a loss of its own, for validation, while the others do not
         return Single(options.gradient, Shards(None, 0, (len(rows),), (len(cols),)))
-    statement = _statement(options, loss, rows, cols, differentiated)
+    statement = _statement(options, loss, rows, cols) | said
     counted = comm.tally(group, statement, (len(rows), len(cols)))
     shards = Shards(group, comm.rank(group), *(tuple(each) for each in zip(*counted, strict=True)))
     _check.not_empty(sum(shards.rows))
@@ -123,9 +127,7 @@ def automatic_exchange(shards: Shards, D: int, itemsize: int, device: torch.devi
     return "gather" if Gather.extra_bytes(shards, D, itemsize) <= device_memory(device) // 16 else "ring"
 
 
-def _statement(
-    options: Options, loss: PairLoss, rows: Side, cols: Side, differentiated: Sequence[bool]
-) -> dict[str, Any]:
+def _statement(options: Options, loss: PairLoss, rows: Side, cols: Side) -> dict[str, Any]:
     """What the ranks must have in common. The exchange first: it says what else must agree."""
     return {
         "exchange": options.exchange,
@@ -137,16 +139,10 @@ def _statement(
         "key features": _shapes(cols),
         "dtype": str(rows.features.dtype),
         "device": rows.features.device.type,
-        "requires_grad": list(differentiated),
         "positives": None if rows.positives is None else rows.positives.shape[1],
-        "labels": _kinds(rows.labels, cols.labels),
-        "ids": _kinds(rows.ids, cols.ids),
+        "labels": rows.labels is not None,
+        "ids": rows.ids is not None,
     }
-
-
-def _kinds(*tensors: Tensor | None) -> list[str | None]:
-    """Whether they are there, and of which type: bytes travel, and all ranks must read them alike."""
-    return [None if x is None else str(x.dtype) for x in tensors]
 
 
 def _shapes(side: Side) -> Any:

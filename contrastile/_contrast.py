@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from contrastile import _check, comm
 from contrastile._check import wrong
 from contrastile._choose import Options, choose_exchange, choose_tiles
-from contrastile._operation import traceable, traced
+from contrastile._operation import traced, untraced
 from contrastile._replay import replayed, with_loss
-from contrastile._scored import Pair, untraced
+from contrastile._scored import Pair
 from contrastile._streamed import away, device_of, streamed
 from contrastile._sweep import Call, Gradients, backward, forward, hand_back
 from contrastile._types import accumulator
@@ -89,8 +89,8 @@ def contrast(
     >>> contrast(q, k, scorer=Bilinear(16, 16), scale=20.0).shape
     torch.Size([])
     """
-    options = Options.of(how)
     try:
+        options = Options.of(how)
         pair = None if scorer is None else Pair(scorer, q, k, negatives)
         if pair is None:
             keys = len(k) if isinstance(k, Tensor) and k.ndim else 0
@@ -108,11 +108,12 @@ def contrast(
             with_what = "several ranks" if pair is None else "a scorer"
             raise wrong("device", f"be left out with {with_what}", repr(str(device)), "Move the features there.")
     except ValueError as error:
-        tell_all(error, options.group, options.exchange)
+        tell_all(error, how.get("group"), how.get("exchange", "auto"))
         raise
     inputs = (q, k, scale, bias) if pair is None else (*pair.rows, *pair.cols, scale, bias, *pair.scorer.parameters[:1])
     differentiated = [torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs]
-    exchange = choose_exchange(options, loss, rows, cols, differentiated)
+    said = {"scale": _said(scale), "bias": _said(bias), "weights": _said(weights), "requires_grad": differentiated}
+    exchange = choose_exchange(options, loss, rows, cols, said)
     rows, cols = exchange.shards.place(rows, cols)
     dtype = q.dtype if pair is None else pair.scorer.dtype
     scale, bias = (
@@ -123,8 +124,8 @@ def contrast(
         return streamed(q, k, scale, bias, loss, exchange, (rows, cols), weights, options, device)
     if pair is not None:
         return pair.contrasted(scale, bias, loss, exchange, (rows, cols), weights, options)
-    if torch.compiler.is_compiling() and traceable(loss, exchange):
-        return traced(q, k, scale, bias, loss, rows, cols, weights, options)
+    if torch.compiler.is_compiling():
+        return traced(q, k, keys, scale, bias, loss, rows, cols, weights, options)
     tiles = choose_tiles(options.backend, loss, rows, cols)
     call = Call(loss, tiles, exchange, rows, cols, weights, options.reduction, options.workspace)
     wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, scale, bias))
@@ -167,6 +168,9 @@ def _prepare(
     weights: Tensor | None,
 ) -> tuple[Side, Side, PairLoss]:
     """What a rank can check by itself; rows, columns (negatives from `keys` on), the loss as the options want it."""
+    if not isinstance(loss, PairLoss):
+        got = loss.__name__ if isinstance(loss, type) else type(loss).__name__
+        raise wrong("loss", "be a loss as an object", got, "Pass Softmax(...) or Sigmoid(...) of contrastile.losses.")
     if scale is None:
         raise wrong("scale", "be given for a dot product", None, "Pass logit_scale.exp(), say.")
     _check.number("scale", scale, q, options.device)
@@ -183,7 +187,7 @@ def _prepare(
         )
     if loss.symmetric:
         _check.same_length("k", k, "q", q)
-    rows, cols = _sides(q, k, positives, query_labels, key_labels, query_ids, key_ids, loss)
+    rows, cols = _sides(q, k, keys, positives, query_labels, key_labels, query_ids, key_ids, loss)
     if weights is not None:
         _check.vector("weights", weights, "q", q, integer=False)
     return rows, cols, loss
@@ -232,9 +236,15 @@ def _as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> T
     return x if isinstance(x, Tensor) else torch.full((), x, dtype=accumulator(dtype), device=device)
 
 
+def _said(x: Tensor | float | None) -> Any:
+    """What a rank states of a number: its value, if it has not to be asked of the device."""
+    return "a tensor" if isinstance(x, Tensor) else x
+
+
 def _sides(
     q: Tensor,
     k: Tensor,
+    keys: int,
     positives: Tensor | None,
     query_labels: Tensor | None,
     key_labels: Tensor | None,
@@ -261,18 +271,23 @@ def _sides(
             raise wrong("positives", "be left out for a symmetric loss", "both", "Pass labels, or take a one-way loss.")
         _check.positives(positives, q)
         if not torch.compiler.is_compiling():
-            _check.in_range(positives, len(k))
+            _check.in_range(positives, keys)
         positives = (positives[:, None] if positives.ndim == 1 else positives).long()
     elif query_labels is None:
-        if len(k) < len(q):
-            raise wrong("k", "have at least as many rows as `q`", f"{len(q)} and {len(k)}", "Or pass `positives`.")
+        if keys < len(q):
+            raise wrong("k", "have at least as many rows as `q`", f"{len(q)} and {keys}", "Or pass `positives`.")
         diagonal = 0
+    # as one type: not every backend sends all of them
+    query_labels, key_labels, query_ids, key_ids = (
+        None if groups is None else groups.long() for groups in (query_labels, key_labels, query_ids, key_ids)
+    )
     rows = Side(q.detach(), diagonal=diagonal, positives=positives, labels=query_labels, ids=query_ids)
     return rows, Side(k.detach(), labels=key_labels, ids=key_ids)
 
 
 def _of_nobody(groups: Tensor | None, negatives: int) -> Tensor | None:
     """Ids, or labels, of the keys continued over negatives that share theirs with no query."""
-    if not isinstance(groups, Tensor) or groups.is_floating_point():
+    if not isinstance(groups, Tensor) or groups.is_floating_point() or groups.is_complex():
         return groups
-    return torch.cat([groups, groups.new_full((negatives,), torch.iinfo(groups.dtype).min)])
+    nobody = torch.full((negatives,), torch.iinfo(torch.int64).min, device=groups.device)
+    return torch.cat([groups.long(), nobody])

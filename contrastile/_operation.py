@@ -3,38 +3,60 @@ unrolled.
 
 Beside `_contrast.py`, which takes this way only while a graph is being traced, because a custom operation costs
 more per call than an autograd.Function. It covers one process; several ranks talk to each other on the host, which
-a graph cannot.
+a graph cannot, so there the graph ends before the call and goes on behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from contrastile import _check
+from contrastile import _check, comm
 from contrastile._choose import Options, choose_tiles
 from contrastile._sweep import Call, backward, forward
 from contrastile._types import Backend, Gradient, Reduction, accumulator
-from contrastile.exchange.base import Exchange, Shards
+from contrastile.exchange.base import Shards
 from contrastile.exchange.single import Single
 from contrastile.losses.base import PairLoss, Side
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxState
 
 NO_DIAGONAL = -(2**40)
+Words = ParamSpec("Words")
+Result = TypeVar("Result")
 
 
-def traceable(loss: PairLoss, exchange: Exchange) -> bool:
-    """Whether a call can be written down as tensors, numbers and words."""
-    return isinstance(exchange, Single) and isinstance(loss, (Softmax, Sigmoid))
+def untraced(function: Callable[Words, Result]) -> Callable[Words, Result]:
+    """The function; torch.compile looks only into calls that are one operation, and breaks its graph around others."""
+
+    @wraps(function)
+    def call(*arguments: Words.args, **words: Words.kwargs) -> Result:
+        if torch.compiler.is_compiling() and not _one_operation(words):
+            return torch.compiler.disable(function)(*arguments, **words)
+        return function(*arguments, **words)
+
+    return call
+
+
+def _one_operation(words: dict[str, Any]) -> bool:
+    """Whether a call can be written down as tensors, numbers and words.
+
+    Not with a scorer, whose tiles come from measuring the module (which may be compiled itself); nor with features
+    that are streamed from the host; nor on several ranks.
+    """
+    alone = words.get("exchange") == "single" or comm.size(words.get("group")) == 1
+    known = type(words.get("loss", Softmax())) in (Softmax, Sigmoid)
+    return alone and known and words.get("scorer") is None and words.get("device") is None
 
 
 def traced(
     q: Tensor,
     k: Tensor,
+    keys: int,
     scale: Tensor,
     bias: Tensor | None,
     loss: PairLoss,
@@ -49,7 +71,8 @@ def traced(
     flags = f"{loss.symmetric} {loss.exclude_self}"
     words = f"{type(loss).__name__} {flags} {options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
-    value, *_ = sweep_forward(q, k, scale, bias, *groups, words, smoothing, [diagonal, options.workspace or 0])
+    numbers = [diagonal, int(options.workspace or 0), keys]
+    value, *_ = sweep_forward(q, k, scale, bias, *groups, words, smoothing, numbers)
     return value
 
 
@@ -73,7 +96,7 @@ def sweep_forward(
     call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, weights], words, smoothing, numbers)
     if positives is not None:
         # a graph cannot read them; whoever runs it can
-        _check.in_range(positives, len(k))
+        _check.in_range(positives, numbers[-1])
     swept = forward(call, q, k, scale, bias)
     # an operation's outputs share no memory
     return [swept.value, *(x.clone() for x in (*swept.states, *swept.coefficients))]
@@ -121,7 +144,7 @@ def _call(
 ) -> Call:
     positives, row_labels, row_ids, col_labels, col_ids, weights = groups
     *_, backend, gradient, reduction = words.split()
-    first, workspace = numbers
+    first, workspace, _ = numbers
     diagonal = None if first == NO_DIAGONAL else first
     loss = _loss(words, smoothing)
     rows = Side(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids)

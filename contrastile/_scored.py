@@ -7,10 +7,10 @@ features' gradients go on to `encode` as those of a dot product do: the paper's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +27,6 @@ from contrastile.tiles.scored import Form, Scored, Scorer, fitting_side
 
 # the tile of backend="dense": the whole block
 WHOLE = 2**62
-Words = ParamSpec("Words")
-Result = TypeVar("Result")
-
-
-def untraced(function: Callable[Words, Result]) -> Callable[Words, Result]:
-    """The function; torch.compile does not look into calls with a scorer, and breaks its graph around them.
-
-    Tiles, and how many there are, come from measuring the module. The module itself may be compiled.
-    """
-
-    @wraps(function)
-    def call(*arguments: Words.args, **words: Words.kwargs) -> Result:
-        if words.get("scorer") is not None and torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*arguments, **words)
-        return function(*arguments, **words)
-
-    return call
 
 
 class Pair:

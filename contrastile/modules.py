@@ -7,8 +7,9 @@ length).
 
 from __future__ import annotations
 
+import re
 import warnings
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ LENGTH_TOLERANCE = 0.05
 class _Loss(nn.Module):
     """A loss with its options (see `contrastile._choose.Options`), checked when it is made."""
 
+    # what `contrast` calls its arguments, and what the user called them here
+    names: ClassVar[dict[str, str]] = {}
+
     def __init__(self, **how: Any) -> None:
         super().__init__()
         Options.of(how)
@@ -36,6 +40,14 @@ class _Loss(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.how.items())
+
+    def _contrast(self, q: Tensor, k: Tensor, **given: Any) -> Tensor:
+        """`contrast`, whose errors are told in this loss's names."""
+        try:
+            return contrast(q, k, **given, **self.how)
+        except ValueError as error:
+            error.args = (re.sub(r"`(\w+)`", lambda found: f"`{self.names.get(found[1], found[1])}`", str(error)),)
+            raise
 
     def _tell_all(self, error: ValueError) -> None:
         tell_all(error, self.how.get("group"), self.how.get("exchange", "auto"))
@@ -50,10 +62,11 @@ class _Loss(nn.Module):
         for side in sides:
             lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)
             if bool(((lengths - 1).abs() > LENGTH_TOLERANCE).any()):
+                # the same words every time, at the user's line: Python tells them once, whatever makes new losses
                 warnings.warn(
-                    f"{type(self).__name__} got rows of length {lengths.min():.3g} to {lengths.max():.3g}; it computes "
-                    "with features as given. Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
-                    stacklevel=4,
+                    f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
+                    "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
+                    stacklevel=5,
                 )
                 return
 
@@ -62,6 +75,10 @@ class _PairedLoss(_Loss):
     """A loss of images and texts that come in pairs."""
 
     pair_loss: PairLoss
+    names: ClassVar[dict[str, str]] = {
+        "q": "image_features", "k": "text_features", "scale": "logit_scale", "bias": "logit_bias", "query_ids": "ids",
+        "key_ids": "ids",
+    }  # fmt: skip
 
     @overload
     def forward(
@@ -103,16 +120,11 @@ class _PairedLoss(_Loss):
         try:
             _check.features("image_features", image_features)
             _check.features("text_features", text_features)
-            _check.alike("text_features", text_features, "image_features", image_features)
             _check.same_length("text_features", text_features, "image_features", image_features)
-            _check.number("logit_scale", logit_scale, image_features, self.how.get("device"))
-            if ids is not None:
-                _check.vector("ids", ids, "image_features", image_features, integer=True)
         except ValueError as error:
             self._tell_all(error)
             raise
-        self._look_at_lengths(image_features, text_features)
-        loss = contrast(
+        loss = self._contrast(
             image_features,
             text_features,
             scale=logit_scale,
@@ -121,8 +133,8 @@ class _PairedLoss(_Loss):
             query_ids=ids,
             key_ids=ids,
             weights=weights,
-            **self.how,
         )
+        self._look_at_lengths(image_features, text_features)
         return {"contrastive_loss": loss} if output_dict else loss
 
 
@@ -172,6 +184,8 @@ class InfoNCELoss(_Loss):
     0
     """
 
+    names: ClassVar[dict[str, str]] = {"q": "query", "k": "key"}
+
     def forward(
         self,
         query: Tensor,
@@ -184,7 +198,7 @@ class InfoNCELoss(_Loss):
         key_ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        return contrast(
+        return self._contrast(
             query,
             key,
             scale=scale,
@@ -194,7 +208,6 @@ class InfoNCELoss(_Loss):
             query_ids=query_ids,
             key_ids=key_ids,
             weights=weights,
-            **self.how,
         )
 
 
@@ -211,6 +224,8 @@ class SupConLoss(_Loss):
     0
     """
 
+    names: ClassVar[dict[str, str]] = {"q": "features", "k": "features"}
+
     def forward(self, features: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
         try:
             if not isinstance(features, Tensor) or features.ndim not in (2, 3):
@@ -224,14 +239,8 @@ class SupConLoss(_Loss):
         if features.ndim == 3:
             labels = labels.repeat_interleave(features.shape[1])
             features = features.flatten(0, 1)
-        return contrast(
-            features,
-            features,
-            scale=scale,
-            loss=Softmax(exclude_self=True),
-            query_labels=labels,
-            key_labels=labels,
-            **self.how,
+        return self._contrast(
+            features, features, scale=scale, loss=Softmax(exclude_self=True), query_labels=labels, key_labels=labels
         )
 
 
@@ -247,6 +256,8 @@ class NTXentLoss(_Loss):
     0
     """
 
+    names: ClassVar[dict[str, str]] = {"q": "view_a", "k": "view_b"}
+
     def forward(self, view_a: Tensor, view_b: Tensor, scale: Tensor | float) -> Tensor:
         try:
             _check.features("view_a", view_a)
@@ -259,4 +270,4 @@ class NTXentLoss(_Loss):
         views = torch.cat([view_a, view_b])
         N = len(view_a)
         other = torch.arange(2 * N, device=views.device).roll(N)
-        return contrast(views, views, scale=scale, loss=Softmax(exclude_self=True), positives=other, **self.how)
+        return self._contrast(views, views, scale=scale, loss=Softmax(exclude_self=True), positives=other)

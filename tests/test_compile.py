@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from problems import PROBLEMS, distance
+from ranks import Pool
 from torch import Tensor, nn
 
 from contrastile import ClipLoss, contrast
@@ -80,7 +81,7 @@ def test_operations_are_registered_as_they_behave(backend: str) -> None:
         None,
         f"Softmax True False {backend} mean mean",
         0.1,
-        [0, 0],
+        [0, 0, 9],
     )
     torch.library.opcheck(torch.ops.contrastile.forward.default, arguments)
 
@@ -108,6 +109,13 @@ def test_positives_out_of_range_are_found_when_the_graph_runs() -> None:
     )
     with pytest.raises(ValueError, match="`positives` must index this rank's 3 keys, or be -1; got 7"):
         step(torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0, 1, 7]))
+    step = torch.compile(
+        lambda q, k, p, n: contrast(q, k, scale=1.0, loss=Softmax(), positives=p, negatives=n),
+        backend="eager",
+        fullgraph=True,
+    )
+    with pytest.raises(ValueError, match="`positives` must index this rank's 3 keys, or be -1; got 4"):
+        step(torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0, 1, 4]), torch.randn(2, 4))
 
 
 def test_the_way_of_computing_tiles_is_not_chosen_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,3 +196,30 @@ def test_a_scorer_inside_a_compiled_step_breaks_the_graph_and_nothing_else() -> 
     # before the loss, and behind it
     inside = [[node.name for node in graph.graph.nodes if node.op.startswith("call")] for graph in graphs]
     assert inside == [["sin", "cos"], ["mul"]]
+
+
+def _in_a_graph(rank: int, group: Any, exchange: str) -> tuple[list[list[str]], float]:
+    """What torch.compile makes of a step around a loss of all ranks, and how far its gradients are off."""
+    torch._dynamo.reset()
+    leaves = [x.requires_grad_() for x in torch.randn(2, 4 + rank, 8, dtype=torch.float64)]
+    loss = ClipLoss(exchange=exchange, group=group)
+
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        return 3 * loss(q.sin(), k.cos(), 2.0)
+
+    inside: list[list[str]] = []
+
+    def look(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        inside.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph
+
+    found, truth = (torch.autograd.grad(way(*leaves), leaves) for way in (torch.compile(step, backend=look), step))
+    return inside, max(distance(a, b) for a, b in zip(found, truth, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning", "ignore:.*rows of length")
+@pytest.mark.parametrize("exchange", ["replicate", "gather", "ring"])
+def test_several_ranks_inside_a_compiled_step_break_the_graph_and_nothing_else(pool: Pool, exchange: str) -> None:
+    for inside, far in pool.run(_in_a_graph, 2, exchange):
+        assert [each for each in inside if each] == [["sin", "cos"], ["mul"]]
+        assert far <= 1e-12

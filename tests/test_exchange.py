@@ -154,18 +154,34 @@ def test_rows_of_a_rank_have_gradients_for_their_local_mean(pool: Pool, loss: Pa
     assert distance(torch.cat([gradient for _, gradient in answers]) / 3, q.grad) <= 1e-12
 
 
+def _by_ids(rank: int, group: Any, dtype: torch.dtype, exchange: str) -> Tensor:
+    q = torch.randn(5, 6, generator=torch.Generator().manual_seed(rank)).double()
+    ids = torch.tensor([0, 1, 1, 0, 1]).to(torch.int64 if rank else dtype)
+    return contrast(q, q, scale=1.0, query_ids=ids, key_ids=ids, group=group, exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16], ids=str)
+def test_ids_of_types_that_a_backend_does_not_send(pool: Pool, dtype: torch.dtype, exchange: str) -> None:
+    truth, _ = pool.run(_by_ids, 2, torch.int64, exchange)
+    assert pool.run(_by_ids, 2, dtype, exchange) == [truth] * 2
+
+
 def _sentence(rank: int, group: Any, kind: str) -> str:
     q = torch.ones(3, 4 + (kind == "features" and rank == 1))
     options = {"gradient": "sum"} if kind == "gradient" and rank == 1 else {}
     if kind == "own":
         options = {"query_ids": torch.arange(2 if rank == 2 else 3), "key_ids": torch.arange(3)}
-    if kind == "ids":
-        ids = torch.arange(3, dtype=torch.int32 if rank == 1 else torch.int64)
-        options = {"query_ids": ids, "key_ids": ids}
+    if kind == "ids" and rank == 1:
+        options = {"query_ids": torch.arange(3), "key_ids": torch.arange(3)}
+    if kind == "weights" and rank == 1:
+        options = {"weights": torch.ones(3)}
+    if kind == "smoothing" and rank == 1:
+        options = {"label_smoothing": 2.0}
     if kind == "empty":
         q = q[:0]
     try:
-        contrast(q, q, scale=1.0, group=group, **options)
+        contrast(q, q, scale=2.0 if kind == "scale" and rank == 1 else 1.0, group=group, **options)
     except ValueError as error:
         return str(error)
     return "nothing was wrong"
@@ -186,8 +202,22 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
         ),
         (
             "ids",
-            "`ids` must be the same on all ranks; got ['torch.int64', 'torch.int64'] on rank 0 and ['torch.int32', "
-            "'torch.int32'] on rank 1. Build the loss and its inputs alike everywhere.",
+            "`ids` must be the same on all ranks; got False on rank 0 and True on rank 1. Build the loss and its "
+            "inputs alike everywhere.",
+        ),
+        (
+            "weights",
+            "`weights` must be the same on all ranks; got None on rank 0 and 'a tensor' on rank 1. Build the loss and "
+            "its inputs alike everywhere.",
+        ),
+        (
+            "scale",
+            "`scale` must be the same on all ranks; got 1.0 on rank 0 and 2.0 on rank 1. Build the loss and its inputs "
+            "alike everywhere.",
+        ),
+        (
+            "smoothing",
+            "rank 1: `label_smoothing` must be at least 0 and below 1; got 2.0. 0.1 is usual.",
         ),
         (
             "empty",

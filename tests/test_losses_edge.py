@@ -129,6 +129,38 @@ def test_rows_without_a_positive_leave_the_mean() -> None:
     assert distance(loss, F.cross_entropy(q[some] @ k.T, positives[some])) <= 1e-6
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", ["dense", "eager", "triton"])
+def test_a_query_to_which_no_key_counts_takes_no_part(backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    q, k = (x.to(dtype).requires_grad_() for x in torch.randn(2, 4, 8))
+    ids = {"query_ids": torch.tensor([0, 7, 1, 2]), "key_ids": torch.full((4,), 7)}
+    positives = torch.tensor([0, -1, 2, 3])
+    loss = InfoNCELoss(backend=backend)(q, k, 1.0, positives=positives, **ids)
+    truth = F.cross_entropy(q[positives >= 0] @ k.T, positives[positives >= 0])
+    assert distance(loss.detach(), truth.detach()) <= 1e-6
+    gradients, exact = (torch.autograd.grad(value, (q, k)) for value in (loss, truth))
+    assert all(distance(g, e) <= 1e-5 for g, e in zip(gradients, exact, strict=True))
+    # an example that is alone is compared with nothing
+    alone = torch.randn(1, 8, dtype=dtype, requires_grad=True)
+    value = SupConLoss(backend=backend, reduction="sum")(alone, torch.tensor([3]), 1.0)
+    assert value == 0
+    assert (torch.autograd.grad(value, alone)[0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int32], ids=str)
+def test_ids_of_any_integers_leave_negatives_to_nobody(dtype: torch.dtype) -> None:
+    q, k, negatives = torch.randn(5, 8), torch.randn(5, 8), torch.randn(3, 8)
+    ids = torch.tensor([0, 1, 1, 0, 1])
+    wide, narrow = (
+        contrast(q, k, scale=2.0, loss=Softmax(), negatives=negatives, query_ids=given, key_ids=given)
+        for given in (ids, ids.to(dtype))
+    )
+    assert wide == narrow
+
+
 def test_a_batch_without_any_positive_has_no_mean() -> None:
     labels = torch.arange(5)
     assert SupConLoss()(torch.randn(5, 8), labels, 1.0).isnan()

@@ -29,6 +29,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`q` must be floating point; got torch.int64. Convert it with .float().": lambda: contrast(
         _x(3, 4, dtype=torch.int64), _x(3, 4), scale=1.0
     ),
+    "`q` must be bf16, fp16, fp32 or fp64; got torch.float8_e4m3fn. Convert it with .float().": lambda: contrast(
+        _x(3, 4).to(torch.float8_e4m3fn), _x(3, 4), scale=1.0
+    ),
     "`q` must have at least one feature; got shape [3, 0]. Check the encoder's output.": lambda: contrast(
         _x(3, 0), _x(3, 0), scale=1.0
     ),
@@ -73,6 +76,15 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`query_labels` must be given where `key_labels` is; got None. Pass both, or neither.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, key_labels=torch.arange(3)
     ),
+    "`weights` must be real numbers; got torch.complex64. Convert it with .float().": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, weights=_x(3, dtype=torch.complex64)
+    ),
+    "`loss` must be a loss as an object; got str. Pass Softmax(...) or Sigmoid(...) of contrastile.losses.": lambda: (
+        contrast(_x(3, 4), _x(3, 4), scale=1.0, loss="clip")
+    ),
+    "`loss` must be a loss as an object; got Softmax. Pass Softmax(...) or Sigmoid(...) of contrastile.losses.": (
+        lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Softmax)
+    ),
     "`weights` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, weights=_meta(3)
     ),
@@ -82,8 +94,14 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`positives` must be integers; got torch.float32. Pass indices of keys, -1 where there is none.": lambda: (
         InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=_x(3))
     ),
-    "`positives` must be on the device of `q`; got cpu and meta. Move one side first.": lambda: InfoNCELoss()(
+    "`positives` must be on the device of `query`; got cpu and meta. Move one side first.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, positives=_meta(3).long()
+    ),
+    "`positives` must index this rank's 3 keys, or be -1; got 4. Count from this rank's first key.": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=torch.tensor([0, 1, 4]), negatives=_x(2, 4))
+    ),
+    "`key` must have at least as many rows as `query`; got 3 and 2. Or pass `positives`.": lambda: InfoNCELoss()(
+        _x(3, 4), _x(2, 4), 1.0, negatives=_x(2, 4)
     ),
     "`positives` must index this rank's 3 keys, or be -1; got 3. Count from this rank's first key.": lambda: (
         InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, positives=torch.tensor([0, 1, 3]))
@@ -106,7 +124,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`negatives` must be left out for a symmetric loss; got both. Take a one-way loss.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, negatives=_x(2, 4)
     ),
-    "`negatives` must have the same feature size as `k`; got 4 and 5. Project one side first.": lambda: InfoNCELoss()(
+    "`negatives` must have the same feature size as `key`; got 4 and 5. Project one side first.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 5)
     ),
     "`backend` must be one of auto, dense, eager, triton; got 'cuda'. Leave it out for the default.": lambda: ClipLoss(
@@ -127,6 +145,15 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`workspace` must be at least 1048576 bytes; got 1000. Leave it out for the default.": lambda: ClipLoss(
         workspace=1000
     ),
+    "`label_smoothing` must be at least 0 and below 1; got 'a little'. 0.1 is usual.": lambda: ClipLoss(
+        label_smoothing="a little"
+    ),
+    "`workspace` must be at least 1048576 bytes; got '1 GiB'. Leave it out for the default.": lambda: ClipLoss(
+        workspace="1 GiB"
+    ),
+    "`device` must be one that torch knows; got 'gpu'. Leave it out to compute where the features are.": lambda: (
+        ClipLoss(device="gpu")
+    ),
     "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
     "local_loss. Check the spelling.": lambda: ClipLoss(local_loss=True),
     "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
@@ -135,6 +162,19 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "pairs row i with row i.": lambda: SigLipLoss()(_x(3, 4), _x(2, 4), 1.0),
     "`ids` must be a tensor of shape [3], one entry for each row of `image_features`; got list. Check it.": lambda: (
         ClipLoss()(_x(3, 4), _x(3, 4), 1.0, ids=[1, 2, 3])
+    ),
+    "`logit_bias` must be a tensor of shape [] or [1]; got shape [3]. One number serves all pairs.": lambda: (
+        SigLipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3))
+    ),
+    "`weights` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [2]. Check "
+    "it.": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, weights=_x(2)),
+    "`text_features` must have the same feature size as `image_features`; got 4 and 5. Project one side "
+    "first.": lambda: ClipLoss()(_x(3, 4), _x(3, 5), 1.0),
+    "`key` must have the same feature size as `query`; got 4 and 5. Project one side first.": lambda: InfoNCELoss()(
+        _x(3, 4), _x(3, 5), 1.0
+    ),
+    "`features` must be floating point; got torch.int64. Convert it with .float().": lambda: SupConLoss()(
+        _x(3, 4, dtype=torch.int64), torch.arange(3), 1.0
     ),
     "`features` must be a tensor of shape [N, D] or [N, views, D]; got shape [3]. Flatten the others first.": lambda: (
         SupConLoss()(_x(3), torch.arange(3), 1.0)

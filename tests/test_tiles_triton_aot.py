@@ -80,6 +80,7 @@ def _type(name: str, shape: Any) -> str:
 def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """The kernels, and what each is compiled for."""
     from contrastile.tiles import triton_ends, triton_gradients, triton_kernels, triton_listed, triton_vectors
+    from contrastile.tiles.triton_kernels import UNROLLED
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SIGMOID": True, "COLUMNS": False, "LOSS": True}
@@ -91,6 +92,9 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if capability == 90:
             yield kernel, f"{name} six products", plain | SIX
             yield kernel, f"{name} ids", plain | {"IDS": True}
+            for listed in (1, UNROLLED.value + 1):
+                flat = {"FLATTEN": listed == 1}
+                yield kernel, f"{name} {listed} places", plain | flat | {"DIAGONAL": False, "PLACES": listed}
         if name in ("maxima", "careful_gradient"):
             yield kernel, f"{name} labels", plain | {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False}
     for module, names in (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from contrastile.tiles import triton_operands as operands
 from contrastile.tiles.eager import Eager
 from contrastile.tiles.triton import Triton
 from contrastile.tiles.triton_device import SHAPE_INTERPRETED, interpreting, shape_for
-from contrastile.tiles.triton_kernels import FLAG, SHIFT
+from contrastile.tiles.triton_kernels import FLAG, SHIFT, UNROLLED
 from contrastile.tiles.triton_launch import Merge
 from contrastile.tiles.triton_operands import Masks, Pair
 
@@ -107,6 +108,33 @@ def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(n
         least = 1e-6 if gradient.ndim else 1e-4
         allowed = max(2 * distance(dense_gradients[key], true_gradients[key]), least)
         assert distance(gradient, true_gradients[key]) <= allowed, key
+
+
+@pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}, {"exclude_self": True}], ids=str)
+@pytest.mark.parametrize("listed", [UNROLLED.value, UNROLLED.value + 1, 40])
+def test_any_number_of_positives_by_index(listed: int, how: dict[str, Any]) -> None:
+    n, m = N, N + SHAPE.cols
+    # once more than there are, in places that come again, and with pads; one row with none
+    positives = torch.randint(-1, m, (n, listed)).masked_fill(torch.arange(n)[:, None] == 3, -1)
+    ids = {"query_ids": torch.arange(n) % 7, "key_ids": torch.arange(m) % 9}
+    leaves = [_unit(rows, torch.float32).requires_grad_() for rows in (n, m)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    found, truth = (
+        contrast(*sides, scale=20.0, loss=Softmax(**how), positives=positives, backend=backend, **ids)
+        for sides, backend in ((leaves, "triton"), (wide, "eager"))
+    )
+    assert distance(found.detach(), truth.detach()) <= 1e-6
+    gradients = torch.autograd.grad(found, leaves), torch.autograd.grad(truth, wide)
+    assert all(distance(x, y) <= 1e-5 for x, y in zip(*gradients, strict=True))
+
+
+def test_long_lists_of_positives_take_one_kernel() -> None:
+    pair = Pair(*(operands.operand(_unit(n), 1, SHAPE) for n in (8, 50)), Masks(places=torch.zeros(8, 30).long()))
+    longer = replace(pair, masks=Masks(places=torch.zeros(8, 31).long()))
+    compiled, looped = "PLACES", "places"
+    assert pair.arguments[compiled] == longer.arguments[compiled] == UNROLLED.value + 1
+    assert (pair.arguments[looped], longer.arguments[looped]) == (30, 31)
+    assert not pair.flat
 
 
 @pytest.mark.parametrize(("precision", "error"), [("highest", 1e-6), ("high", 1e-4)])

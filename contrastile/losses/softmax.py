@@ -131,7 +131,8 @@ class Softmax(PairLoss):
         _merge_exponentials(named.top, named.total, named.positive_top, named.positive_total, top, total)
         state = SoftmaxState(
             _finite(top),
-            1 / total,
+            # where no key counts there is nothing to share out: 0 of it, and not 0 · ∞
+            1 / total.masked_fill(total == 0, 1.0),
             _finite(named.positive_top),
             1 / named.positive_total.masked_fill(counts == 0, 1.0),
             torch.sigmoid(gap),

@@ -72,7 +72,8 @@ def _finish_side(stats_ptr, stride, weights_ptr, n, first, length, side, sides, 
     both = total * tl.exp(top - higher) + positive_total * tl.exp(positive_top - higher)
     out = out_ptr + first + at
     tl.store(out + STATE_TOP * length, higher, mask=inside)
-    tl.store(out + INVERSE * length, 1.0 / both, mask=inside)
+    # where no key counts there is nothing to share out: 0 of it, and not 0 · ∞
+    tl.store(out + INVERSE * length, 1.0 / tl.where(both == 0, 1.0, both), mask=inside)
     tl.store(out + STATE_POSITIVE_TOP * length, _finite(positive_top), mask=inside)
     tl.store(out + POSITIVE_INVERSE * length, 1.0 / tl.where(counts > 0, positive_total, 1.0), mask=inside)
     tl.store(out + MISSING * length, 1.0 / (1.0 + tl.exp(-gap)), mask=inside)

@@ -99,7 +99,8 @@ def _own_sums(sums_ptr, BM: tl.constexpr):
 @triton.jit(do_not_specialize=ANY)
 def gradient(q_mem, k_mem, out_mem, numbers_ptr, row_a_ptr, col_b_ptr, row_c_ptr, col_d_ptr, sums_ptr,
              row_part_ptr, places_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
-             q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start, part_stride, out_stride,
+             q_stride, k_stride, N, M, D, diagonal, itself, places, places_stride, places_start, part_stride,
+             out_stride,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
              DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
@@ -114,7 +115,7 @@ def gradient(q_mem, k_mem, out_mem, numbers_ptr, row_a_ptr, col_b_ptr, row_c_ptr
     A softmax's tile is worked out by its quarters: the products must stay until they meet their gradients, and what
     does not fit the registers costs more than all else.
     """
-    left_out = (diagonal, itself, places_ptr, places_stride, places_start)
+    left_out = (diagonal, itself, places_ptr, places, places_stride, places_start)
     ids = (row_ids_ptr, col_ids_ptr)
     labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
@@ -215,13 +216,13 @@ def _softmax_gradient(x, hot, state_ptr, state_stride, coefficient_ptr, unit, at
 def careful_gradient(q_mem, k_mem, out_mem, numbers_ptr, row_state_ptr, row_coefficient_ptr,
                      col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride, sums_ptr,
                      places_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
-                     q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start, part_stride,
+                     q_stride, k_stride, N, M, D, diagonal, itself, places, places_stride, places_start, part_stride,
                      out_stride, smoothing, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
                      LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr,
                      UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr,
                      IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """The careful form of `gradient` for a softmax: an exponential per direction, and positives by label."""
-    left_out = (diagonal, itself, places_ptr, places_stride, places_start)
+    left_out = (diagonal, itself, places_ptr, places, places_stride, places_start)
     ids = (row_ids_ptr, col_ids_ptr)
     labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)

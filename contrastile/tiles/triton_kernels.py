@@ -43,8 +43,10 @@ STATE_TOP, INVERSE, STATE_POSITIVE_TOP, POSITIVE_INVERSE, MISSING, POSITIVE_SHAR
     tl.constexpr(row) for row in range(len(SoftmaxState._fields))
 )
 # numbers that change from call to call: compiled once for all their values
-ANY = ("N", "M", "diagonal", "itself", "places_stride", "places_start", "part_stride", "row_state_stride",
+ANY = ("N", "M", "diagonal", "itself", "places", "places_stride", "places_start", "part_stride", "row_state_stride",
        "col_state_stride", "smoothing")  # fmt: skip
+# positives listed per row that a kernel is compiled for, one by one; more of them are a loop, and the same kernel
+UNROLLED = tl.constexpr(4)
 
 
 @triton.jit
@@ -94,35 +96,51 @@ def _products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.constexpr,
 
 
 @triton.jit
+def _reaches(places_at, there, places_start, j, BN: tl.constexpr):
+    """Whether any of these places lies in the j-th column of tiles."""
+    place = tl.load(places_at, mask=there, other=-1) - places_start
+    return tl.max(((place >= j * BN) & (place < (j + 1) * BN)).to(tl.int32)) > 0
+
+
+@triton.jit
 def _touched(i, j, N, M, left_out, BM: tl.constexpr, BN: tl.constexpr,
              DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr):  # fmt: skip
     """Whether the tile has a pair that is left out by its position, or reaches over the edge."""
-    diagonal, itself, places_ptr, places_stride, places_start = left_out
+    diagonal, itself, places_ptr, places, places_stride, places_start = left_out
     touched = ((i + 1) * BM > N) | ((j + 1) * BN > M)
     if DIAGONAL:
         touched = touched | ((diagonal + i * BM < (j + 1) * BN) & (diagonal + (i + 1) * BM > j * BN))
     if SELF:
         touched = touched | ((itself + i * BM < (j + 1) * BN) & (itself + (i + 1) * BM > j * BN))
-    rows = i * BM + tl.arange(0, BM)
-    for p in tl.static_range(PLACES):
-        place = tl.load(places_ptr + rows.to(tl.int64) * places_stride + p, mask=rows < N, other=-1) - places_start
-        here = (place >= j * BN) & (place < (j + 1) * BN)
-        touched = touched | (tl.max(here.to(tl.int32)) > 0)
+    places_at = places_ptr + (i * BM + tl.arange(0, BM)).to(tl.int64) * places_stride
+    there = i * BM + tl.arange(0, BM) < N
+    if PLACES <= UNROLLED:
+        for p in tl.static_range(PLACES):
+            touched = touched | _reaches(places_at + p, there, places_start, j, BN)
+    else:
+        for p in range(places):
+            touched = touched | _reaches(places_at + p, there, places_start, j, BN)
     return touched
 
 
 @triton.jit
 def _counts(rows, cols, N, M, left_out, DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr):
     """Pairs of the tile that exist and are not left out by their position."""
-    diagonal, itself, places_ptr, places_stride, places_start = left_out
+    diagonal, itself, places_ptr, places, places_stride, places_start = left_out
     counts = (rows < N)[:, None] & (cols < M)[None, :]
     if DIAGONAL:
         counts = counts & (cols[None, :] != (rows + diagonal)[:, None])
     if SELF:
         counts = counts & (cols[None, :] != (rows + itself)[:, None])
-    for p in tl.static_range(PLACES):
-        place = tl.load(places_ptr + rows.to(tl.int64) * places_stride + p, mask=rows < N, other=-1) - places_start
-        counts = counts & (cols[None, :] != place[:, None])
+    places_at = places_ptr + rows.to(tl.int64) * places_stride
+    if PLACES <= UNROLLED:
+        for p in tl.static_range(PLACES):
+            place = tl.load(places_at + p, mask=rows < N, other=-1) - places_start
+            counts = counts & (cols[None, :] != place[:, None])
+    else:
+        for p in range(places):
+            place = tl.load(places_at + p, mask=rows < N, other=-1) - places_start
+            counts = counts & (cols[None, :] != place[:, None])
     return counts
 
 
@@ -176,7 +194,8 @@ def _softplus_sum(t, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def totals(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, row_ids_ptr, col_ids_ptr,
-           row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start,
+           row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, itself, places, places_stride,
+           places_start,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
            DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
@@ -185,7 +204,7 @@ def totals(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, ro
 
     SMOOTH adds two channels: Σ x and the number of the pairs. SIGMOID sums softplus(±x) instead, along rows only.
     """
-    left_out = (diagonal, itself, places_ptr, places_stride, places_start)
+    left_out = (diagonal, itself, places_ptr, places, places_stride, places_start)
     ids = (row_ids_ptr, col_ids_ptr)
     labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
@@ -281,7 +300,8 @@ def _quarter(x, at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANY)
 def maxima(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, row_ids_ptr, col_ids_ptr,
-           row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, itself, places_stride, places_start,
+           row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, itself, places, places_stride,
+           places_start,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
            DIAGONAL: tl.constexpr, SELF: tl.constexpr, PLACES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
@@ -291,7 +311,7 @@ def maxima(q_mem, k_mem, numbers_ptr, row_part_ptr, col_part_ptr, places_ptr, ro
     Per tile, top and Σ exp(x − top); with LABELS all eight statistics, the last two 0 unless SMOOTH. Layout as in
     `totals`.
     """
-    left_out = (diagonal, itself, places_ptr, places_stride, places_start)
+    left_out = (diagonal, itself, places_ptr, places, places_stride, places_start)
     ids = (row_ids_ptr, col_ids_ptr)
     labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)

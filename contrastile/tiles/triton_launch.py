@@ -82,7 +82,6 @@ def totals(
     sigmoid: bool,
 ) -> None:
     """Fills row_part [channels, col tiles, N] and col_part [channels, row tiles, M] with the tiles' sums."""
-    shape = shape_for(numbers.device)
     run(
         kernels.totals,
         pair.programs,
@@ -92,7 +91,7 @@ def totals(
         COLUMNS=col_part is not None,
         SMOOTH=smooth,
         SIGMOID=sigmoid,
-        FLATTEN=shape.flatten,
+        FLATTEN=pair.flat,
         **pair.arguments,
     )
 
@@ -240,7 +239,7 @@ def gradient(
         SMOOTH=smooth,
         SIGMOID=sigmoid,
         LOSS=row_part is not None,
-        FLATTEN=shape.flatten,
+        FLATTEN=pair.flat,
         **_strip(out, sums, pair.q, shape),
         **pair.arguments,
     )

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from contrastile.losses.base import Side
 from contrastile.tiles import triton_vectors as vectors
 from contrastile.tiles.triton_device import ALIGNMENT, Shape, interpreting, multiprocessors, run, shape_for
+from contrastile.tiles.triton_kernels import UNROLLED
 
 # rows, and features, of one program of `split`
 ROWS, BLOCK = 16, 128
@@ -116,6 +117,7 @@ class Masks:
             "diagonal": self.diagonal or 0,
             "itself": self.itself or 0,
             "places_ptr": unused if self.places is None else self.places,
+            "places": 0 if self.places is None else self.places.shape[1],
             "places_stride": 0 if self.places is None else self.places.stride(0),
             "places_start": self.places_start,
             "row_ids_ptr": row_ids,
@@ -124,7 +126,7 @@ class Masks:
             "col_labels_ptr": col_labels,
             "DIAGONAL": self.diagonal is not None,
             "SELF": self.itself is not None,
-            "PLACES": 0 if self.places is None else self.places.shape[1],
+            "PLACES": 0 if self.places is None else min(self.places.shape[1], UNROLLED.value + 1),
             "IDS": self.ids is not None,
             "LABELS": self.labels is not None,
         }
@@ -162,6 +164,12 @@ class Pair:
             "warps": shape.warps,
             "stages": shape.stages,
         }
+
+    @property
+    def flat(self) -> bool:
+        """Whether features and tiles are one loop: only where nothing else loops inside."""
+        places = self.masks.places
+        return shape_for(self.q.data.device).flatten and (places is None or places.shape[1] <= UNROLLED.value)
 
     @cached_property
     def programs(self) -> tuple[int]:
