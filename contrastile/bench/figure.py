@@ -21,21 +21,21 @@ def series(path: Path, model: str) -> tuple[int | None, dict[str, list[Point]]]:
     """
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["model"] == model and row["ms"]]
-    batches: dict[str, set[str]] = {}
+    batches: dict[int, set[str]] = {}
     for row in rows:
         if row["sub_batch"]:
-            batches.setdefault(row["sub_batch"], set()).add(row["batch"])
-    drawn = max(batches, key=lambda one: (len(batches[one]), int(one)), default=None)
+            batches.setdefault(int(row["sub_batch"]), set()).add(row["batch"])
+    sub_batch = max(batches, key=lambda one: (len(batches[one]), one), default=None)
     found: dict[str, dict[int, Point]] = {}
     for row in rows:
-        if row["sub_batch"] in ("", drawn):
-            name = f"{row['impl']}, {row['way']}".removeprefix("plain, whole batch, ")
+        if not row["sub_batch"] or int(row["sub_batch"]) == sub_batch:
+            name = f"{row['impl']}, {row['way']}"
             # the same way, wherever its inputs wait
             for inputs in (", streamed", ", from a pool"):
                 name = name.removesuffix(inputs)
             batch = int(row["batch"])
             found.setdefault(name, {})[batch] = batch, float(row["us_per_pair"]), int(row["peak_bytes"]) / 2**30
-    return drawn and int(drawn), {name: [points[batch] for batch in sorted(points)] for name, points in found.items()}
+    return sub_batch, {name: [points[batch] for batch in sorted(points)] for name, points in found.items()}
 
 
 def models(path: Path) -> list[str]:
