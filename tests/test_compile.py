@@ -93,7 +93,7 @@ def test_gradients_have_memory_of_their_own(backend: str, name: str) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
     q, k = torch.randn(2, 9, 4)
-    settings = f"{name} {name == 'Softmax'} False {backend} mean mean", 0.0, [0, 0]
+    settings = f"{name} {name == 'Softmax'} False {backend} mean mean", 0.0, [0, 0, 9]
     tensors = q, k, torch.tensor(2.0), torch.tensor(-1.0), *[None] * 5
     _, *swept = torch.ops.contrastile.forward(*tensors, None, *settings)
     gradients = torch.ops.contrastile.backward(torch.tensor(1.0), *tensors, swept, *settings, [True] * 4)
