@@ -22,6 +22,7 @@ from contrastile.bench.loss import float32_products
 from contrastile.bench.peers import Case
 from contrastile.losses.dense import dense_clip, dense_sigmoid
 from contrastile.losses.softmax import Softmax
+from contrastile.modules import MOST_LOOKS
 from contrastile.tiles.triton_device import interpreting
 
 pytestmark = [
@@ -222,6 +223,17 @@ def test_compiled_towers_and_the_loss_are_one_graph() -> None:
         x, y = torch.randn(2, batch, 32)
         truth, found = (torch.autograd.grad(way(x, y), leaves) for way in (step, compiled))
         assert all(distance(a, b) <= 1e-4 for a, b in zip(found, truth, strict=True))
+
+
+def test_a_loss_made_anew_for_each_step_does_not_wait_for_the_device() -> None:
+    leaves = _pairs(300, 64)
+    for _ in range(MOST_LOOKS):
+        ClipLoss()(*leaves)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ClipLoss()(*leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_frozen_sides_and_autocast() -> None:
