@@ -14,13 +14,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contrastile import rollcall
 from contrastile._check import wrong
 from contrastile._types import Gradient
 from contrastile.rollcall import LostRankError, here, lost
@@ -37,6 +40,8 @@ LISTEN = 0
 
 # by group: what has been posted and not waited for. It keeps the buffers alive, whatever becomes of the caller
 _under_way: dict[Any, Flight] = {}
+# by group: the one beside it through which its ranks talk on the host
+_voices: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def size(group: Any) -> int:
@@ -57,17 +62,12 @@ def tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[
     """The counts of every rank, in rank order, after making sure that all ranks state the same.
 
     What each step begins with, so it is short: a digest of the statement and the counts, in one gather of whole
-    numbers, which waits for the other ranks but for nothing that this one's device still has to do. Where digests
-    differ, all ranks `agree`, and raise what comes of it.
+    numbers, which waits for the other ranks but for nothing that a device still has to do. Where digests differ, all
+    ranks `agree`, and raise what comes of it.
     """
     here.count()
     said = [LISTEN if "error" in statement else _digest(statement), *counts]
-    device = _device(group)
-    with _apart(device):
-        everyone = torch.empty(size(group) * len(said), dtype=torch.int64, device=device)
-        with _together("agreement", group):
-            _all_gather(everyone, torch.tensor(said, device=device), group=group)
-        heard = everyone.view(-1, len(said)).tolist()
+    heard = _said_by_all(torch.tensor(said), group).view(-1, len(said)).tolist()
     if any(digest == LISTEN or digest != said[0] for digest, *_ in heard):
         _agreed(group, statement, ())
     return [counted for _, *counted in heard]
@@ -90,12 +90,7 @@ def _agreed(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list[
     written = json.dumps(statement, ensure_ascii=False).encode(errors="replace")
     mine = torch.zeros(STATEMENT, dtype=torch.uint8)
     mine[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
-    device = _device(group)
-    with _apart(device):
-        everyone = torch.empty(size(group) * STATEMENT, dtype=torch.uint8, device=device)
-        with _together("agreement", group):
-            _all_gather(everyone, mine.to(device), group=group)
-        heard = everyone.cpu().numpy().tobytes()
+    heard = _said_by_all(mine, group).numpy().tobytes()
     stated = [json.loads(heard[at : at + STATEMENT].rstrip(b"\0")) for at in range(0, len(heard), STATEMENT)]
     for at, other in enumerate(stated):
         if "error" in other:
@@ -111,6 +106,49 @@ def _agreed(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list[
                 "Build the loss and its inputs alike everywhere.",
             )
     return stated
+
+
+def _said_by_all(mine: Tensor, group: Any) -> Tensor:
+    """What each rank says, one after the other, in host memory."""
+    voice, device = _voice(group)
+    with _apart(device):
+        everyone = mine.new_empty(size(group) * len(mine), device=device)
+        with _together("agreement", group, voice):
+            _all_gather(everyone, mine.to(device), group=voice)
+        return everyone.cpu()
+
+
+def _voice(group: Any) -> tuple[Any, torch.device]:
+    """Through which group its ranks agree, and where that one's tensors are: on the host if that can be.
+
+    NCCL carries out what a group is handed one after the other. Asked through it, ranks would learn of each other when
+    their devices have done all that was sent before, and the next step's kernels would come too late. So the default
+    group gets another one beside it; all of its ranks are here to make it.
+    """
+    group = _default(group)
+    if group is dist.group.WORLD and not _speaks(group) and group not in _voices:
+        with _together("meeting on the host", group):
+            _voices[group] = dist.new_group(timeout=_patience(group), backend="gloo")
+    voice = _voices.get(group, group)
+    return voice, torch.device("cpu" if _speaks(voice) else f"cuda:{torch.cuda.current_device()}")
+
+
+def hang_up(group: Any) -> None:
+    """Closes this rank's connections on the host, so that whoever waits for it there, or here for another, wakes."""
+    group = _default(group)
+    for each in {group, _voices.get(group, group)}:
+        rollcall.hang_up(each)
+
+
+def _speaks(group: Any) -> bool:
+    """Whether the group has a backend for tensors of the host."""
+    return "cpu" in dist.get_backend_config(group)
+
+
+def _patience(group: Any) -> timedelta:
+    """The time-out of the group's operations."""
+    found: timedelta = group._get_backend(torch.device("cuda")).options._timeout
+    return found
 
 
 def _digest(statement: dict[str, Any]) -> int:
@@ -208,9 +246,10 @@ def most(number: int, group: Any) -> int:
     """The largest of the ranks' whole numbers."""
     if size(group) == 1:
         return number
-    largest = torch.tensor(number, device=_device(group))
-    with _together("agreement on a number", group):
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    voice, device = _voice(group)
+    largest = torch.tensor(number, device=device)
+    with _together("agreement on a number", group, voice):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=voice)
     return int(largest)
 
 
@@ -265,8 +304,11 @@ def _take_off(flight: Flight) -> Flight:
 
 
 @contextmanager
-def _together(operation: str, group: Any) -> Iterator[None]:
-    """Around what all ranks of the group carry out: where it fails, the error says who, when and what."""
+def _together(operation: str, group: Any, by: Any = None) -> Iterator[None]:
+    """Around what all ranks of the group carry out: where it fails, the error says who, when and what.
+
+    by: the group whose connections carry it, if that is another one.
+    """
     group = _default(group)
     if group in _under_way:
         raise _misused(f"a {_under_way[group].operation} under way, which the {operation} would meet")
@@ -277,7 +319,7 @@ def _together(operation: str, group: Any) -> Iterator[None]:
         raise
     except RuntimeError as error:
         here.failing = True
-        raise lost(operation, group, error) from error
+        raise lost(operation, by or group, error) from error
     here.operation = None
 
 
@@ -323,13 +365,6 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     padded = x.new_zeros((rows, *x.shape[1:]))
     padded[: len(x)] = x
     return padded
-
-
-def _device(group: Any) -> torch.device:
-    """Where the group's backend wants its tensors."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _apart(device: torch.device) -> AbstractContextManager[object]:

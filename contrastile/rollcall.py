@@ -116,7 +116,7 @@ def _closed(group: Any) -> set[int]:
 def _receives(group: Any) -> dict[int, dist.Work | None]:
     """For each other rank a receive of what it never sends; None where Gloo refuses: the connection is closed."""
     receives: dict[int, dist.Work | None] = {}
-    if dist.get_backend(group) == "gloo":
+    if "cpu:gloo" in dist.get_backend_config(group):
         for other in dist.get_process_group_ranks(group):
             if other != dist.get_rank():
                 receives[other] = None

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pool
+from ranks import RANKS, Pool
 
 from contrastile import ClipLoss, comm, rollcall
 
@@ -321,3 +321,38 @@ def test_who_is_missing_is_named() -> None:
     assert rollcall._named([1, 4])[0] == "no answer from ranks 1, 4"
     assert rollcall._named([])[0] == "a failure that every rank sees"
     assert rollcall._named(None)[0] == "no answer from rank 0, which keeps the store"
+
+
+def _beside_itself(rank: int, group: Any) -> tuple[str, float]:
+    """As over NCCL, which carries nothing of the host's: here the default group is taken for such a one."""
+    real, world = comm._speaks, dist.group.WORLD
+    comm._speaks = lambda group: group is not world
+    try:
+        said = _disagree(rank, world, "exchange")
+        largest = comm.most(rank, world)
+        voice, device = comm._voice(None)
+        assert (voice, device.type) == (comm._voice(world)[0], "cpu")
+        assert voice not in (world, group)
+        assert dist.get_process_group_ranks(voice) == dist.get_process_group_ranks(world)
+        assert comm._patience(voice) == comm._patience(world)
+        q = torch.eye(3, 4)
+        return said, largest + ClipLoss(exchange="ring", group=world)(q, q, 1.0).item()
+    finally:
+        comm._speaks = real
+        dist.destroy_process_group(comm._voices.pop(world))
+
+
+def test_ranks_talk_on_the_host_beside_a_group_that_cannot(pool: Pool) -> None:
+    answers = pool.run(_beside_itself, RANKS)
+    assert len({said for said, _ in answers}) == 1
+    assert answers[0][0].startswith("`exchange` must be the same on all ranks; got 'ring' on rank 0")
+    assert len({number for _, number in answers}) == 1
+    assert answers[0][1] > RANKS - 1
+
+
+@pytest.mark.parametrize(
+    ("config", "speaks"), [("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:nccl", True), ("cuda:nccl", False)]
+)
+def test_which_groups_carry_what_is_said(monkeypatch: pytest.MonkeyPatch, config: str, speaks: bool) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert comm._speaks(None) is speaks

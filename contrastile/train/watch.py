@@ -18,7 +18,8 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from contrastile.rollcall import hang_up, here, lost
+from contrastile import comm
+from contrastile.rollcall import here, lost
 
 # seconds between two beats, and those that the main thread has to say itself what happened
 EVERY, GRACE = 1.0, 1.0
@@ -57,8 +58,8 @@ class Watch:
                 thread.join()
         else:
             # the others need not wait until this process has ended
-            hang_up(self._group)
-            hang_up(None)
+            comm.hang_up(self._group)
+            comm.hang_up(None)
 
     def _beat(self) -> None:
         # where the next rank is gone, those that listen to it hear of it
@@ -80,7 +81,7 @@ class Watch:
         if self._over:
             return
         # wakes the main thread
-        hang_up(None)
+        comm.hang_up(None)
         failure = lost(here.operation or "training", self._group, error)
         time.sleep(GRACE)
         if not (self._over or here.failing):
