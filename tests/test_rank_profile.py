@@ -37,11 +37,11 @@ class Counted(TorchDispatchMode):
 
 def _counts(rank: int, group: Any, exchange: str) -> tuple[Counter[str], int]:
     """Operations and launches of one call, forward and backward; kernels are counted instead of run."""
-    from contrastile.tiles import triton, triton_conclude, triton_launch, triton_operands
+    from contrastile.tiles import triton_conclude, triton_launch, triton_operands, triton_products
 
     launches: list[None] = []
     places = [(module, "run") for module in (triton_conclude, triton_launch, triton_operands)]
-    places.append((triton, "_add_product"))
+    places.append((triton_products, "_add_product"))
     kept = [getattr(module, name) for module, name in places]
     try:
         for module, name in places:

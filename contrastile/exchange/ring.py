@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from torch import Tensor
 from contrastile import comm
 from contrastile.exchange.base import Exchange, Shards
 from contrastile.losses.base import Side
-from contrastile.tiles.base import Tiles
+from contrastile.tiles.base import Tiles, Turn
 
 # bytes that the parts of a buffer begin at multiples of: any kernel can read them there
 ALIGNMENT = 256
@@ -55,26 +55,25 @@ class Ring(Exchange):
         # a loss without column statistics sends nothing after its columns
         home = tiles.init(cols) if tiles.loss.symmetric else rows.features.new_empty(0, len(cols))
 
-        def visit(shard: Side) -> Tensor:
+        def visit(shard: Side, turn: Turn) -> None:
             nonlocal row_stats
-            here, column_part = tiles.stats(rows, shard)
+            here, part = tiles.stats(rows, shard)
             if row_stats is None:
                 row_stats = here
             else:
                 tiles.merge(row_stats, here[None])
-            return here.new_empty(0, len(shard)) if column_part is None else column_part
+            if part is not None and turn.first:
+                turn.here().copy_(part)
+            elif part is not None:
+                tiles.merge(turn.here(), part[None])
 
-        def merge(gathered: Tensor, part: Tensor) -> None:
-            if part.numel():
-                tiles.merge(gathered, part[None])
-
-        self._around(cols, home, 1, visit, merge)
+        self._around(cols, home, 1, visit)
         assert row_stats is not None
         return row_stats, home if tiles.loss.symmetric else None
 
     def grads(self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        def sweep(shard: Side, part: Tensor | None) -> Tensor:
-            return tiles.grads(rows, shard, u, part)
+        def sweep(shard: Side, v: Any) -> Tensor:
+            return tiles.grads(rows, shard, u, v)
 
         return self._gradients(tiles, cols, v, sweep)
 
@@ -83,8 +82,8 @@ class Ring(Exchange):
     ) -> tuple[Tensor, Tensor]:
         row_stats = tiles.init(rows)
 
-        def sweep(shard: Side, part: Tensor | None) -> Tensor:
-            here, pair_sum = tiles.stats_and_grads(rows, shard, u, part)
+        def sweep(shard: Side, v: Any) -> Tensor:
+            here, pair_sum = tiles.stats_and_grads(rows, shard, u, v)
             tiles.merge(row_stats, here[None])
             return pair_sum
 
@@ -94,55 +93,75 @@ class Ring(Exchange):
     def extra_bytes(cls, shards: Shards, D: int, itemsize: int) -> int:
         return 2 * max(shards.cols) * D * (itemsize + 4)
 
-    def _gradients(
-        self, tiles: Tiles, cols: Side, v: Tensor | None, sweep: Callable[[Side, Tensor | None], Tensor]
-    ) -> Tensor:
+    def _gradients(self, tiles: Tiles, cols: Side, v: Tensor | None, sweep: Callable[[Side, Any], Tensor]) -> Tensor:
         pair_sum = tiles.no_pairs()
         home = tiles.scale.new_empty(len(cols), 0) if v is None else v
+        visit = self._added_at_once if tiles.takes_turns else self._added_after(home)
+
+        def visited(shard: Side, turn: Turn) -> None:
+            pair_sum.add_(sweep(shard, None) if v is None else visit(shard, turn, sweep))
+
+        self._around(cols, home, 0, visited)
+        return pair_sum
+
+    def _added_at_once(self, shard: Side, turn: Turn, sweep: Callable[[Side, Any], Tensor]) -> Tensor:
+        """The tiles add to what is gathered, when they have to."""
+        if turn.first:
+            turn.here().zero_()
+        return sweep(shard, turn)
+
+    def _added_after(self, home: Tensor) -> Callable[[Side, Turn, Callable[[Side, Any], Tensor]], Tensor]:
+        """The tiles compute this rank's part by itself."""
         most = max(self.shards.cols)
         # until v comes home, its memory takes each hop's part
         room = home if len(home) == most else home.new_empty(most, home.shape[1])
 
-        def visit(shard: Side) -> Tensor:
+        def added(shard: Side, turn: Turn, sweep: Callable[[Side, Any], Tensor]) -> Tensor:
             part = room[: len(shard)].zero_()
-            pair_sum.add_(sweep(shard, None if v is None else part))
-            return part
+            found = sweep(shard, part)
+            (torch.Tensor.copy_ if turn.first else torch.Tensor.add_)(turn.here(), part)
+            return found
 
-        self._around(cols, home, 0, visit, torch.Tensor.add_)
-        return pair_sum
+        return added
 
-    def _around(
-        self,
-        shard: Side,
-        home: Tensor,
-        axis: int,
-        visit: Callable[[Side], Tensor],
-        merge: Callable[[Tensor, Tensor], object],
-    ) -> None:
+    def _around(self, shard: Side, home: Tensor, axis: int, visit: Callable[[Side, Turn], None]) -> None:
         """Writes to `home` what the visits of all ranks make of this rank's shard, whose columns are its `axis`.
 
         Merged in the order of the ring, so that every run gives the same bits.
         """
         W, me, group, sizes = len(self.shards), self.shards.rank, self.shards.group, self.shards.cols
         cargo = _Cargo(shard, home, axis, max(sizes))
-        leaving = cargo.parcel(1, sizes[me], 0)
+
+        def parcel(hop: int) -> Parcel:
+            """Where a hop's arrivals lie. The last one brings no columns."""
+            here, coming = sizes[(me - hop) % W], sizes[(me - hop - 1) % W]
+            return cargo.parcel(hop % 2, 0 if hop == W - 1 else coming, here)
+
+        def post(hop: int, leaving: Parcel, arriving: Parcel) -> comm.Flight:
+            """Nobody has gathered anything for a first shard, and the last goes no further."""
+            sent = leaving.bytes[leaving.border :] if hop == W - 1 else leaving.bytes
+            return comm.post(sent, arriving.bytes if hop else arriving.bytes[: arriving.border], group)
+
+        leaving, arriving = cargo.parcel(1, sizes[me], 0), parcel(0)
         for packed, x in zip(leaving.luggage, shard.luggage(), strict=True):
             packed.copy_(x)
+        flights = [post(0, leaving, arriving)]
         for hop in range(W):
-            here, coming = (me - hop) % W, (me - hop - 1) % W
             last = hop == W - 1
-            arriving = cargo.parcel(hop % 2, 0 if last else sizes[coming], sizes[here])
-            # the last shard goes no further, and nobody has gathered anything for a first one
-            sent = leaving.bytes[leaving.border :] if last else leaving.bytes
-            received = arriving.bytes if hop else arriving.bytes[: arriving.border]
-            flight = comm.post(sent, received, group)
-            part = visit(shard)
-            flight.wait()
-            (merge if hop else torch.Tensor.copy_)(arriving.gathered, part)
+            following = arriving if last else parcel(hop + 1)
+
+            def go_on(hop: int = hop, leaving: Parcel = arriving, arriving: Parcel = following) -> None:
+                done = hop == W - 1
+                flights.append(comm.post(leaving.gathered, home, group) if done else post(hop + 1, leaving, arriving))
+
+            # the next one comes to where the present shard lies; home, to where nothing lies
+            turn = Turn(arriving.gathered, flights[-1].wait, go_on, first=hop == 0, early=last)
+            visit(shard, turn)
+            turn.leave()
             if not last:
-                shard = shard.moved(arriving.luggage, sum(sizes[:coming]))
-            leaving = arriving
-        comm.post(leaving.gathered, home, group).wait()
+                shard = shard.moved(arriving.luggage, sum(sizes[: (me - hop - 1) % W]))
+            arriving = following
+        flights[-1].wait()
 
 
 class _Cargo:

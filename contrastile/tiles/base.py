@@ -22,12 +22,46 @@ from contrastile.losses.base import PairLoss, Side
 ROWS_AT_ONCE = 8192
 
 
+class Turn:
+    """An accumulator that passes from rank to rank, each of which adds its part, and is here during one block.
+
+    It comes while the block is computed, and is waited for when first asked for. It leaves once: with the block, or
+    where `early` says that nothing else will be written over, as soon as it has been added to.
+    """
+
+    def __init__(
+        self, gathered: Tensor, wait: Callable[[], object], go_on: Callable[[], object], *, first: bool, early: bool
+    ) -> None:
+        self._gathered, self._go_on = gathered, go_on
+        # what is still to be done before it is here, and before it has left
+        self._wait: Callable[[], object] | None = wait
+        self._left = False
+        # nobody has added anything: what it holds is not to be read
+        self.first, self.early = first, early
+
+    def here(self) -> Tensor:
+        """The accumulator, as soon as it is here."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        return self._gathered
+
+    def leave(self) -> None:
+        """It may go on. Asking again does nothing."""
+        if not self._left:
+            self.here()
+            self._left = True
+            self._go_on()
+
+
 @dataclass(frozen=True)
 class Tiles(ABC):
     """One call's arithmetic: logits x_ij = scale · ⟨q_i, k_j⟩ (+ bias), and what `loss` makes of them."""
 
     # waits for nothing on the device, so that a call can be captured as a graph
     capturable: ClassVar[bool] = False
+    # `grads` and `stats_and_grads` add to a v that is a `Turn`, and let it leave
+    takes_turns: ClassVar[bool] = False
 
     loss: PairLoss
     # [] in the accumulator's type

@@ -15,7 +15,7 @@ then compute three or six products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -29,7 +29,8 @@ from contrastile.losses.softmax import Softmax, SoftmaxStats
 from contrastile.tiles import triton_conclude as conclude
 from contrastile.tiles import triton_launch as launch
 from contrastile.tiles import triton_operands as operands
-from contrastile.tiles.base import Tiles
+from contrastile.tiles import triton_products as products
+from contrastile.tiles.base import Tiles, Turn
 from contrastile.tiles.triton_budget import (
     CHANNELS,
     CHANNELS_CAREFUL,
@@ -43,16 +44,12 @@ from contrastile.tiles.triton_device import interpreting, on, shape_for
 from contrastile.tiles.triton_kernels import UNIT
 from contrastile.tiles.triton_launch import Listed, Merge
 from contrastile.tiles.triton_operands import Masks, Pair, tiles_of
+from contrastile.tiles.triton_products import along
 
 # the oldest chip whose matrix units take bf16
 LEAST_CAPABILITY = 8, 0
-# terms of a product that the matrix units may add up by themselves where float32's own precision is asked for: they
-# cut their sums off, by a few parts in 10^8 for every 16 terms
-INNER = 1024
 # of a block: its first row and column, and how many of them
 Place = tuple[int, int, int, int]
-# a strip in fp16 holds gradients up to 2 to this power
-UNIT_POWER = 14
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,7 @@ class Triton(Tiles):
     """Super-tiles of fused kernels."""
 
     capturable: ClassVar[bool] = True
+    takes_turns: ClassVar[bool] = True
     # of each block that this call has seen, by where it lies: found in the forward, they serve the backward
     numbers: dict[Place, Tensor] = field(default_factory=dict, compare=False, repr=False)
     counted: dict[Place, operands.Counted] = field(default_factory=dict, compare=False, repr=False)
@@ -122,13 +120,15 @@ class Triton(Tiles):
             self._listed_stats(block, row_stats, col_stats)
         return row_stats, col_stats
 
-    def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
+    def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | Turn | None) -> Tensor:
         if not len(rows) or not len(cols):
             return self.no_pairs()
         with on(self.scale.device):
             return self._grads(self._block(rows, cols), u, v, None)
 
-    def stats_and_grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+    def stats_and_grads(
+        self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | Turn | None
+    ) -> tuple[Tensor, Tensor]:
         """Both in one sweep of 6·N·M·D operations, for a loss whose pair gradients wait for no statistic: a sigmoid.
 
         `rows` carry their coefficients already. Returns the statistics of the rows, and what `grads` does.
@@ -280,49 +280,61 @@ class Triton(Tiles):
 
     # the backward
 
-    def _grads(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
+    def _grads(self, block: Block, u: Tensor | None, v: Tensor | Turn | None, row_stats: Tensor | None) -> Tensor:
         """Adds all pairs' gradient to u and v, and where asked their loss to the statistics.
 
         Returns Σ_ij g_ij of a sigmoid. Of a softmax, whose sum is 0, Σ_ij g_ij · ⟨q_i, k_j⟩ behind it, taken from the
         tiles as they are computed: the accumulators have lost what 16 bits and the matrix units cut off, and what
         pulls and what pushes often cancel to a few percent.
         """
-        unit = None
-        if block.rows.features.dtype == torch.float16:
-            unit = _unit([coefficient for _, coefficient in self._states(block.rows, block.cols)])
-            block.numbers[int(UNIT.value)] = unit
-            _multiply((u, v), unit)
-        total = self._strips(block, u, v, row_stats)
-        if unit is not None:
-            _multiply((u, v, total), 1 / unit)
         pairs = self._listed(block)
+        if block.rows.features.dtype == torch.float16:
+            total = self._in_units(block, u, None if v is None else _here(v), row_stats)
+        else:
+            total = self._strips(block, u, v, row_stats, more=pairs is not None)
         if pairs is not None:
-            g_NP, inner_NP = self._listed_grads(block, pairs, u, v)
+            g_NP, inner_NP = self._listed_grads(block, pairs, u, None if v is None else _here(v))
             total = total + (inner_NP if self.weighs else g_NP).sum(dtype=torch.float64)
         total = total.to(self.scale.dtype)
         return torch.stack([torch.zeros_like(total), total]) if self.weighs else total
 
-    def _strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
-        """The gradient of the pairs that are not listed, one strip of the matrix at a time; returns its sum."""
+    def _in_units(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
+        """`_strips` of fp16, whose range is small: all that is added up meanwhile is in units of the block's own."""
+        unit = products.unit([coefficient for _, coefficient in self._states(block.rows, block.cols)])
+        block.numbers[int(UNIT.value)] = unit
+        products.multiply((u, v), unit)
+        total = self._strips(block, u, v, row_stats, more=True)
+        products.multiply((u, v, total), 1 / unit)
+        return total
+
+    def _strips(
+        self, block: Block, u: Tensor | None, v: Tensor | Turn | None, row_stats: Tensor | None, *, more: bool
+    ) -> Tensor:
+        """The gradient of the pairs that are not listed, one strip of the matrix at a time; returns its sum.
+
+        A v that may leave early is added to first, and leaves unless there is more to add; any other is added to last,
+        because it may still be on its way.
+        """
         sums = launch.no_sums(self.scale.device)
         out: Tensor | None = None
-        vectors = self._vectors(block)
+        vectors, cut = self._vectors(block), launch.cut(block.rows.features) if self.weighs else 0.0
+        early = isinstance(v, Turn) and v.early
         for tile in self._super_tiles(block, self._budget.backward):
-            q, k = tile.pair.q, tile.pair.k
             if out is None:
-                out = operands.strip(q, k)
+                out = operands.strip(tile.pair.q, tile.pair.k)
             self._fill(block, tile, vectors, out, sums, row_stats)
-            g = operands.pieces(out, q, k)
-            D = tile.rows.features.shape[1]
-            for of_g, of_x in operands.products(q.parts):
-                # of three pieces the first must be summed up as exactly as the last are small
-                inner = INNER if q.parts == 3 and of_g == of_x == 0 else None
-                if u is not None:
-                    _add_product(_along(u, tile.along_i, 0), g[of_g], k.piece(of_x, D), inner)
-                if v is not None:
-                    _add_product(_along(v, tile.along_j, 0), g[of_g].T, q.piece(of_x, D), inner)
-        cut = launch.cut(block.rows.features) if self.weighs else 0.0
-        return sums.sum(dtype=torch.float64) * (1 + cut)
+            if not early:
+                products.add_rows(u, tile.along_i, tile.pair, out)
+            if v is not None:
+                products.add_cols(_here(v), tile.along_j, tile.pair, out)
+            if tile.last_i and tile.last_j:
+                # between the two products, so that what leaves finds room on the device before the second
+                total = sums.sum(dtype=torch.float64) * (1 + cut)
+                if early and not more and isinstance(v, Turn):
+                    v.leave()
+            if early:
+                products.add_rows(u, tile.along_i, tile.pair, out)
+        return total
 
     def _vectors(self, block: Block) -> list[tuple[Tensor, Tensor]]:
         """What the kernel multiplies a pair's exponential with, and subtracts, for each direction."""
@@ -342,8 +354,8 @@ class Triton(Tiles):
         row_stats: Tensor | None,
     ) -> None:
         """Writes the super-tile's gradient into `out`, and adds to its sums."""
-        along = (tile.along_i, tile.along_j)
-        cut = [(_along(a, at), _along(c, at)) for (a, c), at in zip(vectors, along, strict=False)]
+        places = (tile.along_i, tile.along_j)
+        cut = [(along(a, at), along(c, at)) for (a, c), at in zip(vectors, places, strict=False)]
         common = (tile.pair, block.numbers)
         if self._sigmoid:
             row_part = None if row_stats is None else self._partial(tile, CHANNELS)[0]
@@ -408,39 +420,14 @@ def _merges(
     tile: SuperTile, row_part: Tensor, col_part: Tensor | None, row_stats: Tensor, col_stats: Tensor | None
 ) -> tuple[Merge, Merge | None]:
     i, j = tile.along_i, tile.along_j
-    rows = Merge(row_part, _along(row_stats, i), first=j.start == 0, last=tile.last_j)
+    rows = Merge(row_part, along(row_stats, i), first=j.start == 0, last=tile.last_j)
     if col_part is None or col_stats is None:
         return rows, None
-    return rows, Merge(col_part, _along(col_stats, j), first=i.start == 0, last=tile.last_i)
+    return rows, Merge(col_part, along(col_stats, j), first=i.start == 0, last=tile.last_i)
 
 
-def _unit(coefficients: list[Tensor]) -> Tensor:
-    """The power of two that brings the largest gradient of a pair just under fp16's range, chosen on the device."""
-    most = torch.stack([coefficient.abs().amax() for coefficient in coefficients]).sum()
-    power = UNIT_POWER - torch.log2(most).ceil()
-    return torch.where(most == 0, 1.0, torch.exp2(power))
-
-
-def _multiply(totals: Iterable[Tensor | None], factor: Tensor) -> None:
-    for total in totals:
-        if total is not None:
-            total.mul_(factor)
-
-
-def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None = None) -> None:
-    """total += g @ x in float32, from 16-bit operands; if asked, so many terms of the inner sum at once."""
-    if inner is not None and len(x) > inner:
-        for start in range(0, len(x), inner):
-            _add_product(total, g[:, start : start + inner], x[start : start + inner])
-    elif total.is_cuda:
-        torch.addmm(total, g, x, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(g.float(), x.float())
-
-
-def _along(x: Tensor, at: slice, axis: int = -1) -> Tensor:
-    """x[at] along an axis; x itself where that is all of it."""
-    return x if at.stop - at.start == x.shape[axis] else x.narrow(axis, at.start, at.stop - at.start)
+def _here(v: Tensor | Turn) -> Tensor:
+    return v.here() if isinstance(v, Turn) else v
 
 
 def _narrow(side: Side, at: slice) -> Side:
