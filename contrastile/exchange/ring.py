@@ -13,8 +13,9 @@ gradient of the columns in the statistics' place.
     home     what is gathered for r + 1      what all gathered for r
 
 What travels lies in one buffer of bytes, so that a hop is one send and one receive; they are posted before the tiles
-are launched. A buffer that came goes on as it is, once this rank's part has been added to it: two buffers serve all
-hops, whatever their number.
+of the hop are launched, and waited for when the tiles need what is gathered. A buffer that came goes on as it is, once
+this rank's part has been added to it: two buffers serve all hops, whatever their number. What goes home leaves as soon
+as it is complete, while the tiles still compute this rank's own gradient.
 """
 
 from __future__ import annotations

@@ -295,8 +295,11 @@ class Triton(Tiles):
         if pairs is not None:
             g_NP, inner_NP = self._listed_grads(block, pairs, u, None if v is None else _here(v))
             total = total + (inner_NP if self.weighs else g_NP).sum(dtype=torch.float64)
-        total = total.to(self.scale.dtype)
-        return torch.stack([torch.zeros_like(total), total]) if self.weighs else total
+        if not self.weighs:
+            return total.to(self.scale.dtype)
+        found = self.no_pairs()
+        found[1].copy_(total)
+        return found
 
     def _in_units(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
         """`_strips` of fp16, whose range is small: all that is added up meanwhile is in units of the block's own."""

@@ -189,7 +189,8 @@ def prepare(sides: list[tuple[Tensor, Tensor]], numbers: Tensor, smoothing: floa
         out_ptr=out, smoothing=smoothing, SMOOTH=bool(smoothing), BLOCK=BLOCK,
     )  # fmt: skip
     # what is not smoothed is not spread
-    weights, spreads = out[0].split(lengths), out[-1].split(lengths)
+    weights = out[0].split(lengths)
+    spreads = out[-1].split(lengths) if smoothing else weights
     return list(zip(weights, spreads, strict=True))
 
 

@@ -49,6 +49,8 @@ class Operand:
         return self.data.shape[0]
 
     def piece(self, part: int, features: int) -> Tensor:
+        if self.parts == 1 and features == self.width:
+            return self.data
         return self.data[:, part * self.width : part * self.width + features]
 
     def memory(self, rows: int, shape: Shape) -> Tensor | TensorDescriptor:
@@ -203,6 +205,8 @@ def strip_bytes(N: int, M: int, parts: int, device: torch.device) -> int:
 
 def pieces(out: Tensor, q: Operand, k: Operand) -> list[Tensor]:
     """The strip's parts, as matrices [N, M]."""
+    if q.parts == 1 and out.shape == (len(q), len(k)):
+        return [out]
     return [part[: len(q), : len(k)] for part in out.chunk(q.parts)]
 
 

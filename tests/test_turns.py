@@ -1,0 +1,119 @@
+"""Accumulators that pass from rank to rank: when they are waited for, when they leave, and what they hold then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from contrastile.losses.base import Side
+from contrastile.losses.softmax import Softmax
+from contrastile.tiles import triton_products as products
+from contrastile.tiles.base import Turn
+from contrastile.tiles.triton import Triton
+
+N, M, D = 45, 70, 19
+# bytes that hold a part of the block only
+LITTLE = 6000
+
+
+def _sides(dtype: torch.dtype, diagonal: int | None) -> tuple[Triton, Side, Side]:
+    """A block whose diagonal of positives begins at that column; None: it lies in another block."""
+    q, k = (F.normalize(torch.randn(n, D), dim=-1).to(dtype) for n in (N, M))
+    tiles = Triton(Softmax(symmetric=True), torch.tensor(10.0), None, LITTLE)
+    rows, cols = Side(q, start=0, diagonal=1000 if diagonal is None else diagonal), Side(k, start=0)
+    sides = []
+    for side, stats in zip((rows, cols), tiles.stats(rows, cols), strict=True):
+        assert stats is not None
+        # as if each row had met its positive elsewhere
+        stats = stats.clone()
+        stats[2:6] = torch.tensor([1.0, 1.0, 1.0, 1.0])[:, None]
+        found = tiles.loss.finish(stats)
+        sides.append(replace(side, state=found.state, coefficient=found.counts / len(side)))
+    return tiles, *sides
+
+
+def _watched(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    def watch(name: str) -> None:
+        real = getattr(products, name)
+
+        def watched(*given: Any) -> None:
+            log.append(name)
+            real(*given)
+
+        monkeypatch.setattr(products, name, watched)
+
+    watch("add_rows")
+    watch("add_cols")
+
+
+def _swept(dtype: torch.dtype, diagonal: int | None, log: list[str], **how: bool) -> tuple[Tensor, Tensor]:
+    """What a turn's accumulator holds when it leaves, and what one that stays would."""
+    tiles, rows, cols = _sides(dtype, diagonal)
+    u, v, gathered, left = torch.zeros(N, D), torch.ones(M, D), torch.ones(M, D), []
+
+    def go_on() -> None:
+        log.append("leaves")
+        left.append(gathered.clone())
+
+    turn = Turn(gathered, lambda: log.append("waits"), go_on, **how)
+    total = tiles.grads(rows, cols, u, turn)
+    turn.leave()
+    seen, again = list(log), torch.zeros_like(u)
+    assert torch.equal(total, tiles.grads(rows, cols, again, v))
+    log[:] = seen
+    assert torch.equal(u, again)
+    (gone,) = left
+    return gone, v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("diagonal", [None, 3])
+@pytest.mark.parametrize("early", [True, False])
+def test_it_leaves_with_all_that_was_added(dtype: torch.dtype, diagonal: int | None, early: bool) -> None:
+    gone, stayed = _swept(dtype, diagonal, [], first=False, early=early)
+    assert torch.equal(gone, stayed)
+    assert not torch.equal(stayed, torch.ones(M, D))
+
+
+def test_what_may_leave_early_has_the_last_product_to_hide_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    _watched(monkeypatch, log)
+    _swept(torch.bfloat16, None, log, first=False, early=True)
+    assert log[:3] == ["waits", "add_cols", "add_rows"]
+    assert log[-3:] == ["add_cols", "leaves", "add_rows"]
+    assert len(log) > 5
+
+
+def test_what_may_not_is_waited_for_as_late_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    _watched(monkeypatch, log)
+    _swept(torch.bfloat16, None, log, first=False, early=False)
+    assert log[:3] == ["add_rows", "waits", "add_cols"]
+    assert log[-3:] == ["add_rows", "add_cols", "leaves"]
+
+
+def test_pairs_that_are_listed_are_in_it_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    _watched(monkeypatch, log)
+    _swept(torch.bfloat16, 3, log, first=False, early=True)
+    assert log[-3:] == ["add_cols", "add_rows", "leaves"]
+
+
+def test_a_turn_waits_once_and_leaves_once() -> None:
+    log: list[str] = []
+    turn = Turn(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=True, early=False)
+    assert turn.here() is turn.here()
+    turn.leave()
+    turn.leave()
+    assert log == ["waits", "leaves"]
+    # one that nobody asked for is waited for before it goes on
+    log.clear()
+    Turn(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=True, early=False).leave()
+    assert log == ["waits", "leaves"]
