@@ -49,7 +49,8 @@ class Call:
 
     def _make(self, scale: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tiles:
         used = None if bias is None or not self.loss.uses_bias else _scalar(bias, wide)
-        return self.tiles(self.loss, _scalar(scale, wide), used, workspace_on(scale.device, self.workspace))
+        workspace = workspace_on(scale.device, self.workspace)
+        return self.tiles(self.loss, _scalar(scale, wide), used, workspace).sparing(self.exchange.held())
 
 
 def workspace_on(device: torch.device, asked: int | None) -> int:

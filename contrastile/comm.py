@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -122,11 +123,11 @@ def _voice(group: Any) -> tuple[Any, torch.device]:
     """Through which group its ranks agree, and where that one's tensors are: on the host if that can be.
 
     NCCL carries out what a group is handed one after the other. Asked through it, ranks would learn of each other when
-    their devices have done all that was sent before, and the next step's kernels would come too late. So the default
-    group gets another one beside it; all of its ranks are here to make it.
+    their devices have done all that was sent before, and the next step's kernels would come too late. So a group of
+    all ranks gets another one beside it, which all ranks are here to make.
     """
     group = _default(group)
-    if group is dist.group.WORLD and not _speaks(group) and group not in _voices:
+    if group not in _voices and not _speaks(group) and size(group) == dist.get_world_size():
         with _together("meeting on the host", group):
             _voices[group] = dist.new_group(timeout=_patience(group), backend="gloo")
     voice = _voices.get(group, group)
@@ -251,6 +252,19 @@ def most(number: int, group: Any) -> int:
     with _together("agreement on a number", group, voice):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=voice)
     return int(largest)
+
+
+def held(group: Any) -> int:
+    """Multiprocessors that transfers between GPUs may hold at once, where that was limited; 0 where it was not.
+
+    By the group's own `config.max_ctas`, or for all groups by NCCL_MAX_CTAS, which has the last word.
+    """
+    group = _default(group)
+    if "nccl" not in dist.get_backend_config(group):
+        return 0
+    limit: int = group._get_backend(torch.device("cuda")).options.config.max_ctas
+    # a number below 0 says that none was given
+    return max(0, int(os.environ.get("NCCL_MAX_CTAS", limit)))
 
 
 def _as_it_came(arrived: list[Tensor]) -> list[Tensor]:

@@ -82,6 +82,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rank", lambda group: group.rank),
         ("tally", lambda group, statement, counts: group.circle.everyone(group.rank, counts)),
         ("total", total),
+        ("held", lambda group: 0),
         ("post", post),
     ):
         monkeypatch.setattr(comm, name, stand_in)

@@ -1,22 +1,30 @@
-"""Accumulators that pass from rank to rank: when they are waited for, when they leave, and what they hold then."""
+"""Accumulators that pass from rank to rank: when they are waited for, when they leave, and what they hold then.
+
+And the multiprocessors that kernels leave to what travels.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+from contrastile import comm
 from contrastile.losses.base import Side
 from contrastile.losses.softmax import Softmax
+from contrastile.tiles import triton_launch as launch
 from contrastile.tiles import triton_products as products
 from contrastile.tiles.base import Turn
 from contrastile.tiles.triton import Triton
+from contrastile.tiles.triton_operands import PROGRAMS_INTERPRETED
 
 N, M, D = 45, 70, 19
 # bytes that hold a part of the block only
@@ -117,3 +125,43 @@ def test_a_turn_waits_once_and_leaves_once() -> None:
     log.clear()
     Turn(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=True, early=False).leave()
     assert log == ["waits", "leaves"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "limit", "held"), [({}, -(2**31), 0), ({}, 8, 8), ({"NCCL_MAX_CTAS": "4"}, 8, 4)]
+)
+def test_transfers_hold_as_many_multiprocessors_as_they_may(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], limit: int, held: int
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    backend = SimpleNamespace(options=SimpleNamespace(config=SimpleNamespace(max_ctas=limit)))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    assert comm.held(SimpleNamespace(_get_backend=lambda device: backend)) == held
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
+    assert comm.held(SimpleNamespace()) == 0
+
+
+def test_multiprocessors_are_left_to_what_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, to rounding, by fewer programs: what each adds up for itself is another sum."""
+    grids: list[int] = []
+    real = launch.run
+
+    def run(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
+        if "BM" in given:
+            grids.append(grid[0])
+        real(kernel, grid, **given)
+
+    monkeypatch.setattr(launch, "run", run)
+    tiles, rows, cols = _sides(torch.bfloat16, None)
+    found = []
+    for spared in (0, 1, 200):
+        u, v = torch.zeros(N, D), torch.zeros(M, D)
+        total = tiles.sparing(spared).grads(rows, cols, u, v)
+        found.append((max(grids), u, v, total))
+        grids.clear()
+    assert [most for most, *_ in found] == [PROGRAMS_INTERPRETED, PROGRAMS_INTERPRETED - 1, 1]
+    for _, u, v, total in found[1:]:
+        assert torch.equal(u, found[0][1])
+        assert torch.equal(v, found[0][2])
+        assert torch.allclose(total, found[0][3], rtol=1e-5)

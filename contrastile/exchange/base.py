@@ -89,6 +89,10 @@ class Exchange(ABC):
         """The sum over all ranks of a small tensor."""
         return here if len(self.shards) == 1 else comm.total(here, self.shards.group)
 
+    def held(self) -> int:
+        """Multiprocessors that tiles had better leave to what travels meanwhile."""
+        return 0 if len(self.shards) == 1 else comm.held(self.shards.group)
+
     def gradient_factor(self) -> int:
         """What the wrapper's averaging will divide by."""
         return len(self.shards) if self.gradient == "mean" else 1

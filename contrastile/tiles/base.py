@@ -142,6 +142,11 @@ class Tiles(ABC):
         """Whether `grads` also returns Σ_ij g_ij · ⟨q_i, k_j⟩, the scale's gradient, which else is read off u or v."""
         return False
 
+    def sparing(self, multiprocessors: int) -> Tiles:
+        """The same, which leaves so many of the device's multiprocessors to others."""
+        del multiprocessors
+        return self
+
     def init(self, side: Side) -> Tensor:
         """Statistics of rows that have met no column."""
         return self.loss.init(len(side), dtype=self.scale.dtype, device=self.scale.device)

@@ -16,7 +16,7 @@ then compute three or six products.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -87,6 +87,8 @@ class Triton(Tiles):
     # of each block that this call has seen, by where it lies: found in the forward, they serve the backward
     numbers: dict[Place, Tensor] = field(default_factory=dict, compare=False, repr=False)
     counted: dict[Place, operands.Counted] = field(default_factory=dict, compare=False, repr=False)
+    # multiprocessors that are left to others
+    spared: int = 0
 
     @classmethod
     def declines(cls, loss: PairLoss, rows: Side, cols: Side) -> str | None:
@@ -174,6 +176,14 @@ class Triton(Tiles):
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         return self._budget.most(N, M, D, dtype)
 
+    def sparing(self, multiprocessors: int) -> Triton:
+        """The same, which leaves so many of the device's multiprocessors to others.
+
+        Each program of the large kernels has its share of the tiles from the start. One that finds its place taken
+        begins when the others may be done already.
+        """
+        return replace(self, spared=multiprocessors)
+
     def _room(self, side: Side) -> Tensor:
         return self.scale.new_empty(1 if self._sigmoid else len(SoftmaxStats._fields), len(side))
 
@@ -224,7 +234,7 @@ class Triton(Tiles):
             rows = last.rows if last is not None and same else _narrow(block.rows, along_i)
             cols = _narrow(block.cols, along_j)
             q = last.pair.q if last is not None and same else operands.operand(rows.features, parts, shape)
-            pair = Pair(q, operands.operand(cols.features, parts, shape), self._masks(rows, cols))
+            pair = Pair(q, operands.operand(cols.features, parts, shape), self._masks(rows, cols), self.spared)
             ends = along_i.stop == len(block.rows), along_j.stop == len(block.cols)
             last = SuperTile(along_i, along_j, rows, cols, pair, *ends)
         block.last.append(last)

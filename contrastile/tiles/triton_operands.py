@@ -141,6 +141,8 @@ class Pair:
     q: Operand
     k: Operand
     masks: Masks
+    # multiprocessors that are left to others
+    spared: int = 0
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -179,12 +181,14 @@ class Pair:
         device = self.q.data.device
         shape = shape_for(device)
         tiles = tiles_of(len(self.q), shape.rows) * tiles_of(len(self.k), shape.cols)
-        return (min(most_programs(device), tiles),)
+        return (min(most_programs(device, self.spared), tiles),)
 
 
-def most_programs(device: torch.device) -> int:
-    """How many programs of the shape of a matrix product the device can run at once."""
-    return PROGRAMS_INTERPRETED if interpreting() else shape_for(device).programs * multiprocessors(device)
+def most_programs(device: torch.device, spared: int = 0) -> int:
+    """How many programs of the shape of a matrix product the device can run at once, on all multiprocessors but few."""
+    if interpreting():
+        return max(1, PROGRAMS_INTERPRETED - spared)
+    return shape_for(device).programs * max(1, multiprocessors(device) - spared)
 
 
 def _strip_shape(N: int, M: int, parts: int, shape: Shape) -> tuple[int, int]:
