@@ -18,7 +18,7 @@ from contrastile.bench import ranks as bench_ranks
 from contrastile.bench.loss import Distance, Line
 from contrastile.bench.measure import Ledger, Machine, Timing
 from contrastile.bench.peers import Case, Contestant, rank_peers
-from contrastile.bench.ranks import RankBench, suite
+from contrastile.bench.ranks import ExchangeRow, RankBench, suite
 from contrastile.losses.dense import dense_clip
 from contrastile.train.ranks import Ranks
 
@@ -29,7 +29,7 @@ CASE = Case("clip", 96, 16, "float32")
 def _run(rank: int, group: Any, case: Case, path: Path | None, spoil: str) -> tuple[list[str], bool]:
     lines: list[str] = []
     x = torch.randn(64, 64)
-    ledger = Ledger(path) if path is not None and rank == 0 else None
+    ledger = Ledger(path, ExchangeRow) if path is not None and rank == 0 else None
     bench = RankBench(Machine(CPU, 0.01, lambda: x @ x, 2 * 64**3), Ranks(rank, RANKS), False, lines.append, ledger)
     kept, peers = bench_gate.LOSS_TOLERANCE, bench_ranks.rank_peers
     if spoil == "gate":
@@ -65,10 +65,22 @@ def test_every_exchange_beside_one_process(pool: Pool, tmp_path: Path, name: str
         rows = list(csv.DictReader(file))
     assert [row["backend"] for row in rows] == expected
     assert [row["world"] for row in rows] == ["1", "4", "4", "4"]
-    # a share is one process's time over the ranks' together
-    shares = [float(line.split()[-6]) for line in answers[0][0]]
-    milliseconds = [float(row["ms"]) * int(row["world"]) for row in rows]
-    assert shares == pytest.approx([milliseconds[0] / ms for ms in milliseconds], rel=0.02, abs=0.002)
+    # the ranks' time together over one process's: of steps in a row, and of single ones
+    for at, cost, ms in ((-8, "cost", "ms"), (-6, "single_cost", "single_ms")):
+        milliseconds = [float(row[ms]) * int(row["world"]) for row in rows]
+        expected_costs = pytest.approx([each / milliseconds[0] for each in milliseconds], rel=0.02, abs=0.002)
+        assert [float(row[cost]) for row in rows] == expected_costs
+        assert [float(line.split()[at]) for line in answers[0][0]] == expected_costs
+
+
+def test_costs_are_unknown_where_one_process_has_no_room() -> None:
+    x = torch.eye(3)
+    line = Line(CASE, Contestant("somebody", "a way", {}), Distance(0, 0, 0), 7, Timing(2.0, 1e9), 4)
+    machine = Machine(CPU, 0.01, lambda: x @ x, 2 * 3**3)
+    row = bench_ranks._Result(line, 3.0, 5, None).row(machine)
+    assert (row.cost, row.single_cost, row.ms, row.single_ms, row.beside_bytes) == (None, None, 2.0, 3.0, 5)
+    row = bench_ranks._Result(line, 3.0, 5, (4.0, 8.0)).row(machine)
+    assert (row.cost, row.single_cost) == (2.0, 1.5)
 
 
 def test_each_workspace_is_a_row_that_says_so_and_peers_are_measured_once(pool: Pool, tmp_path: Path) -> None:

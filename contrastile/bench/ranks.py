@@ -3,8 +3,9 @@
     case ── gate: what all ranks make of it together, against float64 ── memory ── timed runs ── a line, a row
 
 Beside `loss.py`, whose cases, gate and rows it shares. Every exchange is timed in turns with one process that has the
-whole batch: `share` is that process's time over (time × ranks), and 1 means that communication costs nothing. What a
-rank finds wrong, or has no room for, all leave out. Memory is measured on GPUs; `beside` is what is left of it without
+whole batch: `cost` is (time × ranks) over that process's time, and 1 means that communication costs nothing; of steps
+in a row, as training has them, and of a `single` step, which begins with nothing under way. What a rank finds wrong, or
+has no room for, all leave out. Memory is measured on GPUs; `beside` is what is left of it without
 the gradients returned and the workspace, in a step of its own with a workspace so small that all of it is used.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,16 @@ from torch import Tensor
 from contrastile import comm
 from contrastile.bench.gate import SUBJECTS, Distance, Gate, problem, step
 from contrastile.bench.loss import BACKENDS, OURS, WORKSPACE, Line, float32_products, marked
-from contrastile.bench.measure import LEAST_SECONDS, MOST_PRODUCT_SECONDS, MOST_ROUNDS, Ledger, Machine, Step, Timing
+from contrastile.bench.measure import (
+    LEAST_SECONDS,
+    MOST_PRODUCT_SECONDS,
+    MOST_ROUNDS,
+    Ledger,
+    Machine,
+    Row,
+    Step,
+    Timing,
+)
 from contrastile.bench.peers import Case, Contestant, Loss, rank_peers
 from contrastile.train.ranks import Ranks
 
@@ -41,7 +51,7 @@ IN_A_ROW = 0.1
 
 HEADER = (
     f"{'loss':8} {'b':>8} {'d':>5} {'dtype':9} {'implementation':44} {'ms':>10} {'TFLOP/s':>8} {'ratio':>6} "
-    f"{'share':>6} {'extra MiB':>9} {'beside':>9} {'loss':>8} {'gradient':>8} {'scale':>8}"
+    f"{'cost':>6} {'single':>10} {'cost':>6} {'extra MiB':>9} {'beside':>9} {'loss':>8} {'gradient':>8} {'scale':>8}"
 )
 
 
@@ -90,6 +100,61 @@ class _Entry:
     beside: int
 
 
+@dataclass(frozen=True)
+class ExchangeRow(Row):
+    """One line of a file about exchanges: `ms` is of steps in a row.
+
+    cost: (ms × world) over that of one process with the whole batch; None where that one had no room. single_ms,
+    single_cost: the same of a step that begins with nothing under way. beside_bytes: of the peak, without the gradients
+    returned and the workspace.
+    """
+
+    cost: float | None
+    single_ms: float
+    single_cost: float | None
+    beside_bytes: int
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a way took."""
+
+    line: Line
+    single_ms: float
+    beside: int
+    # one process's milliseconds, in a row and single; None where it had no room
+    alone: tuple[float, float] | None
+
+    @property
+    def costs(self) -> tuple[float | None, float | None]:
+        if self.alone is None:
+            return None, None
+        world, (running, single) = self.line.world, self.alone
+        return world * self.line.timing.ms / running, world * self.single_ms / single
+
+    def row(self, machine: Machine) -> ExchangeRow:
+        cost, single = (None if each is None else round(each, 4) for each in self.costs)
+        return ExchangeRow(
+            **asdict(self.line.row(machine)),
+            cost=cost,
+            single_ms=round(self.single_ms, 3),
+            single_cost=single,
+            beside_bytes=self.beside,
+        )
+
+    def text(self) -> str:
+        line = self.line
+        name = f"{line.contestant.name} ({line.backend})"
+        cost, single = ("" if each is None else f"{each:.3f}" for each in self.costs)
+        return (
+            f"{line.case.loss:8} {line.case.b:>8} {line.case.d:>5} {line.case.dtype:9} {name:44} "
+            f"{line.timing.ms:>10.2f} {line.rate / 1e12:>8.3g} {line.rate / line.timing.product_rate:>6.3f} "
+            f"{cost:>6} {self.single_ms:>10.2f} {single:>6} "
+            f"{line.peak_bytes / 2**20:>9,.0f} {self.beside / 2**20:>9,.0f} "
+            f"{line.distance.loss:>8.0e} {line.distance.gradient:>8.0e} {line.distance.scalar:>8.0e}"
+        )
+
+
 @dataclass
 class RankBench:
     """Where results go, and whether all of contrastile's own came through; the same on all ranks."""
@@ -116,12 +181,12 @@ class RankBench:
                 # peers have none, and are measured once
                 peers = self.peers and workspace == case.workspaces[0]
                 with float32_products(case.precision):
-                    for line, share, beside in self._results(replace(case, workspaces=(workspace,)), peers):
-                        self.say(_text(line, share, beside))
+                    for result in self._results(replace(case, workspaces=(workspace,)), peers):
+                        self.say(result.text())
                         if self.ledger is not None:
-                            self.ledger.write(line.row(self.machine))
+                            self.ledger.write(result.row(self.machine))
 
-    def _results(self, case: Case, peers: bool) -> Iterator[tuple[Line, float | None, int]]:
+    def _results(self, case: Case, peers: bool) -> Iterator[_Result]:
         if case.b % self.ranks.size:
             self._note(f"{case.b} rows are left out: they cannot be shared evenly by {self.ranks.size} ranks")
             return
@@ -134,15 +199,15 @@ class RankBench:
                 entered[way.contestant.label] = entry
         self.machine.load()
         ours = [label for label, entry in entered.items() if entry.way.contestant.name == OURS]
-        alone: float | None = None
+        alone: tuple[float, float] | None = None
         for turn in [ours, *([label] for label in entered if label not in ours)]:
             timings = self._race({label: entered[label].step for label in turn})
-            for label, timing in timings.items():
+            for label, (timing, single_ms) in timings.items():
                 entry = entered[label]
                 one, world = entry.way.contestant, entry.way.world
-                alone = timing.ms if world == 1 else alone
-                costs = None if alone is None else alone / (world * timing.ms)
-                yield Line(case, one, entry.distance, entry.peak_bytes, timing, world), costs, entry.beside
+                alone = (timing.ms, single_ms) if world == 1 else alone
+                line = Line(case, one, entry.distance, entry.peak_bytes, timing, world)
+                yield _Result(line, single_ms, entry.beside, alone)
 
     def _ways(self, case: Case, peers: bool) -> list[_Way]:
         backend = BACKENDS.get(self.machine.device.type, "eager")
@@ -214,22 +279,30 @@ class RankBench:
             self._note(f"{one.label}{'' if missing else f', {case.loss}, {case.b} x {case.d}'}: {found[0]}")
         return not found
 
-    def _race(self, steps: Mapping[str, Step]) -> dict[str, Timing]:
-        """A step's time in a row of them, all in turn, a product before each row, which ends with its slowest rank."""
+    def _race(self, steps: Mapping[str, Step]) -> dict[str, tuple[Timing, float]]:
+        """A step's time in a row of them, and the milliseconds of one by itself.
+
+        All in turn, a product before each row. What is timed ends with its slowest rank.
+        """
         machine = self.machine
         once = {name: self._most(machine.time(run, 1)) for name, run in steps.items()}
         rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(machine.seconds * len(once) / max(sum(once.values()), 1e-9))))
         product_once = self._most(machine.time(machine.product, 1))
         taken: dict[str, list[float]] = {name: [] for name in steps}
+        singles: dict[str, list[float]] = {name: [] for name in steps}
         products: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(rounds):
             for name, run in steps.items():
                 load = min(max(once[name], LEAST_SECONDS), MOST_PRODUCT_SECONDS)
                 products[name].append(machine.time(machine.product, max(1, round(load / product_once))))
-                comm.total(torch.zeros((), device=machine.device), None)
-                taken[name].append(self._most(machine.time(run, max(1, round(IN_A_ROW / once[name])))))
+                for times, repeats in ((taken, max(1, round(IN_A_ROW / once[name]))), (singles, 1)):
+                    comm.total(torch.zeros((), device=machine.device), None)
+                    times[name].append(self._most(machine.time(run, repeats)))
         return {
-            name: Timing(statistics.median(taken[name]) * 1e3, machine.product_operations / statistics.median(rates))
+            name: (
+                Timing(statistics.median(taken[name]) * 1e3, machine.product_operations / statistics.median(rates)),
+                statistics.median(singles[name]) * 1e3,
+            )
             for name, rates in products.items()
         }
 
@@ -250,14 +323,3 @@ def _part(leaves: list[Tensor], ranks: Ranks) -> list[Tensor]:
     """A rank's rows of both sides, and the scalars."""
     sides = [side.detach().tensor_split(ranks.size)[ranks.rank].clone().requires_grad_() for side in leaves[:2]]
     return [*sides, *leaves[2:]]
-
-
-def _text(line: Line, share: float | None, beside: int) -> str:
-    name = f"{line.contestant.name} ({line.backend})"
-    shared = "" if share is None else f"{share:.3f}"
-    return (
-        f"{line.case.loss:8} {line.case.b:>8} {line.case.d:>5} {line.case.dtype:9} {name:44} "
-        f"{line.timing.ms:>10.2f} {line.rate / 1e12:>8.3g} {line.rate / line.timing.product_rate:>6.3f} {shared:>6} "
-        f"{line.peak_bytes / 2**20:>9,.0f} {beside / 2**20:>9,.0f} "
-        f"{line.distance.loss:>8.0e} {line.distance.gradient:>8.0e} {line.distance.scalar:>8.0e}"
-    )

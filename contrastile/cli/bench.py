@@ -85,7 +85,7 @@ def _run_on_ranks(arguments: argparse.Namespace) -> int:
     import torch
 
     from contrastile.bench.measure import Ledger, Machine, chip, versions
-    from contrastile.bench.ranks import RankBench, grouped, suite
+    from contrastile.bench.ranks import ExchangeRow, RankBench, grouped, suite
     from contrastile.train.ranks import Ranks
 
     device = torch.device(device_of(arguments.device))
@@ -98,7 +98,10 @@ def _run_on_ranks(arguments: argparse.Namespace) -> int:
         if first:
             print(line, flush=True)
 
-    with grouped(device), Ledger(Path(arguments.csv)) if arguments.csv and first else nullcontext() as ledger:
+    with (
+        grouped(device),
+        Ledger(Path(arguments.csv), ExchangeRow) if arguments.csv and first else nullcontext() as ledger,
+    ):
         say(f"{ranks.size} ranks on {chip(device)}; {versions()}")
         bench = RankBench(Machine.of(device, seconds), ranks, arguments.peers, say, ledger)
         bench.measure(cases)
