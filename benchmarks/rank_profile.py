@@ -5,7 +5,7 @@
 One process with the whole batch, then gather and ring, forward and backward in bf16. Every way prints
 
     ms      of a step that begins with nothing under way, on the slowest rank; and of steps back to back
-    share   one process's time over (ranks × ms): 1 means that communication costs nothing
+    cost    (ranks × ms) over one process's: 1 means that communication costs nothing
     host    ms until the Python call of that step returns: what the device could hide, if it had begun
     device  ms by kind of kernel, on the first rank: tiles, products, small ones, communication
     alone   ms in which only communication ran; and idle: ms in which nothing did, in how many gaps, and before the
@@ -192,18 +192,18 @@ def report(place: Place, sizes: list[int], d: int, waves: list[int], say: Callab
         for name in ("gather", "ring"):
             step = run(ClipLoss(exchange=name, workspace=WORKSPACE), mine)
             ways += [(f"{name}{f', {k} waves' if k > 1 else ''}", k, step) for k in waves]
-        one = None
+        one: Times | None = None
         for name, k, step in ways:
             if kernels:
                 with_waves(k)
             times = timed(step, place)
-            one = times.step if one is None else one
+            one = times if one is None else one
             ranks, leaves = (1, whole) if name == "one process" else (place.ranks, mine)
             gib = peak(step, place, sum(x.nbytes for x in leaves))
             seen = looked_at(step, place)
             say(
-                f"{b:>7} x {d}  {name:16} {times.step * 1e3:9.2f} ms, running {times.running * 1e3:9.2f}, "
-                f"share {one / (ranks * times.step):.3f}, {ranks * times.step / one:.3f} x one process, "
+                f"{b:>7} x {d}  {name:16} {times.step * 1e3:9.2f} ms, cost {ranks * times.step / one.step:.3f}, "
+                f"running {times.running * 1e3:9.2f} ms, cost {ranks * times.running / one.running:.3f}, "
                 f"host {times.host * 1e3:7.2f} ms, {gib:.2f} GiB"
             )
             for line in seen:
