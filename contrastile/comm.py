@@ -128,10 +128,17 @@ def _voice(group: Any) -> tuple[Any, torch.device]:
     """
     group = _default(group)
     if group not in _voices and not _speaks(group) and size(group) == dist.get_world_size():
-        with _together("meeting on the host", group):
+        with _together("first meeting", group):
             _voices[group] = dist.new_group(timeout=_patience(group), backend="gloo")
+            # some backends connect all ranks with the first operation, which may be one that a rank without rows skips
+            dist.all_reduce(torch.zeros(1, device=_device(group)), group=group)
     voice = _voices.get(group, group)
-    return voice, torch.device("cpu" if _speaks(voice) else f"cuda:{torch.cuda.current_device()}")
+    return voice, _device(voice)
+
+
+def _device(group: Any) -> torch.device:
+    """Where the group carries tensors from and to, the host before others."""
+    return torch.device("cpu") if _speaks(group) else torch.device("cuda", torch.cuda.current_device())
 
 
 def hang_up(group: Any) -> None:
@@ -262,8 +269,9 @@ def held(group: Any) -> int:
     group = _default(group)
     if "nccl" not in dist.get_backend_config(group):
         return 0
-    limit: int = group._get_backend(torch.device("cuda")).options.config.max_ctas
+    config = getattr(group._get_backend(torch.device("cuda")).options, "config", None)
     # a number below 0 says that none was given
+    limit: int = getattr(config, "max_ctas", -1)
     return max(0, int(os.environ.get("NCCL_MAX_CTAS", limit)))
 
 

@@ -116,14 +116,18 @@ def test_pairs_that_are_listed_are_in_it_before_it_leaves(monkeypatch: pytest.Mo
 
 def test_a_turn_waits_once_and_leaves_once() -> None:
     log: list[str] = []
-    turn = Turn(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=True, early=False)
+    turn = Turn(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=False, early=False)
     assert turn.here() is turn.here()
+    assert log == ["waits"]
     turn.leave()
     turn.leave()
     assert log == ["waits", "leaves"]
-    # one that nobody asked for is waited for before it goes on
+    # what nobody asked for is waited for before it goes on; and a first one need not come
     log.clear()
-    Turn(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=True, early=False).leave()
+    turn = Turn(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=True, early=False)
+    turn.here()
+    assert not log
+    turn.leave()
     assert log == ["waits", "leaves"]
 
 

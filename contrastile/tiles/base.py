@@ -25,8 +25,9 @@ ROWS_AT_ONCE = 8192
 class Turn:
     """An accumulator that passes from rank to rank, each of which adds its part, and is here during one block.
 
-    It comes while the block is computed, and is waited for when first asked for. It leaves once: with the block, or
-    where `early` says that nothing else will be written over, as soon as it has been added to.
+    It comes while the block is computed, and is waited for when first asked for; a `first` one is new, and only what
+    comes beside it is waited for, before it leaves. It leaves once: with the block, or where `early` says that nothing
+    else will be written over, as soon as it has been added to.
     """
 
     def __init__(
@@ -41,17 +42,21 @@ class Turn:
 
     def here(self) -> Tensor:
         """The accumulator, as soon as it is here."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        if not self.first:
+            self._arrive()
         return self._gathered
 
     def leave(self) -> None:
         """It may go on. Asking again does nothing."""
         if not self._left:
-            self.here()
+            self._arrive()
             self._left = True
             self._go_on()
+
+    def _arrive(self) -> None:
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
 
 @dataclass(frozen=True)
