@@ -104,7 +104,9 @@ def test_what_may_not_is_waited_for_as_late_as_can_be(monkeypatch: pytest.Monkey
     _watched(monkeypatch, log)
     _swept(torch.bfloat16, None, log, first=False, early=False)
     assert log[:3] == ["add_rows", "waits", "add_cols"]
+    # by itself, before what is small comes to an end
     assert log[-3:] == ["add_rows", "add_cols", "leaves"]
+    assert log.count("leaves") == 1
 
 
 def test_pairs_that_are_listed_are_in_it_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

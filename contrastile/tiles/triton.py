@@ -325,8 +325,8 @@ class Triton(Tiles):
     ) -> Tensor:
         """The gradient of the pairs that are not listed, one strip of the matrix at a time; returns its sum.
 
-        A v that may leave early is added to first, and leaves unless there is more to add; any other is added to last,
-        because it may still be on its way.
+        A v that may leave early is added to first; any other last, because it may still be on its way, and because the
+        columns must stay until they have been read. It leaves then, unless there is more to add.
         """
         sums = launch.no_sums(self.scale.device)
         out: Tensor | None = None
@@ -341,10 +341,10 @@ class Triton(Tiles):
             if v is not None:
                 products.add_cols(_here(v), tile.along_j, tile.pair, out)
             if tile.last_i and tile.last_j:
-                # between the two products, so that what leaves finds room on the device before the second
-                total = sums.sum(dtype=torch.float64) * (1 + cut)
-                if early and not more and isinstance(v, Turn):
+                if isinstance(v, Turn) and not more:
                     v.leave()
+                # small things, under which what leaves finds room on the device before the next large one takes it all
+                total = sums.sum(dtype=torch.float64) * (1 + cut)
             if early:
                 products.add_rows(u, tile.along_i, tile.pair, out)
         return total
