@@ -73,6 +73,11 @@ def test_every_exchange_beside_one_process(pool: Pool, tmp_path: Path, name: str
         assert [float(line.split()[at]) for line in answers[0][0]] == expected_costs
 
 
+@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 10), (0.2, 3), (0.999, 3), (1.0, 1), (6.0, 1)])
+def test_a_long_step_is_its_own_row(seconds: float, steps: int) -> None:
+    assert bench_ranks._in_a_row(seconds) == steps
+
+
 def test_costs_are_unknown_where_one_process_has_no_room() -> None:
     x = torch.eye(3)
     line = Line(CASE, Contestant("somebody", "a way", {}), Distance(0, 0, 0), 7, Timing(2.0, 1e9), 4)

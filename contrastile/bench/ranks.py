@@ -46,8 +46,10 @@ LEAST_WORKSPACE = 32 * 2**20
 # for how long a rank waits for another, which may be timing a slow peer
 TIMEOUT = timedelta(minutes=10)
 LEAST_ROUNDS = 3
-# of steps in a row at least: as in training, the host may run ahead of the device
-IN_A_ROW = 0.1
+# seconds and steps of a row at least: as in training, the host may run ahead of the device
+IN_A_ROW, LEAST_IN_A_ROW = 0.1, 3
+# seconds of a step that is its own row: what happens once between two is nothing beside it
+LONG = 1.0
 
 HEADER = (
     f"{'loss':8} {'b':>8} {'d':>5} {'dtype':9} {'implementation':44} {'ms':>10} {'TFLOP/s':>8} {'ratio':>6} "
@@ -286,7 +288,9 @@ class RankBench:
         """
         machine = self.machine
         once = {name: self._most(machine.time(run, 1)) for name, run in steps.items()}
-        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(machine.seconds * len(once) / max(sum(once.values()), 1e-9))))
+        repeats = {name: _in_a_row(seconds) for name, seconds in once.items()}
+        each = sum(seconds * (repeats[name] + 1) for name, seconds in once.items())
+        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(machine.seconds * len(once) / max(each, 1e-9))))
         product_once = self._most(machine.time(machine.product, 1))
         taken: dict[str, list[float]] = {name: [] for name in steps}
         singles: dict[str, list[float]] = {name: [] for name in steps}
@@ -295,9 +299,8 @@ class RankBench:
             for name, run in steps.items():
                 load = min(max(once[name], LEAST_SECONDS), MOST_PRODUCT_SECONDS)
                 products[name].append(machine.time(machine.product, max(1, round(load / product_once))))
-                for times, repeats in ((taken, max(1, round(IN_A_ROW / once[name]))), (singles, 1)):
-                    comm.total(torch.zeros((), device=machine.device), None)
-                    times[name].append(self._most(machine.time(run, repeats)))
+                taken[name].append(self._timed(run, repeats[name]))
+                singles[name].append(taken[name][-1] if repeats[name] == 1 else self._timed(run, 1))
         return {
             name: (
                 Timing(statistics.median(taken[name]) * 1e3, machine.product_operations / statistics.median(rates)),
@@ -305,6 +308,11 @@ class RankBench:
             )
             for name, rates in products.items()
         }
+
+    def _timed(self, run: Step, repeats: int) -> float:
+        """Seconds of a step of so many in a row, which all ranks begin together, on the slowest."""
+        comm.total(torch.zeros((), device=self.machine.device), None)
+        return self._most(self.machine.time(run, repeats))
 
     def _most(self, here: float) -> float:
         """The largest of the ranks' numbers."""
@@ -317,6 +325,11 @@ class RankBench:
         if sentence not in self._said:
             self._said.add(sentence)
             self.say(f"  {sentence}")
+
+
+def _in_a_row(once: float) -> int:
+    """How many steps of so many seconds are timed as one row."""
+    return 1 if once >= LONG else max(LEAST_IN_A_ROW, round(IN_A_ROW / max(once, 1e-9)))
 
 
 def _part(leaves: list[Tensor], ranks: Ranks) -> list[Tensor]:
