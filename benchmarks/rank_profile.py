@@ -1,6 +1,7 @@
 """Where the time of a loss across ranks goes: host, device, communication, and nothing.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/rank_profile.py [--sizes 65536 262144] [--waves 1 4]
+        [--ctas 8 16] [--first] [--brief] [--seconds 1.5]
 
 One process with the whole batch, then gather and ring, forward and backward in bf16. Every way prints
 
@@ -11,10 +12,13 @@ One process with the whole batch, then gather and ring, forward and backward in 
     alone   ms in which only communication ran; and idle: ms in which nothing did, in how many gaps, and before the
             first kernel
     GiB     of one rank beside features, returned gradients and workspace
+    off     distance of the gradients of the last of some steps back to back from those of one process
 
 and the operations that kept the host longest. A tile kernel is written for as many programs as the device holds at
 once; where communication holds some of it, those that find no room wait for the others to end. `--waves k` makes k
-times as many, each with a k-th of the work. On a CPU (Gloo, `--sizes 512`) there is no device to look at.
+times as many, each with a k-th of the work. `--ctas k` adds rings whose transfers hold k multiprocessors at most, and
+`--first` one whose transfers find room before other kernels do; both with the first size only. `--brief` looks
+at the device with that size only, and not for those. On a CPU (Gloo, `--sizes 512`) there is none to look at.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +45,8 @@ from contrastile import ClipLoss
 WORKSPACE = 2**31
 # steps that count, unless they take longer than these seconds
 ROUNDS, SECONDS = 8, 1.5
+# steps back to back before gradients are looked at
+BACK_TO_BACK = 3
 HOST_OPERATIONS = 8
 STEP = "one step"
 # kinds of kernels, by what their names contain
@@ -88,6 +95,9 @@ class Times:
 
 
 def timed(step: Callable[[], object], place: Place) -> Times:
+    # compiles kernels, and connects
+    step()
+    place.slowest(0.0)
     begin = time.perf_counter()
     step()
     place.wait()
@@ -102,12 +112,27 @@ def timed(step: Callable[[], object], place: Place) -> Times:
         host.append(time.perf_counter() - begin)
         place.wait()
         whole.append(place.slowest(time.perf_counter() - begin))
-    begin = time.perf_counter()
-    for _ in range(rounds):
-        step()
-    place.wait()
-    running = place.slowest(time.perf_counter() - begin) / rounds
+    # what is sent ahead of the device needs memory of its own, which the first row finds
+    for _ in range(2):
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            step()
+        place.wait()
+        running = place.slowest(time.perf_counter() - begin) / rounds
     return Times(statistics.median(whole), running, statistics.median(host))
+
+
+def sides_of(step: Callable[[], Any], times: int = 1) -> list[Tensor]:
+    """The gradients of both sides in the last of so many steps back to back."""
+    for _ in range(times):
+        found = step()
+    return list(found[:2])
+
+
+def off(found: list[Tensor], true: list[Tensor], place: Place) -> float:
+    """How far the gradients are from one process's, on the rank where they are farthest."""
+    far = [float((x.float() - t.float()).norm() / t.float().norm()) for x, t in zip(found, true, strict=True)]
+    return place.slowest(max(far))
 
 
 def peak(step: Callable[[], object], place: Place, gradients: int) -> float:
@@ -177,34 +202,61 @@ def _device(kernels: list[Any], begin: float) -> str:
     return f"    device, ms (kernels): {parts}; {idle}"
 
 
-def report(place: Place, sizes: list[int], d: int, waves: list[int], say: Callable[[str], None]) -> None:
-    """All of it, for every size."""
-    kernels = place.device.type == "cuda"
-    for b in sizes:
-        whole = sides(b, d, place)
-        scale = torch.tensor(100.0, device=place.device, requires_grad=True)
-        mine = [x.detach().tensor_split(place.ranks)[place.rank].clone().requires_grad_() for x in whole]
+# a way's name, its waves, its step, and what the step differentiates
+Way = tuple[str, int, Callable[[], Any], list[Tensor]]
 
-        def run(loss: ClipLoss, leaves: list[Tensor], scale: Tensor = scale) -> Callable[[], object]:
-            return lambda: torch.autograd.grad(loss(*leaves, scale), [*leaves, scale])
 
-        ways = [("one process", 1, run(ClipLoss(exchange="single", workspace=WORKSPACE, group=place.alone), whole))]
-        for name in ("gather", "ring"):
-            step = run(ClipLoss(exchange=name, workspace=WORKSPACE), mine)
-            ways += [(f"{name}{f', {k} waves' if k > 1 else ''}", k, step) for k in waves]
-        one: Times | None = None
-        for name, k, step in ways:
-            if kernels:
+def ways(place: Place, b: int, d: int, waves: list[int], others: dict[str, Any]) -> tuple[Way, list[Way]]:
+    """One process's step, and the ranks' together: through gather and ring, or rings of other groups."""
+    whole = sides(b, d, place)
+    mine = [x.detach().tensor_split(place.ranks)[place.rank].clone().requires_grad_() for x in whole]
+    scale = torch.tensor(100.0, device=place.device, requires_grad=True)
+
+    def way(name: str, k: int, exchange: str, group: Any, leaves: list[Tensor]) -> Way:
+        loss = ClipLoss(exchange=exchange, workspace=WORKSPACE, group=group)
+        return name, k, lambda: torch.autograd.grad(loss(*leaves, scale), [*leaves, scale]), leaves
+
+    one = way("one process", 1, "single", place.alone, whole)
+    if others:
+        return one, [way(name, 1, "ring", group, mine) for name, group in others.items()]
+    names = {(name, k): f"{name}{f', {k} waves' if k > 1 else ''}" for name in ("gather", "ring") for k in waves}
+    return one, [way(called, k, name, None, mine) for (name, k), called in names.items()]
+
+
+def report(
+    place: Place,
+    sizes: list[int],
+    d: int,
+    waves: list[int],
+    say: Callable[[str], None],
+    others: Callable[[], dict[str, Any]] | None = None,
+    *,
+    brief: bool = False,
+) -> None:
+    """All of it, for every size; then rings of other groups, made then, with the first one.
+
+    brief: devices are looked at with the first size only, and not for those.
+    """
+    ones: dict[int, Times] = {}
+    plan: list[tuple[int, Callable[[], dict[str, Any]]]] = [(b, dict) for b in sizes]
+    for b, make in plan + ([(sizes[0], others)] if others else []):
+        groups = make()
+        one, together = ways(place, b, d, waves, groups)
+        # what a wrapper's mean makes of the gradients of all ranks is that of one process
+        true = [x.tensor_split(place.ranks)[place.rank] * place.ranks for x in sides_of(one[2])]
+        for name, k, step, leaves in together if groups else [one, *together]:
+            if place.device.type == "cuda":
                 with_waves(k)
             times = timed(step, place)
-            one = times if one is None else one
-            ranks, leaves = (1, whole) if name == "one process" else (place.ranks, mine)
+            ones.setdefault(b, times)
+            ranks = 1 if name == one[0] else place.ranks
             gib = peak(step, place, sum(x.nbytes for x in leaves))
-            seen = looked_at(step, place)
+            far = 0.0 if ranks == 1 else off(sides_of(step, BACK_TO_BACK), true, place)
+            seen = [] if brief and (b != sizes[0] or groups) else looked_at(step, place)
             say(
-                f"{b:>7} x {d}  {name:16} {times.step * 1e3:9.2f} ms, cost {ranks * times.step / one.step:.3f}, "
-                f"running {times.running * 1e3:9.2f} ms, cost {ranks * times.running / one.running:.3f}, "
-                f"host {times.host * 1e3:7.2f} ms, {gib:.2f} GiB"
+                f"{b:>7} x {d}  {name:16} {times.step * 1e3:9.2f} ms, cost {ranks * times.step / ones[b].step:.3f}, "
+                f"running {times.running * 1e3:9.2f} ms, cost {ranks * times.running / ones[b].running:.3f}, "
+                f"host {times.host * 1e3:7.2f} ms, {gib:.2f} GiB, off {far:.0e}"
             )
             for line in seen:
                 say(line)
@@ -219,13 +271,30 @@ def with_waves(waves: int) -> None:
     triton_device.SHAPES.update({chip: replace(each, programs=each.programs * waves) for chip, each in SHAPES.items()})
 
 
+def limited(ctas: list[int], *, first: bool) -> dict[str, Any]:
+    """Groups of all ranks: some whose transfers hold so many multiprocessors at most, one whose transfers go first."""
+    groups = {}
+    for k in [*ctas, *([0] if first else [])]:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=k == 0)
+        if k:
+            options.config.max_ctas = k
+        groups[f"ring, {k} ctas" if k else "ring, first"] = dist.new_group(pg_options=options)
+    return groups
+
+
 def main() -> None:
+    global SECONDS
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--sizes", type=int, nargs="+", default=[65536, 262144] if on_gpu else [512])
     parser.add_argument("--features", type=int, default=768 if on_gpu else 64)
     parser.add_argument("--waves", type=int, nargs="+", default=[1])
+    parser.add_argument("--ctas", type=int, nargs="+", default=[])
+    parser.add_argument("--first", action="store_true")
+    parser.add_argument("--brief", action="store_true")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
     asked = parser.parse_args()
+    SECONDS = asked.seconds
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -237,7 +306,9 @@ def main() -> None:
         if rank == 0:
             print(line, flush=True)
 
-    report(Place(device, rank, ranks, alone), asked.sizes, asked.features, asked.waves, say)
+    place = Place(device, rank, ranks, alone)
+    others = partial(limited, asked.ctas, first=asked.first) if asked.ctas or asked.first else None
+    report(place, asked.sizes, asked.features, asked.waves, say, others, brief=asked.brief)
     dist.destroy_process_group()
 
 

@@ -155,8 +155,15 @@ def _speaks(group: Any) -> bool:
 
 def _patience(group: Any) -> timedelta:
     """The time-out of the group's operations."""
-    found: timedelta = group._get_backend(torch.device("cuda")).options._timeout
+    found: timedelta = _options(group)._timeout
     return found
+
+
+def _options(group: Any) -> Any:
+    """Of the group's backend between GPUs."""
+    backend = group._get_backend(torch.device("cuda"))
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts it into another one, which in older versions has no options
+    return getattr(backend, "wrapped_pg", backend).options
 
 
 def _digest(statement: dict[str, Any]) -> int:
@@ -269,7 +276,7 @@ def held(group: Any) -> int:
     group = _default(group)
     if "nccl" not in dist.get_backend_config(group):
         return 0
-    config = getattr(group._get_backend(torch.device("cuda")).options, "config", None)
+    config = getattr(_options(group), "config", None)
     # a number below 0 says that none was given
     limit: int = getattr(config, "max_ctas", -1)
     return max(0, int(os.environ.get("NCCL_MAX_CTAS", limit)))

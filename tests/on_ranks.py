@@ -1,6 +1,6 @@
 """What torchrun starts for `test_gpu_ranks.py`: one rank of a check, on its own GPU where there is one.
 
-torchrun --nproc-per-node 2 tests/on_ranks.py losses
+torchrun --nproc-per-node 2 tests/on_ranks.py losses     (or `quick`: fewer kernels to compile)
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LOSSES: dict[str, tuple[type, tuple[float, ...]]] = {
     "info_nce": (InfoNCELoss, (20.0,)),
     "nt_xent": (NTXentLoss, (5.0,)),
 }
+QUICK = ("clip", "siglip")
 D = 256
 # a gradient may be as far from float64 as the dense formula's in the same dtype, times this, and what sums leave
 FACTOR, FLOOR = 2.0, 1e-6
@@ -57,15 +58,18 @@ def _distances(found: list[Tensor], true: list[Tensor]) -> list[float]:
     return [float((x.double() - t).norm() / t.norm()) for x, t in zip(found, true, strict=True)]
 
 
-def losses(device: torch.device) -> None:
-    """Every loss, exchange and dtype against one process with the whole batch in float64."""
+def losses(device: torch.device, *, quick: bool = False) -> None:
+    """Every loss, exchange and dtype against one process with the whole batch in float64.
+
+    quick: one softmax and one sigmoid, in one dtype.
+    """
     rank, W = dist.get_rank(), dist.get_world_size()
     alone = [dist.new_group([other]) for other in range(W)][rank]
     sizes = _sizes(W)
     dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
-    for name in LOSSES:
+    for name in QUICK if quick else LOSSES:
         make = LOSSES[name][0]
-        for dtype in dtypes:
+        for dtype in dtypes[-1:] if quick else dtypes:
             whole = _leaves(name, dtype, device)
             ids = torch.arange(len(whole[0]), device=device) // 2 if name in ("clip", "siglip") else None
             dense = make(backend="dense", group=alone)
@@ -115,5 +119,5 @@ if __name__ == "__main__":
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", timeout=timedelta(minutes=2), device_id=here if on_gpu else None
     )
-    losses(here)
+    losses(here, quick=what == "quick")
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from contrastile import ClipLoss
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "rank_profile.py"
+SCRIPTS = Path(__file__).parent.parent / "benchmarks"
 # operations of a call beyond which it was changed for the worse: with two ranks, and for each further one
 FIRST, EACH = 155, 36
 LAUNCHES_EACH = 13
@@ -73,32 +73,46 @@ def test_a_hop_takes_few_operations_of_the_host(pool: Pool, exchange: str) -> No
     assert not [name for name in four if "_local_scalar_dense" in name or "nonzero" in name]
 
 
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rank_profile", SCRIPT)
+def _script(name: str = "rank_profile") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["rank_profile"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def _reported(rank: int, group: Any) -> list[str]:
-    del group
+def _reported(rank: int, group: Any, brief: bool) -> list[str]:
     script, lines = _script(), []
     script.SECONDS = 0.0
     alone = [dist.new_group([each]) for each in range(RANKS)][rank]
-    script.report(script.Place(torch.device("cpu"), rank, RANKS, alone), [60], 16, [1], lines.append)
+    place = script.Place(torch.device("cpu"), rank, RANKS, alone)
+    script.report(place, [60, 64], 16, [1], lines.append, lambda: {"ring, another": group}, brief=brief)
     return lines
 
 
 @pytest.mark.unpoisoned
 def test_the_profile_runs_over_gloo(pool: Pool) -> None:
-    lines = pool.run(_reported, RANKS)[0]
+    lines = pool.run(_reported, RANKS, False)[0]
     ways = [line[14:30].strip() for line in lines[::2]]
-    assert ways == ["one process", "gather", "ring"]
+    three = ["one process", "gather", "ring"]
+    # other groups' rings come last, with the first size
+    assert ways == [*three, *three, "ring, another"]
+    assert all(float(line.split(" off ")[1]) < 1e-5 for line in lines[::2])
+    assert all(float(line.split(" off ")[1]) > 0 for line in lines[::2] if "one process" not in line)
     assert all(line.count(" cost ") == 2 and " host " in line for line in lines[::2])
     assert all("_Contrast" in line for line in lines[1::2])
+    # as the script that compares two copies reads them
+    rows = [_script("ranks_compared").ROW.match(line) for line in lines[::2]]
+    sizes = ["60"] * 3 + ["64"] * 3 + ["60"]
+    assert [row and (row[1], row[2].strip()) for row in rows] == list(zip(sizes, ways, strict=True))
+
+
+@pytest.mark.unpoisoned
+def test_a_brief_profile_looks_at_three_ways(pool: Pool) -> None:
+    lines = pool.run(_reported, RANKS, True)[0]
+    assert [line.split()[0] for line in lines] == ["60", "host,"] * 3 + ["64"] * 3 + ["60"]
 
 
 def test_the_devices_time_is_told_apart() -> None:

@@ -16,6 +16,10 @@ from test_exchange import SHARES, _on_a_rank, _whole
 from torch import Tensor
 
 from contrastile import comm
+from contrastile.exchange.base import Shards
+from contrastile.exchange.ring import Ring
+from contrastile.losses.base import Side
+from contrastile.tiles.base import Turn
 
 # seconds after which a rank of the simulation that waits for another gives up
 PATIENCE = 20
@@ -124,3 +128,63 @@ def test_the_network_changes_no_bit(pool: Pool, monkeypatch: pytest.MonkeyPatch,
         assert distance(loss, same_loss) <= 1e-15
         for key in ("q", "k"):
             assert torch.equal(gradients[key], same_gradients[key]), key
+
+
+@dataclass
+class Air:
+    """Stands in for a network that carries whatever it was handed at any time until it is waited for."""
+
+    leaving: Tensor | None = None
+    arriving: Tensor | None = None
+    posted: int = 0
+
+    def post(self, leaving: Tensor, arriving: Tensor, group: Any) -> Air:
+        assert self.leaving is None
+        assert self.arriving is None
+        assert not _share(leaving, arriving)
+        self.leaving, self.arriving = leaving, arriving
+        self.posted += 1
+        return self
+
+    def wait(self) -> None:
+        self.leaving = self.arriving = None
+
+    def read(self, *tensors: Tensor) -> None:
+        assert not any(_share(x, self.arriving) for x in tensors)
+
+    def write(self, x: Tensor) -> None:
+        self.read(x)
+        assert not _share(x, self.leaving)
+
+
+def _share(x: Tensor, y: Tensor | None) -> bool:
+    """Whether two tensors have memory in common."""
+    if y is None or not x.numel() or not y.numel():
+        return False
+    return x.data_ptr() < y.data_ptr() + y.nbytes and y.data_ptr() < x.data_ptr() + x.nbytes
+
+
+@pytest.mark.parametrize("columns", [(3,), (3, 4), (4, 0), (3, 4, 2), (0, 0, 5), (3, 4, 2, 5), (1, 0, 6, 0)], ids=str)
+@pytest.mark.parametrize("early", [True, False])
+def test_nothing_is_touched_while_it_travels(
+    monkeypatch: pytest.MonkeyPatch, columns: tuple[int, ...], early: bool
+) -> None:
+    """What is computed between a post and its wait runs beside the transfer on a device: neither may see the other."""
+    for rank, n in enumerate(columns):
+        air = Air()
+        monkeypatch.setattr(comm, "post", air.post)
+        features, home = torch.zeros(n, 5, dtype=torch.bfloat16), torch.zeros(n, 5)
+
+        def visit(shard: Side, turn: Turn, air: Air = air) -> None:
+            # the rows' product
+            air.read(*shard.luggage())
+            air.write(turn.here())
+            if early and turn.early:
+                turn.leave()
+                air.read(*shard.luggage())
+
+        shards = Shards(None, rank, (7,) * len(columns), columns)
+        Ring("mean", shards)._around(Side(features, 0), home, 0, visit)
+        # a hop for each rank, and the way home
+        assert air.posted == len(columns) + 1
+        assert air.arriving is None

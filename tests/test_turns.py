@@ -144,6 +144,9 @@ def test_transfers_hold_as_many_multiprocessors_as_they_may(
     backend = SimpleNamespace(options=SimpleNamespace(config=SimpleNamespace(max_ctas=limit)))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     assert comm.held(SimpleNamespace(_get_backend=lambda device: backend)) == held
+    # as debugging has it
+    wrapper = SimpleNamespace(wrapped_pg=backend)
+    assert comm.held(SimpleNamespace(_get_backend=lambda device: wrapper)) == held
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
     assert comm.held(SimpleNamespace()) == 0
 
