@@ -279,7 +279,7 @@ def held(group: Any) -> int:
     config = getattr(_options(group), "config", None)
     # a number below 0 says that none was given
     limit: int = getattr(config, "max_ctas", -1)
-    return max(0, int(os.environ.get("NCCL_MAX_CTAS", limit)))
+    return max(0, int(os.environ.get("NCCL_MAX_CTAS") or limit))
 
 
 def _as_it_came(arrived: list[Tensor]) -> list[Tensor]:
