@@ -205,13 +205,15 @@ def whole(x: Tensor, combined: Gradient) -> Tensor:
 
 
 def most(number: int, group: Any) -> int:
-    """The largest of the ranks' whole numbers."""
+    """The largest of the ranks' whole numbers; like a `tally`, it does not wait for this rank's device."""
     if size(group) == 1:
         return number
-    largest = torch.tensor(number, device=_device(group))
-    with _together("agreement on a number", group):
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return int(largest)
+    device = _device(group)
+    with _apart(device):
+        largest = torch.tensor(number, device=device)
+        with _together("agreement on a number", group):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        return int(largest)
 
 
 def _as_it_came(arrived: list[Tensor]) -> list[Tensor]:
