@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from problems import PROBLEMS, distance
 from ranks import Pool
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from contrastile import ClipLoss, contrast
+from contrastile import ClipLoss, InfoNCELoss, contrast
 from contrastile._choose import TILES
 from contrastile.scorers import PairMLP
 from contrastile.tiles.eager import Eager
@@ -59,6 +60,23 @@ def test_a_whole_training_step_with_another_batch_size() -> None:
         truth = torch.autograd.grad(step(x, y), [tower.weight, scale])
         found = torch.autograd.grad(compiled(x, y), [tower.weight, scale])
         assert all(distance(a, b) <= 1e-6 for a, b in zip(found, truth, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_one_graph_serves_all_batch_sizes(reduction: str) -> None:
+    torch._dynamo.reset()
+    counter, loss = CompileCounterWithBackend("aot_eager"), InfoNCELoss(reduction=reduction)
+
+    def step(x: Tensor, y: Tensor, negatives: Tensor) -> Tensor:
+        return loss(x, y, 10.0, negatives=negatives).sum()
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+    for batch in (12, 30, 31, 7):
+        x, y, negatives = (torch.randn(n, 8, requires_grad=True) for n in (batch, batch, batch + 5))
+        truth = torch.autograd.grad(step(x, y, negatives), [x, y, negatives])
+        found = torch.autograd.grad(compiled(x, y, negatives), [x, y, negatives])
+        assert all(distance(a, b) <= 1e-6 for a, b in zip(found, truth, strict=True))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
