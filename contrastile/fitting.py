@@ -22,6 +22,7 @@ from contrastile.footprint import footprint
 from contrastile.offload import stream
 from contrastile.reach import RandomState
 from contrastile.retention import bytes_per_example, kept_bytes, later_bytes, spare_bytes
+from contrastile.sums import back_propagated
 
 Result = TypeVar("Result")
 
@@ -157,7 +158,7 @@ def look(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:
             outs = [out for out in outputs if out is not None and out.requires_grad]
             if backward and outs:
                 ends = [torch.zeros_like(out) for out in outs]
-                torch.autograd.grad(outs, [*job.reached.parameters, *inputs], ends, allow_unused=True)
+                back_propagated(outs, [*job.reached.parameters, *inputs], ends)
             return outputs
 
     later = later_bytes(job.reached.parameters, sum(leaf.nbytes for leaf in differentiable(leaves)), (), 1)
