@@ -109,6 +109,7 @@ WORDS = {
     "encode {folder}/texts {folder}/no.jsonl": '`corpus` must be a file or folder; got "{folder}/no.jsonl". ',
     "encode {folder}/texts --shard 0": "`--shard` must be at least 1; got 0. ",
     "encode {folder}/texts --dimensions 0": "`--dimensions` must be at least 1; got 0. ",
+    "encode {folder}/texts --bad-rows 0.5": "`--bad-rows` must come with a corpus; got none. ",
     "compare {folder}/x.toml --jobs 0": "`--jobs` must be at least 1; got 0. ",
     "compare {folder}/x.toml --losses --seeds 1": "`--seeds` must be at least 2; got 1. ",
     "compare {folder}/x.toml --data 0.1": "`--data` must come with --batches; got no --batches. ",
