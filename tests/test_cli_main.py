@@ -97,6 +97,11 @@ WORDS = {
     "evaluate {folder}/no": f"{RUN} ",
     "evaluate {folder}/pictures --device tpu": '`--device` must be "auto", "cpu", "cuda" or "cuda:1"; got "tpu". ',
     "evaluate {folder}/texts --zero-shot {folder}": '{folder}/texts/recipe.toml: kind: must be "image-text" here; got',
+    "evaluate {folder}/pictures --captions {folder}/file --index {folder}": (
+        '`--index` must be left out with tests on pictures; got "{folder}". '
+    ),
+    "evaluate x.trec --judgements x.qrels --zero-shot x": "`--zero-shot` must be left out with --judgements; got x. ",
+    "evaluate x.trec --judgements x.qrels --index x": "`--index` must be left out with --judgements; got x. ",
     "search {folder}/no hello": f"{RUN} ",
     "search {folder}/pictures hello": '{folder}/pictures/recipe.toml: kind: must be "retriever" here; got "image-text"',
     "search {folder}/texts hello": (
