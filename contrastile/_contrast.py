@@ -182,7 +182,7 @@ def _prepare(
         if loss.symmetric:
             raise wrong("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
         key_ids, key_labels = (
-            _of_nobody(groups, len(k) - keys) if groups is not None and len(groups) == keys else groups
+            _of_nobody(groups, len(k) - keys) if isinstance(groups, Tensor) and groups.shape == (keys,) else groups
             for groups in (key_ids, key_labels)
         )
     if loss.symmetric:
@@ -285,9 +285,9 @@ def _sides(
     return rows, Side(k.detach(), labels=key_labels, ids=key_ids)
 
 
-def _of_nobody(groups: Tensor | None, negatives: int) -> Tensor | None:
-    """Ids, or labels, of the keys continued over negatives that share theirs with no query."""
-    if not isinstance(groups, Tensor) or groups.is_floating_point() or groups.is_complex():
+def _of_nobody(groups: Tensor, negatives: int) -> Tensor:
+    """Ids, or labels, of the keys continued over negatives that share theirs with no query; integers, if they are."""
+    if groups.is_floating_point() or groups.is_complex():
         return groups
     nobody = torch.full((negatives,), torch.iinfo(torch.int64).min, device=groups.device)
     return torch.cat([groups.long(), nobody])

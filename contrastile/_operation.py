@@ -159,8 +159,9 @@ def _shapes_forward(q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
     *_, words, smoothing, _ = rest
     wide, loss = accumulator(q.dtype), _loss(words, smoothing)
     kept = len(SoftmaxState._fields) if isinstance(loss, Softmax) else 0
-    sides = [len(q), len(k)] if loss.symmetric else [len(q)]
-    value = q.new_empty([len(q)] if words.endswith("none") else [], dtype=wide)
+    # the length of a tensor would be a number that the graph is bound to, and compiled anew for others
+    sides = [q.shape[0], k.shape[0]] if loss.symmetric else [q.shape[0]]
+    value = q.new_empty([q.shape[0]] if words.endswith("none") else [], dtype=wide)
     states = [q.new_empty((kept, n), dtype=wide) for n in sides]
     return [value, *states, *(q.new_empty((n,), dtype=wide) for n in sides)]
 

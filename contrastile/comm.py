@@ -258,14 +258,15 @@ def whole(x: Tensor, combined: Gradient) -> Tensor:
 
 
 def most(number: int, group: Any) -> int:
-    """The largest of the ranks' whole numbers."""
+    """The largest of the ranks' whole numbers; like a `tally`, it does not wait for this rank's device."""
     if size(group) == 1:
         return number
     voice, device = _voice(group)
-    largest = torch.tensor(number, device=device)
-    with _together("agreement on a number", group, voice):
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=voice)
-    return int(largest)
+    with _apart(device):
+        largest = torch.tensor(number, device=device)
+        with _together("agreement on a number", group, voice):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=voice)
+        return int(largest)
 
 
 def held(group: Any) -> int:

@@ -125,7 +125,7 @@ class Job:
                 self._gather(gathered, outputs, self.bounds[index])
         for device in {out.device for out in outputs if out is not None} if self.home else ():
             settle(device)
-        return gathered
+        return [_the_number(whole) if isinstance(whole, list) else whole for whole in gathered]
 
     def _drop_graph(
         self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool] | None, kept: Kept
@@ -166,36 +166,31 @@ class Job:
 
     def _gather(self, gathered: list[Any], outputs: Sequence[Any], bounds: Bounds) -> None:
         start, stop = bounds
-        batch = self.bounds[-1][1]
         if not gathered:
-            gathered += [None if out is None else _room(out, batch, stop - start, self.home) for out in outputs]
+            gathered += [_room(out, self.bounds[-1][1], stop - start, self.home) for out in outputs]
         for whole, part in zip(gathered, outputs, strict=True):
-            if whole is not None and part is not None and whole.ndim == part.ndim == 0:
-                _note_number(whole, part, first=start == 0)
-                continue
-            if (whole is None) != (part is None) or (
-                whole is not None and (part.shape[1:] != whole.shape[1:] or len(part) != stop - start)
-            ):
+            number = part is not None and part.ndim == 0
+            if isinstance(whole, list) and number:
+                whole.append(part.detach().clone())
+            elif isinstance(whole, Tensor) and part is not None and not number and _fits(part, whole, stop - start):
+                whole[start:stop].copy_(part, non_blocking=self.home)
+            elif whole is not None or part is not None:
                 got = "None" if part is None else f"shape {list(part.shape)}"
                 raise wrong(
                     "encoder", "return rows of one shape, one for each example", got, "Pad all sub-batches alike."
                 )
-            if whole is not None:
-                whole[start:stop].copy_(part, non_blocking=self.home)
 
 
-def _note_number(whole: Tensor, part: Tensor, *, first: bool) -> None:
-    """What has no axes is nobody's row: a bias, say."""
-    if first:
-        whole.copy_(part)
-    elif not torch.equal(whole, part):
-        got = f"{part:.6g} after {whole:.6g}"
-        raise wrong("encoder", "return the same number for all examples", got, "Return one for each.")
+def _fits(part: Tensor, whole: Tensor, rows: int) -> bool:
+    return part.shape[1:] == whole.shape[1:] and len(part) == rows
 
 
-def _room(out: Any, batch: int, rows: int, home: bool) -> Tensor:
+def _room(out: Any, batch: int, rows: int, home: bool) -> Tensor | list[Tensor] | None:
+    """Where an output of all sub-batches goes; what has no axes is nobody's row, and is only compared."""
+    if out is None:
+        return None
     if isinstance(out, Tensor) and out.ndim == 0:
-        return out.new_empty(())
+        return []
     if not isinstance(out, Tensor) or len(out) != rows:
         got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
         raise wrong(
@@ -203,3 +198,13 @@ def _room(out: Any, batch: int, rows: int, home: bool) -> Tensor:
         )
     shape = (batch, *out.shape[1:])
     return host_room(shape, out.dtype) if home and on_accelerator(out) else out.new_empty(shape)
+
+
+def _the_number(parts: Sequence[Tensor]) -> Tensor:
+    """What every sub-batch gave, a bias say. The host waits for the device once, and not for every sub-batch."""
+    every = torch.stack(list(parts))
+    other = (every != every[0]) & ~(every.isnan() & every[0].isnan())
+    if len(parts) > 1 and bool(other.any()):
+        got = f"{every[other][0]:.6g} after {every[0]:.6g}"
+        raise wrong("encoder", "return the same number for all examples", got, "Return one for each.")
+    return every[0].clone()

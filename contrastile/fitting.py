@@ -22,6 +22,7 @@ from contrastile.footprint import footprint
 from contrastile.offload import stream
 from contrastile.reach import RandomState
 from contrastile.retention import bytes_per_example, kept_bytes, later_bytes, spare_bytes
+from contrastile.sums import back_propagated
 
 Result = TypeVar("Result")
 
@@ -34,25 +35,25 @@ BACKWARD, BACKWARD_TRIED = 2.0, 1.25
 
 logger = logging.getLogger("contrastile")
 
-# by what stands for an encoder: the sub-batches that were found for inputs of some shapes
+# by what stands for an encoder: the sub-batches that were found for inputs of some kinds
 _found = WeakIdKeyDictionary()
 
 
 class Sizes:
-    """The largest sub-batch of one encoder for inputs of one shape, found once and kept.
+    """The largest sub-batch of one encoder for inputs of one kind, found once and kept.
 
     `key` stands for the encoder, where something does. `most`: the largest of a number over ranks that go together;
     the smallest size of any is everybody's.
     """
 
-    def __init__(self, key: object, shapes: object, batch: int, most: Callable[[int], int] = int) -> None:
-        # of each shape the size, and the batch it was found in
+    def __init__(self, key: object, kind: object, batch: int, most: Callable[[int], int] = int) -> None:
+        # of each kind the size, and the batch it was found in
         self.known: dict[object, tuple[int, int]] = _found.setdefault(key, {}) if key is not None else {}
-        self.shapes, self.batch, self.most = shapes, max(batch, 1), most
+        self.kind, self.batch, self.most = kind, max(batch, 1), most
 
     def largest(self, look: Callable[[], int]) -> int:
         """What is known, or else what look() finds."""
-        size, batch = self.known.get(self.shapes, (0, 0))
+        size, batch = self.known.get(self.kind, (0, 0))
         # a rank that knows looks again with those that do not: a look is an exchange among them. What is known of a
         # batch that went through whole says nothing of a larger one
         size = self._agreed(0 if size == batch < self.batch else size)
@@ -68,7 +69,7 @@ class Sizes:
         return min(-self.most(-(size if size < self.batch else ANY)), self.batch)
 
     def note(self, size: int) -> None:
-        self.known[self.shapes] = size, self.batch
+        self.known[self.kind] = size, self.batch
 
 
 def halving(run: Callable[[int], Result], size: int) -> tuple[int, Result]:
@@ -121,8 +122,10 @@ def fitted(
     """run(), with the largest sub-batch that fits into memory, or with half of it where it did not after all."""
     key = next(iter((*job.reached.parameters, *job.reached.modules)), None)
     shapes = tuple(None if leaf is None else (leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    # without a graph more fits
+    kind = job.differentiates(leaves), shapes
     most = job.sharding.most if wrapper is None else partial(comm.most, group=wrapper.process_group)
-    sizes = Sizes(key, shapes, batch, most)
+    sizes = Sizes(key, kind, batch, most)
     size = sizes.largest(partial(look, job, leaves, batch))
     if job.sharding.modules:
         # what one rank runs again, all would have to
@@ -155,7 +158,7 @@ def look(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:
             outs = [out for out in outputs if out is not None and out.requires_grad]
             if backward and outs:
                 ends = [torch.zeros_like(out) for out in outs]
-                torch.autograd.grad(outs, [*job.reached.parameters, *inputs], ends, allow_unused=True)
+                back_propagated(outs, [*job.reached.parameters, *inputs], ends)
             return outputs
 
     later = later_bytes(job.reached.parameters, sum(leaf.nbytes for leaf in differentiable(leaves)), (), 1)

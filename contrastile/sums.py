@@ -19,6 +19,20 @@ from contrastile.offload import Bounds
 from contrastile.reach import graph_leaves
 
 
+def back_propagated(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """The gradients of an encoder's inputs and parameters, without touching any `.grad`; None of what is not used."""
+    try:
+        return torch.autograd.grad(outs, inputs, gradients, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        rule = "checkpoint activations without entering autograd again"
+        remedy = "Pass use_reentrant=False to torch.utils.checkpoint."
+        raise wrong("encoder", rule, "use_reentrant=True", remedy) from error
+
+
 class Sums:
     """Sums over sub-batches. `upstream`: the cached gradients, of each output of the encoder for the whole batch."""
 
@@ -48,14 +62,7 @@ class Sums:
         if not pairs:
             return
         outs, gradients = zip(*pairs, strict=True)
-        try:
-            found = torch.autograd.grad(outs, [*self.parameters, *inputs], gradients, allow_unused=True)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            rule = "checkpoint activations without entering autograd again"
-            remedy = "Pass use_reentrant=False to torch.utils.checkpoint."
-            raise wrong("encoder", rule, "use_reentrant=True", remedy) from error
+        found = back_propagated(outs, [*self.parameters, *inputs], gradients)
         # while the device still computes
         self._refuse_strangers(outs, inputs)
         self._accumulate(found[: len(self.parameters)])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from contrastile import ClipLoss, cache, encode
+from contrastile import ClipLoss, cache, encode, fitting
 from contrastile.reach import RandomState, Reached
 
 B, D_IN, D = 23, 6, 5
@@ -616,14 +616,21 @@ def test_checkpointed_tied_and_hooked(tower: Tower) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_checkpointing_that_enters_autograd_again_is_refused(tower: Tower) -> None:
-    features = encode(lambda x: checkpoint(torch.sin, tower.embed(x[:, 0]), use_reentrant=True), _inputs(), sub_batch=8)
+def test_checkpointing_that_enters_autograd_again_is_refused(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encoder(x: Tensor) -> Tensor:
+        return checkpoint(torch.sin, tower.embed(x[:, 0]), use_reentrant=True)
+
+    features = encode(encoder, _inputs(), sub_batch=8)
     sentence = (
         "`encoder` must checkpoint activations without entering autograd again; got use_reentrant=True. "
         "Pass use_reentrant=False to torch.utils.checkpoint."
     )
     with pytest.raises(ValueError, match=sentence):
         features.sum().backward()
+    # where sizes are tried, before that
+    monkeypatch.setattr(fitting, "tries", lambda _: True)
+    with pytest.raises(ValueError, match=sentence):
+        encode(encoder, _inputs(), sub_batch="auto")
 
 
 def test_a_device_that_is_not_there_is_refused(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:

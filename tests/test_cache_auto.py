@@ -344,6 +344,24 @@ def _seen(words: Words, run: Any) -> list[int]:
     return _rows(words.seen)
 
 
+def test_what_fits_without_a_graph_says_nothing_of_one(monkeypatch: Any) -> None:
+    """A frozen encoder of inputs that learn: evaluated first, trained later."""
+    frozen, x = nn.Linear(4, 3).requires_grad_(False), torch.randn(B, 4)
+    rooms = iter([10**9, 0])
+    monkeypatch.setattr(fitting, "spare_bytes", lambda _: next(rooms))
+    passes: list[int] = []
+    frozen.register_forward_hook(lambda _, rows, __: passes.append(len(rows[0])))
+    with torch.no_grad():
+        encode(frozen, x, sub_batch="auto")
+    assert passes[-1] == B
+    encode(frozen, x.requires_grad_(), sub_batch="auto")
+    assert passes[-1] == 1
+    # both are known by now
+    with torch.no_grad():
+        encode(frozen, x, sub_batch="auto")
+    assert passes[-1] == B
+
+
 @pytest.mark.parametrize(
     ("room", "first"),
     # where the trials run out of memory, where the step does, and where one example is all that fits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from problems import distance
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from contrastile import ClipLoss, NTXentLoss, SigLipLoss, contrast, encode
+from contrastile.reach import PROBE_ROWS
 from contrastile.scorers import MaxSim
 
 B, D_IN, D, SUB = 23, 6, 8, 5
@@ -177,6 +180,34 @@ def test_a_bias_that_all_examples_share(x: Tensor, y: Tensor, retain: Any, as_fu
     for one, other in zip(found, truth, strict=True):
         assert (one is None) == (other is None)
         assert one is None or distance(one, other) <= 1e-12
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what the host asks of the device, which it would have to wait for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("value", [2.0, math.nan])
+def test_a_number_is_compared_once_however_many_sub_batches(value: float, x: Tensor) -> None:
+    number = torch.tensor(value, dtype=x.dtype)
+    with HostReads() as reads:
+        _, found = encode(lambda rows: (rows, number), x, sub_batch=1)
+    assert reads.count == 1
+    assert found.item() == pytest.approx(value, nan_ok=True)
+
+
+def test_a_number_that_becomes_rows_is_refused(x: Tensor) -> None:
+    outputs = iter([torch.zeros(()), torch.zeros(()), torch.zeros(SUB)])
+    with pytest.raises(ValueError, match=rf"`encoder` must return rows of one shape.* got shape \[{SUB}\]"):
+        encode(lambda rows: (rows, next(outputs)), x, sub_batch=SUB)
+    outputs = iter([torch.zeros(PROBE_ROWS), torch.zeros(SUB), torch.zeros(())])
+    with pytest.raises(ValueError, match=r"`encoder` must return rows of one shape.* got shape \[\]"):
+        encode(lambda rows: (rows, next(outputs)), x, sub_batch=SUB)
 
 
 def test_a_number_that_depends_on_the_examples_is_refused(x: Tensor) -> None:

@@ -97,6 +97,11 @@ WORDS = {
     "evaluate {folder}/no": f"{RUN} ",
     "evaluate {folder}/pictures --device tpu": '`--device` must be "auto", "cpu", "cuda" or "cuda:1"; got "tpu". ',
     "evaluate {folder}/texts --zero-shot {folder}": '{folder}/texts/recipe.toml: kind: must be "image-text" here; got',
+    "evaluate {folder}/pictures --captions {folder}/file --index {folder}": (
+        '`--index` must be left out with tests on pictures; got "{folder}". '
+    ),
+    "evaluate x.trec --judgements x.qrels --zero-shot x": "`--zero-shot` must be left out with --judgements; got x. ",
+    "evaluate x.trec --judgements x.qrels --index x": "`--index` must be left out with --judgements; got x. ",
     "search {folder}/no hello": f"{RUN} ",
     "search {folder}/pictures hello": '{folder}/pictures/recipe.toml: kind: must be "retriever" here; got "image-text"',
     "search {folder}/texts hello": (
@@ -109,6 +114,7 @@ WORDS = {
     "encode {folder}/texts {folder}/no.jsonl": '`corpus` must be a file or folder; got "{folder}/no.jsonl". ',
     "encode {folder}/texts --shard 0": "`--shard` must be at least 1; got 0. ",
     "encode {folder}/texts --dimensions 0": "`--dimensions` must be at least 1; got 0. ",
+    "encode {folder}/texts --bad-rows 0.5": "`--bad-rows` must come with a corpus; got none. ",
     "compare {folder}/x.toml --jobs 0": "`--jobs` must be at least 1; got 0. ",
     "compare {folder}/x.toml --losses --seeds 1": "`--seeds` must be at least 2; got 1. ",
     "compare {folder}/x.toml --data 0.1": "`--data` must come with --batches; got no --batches. ",

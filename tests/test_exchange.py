@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -356,6 +358,31 @@ def test_what_is_not_finite_on_one_rank_makes_all_nan(pool: Pool, loss: PairLoss
     for spoiled, number in ((1, torch.inf), (0, torch.nan), (2, torch.nan))[: 1 if backend == "triton" else 3]:
         for found in pool.run(_spoiled, 3, loss, spoiled, number, how):
             assert all(bool(x.isnan().all()) for x in found)
+
+
+def test_agreements_wait_for_no_work_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that they launch, and read, is on a stream of its own."""
+    depth, depths = [0], []
+
+    @contextmanager
+    def apart(device: torch.device) -> Iterator[None]:
+        depth[0] += 1
+        yield
+        depth[0] -= 1
+
+    def gather(everyone: Tensor, mine: Tensor, group: Any) -> None:
+        depths.append(depth[0])
+        everyone.copy_(mine.repeat(2))
+
+    monkeypatch.setattr(comm, "size", lambda group: 2)
+    monkeypatch.setattr(comm, "_apart", apart)
+    monkeypatch.setattr(comm, "_together", lambda *_: nullcontext())
+    monkeypatch.setattr(comm, "_voice", lambda group: (group, torch.device("cpu")))
+    monkeypatch.setattr(comm.dist, "all_reduce", lambda *_, **__: depths.append(depth[0]))
+    monkeypatch.setattr(comm, "_all_gather", gather)
+    assert comm.most(3, None) == 3
+    assert comm.tally(None, {"loss": "clip"}, (4, 5)) == [[4, 5], [4, 5]]
+    assert depths == [1, 1]
 
 
 @pytest.mark.parametrize("loss", [Softmax(symmetric=True), Sigmoid()], ids=["softmax", "sigmoid"])

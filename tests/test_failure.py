@@ -33,6 +33,8 @@ LATE = "late"
 def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Signals) -> None:
     """A loop over a loss, in which one rank is struck by a signal."""
     torch.set_num_threads(1)
+    # what the tests before this one counted came along
+    rollcall.here.step, rollcall.here.told = 0, False
     store = dist.TCPStore("localhost", _port(folder, rank), W, rank == 0, datetime.timedelta(seconds=TIMEOUT))
     timeout = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=W, timeout=timeout)

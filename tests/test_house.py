@@ -23,7 +23,7 @@ BELOW = {
     "wrappers": GROUND,
     "sums": GROUND | {"reach"},
     "first_pass": GROUND | {"reach", "wrappers", "lengths", "retention"},
-    "fitting": GROUND | {"reach", "retention", "first_pass"},
+    "fitting": GROUND | {"reach", "retention", "first_pass", "sums"},
     "cache": GROUND | {"reach", "wrappers", "lengths", "retention", "sums", "first_pass", "fitting"},
     "models": GROUND,
     "data": GROUND,

@@ -70,6 +70,12 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`key_ids` must be integers; got torch.float32. Number the groups first, with torch.unique for example.": lambda: (
         contrast(_x(3, 4), _x(3, 4), scale=1.0, query_ids=torch.arange(3), key_ids=_x(3))
     ),
+    "`key_ids` must be a tensor of shape [5], one entry for each row of `key`; got int. Check it.": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), query_ids=torch.arange(3), key_ids=3)
+    ),
+    "`key_ids` must be a tensor of shape [5], one entry for each row of `key`; got shape []. Check it.": lambda: (
+        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), query_ids=torch.arange(3), key_ids=torch.tensor(3))
+    ),
     "`key_ids` must be given where `query_ids` is; got None. Pass both, or neither.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, query_ids=torch.arange(3)
     ),

@@ -55,6 +55,15 @@ def test_of_stages_the_smallest_parts_are_counted():
     assert all(w.requires_grad for layer in row[4:] for w in layer.parameters())
 
 
+def test_a_stage_of_one_layer_keeps_its_place():
+    tower = image({"model_type": "convnext", "hidden_sizes": [8, 8, 16], "depths": [1, 2, 1], "num_stages": 3})
+    assert [type(layer).__name__ for layer in layers(tower)] == [
+        "ConvNextStage", "ConvNextLayer", "ConvNextLayer", "ConvNextStage",
+    ]  # fmt: skip
+    lock(tower, "image", 1)
+    assert all("encoder.stages.2." in name or "encoder" not in name for name in learning(tower))
+
+
 def test_tables_of_words_stay_wherever_they_stand():
     class Odd(nn.Module):
         def __init__(self):

@@ -158,6 +158,25 @@ def test_a_saved_vision_model_keeps_its_weights(tokenizer, tmp_path):
         assert torch.equal(state[f"image.tower.model.{name}"], weight)
 
 
+def test_what_a_folder_says_beside_is_kept_with_the_run(tokenizer, tmp_path):
+    from transformers import ViTConfig, ViTModel
+
+    ViTModel(ViTConfig(image_size=32, num_channels=1, patch_size=8, **TINY)).save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    # as published folders have them, written by other versions of the library
+    (tmp_path / "config.json").write_text(json.dumps({**told, "gradient_checkpointing": False}))
+    model = built(tokenizer, image={"kind": "transformers", "folder": str(tmp_path)})
+    assert model.settings["image"]["config"]["gradient_checkpointing"] is False
+    again = build_model(model.settings, tokenizer=tokenizer)
+    again.load_state_dict(model.state_dict())
+
+
+def test_a_key_by_its_older_name_is_read(tokenizer):
+    sizes = {**TINY, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    model = built(tokenizer, text=library(model_type="llama", rope_theta=77.0, **sizes))
+    assert model.text.tower.model.config.rope_parameters["rope_theta"] == 77.0
+
+
 def library(**config):
     return {"kind": "transformers", "config": config}
 

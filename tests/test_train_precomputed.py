@@ -120,6 +120,24 @@ def test_pairs_whose_picture_cannot_be_read_are_left_out_and_counted(few, tmp_pa
         ImageText.open(tiny_recipe(tmp_path, *words[:-1]))
 
 
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_tower_that_gives_no_numbers_is_no_broken_picture(few, tmp_path, monkeypatch, shards):
+    def encoded(*arguments):
+        features = real(*arguments)
+        features[1, 2] = np.inf
+        return features
+
+    real = module._encoded
+    monkeypatch.setattr(module, "_encoded", encoded)
+    recipe = tiny_recipe(tmp_path, *LOCKED, ONCE, *sources(tmp_path, shards))
+    with pytest.raises(ValueError) as caught:
+        ImageText.open(recipe)
+    assert str(caught.value) == (
+        "`model.image` must give finite features; got others for 1 of 4 pictures. Check its weights and "
+        "train.precision."
+    )
+
+
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_on_ranks_it_is_the_curve_of_one_process(few, tmp_path, parallel):
     (tmp_path / "alone").mkdir()

@@ -209,6 +209,24 @@ def test_an_override_takes_the_place_of_what_it_excludes(recipe_file):
     )
 
 
+@pytest.mark.parametrize("told", ["warmup_steps = 3", "warmup_epochs = 0.1"])
+def test_a_share_takes_the_place_of_steps_that_warm_up(tmp_path, told):
+    path = tmp_path / "x.toml"
+    path.write_text(f"[train]\nepochs = 1.0\n[optim]\n{told}\n")
+    optim = load_recipe(path, ["optim.warmup=0.25"]).optim
+    assert (optim.warmup, optim.warmup_steps, optim.warmup_epochs) == (0.25, None, None)
+
+
+def test_a_model_for_both_takes_the_place_of_two_towers(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text("[model.image]\nkind = 'conv'\n[model.text]\nkind = 'words'\n[train]\nepochs = 1.0\n")
+    both = "model.both={kind='transformers', config={model_type='clip'}}"
+    model = load_recipe(path, [both]).model
+    assert (model.image, model.text, model.both.config) == (None, None, {"model_type": "clip"})
+    with pytest.raises(RecipeError, match="model: must have either both or image and text"):
+        load_recipe(path, [both, "model.text={kind='words'}"])
+
+
 def test_two_encoders_take_the_place_of_one(tmp_path):
     path = tmp_path / "x.toml"
     path.write_text("kind = 'retriever'\n[model.both]\nwidth = 8\n[train]\nepochs = 1.0\n")

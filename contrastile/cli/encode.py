@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise wrong(f"--{name}", "be at least 1", got, "Leave it out for the default.")
     if arguments.bad_rows is not None and not 0 <= arguments.bad_rows < 1:
         raise wrong("--bad-rows", "be a share from 0 to below 1", arguments.bad_rows, "0.01 is one row of a hundred.")
+    if arguments.bad_rows is not None and arguments.corpus is None:
+        raise wrong("--bad-rows", "come with a corpus", "none", "The run's own passages were read with data.bad_rows.")
     if arguments.corpus is not None and not Path(arguments.corpus).exists():
         raise wrong("corpus", "be a file or folder", f'"{arguments.corpus}"', "Check its path.")
 

@@ -10,6 +10,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+ZERO_SHOT, RETRIEVAL = ("classes", "templates", "mapping", "among"), ("images", "split")
+# what says how a run is measured
+OF_RUNS = ("index", "zero_shot", "captions", "name", *ZERO_SHOT, *RETRIEVAL)
+
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
@@ -35,17 +39,25 @@ def add_to(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, evaluate, report."""
-    if arguments.judgements is not None:
-        return _measure(arguments.run, arguments.judgements, arguments.measures)
-
     from pathlib import Path
 
     from contrastile._wrong import wrong
+
+    if arguments.judgements is not None:
+        if idle := next((name for name in OF_RUNS if getattr(arguments, name) is not None), None):
+            remedy = "Rankings are measured as they are."
+            raise wrong(
+                f"--{idle.replace('_', '-')}", "be left out with --judgements", getattr(arguments, idle), remedy
+            )
+        return _measure(arguments.run, arguments.judgements, arguments.measures)
+
     from contrastile.train.folder import RECIPE, finished_run
     from contrastile.train.recipe import load_any_recipe, load_recipe
     from contrastile.train.settings import known_device
 
     tests = _tests(arguments)
+    if tests and arguments.index is not None:
+        raise wrong("--index", "be left out with tests on pictures", f'"{arguments.index}"', "It is a retriever's.")
     known_device(arguments.device)
     if Path(arguments.run).is_file() or arguments.measures is not None:
         remedy = "Name what is right, or a run's folder alone."
@@ -64,9 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(evaluate_run(folder.path, device=arguments.device, index=arguments.index))
     print(f"report: {folder / 'report.html'}")
     return 0
-
-
-ZERO_SHOT, RETRIEVAL = ("classes", "templates", "mapping", "among"), ("images", "split")
 
 
 def _tests(arguments: argparse.Namespace) -> list[Any]:

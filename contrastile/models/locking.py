@@ -40,13 +40,14 @@ def lock(tower: nn.Module, side: str, unlocked: int = 0) -> None:
 
 def layers(tower: nn.Module) -> list[nn.Module]:
     """The smallest parts that are repeated and made of others, in their order: blocks of attention, of convolutions."""
-    found: dict[nn.Module, None] = {}
+    found: set[nn.Module] = set()
     for row in tower.modules():
         if isinstance(row, (nn.ModuleList, nn.Sequential)):
             kinds = Counter(type(part) for part in row)
-            found |= {part: None for part in row if kinds[type(part)] > 1 and next(part.children(), None) is not None}
+            found |= {part for part in row if kinds[type(part)] > 1 and next(part.children(), None) is not None}
     # one that holds others is a stage
-    return [part for part in found if not any(inner in found for inner in part.modules() if inner is not part)]
+    held = {part for part in found if any(inner in found for inner in part.modules() if inner is not part)}
+    return [part for part in tower.modules() if part in found - held]
 
 
 def rest(module: nn.Module) -> None:

@@ -61,8 +61,10 @@ class Library:
         kind = described.pop("model_type")
         with _describing(kind):
             config = AutoConfig.for_model(kind, **described)
-        # what completes a configuration is ignored where it has no use for it, and is in what was kept of one
-        refuse_unknown({key: value for key, value in described.items() if key not in unless_given}, config)
+        # what completes a configuration is ignored where it has no use for it; one that the library wrote, for a folder
+        # or a run, says which version did, and holds what others read
+        if "transformers_version" not in described:
+            refuse_unknown({key: value for key, value in described.items() if key not in unless_given}, config)
         with _describing(kind):
             return AutoModel.from_config(config)
 
@@ -89,7 +91,8 @@ def refuse_unknown(told: Mapping[str, Any], config: Any, place: str = "config") 
     """Raises ValueError where a configuration has keys that its model does not read: the library takes any."""
     known = type(config)()
     for key, value in told.items():
-        if not any(hasattr(known, name) for name in (key, f"_{key}")):
+        # an older name of a setting is read, and gone
+        if hasattr(config, key) and not any(hasattr(known, name) for name in (key, f"_{key}")):
             near = difflib.get_close_matches(key, known.to_dict(), n=1)
             remedy = f"Did you mean {near[0]}?" if near else "Leave it out."
             raise wrong(place, f"have keys that a {config.model_type} reads", key, remedy)

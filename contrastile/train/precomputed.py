@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from contrastile._check import wrong
 from contrastile.cache import encode
 from contrastile.data.augment import prepare
 from contrastile.data.cache import cached_folder
@@ -129,14 +130,18 @@ def _write(run: Run, pairs: PairSet, rows: range, folder: Path) -> None:
     stretches = [rows[start : start + STRETCH] for start in range(0, len(rows), STRETCH)]
     for stretch, following in zip_longest(stretches, stretches[1:]):
         if pairs.stream is None:
-            pictures, bad = torch.from_numpy(np.array(pairs.images[stretch.start : stretch.stop])), None
+            pictures = torch.from_numpy(np.array(pairs.images[stretch.start : stretch.stop]))
+            bad = np.zeros(len(pictures), bool)
         else:
             pictures, reasons = pairs.stream.look(stretch, following or ())
             skipped.update(reason for reason in reasons if reason is not None)
             bad = np.array([reason is not None for reason in reasons])
         features = _encoded(run, pictures)
-        if bad is not None:
-            features[bad] = np.nan
+        # else they would pass for pictures that cannot be read
+        if (lost := (~np.isfinite(features[~bad])).any(1).sum()) > 0:
+            got, remedy = f"others for {lost:,} of {len(pictures):,} pictures", "Check its weights and train.precision."
+            raise wrong("model.image", "give finite features", got, remedy)
+        features[bad] = np.nan
         found.append(features)
     np.save(folder / FEATURES, np.concatenate(found))
     (folder / SKIPPED).write_text(json.dumps(skipped), encoding="utf-8")

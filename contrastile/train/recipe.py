@@ -25,13 +25,19 @@ Tables = dict[str, Any]
 # what a recipe may be, by its key `kind`; the first where it does not say
 KINDS: dict[str, type[AnyRecipe]] = {"image-text": Recipe, "retriever": RetrieverRecipe}
 
-# of each pair a section says one side alone
-INSTEAD = (
-    ({"examples"}, {"epochs"}),
-    ({"warmup_steps"}, {"warmup_epochs"}),
-    ({"folder"}, {"config"}),
-    ({"both"}, {"query", "passage"}),
-)
+# what a key of a section excludes there. A tower of one side alone does not: the other one would be the default
+INSTEAD = {
+    "examples": ("epochs",),
+    "epochs": ("examples",),
+    "warmup": ("warmup_steps", "warmup_epochs"),
+    "warmup_steps": ("warmup_epochs",),
+    "warmup_epochs": ("warmup_steps",),
+    "folder": ("config",),
+    "config": ("folder",),
+    "both": ("image", "text", "query", "passage"),
+    "query": ("both",),
+    "passage": ("both",),
+}
 
 RULES = {
     "string_type": "must be a text in quotes",
@@ -134,11 +140,10 @@ def _take_the_place(key: str, tables: Tables, given: Collection[str]) -> None:
     table: Any = tables
     for part in filter(None, section.split(".")):
         table = table.get(part) if isinstance(table, dict) else None
-    for one, other in INSTEAD if isinstance(table, dict) else ():
-        for rival in other if last in one else one if last in other else ():
-            path = f"{section}.{rival}"
-            if not any(f"{name}.".startswith(f"{path}.") for name in given):
-                table.pop(rival, None)
+    for rival in INSTEAD.get(last, ()) if isinstance(table, dict) else ():
+        path = f"{section}.{rival}"
+        if not any(f"{name}.".startswith(f"{path}.") for name in given):
+            table.pop(rival, None)
 
 
 def _value(text: str, override: str) -> Any:
