@@ -97,7 +97,9 @@ def _last(said: list[str], *, waiting: bool) -> list[str]:
 def _started(part: Part, rank: int, ranks: int, port: int, log: Path) -> subprocess.Popen[bytes]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     environment = os.environ | {name: str(number) for name, number in place.items()}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(part.folder)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    # what is installed beside the copy stays
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(part.folder), os.environ.get("PYTHONPATH")]))
     environment["PYTHONFAULTHANDLER"] = "1"
     with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as errors:
         words = [sys.executable, "-u", *part.words]

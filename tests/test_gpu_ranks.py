@@ -55,9 +55,12 @@ def _curve(folder: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "kind"), [("replicate", "adamw"), ("shard", "adamw"), ("shard", "adafactor"), ("shard", "muon")]
+)
 @pytest.mark.parametrize("W", _on_gpus(2, 4))
-def test_the_main_job(tmp_path: Path, W: int) -> None:
-    words = ["train.examples=96", "evaluate.every=1.0"]
+def test_the_main_job(tmp_path: Path, W: int, parallel: str, kind: str) -> None:
+    words = ["train.examples=96", "evaluate.every=1.0", f"optim.kind={kind}", f"train.parallel={parallel}"]
     recipe, curves = str(write_recipe(tmp_path)), []
     for ranks in (1, W):
         runs = tmp_path / f"runs-{ranks}"
