@@ -7,6 +7,7 @@ signal with none.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -49,7 +50,8 @@ def side_by_side(
     """
     if jobs < 1 or ranks < 1:
         raise wrong("jobs", "be at least 1, as ranks must", f"{jobs} and {ranks}", "One process is 1 of both.")
-    # what torch holds unused here is theirs now
+    # what torch holds unused here is theirs now, and what is garbage: models and graphs refer to themselves
+    gc.collect()
     torch.cuda.empty_cache()
     crews = [Crew(number, ranks, opening, device, folder, jobs) for number in range(min(jobs, len(tasks)))]
     left, busy = iter(tasks), {connection: crew for crew in crews for connection in crew.connections}
