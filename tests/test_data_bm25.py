@@ -1,6 +1,8 @@
 """BM25: its words, its order against the formula, and negatives that are no answers."""
 
 import math
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -76,3 +78,24 @@ def test_negatives_are_no_positives_no_twins_and_hold_no_answer():
     mined = with_mined_negatives(TextSet(passages, queries, splits), 2)
     assert mined.queries[0].negatives == (3, 4)
     assert mined.queries[1:] == queries[1:]
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_jax_is_left_alone(monkeypatch, tmp_path, imported):
+    """With its first call it takes three quarters of a GPU's memory."""
+    calls = []
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("")
+    (tmp_path / "jax" / "lax.py").write_text("import sys\ndef top_k(*_):\n    sys.modules['asked'].append(1)\n")
+    monkeypatch.setitem(sys.modules, "asked", calls)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("bm25s", "jax")]:
+        monkeypatch.delitem(sys.modules, name)
+    if imported:
+        monkeypatch.setitem(sys.modules, "jax", ModuleType("jax"))
+    theirs = sys.modules.get("jax")
+    passages = [Passage(str(row), text) for row, text in enumerate(TEXTS)]
+    _, rows = BM25(passages).search(["a dog sat"], 1)
+    assert rows[0, 0] == 1
+    assert not calls
+    assert sys.modules.get("jax") is theirs

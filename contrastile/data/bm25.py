@@ -6,8 +6,11 @@ Beside the flow's first box. What looks right by its words and is not is the har
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import ModuleType
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +40,7 @@ class BM25:
     """Robertson's weighting of words in Lucene's form, with the usual k1 = 1.5 and b = 0.75."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
-        import bm25s
-
-        self._engine = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+        self._engine = _library().BM25(method="lucene", k1=1.5, b=0.75)
         self._engine.index([words(f"{passage.title} {passage.text}") for passage in passages], show_progress=False)
         self._count = len(passages)
 
@@ -53,10 +54,24 @@ class BM25:
         with progress(len(queries), "looking up with BM25", "queries") as bar:
             for start in range(0, len(queries), STRETCH):
                 asked = [words(query) for query in queries[start : start + STRETCH]]
-                found = self._engine.retrieve(asked, k=k, show_progress=False)
+                found = self._engine.retrieve(asked, k=k, show_progress=False, backend_selection="numpy")
                 rows[start : start + STRETCH], scores[start : start + STRETCH] = found.documents, found.scores
                 bar.update(len(asked))
         return scores, rows
+
+
+def _library() -> ModuleType:
+    """bm25s without JAX, which it would start to sort with, and which then takes three quarters of a GPU's memory."""
+    theirs = sys.modules.get("jax")
+    # what an import finds here in place of a module it takes as missing
+    sys.modules["jax"] = cast(ModuleType, None)
+    try:
+        import bm25s
+    finally:
+        del sys.modules["jax"]
+        if theirs is not None:
+            sys.modules["jax"] = theirs
+    return bm25s
 
 
 def with_mined_negatives(texts: TextSet, count: int, *, progress: ProgressFactory = silent) -> TextSet:
