@@ -116,28 +116,29 @@ def contrast(
     differentiated = [torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs]
     said = {"scale": _said(scale), "bias": _said(bias), "weights": _said(weights), "requires_grad": differentiated}
     exchange = choose_exchange(options, loss, rows, cols, said)
-    dtype = q.dtype if pair is None else pair.scorer.dtype
-    scale, bias = (
-        None if x is None else comm.whole(_as_tensor(x, device, dtype), options.gradient) for x in (scale, bias)
-    )
-    assert scale is not None
-    read = isinstance(positives, Tensor)
-    if rows.positives is not None and read and not torch.compiler.is_compiling():
-        kept, scale = _check.kept_in_range(rows.positives, keys, scale)
-        rows = replace(rows, positives=kept)
-    rows, cols = exchange.shards.place(rows, cols)
-    if away(q, device):
-        return streamed(q, k, scale, bias, loss, exchange, (rows, cols), weights, options, device)
-    if pair is not None:
-        return pair.contrasted(scale, bias, loss, exchange, (rows, cols), weights, options)
-    if torch.compiler.is_compiling():
-        return traced(q, k, keys if read else None, scale, bias, loss, rows, cols, weights, options)
-    tiles = choose_tiles(options.backend, loss, rows, cols)
-    call = Call(loss, tiles, exchange, rows, cols, weights, options.reduction, options.workspace)
-    wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, scale, bias))
-    operation = _ContrastAtOnce if wants and with_loss(call, q) else _Contrast
-    result: Tensor = operation.apply(q, k, scale, bias, call)
-    return result
+    with exchange.in_step():
+        dtype = q.dtype if pair is None else pair.scorer.dtype
+        scale, bias = (
+            None if x is None else comm.whole(_as_tensor(x, device, dtype), options.gradient) for x in (scale, bias)
+        )
+        assert scale is not None
+        read = isinstance(positives, Tensor)
+        if rows.positives is not None and read and not torch.compiler.is_compiling():
+            kept, scale = _check.kept_in_range(rows.positives, keys, scale)
+            rows = replace(rows, positives=kept)
+        rows, cols = exchange.shards.place(rows, cols)
+        if away(q, device):
+            return streamed(q, k, scale, bias, loss, exchange, (rows, cols), weights, options, device)
+        if pair is not None:
+            return pair.contrasted(scale, bias, loss, exchange, (rows, cols), weights, options)
+        if torch.compiler.is_compiling():
+            return traced(q, k, keys if read else None, scale, bias, loss, rows, cols, weights, options)
+        tiles = choose_tiles(options.backend, loss, rows, cols)
+        call = Call(loss, tiles, exchange, rows, cols, weights, options.reduction, options.workspace)
+        wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, scale, bias))
+        operation = _ContrastAtOnce if wants and with_loss(call, q) else _Contrast
+        result: Tensor = operation.apply(q, k, scale, bias, call)
+        return result
 
 
 def tell_all(error: ValueError, group: Any, exchange: str) -> None:
@@ -215,7 +216,8 @@ class _Contrast(torch.autograd.Function):
         q, k, scale, bias, *saved = ctx.saved_tensors
         half = len(saved) // 2
         swept = saved[:half], saved[half:]
-        return *backward(ctx.call, upstream, q, k, scale, bias, swept, ctx.needs_input_grad[:4]), None
+        with ctx.call.exchange.in_step():
+            return *backward(ctx.call, upstream, q, k, scale, bias, swept, ctx.needs_input_grad[:4]), None
 
 
 class _ContrastAtOnce(torch.autograd.Function):
@@ -234,8 +236,9 @@ class _ContrastAtOnce(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, scale, bias, *found = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:4]
-        upstream = upstream * ctx.call.exchange.gradient_factor()
-        return *hand_back(ctx.call, Gradients(*found), upstream, q, k, scale, bias, wanted), None
+        with ctx.call.exchange.in_step():
+            upstream = upstream * ctx.call.exchange.gradient_factor()
+            return *hand_back(ctx.call, Gradients(*found), upstream, q, k, scale, bias, wanted), None
 
 
 def _as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
