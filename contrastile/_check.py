@@ -1,10 +1,14 @@
 """Every check on what a user hands to the losses and to `encode`; the form of its sentence is `_wrong.py`'s.
 
 Stands on the ground of the house: everything may import it. A check looks at shapes, types and devices only; the
-exception is an index out of range, which has to be read.
+exceptions, an index out of range and rows that are not of unit length, have to be read, which on a GPU happens in few
+calls only (`Looks`).
 """
 
 from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +18,30 @@ from contrastile._wrong import wrong as wrong
 
 # the types that features are computed with
 FEATURES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+# calls of a process that read one kind of thing on a GPU: what is called in every step must not wait for it each time
+MOST_LOOKS = 16
+
+
+class Looks:
+    """How often this process has read one kind of thing on a GPU."""
+
+    def __init__(self) -> None:
+        self._taken = itertools.count()
+
+    def one_more(self, *tensors: Tensor) -> bool:
+        """Whether they may be read now: on the host always, on a GPU `MOST_LOOKS` times."""
+        return not any(waits(x) for x in tensors) or next(self._taken) < MOST_LOOKS
+
+
+def waits(x: Tensor) -> bool:
+    """Whether the host waits for the device when it reads x."""
+    return x.is_cuda
+
+
+def captured(*tensors: Tensor) -> bool:
+    """Whether what is done with them now becomes part of a CUDA graph, so that nothing can be read."""
+    return any(waits(x) for x in tensors) and torch.cuda.is_current_stream_capturing()
 
 
 def features(name: str, x: Tensor) -> None:
@@ -84,14 +112,35 @@ def positives(x: Tensor, q: Tensor) -> None:
         raise wrong("positives", "be on the device of `q`", f"{q.device} and {x.device}", "Move one side first.")
 
 
+class Sound(NamedTuple):
+    """Positives that are in range by the way they were made: nobody has to read them."""
+
+    indices: Tensor
+
+
+_looks = Looks()
+
+
 def in_range(positives: Tensor, keys: int) -> None:
-    """All positives index one of the keys, or are −1; has to read them."""
-    if positives.numel() == 0:
+    """All positives index one of the keys, or are −1, if they may be read; for what cannot be, see `kept_in_range`."""
+    if positives.numel() == 0 or captured(positives) or not _looks.one_more(positives):
         return
     least, most = (int(bound) for bound in torch.aminmax(positives))
     if least < -1 or most >= keys:
         index = most if most >= keys else least
         raise wrong("positives", f"index this rank's {keys} keys, or be -1", index, "Count from this rank's first key.")
+
+
+def kept_in_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of positives on a GPU, in every call and without waiting for it.
+
+    One that is out of range is taken out, and makes the scale NaN: and so the loss, and every gradient, of all ranks.
+    """
+    if not waits(positives):
+        return positives, scale
+    outside = (positives < -1) | (positives >= keys)
+    nothing = torch.zeros_like(scale)
+    return positives.masked_fill(outside, -1), scale + nothing.masked_fill(outside.any(), torch.nan)
 
 
 def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str | None = None) -> None:

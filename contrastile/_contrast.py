@@ -8,6 +8,7 @@ b is held at any moment.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from contrastile import _check, comm
-from contrastile._check import wrong
+from contrastile._check import Sound, wrong
 from contrastile._choose import Options, choose_exchange, choose_tiles
 from contrastile._operation import traced, untraced
 from contrastile._replay import replayed, with_loss
@@ -35,7 +36,7 @@ def contrast(
     scale: Tensor | float | None = None,
     bias: Tensor | float | None = None,
     loss: PairLoss = Softmax(symmetric=True),  # noqa: B008 (a frozen value)
-    positives: Tensor | None = None,
+    positives: Tensor | Sound | None = None,
     negatives: Any = None,
     query_labels: Tensor | None = None,
     key_labels: Tensor | None = None,
@@ -62,7 +63,8 @@ def contrast(
         positives: [N] or [N, P] indices into this rank's keys, −1 pads; without it (and without labels) key i is the
             positive of query i. The loss of a row is the mean over its positives of −log p. A row without any
             leaves the mean; if no row has one the mean is NaN, as `F.cross_entropy` has it when every target is
-            ignored.
+            ignored. On a GPU indices out of range raise in the first 16 calls of a process; later calls do not wait
+            for the device, and return NaN for them.
         negatives: [H, D] further keys, negatives of every query.
         query_labels, key_labels: [N], [M] integers; pairs of equal labels are the positives.
         query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count at all. With
@@ -114,24 +116,29 @@ def contrast(
     differentiated = [torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs]
     said = {"scale": _said(scale), "bias": _said(bias), "weights": _said(weights), "requires_grad": differentiated}
     exchange = choose_exchange(options, loss, rows, cols, said)
-    rows, cols = exchange.shards.place(rows, cols)
-    dtype = q.dtype if pair is None else pair.scorer.dtype
-    scale, bias = (
-        None if x is None else comm.whole(_as_tensor(x, device, dtype), options.gradient) for x in (scale, bias)
-    )
-    assert scale is not None
-    if away(q, device):
-        return streamed(q, k, scale, bias, loss, exchange, (rows, cols), weights, options, device)
-    if pair is not None:
-        return pair.contrasted(scale, bias, loss, exchange, (rows, cols), weights, options)
-    if torch.compiler.is_compiling():
-        return traced(q, k, keys, scale, bias, loss, rows, cols, weights, options)
-    tiles = choose_tiles(options.backend, loss, rows, cols)
-    call = Call(loss, tiles, exchange, rows, cols, weights, options.reduction, options.workspace)
-    wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, scale, bias))
-    operation = _ContrastAtOnce if wants and with_loss(call, q) else _Contrast
-    result: Tensor = operation.apply(q, k, scale, bias, call)
-    return result
+    with exchange.in_step():
+        dtype = q.dtype if pair is None else pair.scorer.dtype
+        scale, bias = (
+            None if x is None else comm.whole(_as_tensor(x, device, dtype), options.gradient) for x in (scale, bias)
+        )
+        assert scale is not None
+        read = isinstance(positives, Tensor)
+        if rows.positives is not None and read and not torch.compiler.is_compiling():
+            kept, scale = _check.kept_in_range(rows.positives, keys, scale)
+            rows = replace(rows, positives=kept)
+        rows, cols = exchange.shards.place(rows, cols)
+        if away(q, device):
+            return streamed(q, k, scale, bias, loss, exchange, (rows, cols), weights, options, device)
+        if pair is not None:
+            return pair.contrasted(scale, bias, loss, exchange, (rows, cols), weights, options)
+        if torch.compiler.is_compiling():
+            return traced(q, k, keys if read else None, scale, bias, loss, rows, cols, weights, options)
+        tiles = choose_tiles(options.backend, loss, rows, cols)
+        call = Call(loss, tiles, exchange, rows, cols, weights, options.reduction, options.workspace)
+        wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, scale, bias))
+        operation = _ContrastAtOnce if wants and with_loss(call, q) else _Contrast
+        result: Tensor = operation.apply(q, k, scale, bias, call)
+        return result
 
 
 def tell_all(error: ValueError, group: Any, exchange: str) -> None:
@@ -160,7 +167,7 @@ def _prepare(
     bias: Tensor | float | None,
     loss: PairLoss,
     options: Options,
-    positives: Tensor | None,
+    positives: Tensor | Sound | None,
     query_labels: Tensor | None,
     key_labels: Tensor | None,
     query_ids: Tensor | None,
@@ -209,7 +216,8 @@ class _Contrast(torch.autograd.Function):
         q, k, scale, bias, *saved = ctx.saved_tensors
         half = len(saved) // 2
         swept = saved[:half], saved[half:]
-        return *backward(ctx.call, upstream, q, k, scale, bias, swept, ctx.needs_input_grad[:4]), None
+        with ctx.call.exchange.in_step():
+            return *backward(ctx.call, upstream, q, k, scale, bias, swept, ctx.needs_input_grad[:4]), None
 
 
 class _ContrastAtOnce(torch.autograd.Function):
@@ -228,8 +236,9 @@ class _ContrastAtOnce(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, scale, bias, *found = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:4]
-        upstream = upstream * ctx.call.exchange.gradient_factor()
-        return *hand_back(ctx.call, Gradients(*found), upstream, q, k, scale, bias, wanted), None
+        with ctx.call.exchange.in_step():
+            upstream = upstream * ctx.call.exchange.gradient_factor()
+            return *hand_back(ctx.call, Gradients(*found), upstream, q, k, scale, bias, wanted), None
 
 
 def _as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -245,7 +254,7 @@ def _sides(
     q: Tensor,
     k: Tensor,
     keys: int,
-    positives: Tensor | None,
+    positives: Tensor | Sound | None,
     query_labels: Tensor | None,
     key_labels: Tensor | None,
     query_ids: Tensor | None,
@@ -263,14 +272,16 @@ def _sides(
         for name, one, side_name, side in zip(names, given, ("q", "k"), (q, k), strict=True):
             if one is not None:
                 _check.vector(name, one, side_name, side, integer=True)
-    diagonal = None
+    diagonal, sound = None, isinstance(positives, Sound)
+    if isinstance(positives, Sound):
+        positives = positives.indices
     if positives is not None:
         if query_labels is not None:
             raise wrong("positives", "be left out where labels are given", "both", "Pass one of the two.")
         if loss.symmetric:
             raise wrong("positives", "be left out for a symmetric loss", "both", "Pass labels, or take a one-way loss.")
         _check.positives(positives, q)
-        if not torch.compiler.is_compiling():
+        if not sound and not torch.compiler.is_compiling():
             _check.in_range(positives, keys)
         positives = (positives[:, None] if positives.ndim == 1 else positives).long()
     elif query_labels is None:

@@ -26,6 +26,8 @@ from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax, SoftmaxState
 
 NO_DIAGONAL = -(2**40)
+# in the place of the number of keys: positives are in range
+IN_RANGE = -1
 Words = ParamSpec("Words")
 Result = TypeVar("Result")
 
@@ -56,7 +58,7 @@ def _one_operation(words: dict[str, Any]) -> bool:
 def traced(
     q: Tensor,
     k: Tensor,
-    keys: int,
+    keys: int | None,
     scale: Tensor,
     bias: Tensor | None,
     loss: PairLoss,
@@ -65,13 +67,16 @@ def traced(
     weights: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """The call as one operation. How tiles are computed is chosen when it runs: a graph cannot ask the device."""
+    """The call as one operation. How tiles are computed is chosen when it runs: a graph cannot ask the device.
+
+    keys: what positives may index; None where they are known to.
+    """
     groups = [rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, weights]
     smoothing = loss.label_smoothing if isinstance(loss, Softmax) else 0.0
     flags = f"{loss.symmetric} {loss.exclude_self}"
     words = f"{type(loss).__name__} {flags} {options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
-    numbers = [diagonal, int(options.workspace or 0), keys]
+    numbers = [diagonal, int(options.workspace or 0), IN_RANGE if keys is None else keys]
     value, *_ = sweep_forward(q, k, scale, bias, *groups, words, smoothing, numbers)
     return value
 
@@ -93,10 +98,11 @@ def sweep_forward(
     numbers: list[int],
 ) -> list[Tensor]:
     """The loss, then the states, then the coefficients of each direction."""
-    call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, weights], words, smoothing, numbers)
-    if positives is not None:
+    if positives is not None and numbers[-1] != IN_RANGE:
         # a graph cannot read them; whoever runs it can
         _check.in_range(positives, numbers[-1])
+        positives, scale = _check.kept_in_range(positives, numbers[-1], scale)
+    call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, weights], words, smoothing, numbers)
     swept = forward(call, q, k, scale, bias)
     # an operation's outputs share no memory
     return [swept.value, *(x.clone() for x in (*swept.states, *swept.coefficients))]
@@ -121,6 +127,8 @@ def sweep_backward(
     wanted: list[bool],
 ) -> list[Tensor]:
     """The gradients of q, k, scale and bias; one of no elements stands for each that is not wanted."""
+    if positives is not None and numbers[-1] != IN_RANGE:
+        positives, scale = _check.kept_in_range(positives, numbers[-1], scale)
     call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, None], words, smoothing, numbers)
     half = len(swept) // 2
     found = backward(call, upstream, q, k, scale, bias, (swept[:half], swept[half:]), wanted)

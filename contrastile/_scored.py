@@ -104,7 +104,7 @@ class _Scored(torch.autograd.Function):
         scale, bias, *saved = ctx.saved_tensors
         saved = saved[ctx.given :]
         half = len(saved) // 2
-        with torch.autocast(scorer.device.type, enabled=False):
+        with call.exchange.in_step(), torch.autocast(scorer.device.type, enabled=False):
             tiles = _tiles(call, scorer, scale, bias)
             rows, cols = with_states(call, upstream, (saved[:half], saved[half:]), tiles.scale.dtype)
             u, v = _room(tiles, rows, cols)
@@ -133,11 +133,12 @@ class _ScoredAtOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale, bias, u, v, sums, *_ = ctx.saved_tensors
-        times = upstream.to(sums.dtype) * ctx.call.exchange.gradient_factor()
-        # asked for again, they must be as they were
-        u, v = (None if x is None else x * times for x in (u, v))
-        found = Gradients(u, v, sums * times)
-        return None, None, *_hand_back(ctx.call, ctx.tiles, found, scale, bias)
+        with ctx.call.exchange.in_step():
+            times = upstream.to(sums.dtype) * ctx.call.exchange.gradient_factor()
+            # asked for again, they must be as they were
+            u, v = (None if x is None else x * times for x in (u, v))
+            found = Gradients(u, v, sums * times)
+            return None, None, *_hand_back(ctx.call, ctx.tiles, found, scale, bias)
 
 
 def _tiles(call: Call, scorer: Scorer, scale: Tensor, bias: Tensor | None) -> Scored:

@@ -36,6 +36,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 # bytes of what a rank says of itself where it is asked in full, and letters of a sentence in it
 STATEMENT = 2048
 SENTENCE = 320
+# in its errors, of which that of a rank that hung up itself has no address
+OF_GLOO = ("gloo", "pair closure")
 # in the place of a statement's digest: look at what I say
 LISTEN = 0
 
@@ -43,6 +45,9 @@ LISTEN = 0
 _under_way: dict[Any, Flight] = {}
 # by group: the one beside it through which its ranks talk on the host
 _voices: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+# by group, see `in_step.py`: how many operations this rank has begun there, and the error of its own by which it left
+_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_left: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def size(group: Any) -> int:
@@ -350,8 +355,12 @@ def _together(operation: str, group: Any, by: Any = None) -> Iterator[None]:
     by: the group whose connections carry it, if that is another one.
     """
     group = _default(group)
+    if group in _left:
+        rule, remedy = "be carried out by all ranks", "Start all ranks again."
+        raise LostRankError(str(wrong(operation, rule, f"this one, which left the others by {_left[group]}", remedy)))
     if group in _under_way:
         raise _misused(f"a {_under_way[group].operation} under way, which the {operation} would meet")
+    _begun[group] = _begun.get(group, 0) + 1
     here.operation = operation
     try:
         yield
@@ -371,7 +380,7 @@ def naming_the_lost(operation: str, group: Any) -> Iterator[None]:
     except LostRankError:
         raise
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if not isinstance(error, dist.DistError) and not any(word in str(error) for word in OF_GLOO):
             raise
         here.failing = True
         raise lost(operation, group, error) from error

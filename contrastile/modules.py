@@ -7,7 +7,6 @@ length).
 
 from __future__ import annotations
 
-import itertools
 import re
 import warnings
 from typing import Any, ClassVar, Literal, overload
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastile import _check
-from contrastile._check import wrong
+from contrastile._check import Sound, wrong
 from contrastile._choose import Options
 from contrastile._contrast import contrast, tell_all
 from contrastile.losses.base import PairLoss
@@ -25,9 +24,7 @@ from contrastile.losses.softmax import Softmax
 
 # how far from 1 a row's length may be before a CLIP-like loss says so
 LENGTH_TOLERANCE = 0.05
-# losses of a process that look, on a GPU: one that is made anew at every step must not wait for the device each time
-MOST_LOOKS = 16
-_looks = itertools.count()
+_looks = _check.Looks()
 
 
 class _Loss(nn.Module):
@@ -60,11 +57,11 @@ class _Loss(nn.Module):
         """Says once, at the first call, that rows are not of unit length: the commonest slip with these losses."""
         if self._lengths_seen or torch.compiler.is_compiling() or any(len(side) == 0 for side in sides):
             return
-        on_gpu = any(side.is_cuda for side in sides)
-        if on_gpu and torch.cuda.is_current_stream_capturing():
+        if _check.captured(*sides):
             return
         self._lengths_seen = True
-        if on_gpu and next(_looks) >= MOST_LOOKS:
+        # a loss may be made anew at every step
+        if not _looks.one_more(*sides):
             return
         for side in sides:
             lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)
@@ -277,4 +274,4 @@ class NTXentLoss(_Loss):
         views = torch.cat([view_a, view_b])
         N = len(view_a)
         other = torch.arange(2 * N, device=views.device).roll(N)
-        return self._contrast(views, views, scale=scale, loss=Softmax(exclude_self=True), positives=other)
+        return self._contrast(views, views, scale=scale, loss=Softmax(exclude_self=True), positives=Sound(other))

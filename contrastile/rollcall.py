@@ -2,8 +2,8 @@
 
 Ground of the house, beside `comm.py`, which calls it where a backend raises. A backend knows an address, or that time
 is up. Here the ranks that see the failure say so in the store that they met in; those that do not are missing, or
-have not looked yet: where a connection is closed, it is the rank behind it that is missing. Nothing is written or
-asked while all goes well.
+have not looked yet: where a connection is closed, it is the rank behind it that is missing. A rank that leaves by an
+error of its own says which. Nothing is written or asked while all goes well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,8 @@ from contrastile._check import wrong
 # seconds that the others have for saying that they see the failure too, as many again where several are silent; and
 # between two looks
 PATIENCE, LOOK = 1.5, 0.05
+# letters of what a rank says of its own error
+LETTERS = 200
 # of the message that never comes, see `hang_up`
 NOBODYS_TAG = 31337
 
@@ -68,7 +70,7 @@ def lost(operation: str, group: Any, error: Exception) -> LostRankError:
     """
     said = str(error).strip().split("\n")[0].rpartition("] ")[2].split(". ")[0]
     with _last_words() as words:
-        missing, remedy = _named(_missing(group))
+        missing, remedy = _named(*_missing(group))
         got = f"{missing}, on rank {dist.get_rank()} in step {here.step} ({said})"
         words.append(str(wrong(operation, "be carried out by all ranks", got, remedy)))
     return LostRankError(words[0])
@@ -125,7 +127,42 @@ def _receives(group: Any) -> dict[int, dist.Work | None]:
     return receives
 
 
-def _named(missing: list[int] | None) -> tuple[str, str]:
+def farewell(error: BaseException) -> str:
+    """Says to those who will miss this rank which error of its own it leaves by; the words."""
+    words = f"{type(error).__name__}: {error}".strip().split("\n")[0][:LETTERS].rstrip(".: ")
+    _asking(lambda store: store.set(_why(dist.get_rank()), words)).join(PATIENCE)
+    return words
+
+
+def all_fail(place: str, ranks: Sequence[int]) -> bool:
+    """Whether all of these ranks say in time that they fail at this place: then no one waits for another."""
+    silent = set(ranks)
+
+    def ask(store: Any) -> None:
+        store.set(f"{place}/{dist.get_rank()}", "")
+        began = time.monotonic()
+        while silent and time.monotonic() - began < PATIENCE:
+            silent.difference_update([rank for rank in silent if store.check([f"{place}/{rank}"])])
+            time.sleep(LOOK if silent else 0)
+
+    _asking(ask).join(2 * PATIENCE)
+    return not silent
+
+
+def _asking(ask: Callable[[Any], None]) -> threading.Thread:
+    """ask(store), in a thread: a store whose keeper was stopped answers never."""
+
+    def call() -> None:
+        # the process that keeps the store may leave before this one has asked its last
+        with suppress(RuntimeError):
+            ask(dist.distributed_c10d._get_default_store())
+
+    asking = threading.Thread(target=call, daemon=True)
+    asking.start()
+    return asking
+
+
+def _named(missing: list[int] | None, why: dict[int, str]) -> tuple[str, str]:
     """What was got, and what to do."""
     if missing is None:
         by_the_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -135,41 +172,45 @@ def _named(missing: list[int] | None) -> tuple[str, str]:
         remedy = "See whether one of them came late, or sends what the others do not expect."
         return "a failure that every rank sees", remedy
     names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-    return f"no answer from {names}", f"See what {names} said last, and start all ranks again."
+    left = ", which left by {1}" if len(missing) == 1 else "; rank {0} left by {1}"
+    words = "".join(left.format(rank, why[rank]) for rank in missing if rank in why)
+    return f"no answer from {names}{words}", f"See what {names} said last, and start all ranks again."
 
 
-def _missing(group: Any) -> list[int] | None:
-    """The ranks that do not say in time that they see the failure; None if the store is gone.
+def _missing(group: Any) -> tuple[list[int] | None, dict[int, str]]:
+    """The ranks that do not say in time that they see the failure, and why those left that told; None for no store.
 
     Where the connections of some of them are closed, only those: another one is computing, and will see it later.
     """
     closed = _closed(group)
     silent: list[list[int]] = []
+    why: dict[int, str] = {}
     signed = threading.Event()
 
-    def call() -> None:
+    def ask(store: Any) -> None:
         absent = dist.get_process_group_ranks(group)
-        # the process that keeps the store may leave before this one has asked its last
-        with suppress(RuntimeError):
-            store = dist.distributed_c10d._get_default_store()
-            store.set(_key(dist.get_rank()), "")
-            signed.set()
-            began = time.monotonic()
-            while absent and time.monotonic() - began < (PATIENCE if len(absent) == 1 else 2 * PATIENCE):
-                absent = [rank for rank in absent if not store.check([_key(rank)])]
-                silent.append(absent)
-                time.sleep(LOOK)
+        store.set(_key(dist.get_rank()), "")
+        signed.set()
+        began = time.monotonic()
+        while set(absent) - set(why) and time.monotonic() - began < (PATIENCE if len(absent) == 1 else 2 * PATIENCE):
+            absent = [rank for rank in absent if not store.check([_key(rank)])]
+            why.update((rank, store.get(_why(rank)).decode()) for rank in absent if store.check([_why(rank)]))
+            silent.append(absent)
+            time.sleep(LOOK)
 
-    # a store whose keeper was stopped answers never
-    calling = threading.Thread(target=call, daemon=True)
-    calling.start()
+    calling = _asking(ask)
     # whoever hears this rank hang up finds its name in the store
     answers = signed.wait(PATIENCE / 3)
     hang_up(group)
     calling.join(2 * PATIENCE + 1 if answers else PATIENCE)
     if not silent:
-        return None
-    return [rank for rank in silent[-1] if rank in closed] or silent[-1]
+        return None, {}
+    absent = silent[-1]
+    return [rank for rank in absent if rank in why] or [rank for rank in absent if rank in closed] or absent, why
+
+
+def _why(rank: int) -> str:
+    return f"contrastile/has left by/{rank}"
 
 
 def _key(rank: int) -> str:

@@ -102,6 +102,16 @@ WORDS = {
     ),
     "evaluate x.trec --judgements x.qrels --zero-shot x": "`--zero-shot` must be left out with --judgements; got x. ",
     "evaluate x.trec --judgements x.qrels --index x": "`--index` must be left out with --judgements; got x. ",
+    "evaluate x.trec --judgements x.qrels --bad-rows 0.1": "`--bad-rows` must be left out with --judgements; got 0.1. ",
+    "evaluate {folder}/pictures --texts {folder}": '{folder}/pictures/recipe.toml: kind: must be "retriever" here; got',
+    "evaluate {folder}/texts --texts {folder}/no": '`--texts` must be a file or folder; got "{folder}/no". ',
+    "evaluate {folder}/texts --texts {folder} --corpus {folder}/no": "`--corpus` must be a file or folder; got ",
+    "evaluate {folder}/texts --texts {folder} --captions x": '`--captions` must be left out with --texts; got "x". ',
+    "evaluate {folder}/texts --texts {folder} --name a/b": '`--name` must be a name that files can have; got "a/b". ',
+    "evaluate {folder}/texts --texts {folder} --bad-rows 1": (
+        "`--bad-rows` must be a share from 0 to below 1; got 1.0. "
+    ),
+    "evaluate {folder}/texts --corpus {folder}": "`--corpus` must come with --texts; got no --texts. ",
     "search {folder}/no hello": f"{RUN} ",
     "search {folder}/pictures hello": '{folder}/pictures/recipe.toml: kind: must be "retriever" here; got "image-text"',
     "search {folder}/texts hello": (

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from ranks import RANKS, Pool
 
-from contrastile import ClipLoss, comm, rollcall
+from contrastile import ClipLoss, SigLipLoss, comm, rollcall
+from contrastile.tiles.eager import Eager
 
 W = 3
 # the step in which a rank fails, and seconds after which a rank that waits for another gives up
@@ -30,14 +31,19 @@ SOON = 5
 LATE = "late"
 
 
-def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Signals) -> None:
-    """A loop over a loss, in which one rank is struck by a signal."""
+def _joined(rank: int, folder: Path, seconds: float = 60) -> None:
+    """This process is one of several ranks, which wait so long for each other."""
     torch.set_num_threads(1)
     # what the tests before this one counted came along
     rollcall.here.step, rollcall.here.told = 0, False
-    store = dist.TCPStore("localhost", _port(folder, rank), W, rank == 0, datetime.timedelta(seconds=TIMEOUT))
-    timeout = datetime.timedelta(seconds=TIMEOUT)
+    timeout = datetime.timedelta(seconds=seconds)
+    store = dist.TCPStore("localhost", _port(folder, rank), W, rank == 0, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=W, timeout=timeout)
+
+
+def _train(rank: int, folder: Path, exchange: str, victim: int, how: signal.Signals) -> None:
+    """A loop over a loss, in which one rank is struck by a signal."""
+    _joined(rank, folder, TIMEOUT)
     try:
         if exchange == "chain":
             # each waits for the next alone, and the last one's death is news from one to the other
@@ -167,7 +173,7 @@ def test_torchrun_ends_the_others(tmp_path: Path) -> None:
 def test_sigterm_comes_after_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = rollcall._missing
 
-    def missing(group: Any) -> list[int] | None:
+    def missing(group: Any) -> tuple[list[int] | None, dict[int, str]]:
         sys.stderr = (tmp_path / f"{dist.get_rank()}.txt").open("w")
         # while the roll is called, as torchrun does
         os.kill(os.getpid(), signal.SIGTERM)
@@ -318,11 +324,134 @@ def test_a_rank_outside_of_the_group_is_refused(pool: Pool) -> None:
     assert pool.run(_two_groups, 2)[1] == sentence
 
 
+def _short_of_memory(method: str, calls: int) -> None:
+    """The tiles of this process have no memory for a call of theirs, counted from the next one on."""
+    real, seen = getattr(Eager, method), []
+
+    def tiles(*arguments: Any) -> Any:
+        seen.append(1)
+        if len(seen) == calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+        return real(*arguments)
+
+    setattr(Eager, method, tiles)
+
+
+def _all_short_of_memory(rank: int, group: Any, loss: type, exchange: str, method: str, calls: int) -> list[float]:
+    q, k = (torch.eye(3 + rank, 9, requires_grad=True) for _ in range(2))
+
+    def step() -> list[float]:
+        q.grad = k.grad = None
+        value = loss(exchange=exchange, group=group)(q, k, 4.0)
+        value.backward()
+        return [value.item(), q.grad.sum().item(), k.grad.abs().sum().item()]
+
+    found = step()
+    for _ in range(2):
+        real = getattr(Eager, method)
+        _short_of_memory(method, calls)
+        try:
+            with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+                step()
+        finally:
+            setattr(Eager, method, real)
+        found += step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("W", "loss", "exchange", "method", "calls"),
+    [
+        *((3, ClipLoss, "ring", method, calls) for method in ("stats", "grads") for calls in (1, 2, 3)),
+        (3, ClipLoss, "gather", "stats", 1),
+        (3, ClipLoss, "gather", "stats", 2),
+        (3, ClipLoss, "gather", "grads", 1),
+        # this rank's own columns, while the others' gradients are on their way
+        (2, ClipLoss, "gather", "grads", 2),
+        (3, ClipLoss, "replicate", "stats", 1),
+        (3, ClipLoss, "replicate", "grads", 1),
+        (3, SigLipLoss, "ring", "stats_and_grads", 2),
+        (2, SigLipLoss, "gather", "stats_and_grads", 2),
+    ],
+)
+def test_where_all_ranks_are_short_of_memory_the_group_stays_as_good(
+    pool: Pool, W: int, loss: type, exchange: str, method: str, calls: int
+) -> None:
+    for found in pool.run(_all_short_of_memory, W, loss, exchange, method, calls):
+        assert found[:3] == found[3:6] == found[6:]
+
+
+def _one_short_of_memory(rank: int, folder: Path, exchange: str, method: str, calls: int) -> None:
+    _joined(rank, folder)
+    loss, features = ClipLoss(exchange=exchange), torch.eye(4, 8)
+
+    def step() -> None:
+        loss(features.requires_grad_(), features, 10.0).backward()
+
+    said = []
+    for _ in range(STEP - 1):
+        step()
+    if rank == 1:
+        _short_of_memory(method, calls)
+    for _ in range(2):
+        try:
+            step()
+        except (ConnectionError, torch.OutOfMemoryError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    (folder / f"{rank}.txt").write_text("\n".join(said))
+    raise SystemExit(1)
+
+
+@pytest.mark.parametrize("method", ["stats", "grads"])
+@pytest.mark.parametrize(
+    # of gather's backward the last call has this rank's own columns: the others have all that they need
+    ("exchange", "calls"),
+    [("ring", 2), ("ring", 3), ("gather", 2), ("gather", 3), ("replicate", 1)],
+)
+def test_one_rank_short_of_memory_is_an_error_on_all(tmp_path: Path, exchange: str, method: str, calls: int) -> None:
+    context = multiprocessing.get_context("fork")
+    arguments = tmp_path, exchange, method, calls
+    processes = [context.Process(target=_one_short_of_memory, args=(rank, *arguments)) for rank in range(W)]
+    for process in processes:
+        process.start()
+    began = time.monotonic()
+    try:
+        for process in processes:
+            process.join(30)
+        assert [process.exitcode for process in processes] == [1] * W
+    finally:
+        for process in processes:
+            process.kill()
+    # none of them waited until time was up, which is not soon here
+    assert time.monotonic() - began < 2 * SOON
+    words = "OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB"
+    first, second = (tmp_path / "1.txt").read_text().splitlines()
+    assert first == f"{words}."
+    assert second == (
+        "LostRankError: `agreement` must be carried out by all ranks; "
+        f"got this one, which left the others by {words}. Start all ranks again."
+    )
+    for rank in (0, 2):
+        sentences = (tmp_path / f"{rank}.txt").read_text().splitlines()
+        # a rank that has all it needs for a step finds out when they meet for the next one
+        ready = method == "grads" and (exchange, calls) in (("replicate", 1), ("gather", 3))
+        assert len(sentences) in ((1, 2) if ready else (2,))
+        for step, sentence in zip((STEP + 1, STEP), reversed(sentences), strict=False):
+            assert re.fullmatch(
+                rf"LostRankError: `.+` must be carried out by all ranks; got no answer from rank 1, which left by "
+                rf"{re.escape(words)}, on rank {rank} in step {step} \(.+\)\. "
+                r"See what rank 1 said last, and start all ranks again\.",
+                sentence,
+            ), sentence
+
+
 def test_who_is_missing_is_named() -> None:
-    assert rollcall._named([1])[0] == "no answer from rank 1"
-    assert rollcall._named([1, 4])[0] == "no answer from ranks 1, 4"
-    assert rollcall._named([])[0] == "a failure that every rank sees"
-    assert rollcall._named(None)[0] == "no answer from rank 0, which keeps the store"
+    both = rollcall._named([1, 4], {4: "KeyError: 'x'"})
+    assert both[0] == "no answer from ranks 1, 4; rank 4 left by KeyError: 'x'"
+    assert rollcall._named([1], {})[0] == "no answer from rank 1"
+    assert rollcall._named([1, 4], {})[0] == "no answer from ranks 1, 4"
+    assert rollcall._named([], {})[0] == "a failure that every rank sees"
+    assert rollcall._named(None, {})[0] == "no answer from rank 0, which keeps the store"
 
 
 def _beside_itself(rank: int, group: Any) -> tuple[str, float]:

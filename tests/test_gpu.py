@@ -6,6 +6,7 @@ Run by `make test-gpu`; elsewhere skipped.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from contrastile import ClipLoss, InfoNCELoss, SigLipLoss, _replay, contrast, encode
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, _check, _replay, contrast, encode
+from contrastile._check import MOST_LOOKS
 from contrastile.bench.gate import Gate, Sample, problem
 from contrastile.bench.loss import float32_products
 from contrastile.bench.peers import Case
 from contrastile.losses.dense import dense_clip, dense_sigmoid
 from contrastile.losses.softmax import Softmax
-from contrastile.modules import MOST_LOOKS
 from contrastile.tiles.triton_device import interpreting
 
 pytestmark = [
@@ -229,13 +230,41 @@ def test_a_loss_made_anew_for_each_step_does_not_wait_for_the_device() -> None:
     leaves = _pairs(300, 64)
     for _ in range(MOST_LOOKS):
         ClipLoss()(*leaves)
+    with _no_waiting():
+        loss = ClipLoss()(*leaves)
+    assert loss.isfinite()
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Raises where the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
-        # raises where it waits
-        loss = ClipLoss()(*leaves)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_positives_do_not_wait_for_the_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_check, "_looks", _check.Looks())
+    q, k, scale = _pairs(300, 64)
+    own, given = NTXentLoss(backend=backend), InfoNCELoss(backend=backend)
+    positives = torch.arange(300).flip(0)
+    own(q, k, scale)
+    with _no_waiting():
+        own(q, k, scale)
+    with pytest.raises(ValueError, match="`positives` must index this rank's 300 keys, or be -1; got 300"):
+        given(q, k, scale, positives=positives + 1)
+    for _ in range(MOST_LOOKS):
+        right = given(q, k, scale, positives=positives)
+    with _no_waiting():
+        unread = given(q, k, scale, positives=positives)
+        wrong = given(q, k, scale, positives=positives + 1)
+        gradients = torch.autograd.grad(wrong, (q, k, scale))
+    assert torch.equal(unread, right)
+    assert wrong.isnan()
+    assert all(gradient.isnan().all() for gradient in gradients)
 
 
 def test_frozen_sides_and_autocast() -> None:

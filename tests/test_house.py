@@ -14,7 +14,9 @@ import contrastile
 ROOT = Path(contrastile.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 
-GROUND = {"_types", "_wrong", "_check", "rollcall", "comm", "offload", "footprint"}
+# the ground's own storeys
+OF_RANKS = {"comm": {"rollcall"}, "in_step": {"rollcall", "comm"}}
+GROUND = {"_types", "_wrong", "_check", "rollcall", "comm", "in_step", "offload", "footprint"}
 BELOW = {
     "losses": GROUND,
     "reach": GROUND,
@@ -70,7 +72,7 @@ def test_nothing_points_upward_or_sideways(path: Path) -> None:
     if here in ("__init__", "__main__"):
         return
     lowest = {"_check", "_types", "_wrong"}
-    allowed = lowest | ({"rollcall"} if here == "comm" else set()) if here in GROUND else BELOW[here]
+    allowed = lowest | OF_RANKS.get(here, set()) if here in GROUND else BELOW[here]
     for module in _imports(path):
         there = _drawer(module)
         if there == here:

@@ -310,6 +310,18 @@ def test_muon_is_torchs_bit_for_bit(shape, dtype):
     assert not torch.equal(own, torch.ones(shape, dtype=dtype))
 
 
+def test_muon_makes_its_state_once(monkeypatch):
+    made, zeros_like = [], torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda x: made.append(x.shape) or zeros_like(x))
+    weights = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(4, 2))]
+    optimizer = Muon(weights, lr=0.1, momentum=0.9, weight_decay=0.0)
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    assert made == [(3, 5), (4, 2)]
+
+
 def test_an_update_of_muon_has_nearly_equal_singular_values_and_the_size_of_adamws():
     layer = nn.Linear(60, 40)
     before = layer.weight.detach().clone()

@@ -72,6 +72,7 @@ def test_a_run_leaves_its_files_and_no_others(finished):
         "held_out.retriever.trec",
         "metrics.jsonl",
         "model.safetensors",
+        "questions.json",
         "recipe.toml",
         "report.html",
         "run.json",

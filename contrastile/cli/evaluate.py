@@ -1,6 +1,7 @@
 """`contrastile evaluate RUN`: measure the saved weights again, print the table, write the report again.
 
-With `--zero-shot FOLDER` or `--captions FILE` it measures on those pictures alone, whose results join the others.
+With `--zero-shot FOLDER` or `--captions FILE` it measures on those pictures alone, and a retriever with `--texts
+FOLDER` on those texts; the results join the others.
 Of a ranking in TREC's form, any system's, it prints the measures: `contrastile evaluate x.trec --judgements x.qrels`.
 """
 
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 ZERO_SHOT, RETRIEVAL = ("classes", "templates", "mapping", "among"), ("images", "split")
+PICTURES, TEXTS = ("zero_shot", "captions", *ZERO_SHOT, "images"), ("corpus", "bad_rows")
 # what says how a run is measured
-OF_RUNS = ("index", "zero_shot", "captions", "name", *ZERO_SHOT, *RETRIEVAL)
+OF_RUNS = ("index", "texts", "name", "split", *PICTURES, *TEXTS)
 
 
 def add_to(verbs: Any) -> None:
@@ -31,7 +33,12 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("--among", choices=("folders", "all"), help="answers: the folders' classes (default), or all")
     parser.add_argument("--captions", metavar="FILE", help="find captions and pictures: Karpathy's JSON, or a table")
     parser.add_argument("--images", metavar="FOLDER", help="the pictures of --captions (default: beside the file)")
-    parser.add_argument("--split", help="of Karpathy's JSON (default: test)")
+    parser.add_argument("--texts", metavar="SOURCE", help="a retriever's: BEIR's folder, or a file of questions")
+    parser.add_argument("--corpus", metavar="FILE", help="further passages beside a file of --texts")
+    parser.add_argument(
+        "--bad-rows", type=float, metavar="SHARE", help="of --texts, that may be unusable (default: the recipe's)"
+    )
+    parser.add_argument("--split", help="of Karpathy's JSON (default: test), or of --texts (default: all but train)")
     parser.add_argument("--name", help="what the measures are called by (default: the folder's or file's name)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.set_defaults(verb=run)
@@ -46,16 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.judgements is not None:
         if idle := next((name for name in OF_RUNS if getattr(arguments, name) is not None), None):
             remedy = "Rankings are measured as they are."
-            raise wrong(
-                f"--{idle.replace('_', '-')}", "be left out with --judgements", getattr(arguments, idle), remedy
-            )
+            raise wrong(_flag(idle), "be left out with --judgements", getattr(arguments, idle), remedy)
         return _measure(arguments.run, arguments.judgements, arguments.measures)
 
     from contrastile.train.folder import RECIPE, finished_run
-    from contrastile.train.recipe import load_any_recipe, load_recipe
+    from contrastile.train.recipe import load_any_recipe, load_recipe, load_retriever_recipe
     from contrastile.train.settings import known_device
 
-    tests = _tests(arguments)
+    texts, tests = _texts(arguments), _tests(arguments)
     if tests and arguments.index is not None:
         raise wrong("--index", "be left out with tests on pictures", f'"{arguments.index}"', "It is a retriever's.")
     known_device(arguments.device)
@@ -64,9 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise wrong("--judgements", "be given with rankings and their measures", f'"{arguments.run}" alone', remedy)
     # a mistake is told before anything heavy is imported
     folder = finished_run(arguments.run)
-    (load_recipe if tests else load_any_recipe)(folder / RECIPE, files=False)
+    load = load_retriever_recipe if texts else load_recipe if tests else load_any_recipe
+    load(folder / RECIPE, files=False)
 
-    if tests:
+    if texts:
+        from contrastile.train.retriever.elsewhere import evaluate_texts
+
+        print(evaluate_texts(folder.path, device=arguments.device, index=arguments.index, **texts))
+    elif tests:
         from contrastile.train.elsewhere import evaluate_elsewhere
 
         print(evaluate_elsewhere(folder.path, tests, device=arguments.device))
@@ -78,8 +88,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _texts(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The other texts that the words ask to be measured on; nothing where they ask for none."""
+    from pathlib import Path
+
+    from contrastile._wrong import wrong
+
+    given = {name: value for name in TEXTS if (value := getattr(arguments, name)) is not None}
+    source, name, bad_rows = arguments.texts, arguments.name, arguments.bad_rows
+    if source is None:
+        if given:
+            raise wrong(_flag(next(iter(given))), "come with --texts", "no --texts", "Name the folder or the file.")
+        return {}
+    if idle := next((one for one in PICTURES if getattr(arguments, one) is not None), None):
+        got = f'"{getattr(arguments, idle)}"'
+        raise wrong(_flag(idle), "be left out with --texts", got, "Measure one after the other.")
+    for option, path in (("--texts", source), ("--corpus", arguments.corpus)):
+        if path is not None and not Path(path).exists():
+            raise wrong(option, "be a file or folder", f'"{path}"', "Check its path.")
+    if name is not None and (not name or Path(name).name != name):
+        raise wrong("--name", "be a name that files can have", f'"{name}"', "It begins those of the rankings.")
+    if bad_rows is not None and not 0 <= bad_rows < 1:
+        raise wrong("--bad-rows", "be a share from 0 to below 1", bad_rows, "0.01 is one row of a hundred.")
+    return {"source": source, "name": name, "split": arguments.split, **given}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _tests(arguments: argparse.Namespace) -> list[Any]:
-    """What the words ask to be measured on."""
+    """What the words ask to be measured on of pictures."""
+    if arguments.texts is not None:
+        return []
     from contrastile.train.evaluate_settings import RetrievalSettings, ZeroShotSettings
 
     tests: list[Any] = []
@@ -89,7 +130,7 @@ def _tests(arguments: argparse.Namespace) -> list[Any]:
         given = {name: value for name in own if (value := getattr(arguments, name)) is not None}
         what = getattr(arguments, asked)
         if what is None and given:
-            option = f"--{asked.replace('_', '-')}"
+            option = _flag(asked)
             raise ValueError(
                 f"`--{next(iter(given))}` must come with {option}; got no {option}. Say what to measure on."
             )

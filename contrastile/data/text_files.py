@@ -20,7 +20,7 @@ import numpy as np
 from contrastile._check import wrong
 from contrastile.data.corpora import BEIR_CORPUS, first, read_corpus
 from contrastile.data.entries import Entry, Tally, Unusable, read_entries, reading, text_of
-from contrastile.data.pairs import Indices, ProgressFactory
+from contrastile.data.pairs import Indices, ProgressFactory, silent
 from contrastile.data.texts import Gathering, Passage, Query, TextSet, sorted_rows, split_by_lot
 
 # columns of a table of pairs that are no texts
@@ -62,6 +62,30 @@ def open_text_files(
         return TextSet(gathering.passages, gathering.queries, split_by_lot(gathering.queries, held_out), skipped)
     asked = set(tests)
     splits = {"train": sorted_rows([row for row in train if row not in asked]), "held_out": sorted_rows(tests)}
+    return TextSet(gathering.passages, gathering.queries, splits, skipped)
+
+
+def open_questions(
+    source: Path,
+    *,
+    corpus: Path | None,
+    bad_rows: float,
+    allowed_by: str = "data.bad_rows",
+    progress: ProgressFactory = silent,
+) -> TextSet:
+    """The questions of a file, all of which are only asked: the split "questions"; and none to train on.
+
+    Looked for are the passages of `corpus`, and those that the file has.
+    """
+    gathering = Gathering()
+    with reading([path for path in (source, corpus) if path is not None], progress) as tally:
+        read = read_corpus(corpus, tally) if corpus is not None else ()
+        by_id = {passage.id: gathering.add(passage) for passage in read}
+        asked = _gathered(source, gathering, by_id, tally, answers_suffice=True)
+    skipped = tally.close(source, bad_rows, allowed_by=allowed_by)
+    if not asked:
+        raise wrong("source", f"hold a question ({source})", "none that can be used", "Name a file of questions.")
+    splits = {"train": sorted_rows([]), "questions": sorted_rows(asked)}
     return TextSet(gathering.passages, gathering.queries, splits, skipped)
 
 
@@ -169,7 +193,9 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(text_of(one) for one in (value if isinstance(value, list | tuple) else [value]))
 
 
-def open_beir(folder: Path, *, bad_rows: float, progress: ProgressFactory) -> TextSet:
+def open_beir(
+    folder: Path, *, bad_rows: float, allowed_by: str = "data.bad_rows", progress: ProgressFactory
+) -> TextSet:
     """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name."""
     judged = sorted((folder / "qrels").glob("*.tsv"))
     missing = [name for name in (BEIR_CORPUS, "queries.jsonl") if not (folder / name).is_file()]
@@ -186,7 +212,7 @@ def open_beir(folder: Path, *, bad_rows: float, progress: ProgressFactory) -> Te
             start = len(queries)
             queries.extend(_judged(path, texts, rows, tally))
             splits[path.stem] = np.arange(start, len(queries))
-    return TextSet(passages, queries, splits, tally.close(folder, bad_rows))
+    return TextSet(passages, queries, splits, tally.close(folder, bad_rows, allowed_by=allowed_by))
 
 
 def _once(passages: Iterator[Passage], tally: Tally) -> Iterator[Passage]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from contrastile import comm
 from contrastile._types import Gradient
+from contrastile.in_step import in_step
 from contrastile.losses.base import Side
 from contrastile.tiles.base import Tiles
 
@@ -88,6 +90,10 @@ class Exchange(ABC):
     def total(self, here: Tensor) -> Tensor:
         """The sum over all ranks of a small tensor."""
         return here if len(self.shards) == 1 else comm.total(here, self.shards.group)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Around a sweep: an error of one rank's own is an error on all of them."""
+        return nullcontext() if len(self.shards) == 1 else in_step(self.shards.group)
 
     def held(self) -> int:
         """Multiprocessors that tiles had better leave to what travels meanwhile."""

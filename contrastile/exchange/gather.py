@@ -75,13 +75,9 @@ class Gather(Exchange):
         for run, at in self._elsewhere(everyone):
             pair_sum += sweep(rows, run, u, None if v_all is None else v_all[at])
         leaving = None if v_all is None else comm.begin_scatter_sum(v_all, self.shards.cols, self.shards.group)
-        try:
-            pair_sum += sweep(rows, cols, u, v)
-        finally:
-            # an error here is this rank's alone: the others have all that they wait for, and the group stays in step
-            summed = None if leaving is None else leaving.wait()[0]
-        if v is not None and summed is not None:
-            v += summed
+        pair_sum += sweep(rows, cols, u, v)
+        if v is not None and leaving is not None:
+            v += leaving.wait()[0]
         return pair_sum
 
     def _everyone(self, cols: Side) -> Side:

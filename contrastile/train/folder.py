@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 FACTS = "run.json"
 EVALUATION = "evaluation.json"
-GALLERIES = "galleries.json"
+GALLERIES, QUESTIONS = "galleries.json", "questions.json"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 # of the folder that `contrastile encode` writes

@@ -85,7 +85,9 @@ class Muon(Optimizer):
 
 def _move(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     rate, momentum = group["lr"], group["momentum"]
-    mean = state.setdefault("momentum_buffer", torch.zeros_like(gradient)).lerp_(gradient, 1 - momentum)
+    if not state:
+        state["momentum_buffer"] = torch.zeros_like(gradient)
+    mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
     update = orthogonal(whole(gradient.lerp(mean, momentum))).to(parameter.dtype)
     parameter.mul_(1 - rate * group["weight_decay"])
     parameter.add_(like(update, parameter), alpha=-rate * (RMS * math.sqrt(max(parameter.shape))))

@@ -18,7 +18,7 @@ from typing import Any
 
 from contrastile.data.pairs import Pictures
 from contrastile.train.figures import Curve, curves
-from contrastile.train.folder import EVALUATION, FACTS, GALLERIES, METRICS, RECIPE, REPORT, RunFolder
+from contrastile.train.folder import EVALUATION, FACTS, GALLERIES, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
 from contrastile.train.log import clock, read_metrics, size
 
 Line = Mapping[str, Any]
@@ -121,8 +121,8 @@ def write_report(
 ) -> Path:
     """Write `report.html`; its path. The `wording` is that of pictures and names unless another is given.
 
-    Of a run that is not through there are the facts `so_far`, and no results. Galleries are kept beside it, and shown
-    again where none are given.
+    Of a run that is not through there are the facts `so_far`, and no results. Galleries and questions are kept beside
+    it, and shown again where none are given.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -135,6 +135,10 @@ def write_report(
         folder.write_json(GALLERIES, [asdict(gallery) for gallery in galleries])
     elif (folder / GALLERIES).is_file():
         galleries = [_gallery(kept) for kept in folder.read_json(GALLERIES)]
+    if questions:
+        folder.write_json(QUESTIONS, [asdict(one) for one in questions])
+    else:
+        questions = kept_asks(folder)
     page = pages.get_template("report.html.jinja").render(
         name=facts["name"],
         subtitle=_subtitle(facts, wording.unit),
@@ -160,6 +164,21 @@ def _gallery(kept: Mapping[str, Any]) -> Gallery:
     """What `asdict` made of a gallery, as it was."""
     finds = [Find(**{**find, "answers": [Answer(**answer) for answer in find["answers"]]}) for find in kept["finds"]]
     return Gallery(**{**kept, "finds": finds})
+
+
+def kept_asks(folder: RunFolder) -> list[Asks]:
+    """The questions that the last report showed."""
+    if not (folder / QUESTIONS).is_file():
+        return []
+    return [
+        Asks(
+            **{
+                **part,
+                "asks": [Ask(**{**ask, "found": [FoundText(**one) for one in ask["found"]]}) for ask in part["asks"]],
+            }
+        )
+        for part in folder.read_json(QUESTIONS)
+    ]
 
 
 def measures(results: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:

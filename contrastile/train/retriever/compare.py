@@ -213,7 +213,7 @@ def trial(plan: Plan, materials: TextMaterials, folder: Path) -> Trial | int:
             failed = str(failure)
     if trained.stopped_by is not None:
         return trained.stopped_by
-    found = {} if failed else measured(recipe, materials, answer_all(run, materials))
+    found = {} if failed else measured(recipe, materials, answer_all(run, materials.texts, materials.passages))
     rate = recipe.optim.learning_rate * rate_factor(recipe.optim, way.batch)
     took = (trained.steps, trained.examples, rate, round(trained.seconds, 2))
     return Trial(way, recipe.seed, *took, found, failed)

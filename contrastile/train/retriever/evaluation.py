@@ -23,7 +23,7 @@ from contrastile.evaluate.retrieval import recall
 from contrastile.evaluate.top import top
 from contrastile.train.log import progress
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.feed import TextMaterials
+from contrastile.train.retriever.feed import TextMaterials, TokenStore
 from contrastile.train.retriever.run import RetrieverRun
 
 Row = dict[str, Any]
@@ -74,15 +74,18 @@ def held_out(texts: TextSet) -> dict[str, Indices]:
     return {name: rows for name, rows in texts.splits.items() if name != "train" and len(rows)}
 
 
-def answer_all(run: RetrieverRun, materials: TextMaterials, index: Searchable | None = None) -> list[Answered]:
-    """All held-out queries answered from all passages, or from an index; by BM25 too where the recipe wants it."""
-    texts, settings = materials.texts, run.recipe.evaluate
-    if index is not None:
-        return [_answered_by(run, texts, part, index, index.search) for part in held_out(texts)]
-    passages = run.encode_tokens("passage", materials.passages, what="encoding passages")
+def answer_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable) -> list[Answered]:
+    """All held-out queries answered from the tokens of all passages, or from an index.
+
+    By BM25 too, where the recipe wants it and there is no index.
+    """
+    settings = run.recipe.evaluate
+    if not isinstance(passages, TokenStore):
+        return [_answered_by(run, texts, part, passages, passages.search) for part in held_out(texts)]
+    features = run.encode_tokens("passage", passages, what="encoding passages")
 
     def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return top(queries, passages, k)
+        return top(queries, features, k)
 
     answered = [_answered_by(run, texts, part, texts.passages, search) for part in held_out(texts)]
     if settings.bm25:

@@ -102,7 +102,8 @@ class Retrieval:
 
     def report(self, folder: RunFolder) -> str:
         """Measure everything, write evaluation.json, run files and report.html; the table of results as text."""
-        return evaluate_and_report(folder, self.run, self.materials, self._index)
+        passages = self.materials.passages if self._index is None else self._index
+        return evaluate_and_report(folder, self.run, self.materials.texts, passages)
 
     def take(self, model: Retriever) -> None:
         """This is the model now."""

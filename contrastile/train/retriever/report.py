@@ -16,19 +16,30 @@ from contrastile.data.texts import Passage, Query, TextSet
 from contrastile.evaluate.answers import has_answer
 from contrastile.evaluate.trec import write_judgements, write_run
 from contrastile.train.folder import EVALUATION, RunFolder
-from contrastile.train.report import Ask, Asks, FoundText, Wording, counted, percent, table_text, write_report
+from contrastile.train.report import (
+    Ask,
+    Asks,
+    FoundText,
+    Wording,
+    counted,
+    kept_asks,
+    percent,
+    table_text,
+    write_report,
+)
 from contrastile.train.retriever.evaluation import (
     KS,
     MEASURES,
     PARTS,
     Answered,
+    Row,
     Searchable,
     answer_all,
     evaluate,
     judgements_of,
     run_of,
 )
-from contrastile.train.retriever.feed import TextMaterials
+from contrastile.train.retriever.feed import TokenStore
 from contrastile.train.retriever.run import RetrieverRun
 
 logger = logging.getLogger("contrastile")
@@ -44,19 +55,30 @@ SENTENCE = (
 
 
 def evaluate_and_report(
-    folder: RunFolder, run: RetrieverRun, materials: TextMaterials, index: Searchable | None = None
+    folder: RunFolder, run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable, *, beside: bool = False
 ) -> str:
     """Measure everything; write evaluation.json, the run files and report.html; the table of results as text.
 
-    Passages come from `index` where one is given, else from the run's own texts.
+    passages: the tokens of those of the texts, or an index. beside: what was measured on other texts stays.
     """
-    answered = answer_all(run, materials, index)
-    results = evaluate(run.recipe, materials.texts, answered)
-    folder.write_json(EVALUATION, results)
-    write_runs(folder, materials.texts, answered)
-    questions = [asks(one, materials.texts, run.recipe.evaluate.match) for one in answered if one.system == "retriever"]
-    write_report(folder, questions=questions, wording=WORDING)
+    answered = answer_all(run, texts, passages)
+    results = evaluate(run.recipe, texts, answered)
+    questions = [asks(one, texts, run.recipe.evaluate.match) for one in answered if one.system == "retriever"]
+    kept, shown = _of_others(folder, results, questions) if beside else ([], [])
+    folder.write_json(EVALUATION, [*kept, *results])
+    write_runs(folder, texts, answered)
+    write_report(folder, questions=[*shown, *questions], wording=WORDING)
     return table_text(results, WORDING)
+
+
+def _of_others(folder: RunFolder, results: Sequence[Row], questions: Sequence[Asks]) -> tuple[list[Row], list[Asks]]:
+    """The results, and the questions, that the folder has of other texts."""
+    tested, titles = {row["test"] for row in results}, {one.title for one in questions}
+    before = folder.read_json(EVALUATION) if (folder / EVALUATION).is_file() else []
+    return (
+        [row for row in before if row["test"] not in tested],
+        [one for one in kept_asks(folder) if one.title not in titles],
+    )
 
 
 def write_runs(folder: RunFolder, texts: TextSet, answered: Sequence[Answered]) -> None:
