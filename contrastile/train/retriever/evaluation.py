@@ -6,7 +6,7 @@ where it is looked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from contrastile._wrong import wrong
 from contrastile.data.bm25 import BM25
 from contrastile.data.pairs import Indices
 from contrastile.data.texts import Passage, TextSet
@@ -78,7 +79,9 @@ def answer_all(run: RetrieverRun, materials: TextMaterials, index: Searchable | 
     """All held-out queries answered from all passages, or from an index; by BM25 too where the recipe wants it."""
     texts, settings = materials.texts, run.recipe.evaluate
     if index is not None:
-        return [_answered_by(run, texts, part, index, index.search) for part in held_out(texts)]
+        found = [_answered_by(run, texts, part, index, index.search) for part in held_out(texts)]
+        _check_ids(found, texts, index)
+        return found
     passages = run.encode_tokens("passage", materials.passages, what="encoding passages")
 
     def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -92,6 +95,19 @@ def answer_all(run: RetrieverRun, materials: TextMaterials, index: Searchable | 
             scores, found = engine.search(asked, settings.depth, progress=progress)
             answered.append(Answered(part, "BM25", texts.passages, rows, found, scores))
     return sorted(answered, key=lambda one: list(texts.splits).index(one.part))
+
+
+def _check_ids(answers: Sequence[Answered], texts: TextSet, index: Passages) -> None:
+    """Raises ValueError where every answer is wrong because the index has other ids; it is read through only then."""
+    if any(texts.queries[row].answers for one in answers for row in one.queries.tolist()):
+        # passages of any ids may contain an answer
+        return
+    judged = [(run_of(one, texts), judgements_of(one.queries, texts)) for one in answers]
+    right = {passage for _, known in judged for passages in known.values() for passage in passages}
+    hit = any(found[query].keys() & passages for found, known in judged for query, passages in known.items())
+    if right and not hit and not any(index[row].id in right for row in range(len(index))):
+        remedy = "Encode a corpus whose ids are those of the questions' passages."
+        raise wrong("--index", "hold passages that are right for a question", f"none of {len(right):,} ids", remedy)
 
 
 def _answered_by(
