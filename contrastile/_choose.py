@@ -12,7 +12,9 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
+from inspect import signature
 from typing import Any, get_args
 
 import torch
@@ -43,19 +45,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Options:
-    """How a loss is computed: the keywords that every loss takes.
-
-    backend: "dense" holds the matrix, "eager" goes tile by tile in PyTorch, "triton" in fused kernels.
-    exchange: "single" is one process; "replicate", "gather" and "ring" are ways to meet the other ranks' columns.
-    group: the process group that shares the batch; None is the default group.
-    gradient: what the data-parallel wrapper does with the ranks' gradients, their "mean" (DDP, FSDP) or their "sum".
-    label_smoothing: the share of each target that is spread over all keys that count.
-    reduction: "mean" and "sum" over the global batch, or "none": this rank's rows, scaled so that their mean is
-    "mean".
-    workspace: bytes that may be used beside inputs, outputs and accumulators; 1/64 of the device's memory by default.
-    device: where to compute while features wait in host memory, streamed from there, their gradients returned to it;
-    by default where the features are.
-    """
+    """How a loss is computed: the keywords that every loss takes, told in the docstring of `contrast`."""
 
     backend: Backend = "auto"
     exchange: ExchangeName = "auto"
@@ -67,13 +57,14 @@ class Options:
     device: torch.device | str | None = None
 
     @classmethod
-    def of(cls, how: dict[str, Any]) -> Options:
-        """The options of a call's keywords; a keyword that is none of them is an error."""
+    def of(cls, how: dict[str, Any], function: Callable[..., Any] | None = None) -> Options:
+        """The options of a call's keywords; one that neither they nor the called function know is an error."""
         unknown = [name for name in how if name not in cls.__dataclass_fields__]
         if unknown:
-            raise wrong(
-                "how", f"be made of {', '.join(cls.__dataclass_fields__)}", ", ".join(unknown), "Check the spelling."
-            )
+            others = signature(function).parameters if function is not None else ()
+            near = get_close_matches(unknown[0], [*cls.__dataclass_fields__, *others], n=1, cutoff=0.75)
+            remedy = f"Did you mean {near[0]}?" if near else "Check the spelling."
+            raise wrong("how", f"be made of {', '.join(cls.__dataclass_fields__)}", ", ".join(unknown), remedy)
         return cls(**how)
 
     def __post_init__(self) -> None:

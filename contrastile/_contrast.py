@@ -75,7 +75,21 @@ def contrast(
             x_ij = scale · Φ(q_i, k_j; Ω) + bias, gradients of its parameters Ω included (Gao et al. 2021, section
             5). Then q, k and negatives are anything nested of tensors whose first axis is the batch, cut into
             blocks and handed over as they are; scale is 1 by default. See `contrastile.scorers`, and docs/scorers.md.
-        how: see `Options`.
+
+    How it is computed, the same keywords for every loss:
+        backend: "dense" holds the matrix, "eager" goes tile by tile in PyTorch, "triton" in fused kernels.
+        exchange: "single" is each process for itself; "replicate", "gather" and "ring" are ways to meet the other
+            ranks' columns.
+        group: the process group that shares the batch; None is the default group.
+        gradient: what the data-parallel wrapper does with the ranks' gradients, their "mean" (DDP, FSDP) or "sum".
+        label_smoothing: the share of each target that is spread over all keys that count.
+        reduction: "mean" or "sum" over the global batch, or "none": this rank's rows, scaled so that their mean is
+            "mean".
+        workspace: bytes that may be used beside inputs, outputs and accumulators; by default 1/64 of the device's
+            memory.
+        device: where to compute while features wait in host memory, streamed from there, their gradients returned to
+            it; by default where the features are.
+    `backend` and `exchange` are "auto" by default, which says once in the log what it took.
 
     Returns the loss, a scalar (or [N] with reduction="none") in float32, or float64 for float64 features.
     Raises ValueError for anything that does not fit together, naming it, what it must be and what it is.
@@ -92,7 +106,7 @@ def contrast(
     torch.Size([])
     """
     try:
-        options = Options.of(how)
+        options = Options.of(how, contrast)
         pair = None if scorer is None else Pair(scorer, q, k, negatives)
         if pair is None:
             keys = len(k) if isinstance(k, Tensor) and k.ndim else 0

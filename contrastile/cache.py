@@ -104,13 +104,14 @@ def encode(
 def _check_sizes(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
     if sub_batch is None and sub_batch_tokens is None:
         raise wrong("sub_batch", "be given, or sub_batch_tokens", None, 'Say how much is encoded at once, or "auto".')
-    remedy = "Count examples, tokens, or sub-batches."
+    count = "Count examples, tokens, or sub-batches"
     for name, value, least, words in (
         ("sub_batch", sub_batch, 1, (None, AUTO)),
         ("sub_batch_tokens", sub_batch_tokens, 1, (None,)),
         ("retain", retain, 0, (AUTO,)),
     ):
         if value not in words and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            remedy = f'{count}, or say "auto".' if AUTO in words else f"{count}."
             raise wrong(name, f"be a whole number of at least {least}", repr(value), remedy)
 
 
@@ -149,7 +150,8 @@ def _batch_size(leaves: Sequence[Any]) -> int:
     for leaf in leaves:
         if leaf is not None and (not isinstance(leaf, Tensor) or leaf.ndim == 0):
             got = "a tensor without axes" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise wrong("inputs", "be tensors whose first axis is the batch", got, "Bind other arguments with partial.")
+            remedy = "Convert arrays with torch.as_tensor; bind other arguments with functools.partial."
+            raise wrong("inputs", "be tensors whose first axis is the batch", got, remedy)
         if leaf is not None:
             sizes.append(len(leaf))
     if not sizes:

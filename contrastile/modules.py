@@ -28,7 +28,7 @@ _looks = _check.Looks()
 
 
 class _Loss(nn.Module):
-    """A loss with its options (see `contrastile._choose.Options`), checked when it is made."""
+    """A loss with its options, which the docstring of `contrast` tells, checked when it is made."""
 
     # what `contrast` calls its arguments, and what the user called them here
     names: ClassVar[dict[str, str]] = {}
@@ -145,15 +145,30 @@ class _PairedLoss(_Loss):
 class ClipLoss(_PairedLoss):
     """CLIP's symmetric InfoNCE (Radford et al. 2021): the mean of the cross-entropies over texts and over images.
 
-    Call: `(image_features [N, D], text_features [N, D], logit_scale, logit_bias=None, output_dict=False, *, ids=None,
-    weights=None)`. Naively `logits = logit_scale * image @ text.T` and the mean of `cross_entropy(logits,
-    arange(N))` and of the transposed; see `contrast` for all arguments. A bias changes nothing in a softmax; its
-    gradient is 0.
+    Naively
+
+        logits = logit_scale * image_features @ text_features.T + logit_bias
+        loss = (F.cross_entropy(logits, torch.arange(N)) + F.cross_entropy(logits.T, torch.arange(N))) / 2
+
+    over the batch of all ranks. Made as `ClipLoss(**how)`, with the keywords that `contrast` tells: `backend`,
+    `exchange`, `group`, `gradient`, `label_smoothing`, `reduction`, `workspace`, `device`.
+
+    Arguments of the call:
+        image_features, text_features: [N, D], of one type: bf16, fp16, fp32 or fp64; rows of unit length.
+        logit_scale, logit_bias: numbers, or tensors of shape [] or [1]; the scale itself, not its logarithm. A bias
+            changes nothing in a softmax; its gradient is 0.
+        output_dict: whether to return `{"contrastive_loss": loss}`, as open_clip's losses can.
+        ids: [N] integers; pairs of equal ids are not negatives of each other.
+        weights: [N]; the loss is Σ w·loss / Σ w.
+
+    Returns a scalar ([N] with reduction="none") in float32, or float64 for float64 features. Raises ValueError for
+    anything that does not fit together, naming it, what it must be and what it is.
 
     >>> import torch, torch.nn.functional as F
     >>> image, text = F.normalize(torch.randn(2, 8, 16), dim=-1)
-    >>> ClipLoss()(image, text, 100.0).ndim
-    0
+    >>> loss = ClipLoss()(image, text, 100.0)
+    >>> logits, diagonal = 100.0 * image @ text.T, torch.arange(8)
+    >>> torch.testing.assert_close(loss, (F.cross_entropy(logits, diagonal) + F.cross_entropy(logits.T, diagonal)) / 2)
     """
 
     pair_loss = Softmax(symmetric=True)
@@ -162,13 +177,19 @@ class ClipLoss(_PairedLoss):
 class SigLipLoss(_PairedLoss):
     """SigLIP's pairwise sigmoid loss (Zhai et al. 2023), summed over all pairs and divided by the global batch.
 
-    Call: as `ClipLoss`. Naively `-logsigmoid(z * (logit_scale * image @ text.T + logit_bias)).sum() / N` with z = 1
-    on the diagonal and −1 beside it. Pairs of equal ids leave the sum; the divisor stays N.
+    Naively
+
+        z = 2 * torch.eye(N) - 1
+        loss = -F.logsigmoid(z * (logit_scale * image_features @ text_features.T + logit_bias)).sum() / N
+
+    Made, called and refused as `ClipLoss`, but for `label_smoothing`, which it does not take. Pairs of equal ids leave
+    the sum; the divisor stays N.
 
     >>> import torch, torch.nn.functional as F
     >>> image, text = F.normalize(torch.randn(2, 8, 16), dim=-1)
-    >>> SigLipLoss()(image, text, 10.0, -10.0).ndim
-    0
+    >>> loss = SigLipLoss()(image, text, 10.0, -10.0)
+    >>> z = 2 * torch.eye(8) - 1
+    >>> torch.testing.assert_close(loss, -F.logsigmoid(z * (10.0 * image @ text.T - 10.0)).sum() / 8)
     """
 
     pair_loss = Sigmoid()
@@ -177,15 +198,25 @@ class SigLipLoss(_PairedLoss):
 class InfoNCELoss(_Loss):
     """One direction: each query finds its positives among the keys (van den Oord et al. 2018; Karpukhin et al. 2020).
 
-    Call: `(query [N, D], key [M, D], scale, *, positives=None, negatives=None, query_ids=None, key_ids=None,
-    weights=None)`. Naively `cross_entropy(scale * query @ cat([key, negatives]).T, positives)`. Without `positives`
-    key i belongs to query i and the keys behind the first N are hard negatives; with [N, P] of them the loss of a
-    row is the mean of their −log p.
+    Naively
 
-    >>> import torch
-    >>> query, key = torch.randn(4, 16), torch.randn(12, 16)
-    >>> InfoNCELoss()(query, key, 1.0, positives=torch.tensor([0, 3, 6, 9])).ndim
-    0
+        loss = F.cross_entropy(scale * query @ torch.cat([key, negatives]).T, positives)
+
+    Made as `InfoNCELoss(**how)`, with the keywords that `contrast` tells; returns and raises what `ClipLoss` does.
+
+    Arguments of the call:
+        query, key: [N, D] and [M, D], of one type; all keys of all ranks are compared with every query.
+        scale: a number, or a tensor of shape [] or [1].
+        positives: [N] or [N, P] indices into this rank's keys, −1 pads: the loss of a row is the mean of their −log p.
+            Without it key i belongs to query i, and the keys behind the first N are hard negatives.
+        negatives: [H, D] further keys, negatives of every query.
+        query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count.
+        weights: [N]; the loss is Σ w·loss / Σ w.
+
+    >>> import torch, torch.nn.functional as F
+    >>> query, key, positives = torch.randn(4, 16), torch.randn(12, 16), torch.tensor([0, 3, 6, 9])
+    >>> loss = InfoNCELoss()(query, key, 1.0, positives=positives)
+    >>> torch.testing.assert_close(loss, F.cross_entropy(query @ key.T, positives))
     """
 
     names: ClassVar[dict[str, str]] = {"q": "query", "k": "key"}
@@ -219,13 +250,23 @@ class SupConLoss(_Loss):
     """Supervised contrastive learning (Khosla et al. 2020, equation 2): every other example of the label is a
     positive.
 
-    Call: `(features [N, D] or [N, views, D], labels [N], scale)`. Per anchor, the mean over its positives of −log
-    of a softmax over all other examples; the mean over anchors that have a positive.
+    Naively, with x = scale · ⟨f_i, f_j⟩ and P(i) the others of i's label,
+
+        loss_i = −mean_{p ∈ P(i)} log(exp x_ip / Σ_{j ≠ i} exp x_ij)
+
+    and the mean over the i that have a positive; NaN if none has. Made as `SupConLoss(**how)`, with the keywords that
+    `contrast` tells; returns and raises what `ClipLoss` does.
+
+    Arguments of the call:
+        features: [N, D], or [N, views, D] for several views of each example.
+        labels: [N] integers.
+        scale: a number, or a tensor of shape [] or [1].
 
     >>> import torch, torch.nn.functional as F
-    >>> features = F.normalize(torch.randn(6, 2, 16), dim=-1)
-    >>> SupConLoss()(features, torch.tensor([0, 0, 1, 1, 2, 2]), 10.0).ndim
-    0
+    >>> features, labels = F.normalize(torch.randn(6, 16), dim=-1), torch.tensor([0, 0, 1, 1, 2, 2])
+    >>> loss = SupConLoss()(features, labels, 10.0)
+    >>> others = (10.0 * features @ features.T).fill_diagonal_(-torch.inf)
+    >>> torch.testing.assert_close(loss, F.cross_entropy(others, torch.tensor([1, 0, 3, 2, 5, 4])))
     """
 
     names: ClassVar[dict[str, str]] = {"q": "features", "k": "features"}
@@ -251,13 +292,24 @@ class SupConLoss(_Loss):
 class NTXentLoss(_Loss):
     """SimCLR's normalised-temperature cross-entropy (Chen et al. 2020, equation 1).
 
-    Call: `(view_a [N, D], view_b [N, D], scale)`. The 2N views are compared with each other, a view's own pair left
-    out; the other view of the same example is its positive; the mean over the 2N.
+    Every view is compared with the 2N − 1 others; its positive is the other view of the same example. Naively
+
+        views = torch.cat([view_a, view_b])
+        x = (scale * views @ views.T).fill_diagonal_(-torch.inf)
+        loss = F.cross_entropy(x, torch.arange(2 * N).roll(N))
+
+    Made as `NTXentLoss(**how)`, with the keywords that `contrast` tells; returns and raises what `ClipLoss` does.
+
+    Arguments of the call:
+        view_a, view_b: [N, D], of one type; rows of unit length.
+        scale: a number, or a tensor of shape [] or [1].
 
     >>> import torch, torch.nn.functional as F
     >>> a, b = F.normalize(torch.randn(2, 8, 16), dim=-1)
-    >>> NTXentLoss()(a, b, 2.0).ndim
-    0
+    >>> loss = NTXentLoss()(a, b, 2.0)
+    >>> views = torch.cat([a, b])
+    >>> others = (2.0 * views @ views.T).fill_diagonal_(-torch.inf)
+    >>> torch.testing.assert_close(loss, F.cross_entropy(others, torch.arange(16).roll(8)))
     """
 
     names: ClassVar[dict[str, str]] = {"q": "view_a", "k": "view_b"}

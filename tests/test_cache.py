@@ -403,9 +403,14 @@ class Changing(nn.Module):
 
 BAD = {
     "`encoder` must be callable": lambda t: encode(3, _inputs(), sub_batch=4),
-    "`sub_batch` must be a whole number of at least 1; got 0.": lambda t: encode(t, _inputs(), sub_batch=0),
+    "`sub_batch` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-batches, or say "
+    '"auto".': lambda t: encode(t, _inputs(), sub_batch=0),
+    "`sub_batch_tokens` must be a whole number of at least 1; got 0. Count examples, tokens, or sub-"
+    "batches.": lambda t: encode(t, _inputs(), sub_batch_tokens=0),
     "`sub_batch` must be a whole number of at least 1; got 2.5.": lambda t: encode(t, _inputs(), sub_batch=2.5),
     "`retain` must be a whole number of at least 0; got -1.": lambda t: encode(t, _inputs(), sub_batch=4, retain=-1),
+    "`inputs` must be tensors whose first axis is the batch; got ndarray. Convert arrays with torch.as_tensor; bind "
+    "other arguments with functools.partial.": lambda t: encode(t, _inputs().numpy(), sub_batch=4),
     "`inputs` must be tensors whose first axis is the batch; got str.": lambda t: encode(t, ("a",), sub_batch=4),
     "`inputs` must be tensors whose first axis is the batch; got a tensor without": lambda t: encode(
         t, torch.tensor(1.0), sub_batch=4

@@ -285,6 +285,7 @@ def test_resume_begins_goes_on_and_refuses_what_is_another_run(tmp_path, capsys)
         (["train", "recipes/glyphs.toml", "--resume", "optim.rate=1"], "optim.rate=1: optim.rate: unknown key"),
         (["train", "recipes/glyphs.toml", "--resume", "seed"], "unrecognized arguments: seed"),
         (["evaluate", "x", "a=1"], "unrecognized arguments: a=1"),
+        (["train", "recipes/glyphs.toml", "--resum"], "unrecognized arguments: --resum"),
     ],
 )
 def test_words_may_stand_behind_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,3 +295,24 @@ def test_words_may_stand_behind_options(words: list[str], said: str, capsys: pyt
         code = end.code
     assert code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "contrastile: argument VERB: invalid choice: 'trian' (choose from "),
+        (["train"], "contrastile train: the following arguments are required: recipe"),
+        (["bench", "loss", "--losses", "clop"], "contrastile bench loss: argument --losses: invalid choice: 'clop' ("),
+        (["bench", "step", "--foo"], "contrastile bench step: unrecognized arguments: --foo"),
+    ],
+)
+def test_a_wrong_word_is_one_line_with_the_help_to_look_at(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    line = capsys.readouterr().err
+    assert end.value.code == 2
+    assert line.startswith(said)
+    assert line.endswith(f". See: {said.split(':')[0]} --help\n")
+    assert line.count("\n") == 1

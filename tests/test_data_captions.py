@@ -41,6 +41,9 @@ def test_a_table_has_a_line_for_each_caption(tmp_path):
     found = open_captions(path)
     assert found.paths == [str(tmp_path / "b.png"), str(tmp_path / "a.png")]
     assert (found.texts, found.owner.tolist()) == (["one", "three", "two"], [0, 0, 1])
+    assert refusal(path, split="val") == (
+        '`split` must be left out with a table; got "val". Only Karpathy\'s JSON has splits.'
+    )
     (tmp_path / "elsewhere").mkdir()
     assert open_captions(path, images=tmp_path / "elsewhere").paths[0] == str(tmp_path / "elsewhere" / "b.png")
 

@@ -164,6 +164,10 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "local_loss. Check the spelling.": lambda: ClipLoss(local_loss=True),
     "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
     "chunk. Check the spelling.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, chunk=8),
+    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
+    "bakend. Did you mean backend?": lambda: ClipLoss(bakend="eager"),
+    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
+    "positive. Did you mean positives?": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, positive=None),
     "`text_features` must have as many rows as `image_features`; got 3 and 2. Pass one row for each; a symmetric loss "
     "pairs row i with row i.": lambda: SigLipLoss()(_x(3, 4), _x(2, 4), 1.0),
     "`ids` must be a tensor of shape [3], one entry for each row of `image_features`; got list. Check it.": lambda: (

@@ -8,12 +8,14 @@ import pytest
 from contrastile.train.folder import RunFolder, finished_run, make_runs, new_run
 
 
-def test_a_second_run_moves_the_first_aside(tmp_path):
+def test_a_second_run_moves_the_first_aside(tmp_path, caplog):
     for text in ("first", "second", "third"):
         with new_run(tmp_path, "glyphs") as folder:
             folder.write_text("note", text)
     notes = {path.parent.name: path.read_text() for path in tmp_path.glob("*/note")}
     assert notes == {"glyphs": "third", "glyphs-1": "first", "glyphs-2": "second"}
+    path = tmp_path / "glyphs"
+    assert caplog.messages == [f"the earlier {path} is now {path}-{number}" for number in (1, 2)]
 
 
 def test_a_run_under_way_is_left_alone(tmp_path):
@@ -66,6 +68,19 @@ def test_what_is_no_run_is_refused(tmp_path):
     assert str(caught.value) == (
         f'`run` must be the folder of a run, with recipe.toml, model.safetensors, run.json; got "{tmp_path}". '
         "Train one first: contrastile train recipes/glyphs.toml"
+    )
+
+
+def test_a_run_that_has_only_begun_is_refused_with_the_way_on(tmp_path):
+    run = tmp_path / "runs" / "glyphs"
+    run.mkdir(parents=True)
+    for name in ("recipe.toml", "metrics.jsonl"):
+        (run / name).touch()
+    with pytest.raises(ValueError) as caught:
+        finished_run(run)
+    assert str(caught.value) == (
+        f'`run` must be the folder of a run, with model.safetensors, run.json; got "{run}". '
+        f"It has begun: contrastile train {run}/recipe.toml --runs {run.parent} --resume"
     )
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -256,6 +257,22 @@ def test_a_run_is_measured_on_its_index(trained, tmp_path, capsys):
         assert row["recall"] == pytest.approx(own[row["test"]]["recall"], abs=0.1)
         assert row["choices"] == own[row["test"]]["choices"]
     assert "BM25" not in capsys.readouterr().out.split("report:")[1]
+
+
+def test_an_index_that_holds_nothing_right_is_refused(tmp_path, capsys):
+    recipe = tiny_retriever(tmp_path, "train.examples=64")
+    for file in tmp_path.glob("*.jsonl"):
+        file.write_text(re.sub(r'"answers": \[[^]]*\], ', "", file.read_text()))
+    trained = run_recipe(recipe, tmp_path / "runs").folder
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"_id": f"other{n}", "text": f"a fox {n}"}) + "\n" for n in range(6)))
+    assert main(["encode", str(trained), str(corpus), "--out", str(tmp_path / "index")]) == 0
+    before = (trained / "evaluation.json").read_text()
+    assert main(["evaluate", str(trained), "--index", str(tmp_path / "index")]) == 2
+    said = capsys.readouterr().err
+    assert "`--index` must hold passages that are right for a question; got none of " in said
+    assert said.endswith(" ids. Encode a corpus whose ids are those of the questions' passages.\n")
+    assert (trained / "evaluation.json").read_text() == before
 
 
 def test_a_report_shows_the_passages_of_the_index(trained, tmp_path, capsys):

@@ -184,7 +184,8 @@ def test_a_gpu_that_is_not_there_is_refused(finished):
         pytest.skip("there is one")
     with pytest.raises(ValueError) as caught:
         contrastile.load(finished[1].folder, device="cuda")
-    assert str(caught.value) == '`device` must be there; got "cuda", and torch finds no GPU. Use "cpu" or "auto".'
+    said = '`device` must be on this machine; got "cuda", and torch finds no GPU. Use "cpu" or "auto".'
+    assert str(caught.value) == said
 
 
 def test_the_cached_step_is_the_plain_one(tmp_path):
@@ -340,9 +341,13 @@ def test_a_loaded_run_needs_no_data(tmp_path):
     assert contrastile.load(outcome.folder).encode_text(["letter A"]).shape == (1, 16)
 
 
-def test_minutes_end_a_run_that_is_not_through(tmp_path):
+def test_minutes_end_a_run_that_is_not_through(tmp_path, caplog, capsys):
     outcome = run_recipe(tiny_recipe(tmp_path, "train.examples=10000000", "train.minutes=0.01"), tmp_path / "runs")
     assert 0 < outcome.examples < 10_000_000
+    said = f"train.minutes=0.01 ended the training after {outcome.examples} of 10000000 pairs"
+    assert said in caplog.messages
+    last = [line for line in capsys.readouterr().err.splitlines() if line.startswith("training")][-1]
+    assert last.startswith(f"training 100% · {outcome.examples:,} pairs")
 
 
 def test_a_run_makes_one_step_at_least(tmp_path):

@@ -11,6 +11,7 @@ import os
 import select
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from contrastile import __version__
 from contrastile.cli import bench, compare, doctor, encode, evaluate, search, train
@@ -31,9 +32,21 @@ PACKAGES = {
 VERBS = (train, evaluate, encode, search, compare, bench, doctor)
 
 
-def build_parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line, and takes no option by half its name; the verbs' parsers are of this class too."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how, allow_abbrev=False)
+        # the parser that read the last word: its help is the one to look at
+        self.set_defaults(parser=self)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. See: {self.prog} --help\n")
+
+
+def build_parser() -> Parser:
     """The parser with every verb's own part."""
-    parser = argparse.ArgumentParser(prog="contrastile", description="Contrastive training with batches of any size.")
+    parser = Parser(prog="contrastile", description="Contrastive training with batches of any size.")
     parser.add_argument("--version", action="version", version=f"contrastile {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -70,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(str(error), 1)
 
 
-def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """As `parse_args`, with key=value behind options too, where argparse takes no more; no words get the help."""
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help(sys.stderr)
@@ -78,7 +91,7 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) ->
     chosen, more = parser.parse_known_args(arguments)
     strange = [word for word in more if word.startswith("-") or "=" not in word or not hasattr(chosen, "overrides")]
     if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+        chosen.parser.error(f"unrecognized arguments: {' '.join(strange)}")
     if more:
         chosen.overrides = [*chosen.overrides, *more]
     return chosen

@@ -27,20 +27,25 @@ class Captioned:
     owner: Indices
 
 
-def open_captions(file: str | Path, *, images: str | Path | None = None, split: str = "test") -> Captioned:
+def open_captions(file: str | Path, *, images: str | Path | None = None, split: str | None = None) -> Captioned:
     """The pictures of a split with all of their captions, in the file's order.
 
     A `.json` file is read as Karpathy's (`dataset_coco.json`, `dataset_flickr30k.json`): `images`, each with `split`,
     `filename`, perhaps `filepath`, and `sentences` with `raw`; the pictures lie at images/filepath/filename or at
-    images/filename. Any other file is a table with the columns filepath and title, a line for each caption, whose
-    `split` is ignored. `images`: the folder of the pictures; by default the file's own.
+    images/filename; `split` is "test" unless it is given. Any other file is a table with the columns filepath and
+    title, a line for each caption, and has no splits. `images`: the folder of the pictures; by default the file's own.
 
     Raises ValueError for a file that is none of these, a split that it lacks, and pictures outside of the folder.
     """
     folder = Path(images) if images is not None else Path(file).parent
     if not folder.is_dir():
         raise wrong("images", "be the folder of the pictures", folder, "There is no such folder.")
-    found = _of_json(Path(file), folder, split) if Path(file).suffix == ".json" else _of_table(Path(file), folder)
+    if Path(file).suffix == ".json":
+        found = _of_json(Path(file), folder, split or "test")
+    elif split is not None:
+        raise wrong("split", "be left out with a table", f'"{split}"', "Only Karpathy's JSON has splits.")
+    else:
+        found = _of_table(Path(file), folder)
     if len(found) < 2:
         raise wrong("captions", "hold two pictures with captions at least", f"{len(found)} in {file}", "Look at it.")
     owner = np.repeat(np.arange(len(found)), [len(texts) for texts in found.values()])

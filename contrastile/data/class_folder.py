@@ -71,7 +71,7 @@ def open_class_folder(
     pictures = {name: _pictures(root / name, root.resolve()) for name in of_folder}
     paths = [path for name in of_folder for path in pictures[name]]
     if not paths:
-        raise wrong("folder", f"hold pictures ({', '.join(PICTURES)})", root, "Look at its sub-folders.")
+        raise wrong("folder", f"hold pictures ({', '.join(PICTURES)})", f'"{root}"', "Look at its sub-folders.")
     right = np.zeros((len(of_folder), len(known)), dtype=bool)
     for row, members in enumerate(of_folder.values()):
         right[row, members] = True

@@ -18,7 +18,15 @@ from contrastile.losses.base import Diagonal, Finished, PairLoss, Side, Tile
 
 @dataclass(frozen=True)
 class Sigmoid(PairLoss):
-    """Binary cross-entropy of every pair that counts."""
+    """Binary cross-entropy of every pair that counts.
+
+    Naively `-F.logsigmoid(z * x).sum() / N`, with z = 1 for a positive pair and −1 for all others.
+
+    >>> from contrastile import contrast
+    >>> q, k = torch.nn.functional.normalize(torch.randn(2, 6, 16), dim=-1)
+    >>> contrast(q, k, scale=10.0, bias=-10.0, loss=Sigmoid()).shape
+    torch.Size([])
+    """
 
     symmetric: bool = False
     exclude_self: bool = False

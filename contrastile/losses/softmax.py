@@ -57,7 +57,17 @@ class SoftmaxState(NamedTuple):
 
 @dataclass(frozen=True)
 class Softmax(PairLoss):
-    """Cross-entropy over the keys of each row, and over the rows of each key too when symmetric."""
+    """Cross-entropy over the keys of each row, and over the rows of each key too when symmetric.
+
+    Naively `F.cross_entropy(x, positives)`, or the mean of it and of the transposed. With `exclude_self` row i and key
+    i are the same example, which is not compared with itself (SimCLR, SupCon).
+
+    >>> from contrastile import contrast
+    >>> views = torch.nn.functional.normalize(torch.randn(8, 16), dim=-1)
+    >>> other = torch.arange(8).roll(4)
+    >>> contrast(views, views, scale=10.0, loss=Softmax(exclude_self=True), positives=other).shape
+    torch.Size([])
+    """
 
     symmetric: bool = False
     exclude_self: bool = False

@@ -149,11 +149,11 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise wrong("device", "be there", f'"{name}", and torch finds no GPU', 'Use "cpu" or "auto".')
+        raise wrong("device", "be on this machine", f'"{name}", and torch finds no GPU', 'Use "cpu" or "auto".')
     device = torch.device(name)
     if device.index is not None and device.index >= torch.cuda.device_count():
         got = f'"{name}", and torch finds {torch.cuda.device_count()}'
-        raise wrong("device", "be there", got, "They are counted from 0.")
+        raise wrong("device", "be on this machine", got, "They are counted from 0.")
     return device
 
 

@@ -54,15 +54,15 @@ class ZeroShotSettings(Settings):
 
 
 class RetrievalSettings(Settings):
-    """Find captions by pictures and pictures by captions: Karpathy's JSON (a `split` of it), or a tab-separated file.
+    """Find captions by pictures and pictures by captions: Karpathy's JSON, or a tab-separated file.
 
-    `images`: the folder of the pictures; the file's own without.
+    `split`: of the JSON, "test" without. `images`: the folder of the pictures; the file's own without.
     """
 
     captions: str
     name: str | None = None
     images: str | None = None
-    split: str = "test"
+    split: str | None = None
 
     @property
     def called(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from contrastile._wrong import wrong
+
+logger = logging.getLogger("contrastile")
 
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
@@ -85,6 +88,8 @@ def finished_run(path: str | Path) -> RunFolder:
     missing = [name for name in (RECIPE, WEIGHTS, FACTS) if not (folder / name).is_file()]
     if missing:
         remedy = "Train one first: contrastile train recipes/glyphs.toml"
+        if RECIPE not in missing and (folder / METRICS).is_file():
+            remedy = f"It has begun: contrastile train {folder / RECIPE} --runs {folder.parent} --resume"
         raise wrong("run", f"be the folder of a run, with {', '.join(missing)}", f'"{folder}"', remedy)
     return RunFolder(folder)
 
@@ -96,7 +101,8 @@ def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
     make_runs(runs)
     if path.exists():
         with _held(path):
-            path.rename(free_name(path))
+            aside = path.rename(free_name(path))
+        logger.warning("the earlier %s is now %s", path, aside)
     path.mkdir()
     with _held(path):
         yield RunFolder(path)

@@ -18,8 +18,13 @@ from contrastile.train.retriever.run import RetrieverRun, load_retriever
 def load(run: str | Path, *, device: str = "auto") -> Run | RetrieverRun:
     """The encoders and tokenizer of a finished run, ready to encode; nothing of the data is needed.
 
-    Pictures and texts: `encode_image`, `encode_text`. A retriever: `encode_query`, `encode_passage`. Raises ValueError
-    where the folder is no run, or its weights are not the bytes that the run wrote.
+    Arguments:
+        run: the run's folder.
+        device: "auto" (the GPU where there is one), "cpu", "cuda" or "cuda:1".
+
+    Returns, of a run of pictures and texts, `encode_image` (of Pillow pictures) and `encode_text`; of a retriever
+    `encode_query` and `encode_passage` (all of texts). They give float32 rows [n, D] to be multiplied. Raises
+    ValueError where the folder is no run, or its weights are not the bytes that the run wrote.
 
     >>> run = load("runs/glyphs")                                                        # doctest: +SKIP
     >>> cosines = run.encode_image([picture]) @ run.encode_text(["digit one", "digit two"]).T    # doctest: +SKIP

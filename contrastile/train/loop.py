@@ -96,6 +96,10 @@ def run_recipe(recipe: AnyTrained, runs: str | Path, *, resume: bool = False) ->
         trained = finished(folder)
         if trained is None:
             trained = train_into(folder, job, checkpoints, ranks)
+            planned = recipe.train.length(len(job.rows))
+            if trained.finished and trained.examples < planned:
+                told = "train.minutes=%g ended the training after %d of %d %s"
+                logger.warning(told, recipe.train.minutes, trained.examples, planned, job.unit)
         else:
             job = job.trained_in(folder)
         table = job.report(folder) if trained.finished else ""
@@ -181,6 +185,9 @@ def train(
             course.probe_if_due()
             course.save_if_due(checkpoints)
         course.end(checkpoints)
+        if trained.stopped_by is None:
+            # through, also where the clock ended it
+            bar.update(0, total=course.clock.seen)
     if trained.stopped_by is None:
         trained.finished = True
         course.probe()

@@ -155,7 +155,7 @@ def _value(text: str, override: str) -> Any:
     if parsed.keys() == {"value"}:
         return parsed["value"]
     if text.startswith(("[", "{", '"', "'")):
-        raise RecipeError(f"{override}: not a TOML value")
+        raise RecipeError(f"{override}: not a TOML value; a text that begins like one needs quotes within: '\"...\"'")
     return text
 
 

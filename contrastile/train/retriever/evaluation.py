@@ -6,7 +6,7 @@ where it is looked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from contrastile._wrong import wrong
 from contrastile.data.bm25 import BM25
 from contrastile.data.pairs import Indices
 from contrastile.data.texts import Passage, TextSet
@@ -81,7 +82,9 @@ def answer_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searcha
     """
     settings = run.recipe.evaluate
     if not isinstance(passages, TokenStore):
-        return [_answered_by(run, texts, part, passages, passages.search) for part in held_out(texts)]
+        found = [_answered_by(run, texts, part, passages, passages.search) for part in held_out(texts)]
+        _check_ids(found, texts, passages)
+        return found
     features = run.encode_tokens("passage", passages, what="encoding passages")
 
     def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -95,6 +98,19 @@ def answer_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searcha
             scores, found = engine.search(asked, settings.depth, progress=progress)
             answered.append(Answered(part, "BM25", texts.passages, rows, found, scores))
     return sorted(answered, key=lambda one: list(texts.splits).index(one.part))
+
+
+def _check_ids(answers: Sequence[Answered], texts: TextSet, index: Passages) -> None:
+    """Raises ValueError where every answer is wrong because the index has other ids; it is read through only then."""
+    if any(texts.queries[row].answers for one in answers for row in one.queries.tolist()):
+        # passages of any ids may contain an answer
+        return
+    judged = [(run_of(one, texts), judgements_of(one.queries, texts)) for one in answers]
+    right = {passage for _, known in judged for passages in known.values() for passage in passages}
+    hit = any(found[query].keys() & passages for found, known in judged for query, passages in known.items())
+    if right and not hit and not any(index[row].id in right for row in range(len(index))):
+        remedy = "Encode a corpus whose ids are those of the questions' passages."
+        raise wrong("--index", "hold passages that are right for a question", f"none of {len(right):,} ids", remedy)
 
 
 def _answered_by(
