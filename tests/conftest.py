@@ -12,10 +12,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from interpreter import quicken
 from ranks import Pool
 
 # the suite runs in as many processes as there are cores: threads of each would only wait for the others
 torch.set_num_threads(1)
+if os.environ["TRITON_INTERPRET"] == "1":
+    quicken()
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,13 @@ from contrastile.train.ranks import Ranks
 from contrastile.train.watch import Watch
 
 # what ranks would else load each for itself, for seconds, once they are forked
-LOADED = ("torch._dynamo", "torch.distributed.fsdp", "transformers.models.bert.modeling_bert", "matplotlib.figure", "jinja2")
+LOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.models.bert.modeling_bert",
+    "matplotlib.figure",
+    "jinja2",
+)
 # seconds after a rank's death in which all others have to be gone, and after which a rank that waits gives up
 SOON, TIMEOUT = 5, 2
 
