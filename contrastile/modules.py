@@ -2,7 +2,9 @@
 
 Each only says, in the words of `_contrast.py`, which rows meet which columns and what a positive is. They compute
 with features as given: normalise first where the method wants it (a CLIP-like loss says once if rows are not of unit
-length).
+length). All take the keywords of `Options` (`backend`, `exchange`, `group`, `gradient`, `label_smoothing`,
+`reduction`, `workspace`, `device`), return one number, and raise ValueError for what does not fit together: a keyword
+that is none of these when they are made, tensors when they are called, told in the names of the call.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _looks = itertools.count()
 
 
 class _Loss(nn.Module):
-    """A loss with its options (see `contrastile._choose.Options`), checked when it is made."""
+    """A loss with its options, checked when it is made."""
 
     # what `contrast` calls its arguments, and what the user called them here
     names: ClassVar[dict[str, str]] = {}
@@ -148,6 +150,7 @@ class _PairedLoss(_Loss):
 class ClipLoss(_PairedLoss):
     """CLIP's symmetric InfoNCE (Radford et al. 2021): the mean of the cross-entropies over texts and over images.
 
+    Made with the keywords of `contrastile._choose.Options`, such as `ClipLoss(exchange="ring")`, as all losses are.
     Call: `(image_features [N, D], text_features [N, D], logit_scale, logit_bias=None, output_dict=False, *, ids=None,
     weights=None)`. Naively `logits = logit_scale * image @ text.T` and the mean of `cross_entropy(logits,
     arange(N))` and of the transposed; see `contrast` for all arguments. A bias changes nothing in a softmax; its
@@ -222,8 +225,11 @@ class SupConLoss(_Loss):
     """Supervised contrastive learning (Khosla et al. 2020, equation 2): every other example of the label is a
     positive.
 
-    Call: `(features [N, D] or [N, views, D], labels [N], scale)`. Per anchor, the mean over its positives of −log
-    of a softmax over all other examples; the mean over anchors that have a positive.
+    Call: `(features [N, D] or [N, views, D], labels [N], scale)`, `scale` being one over the temperature. Per anchor,
+    the mean over its positives of −log of a softmax over all other examples; the mean over anchors that have a
+    positive. Naively, with `same` the pairs of equal labels but for an example with itself,
+    `log_p = (scale * features @ features.T).fill_diagonal_(-inf).log_softmax(1)` and the mean of
+    `-log_p[i, same[i]].mean()` over i.
 
     >>> import torch, torch.nn.functional as F
     >>> features = F.normalize(torch.randn(6, 2, 16), dim=-1)
@@ -254,8 +260,10 @@ class SupConLoss(_Loss):
 class NTXentLoss(_Loss):
     """SimCLR's normalised-temperature cross-entropy (Chen et al. 2020, equation 1).
 
-    Call: `(view_a [N, D], view_b [N, D], scale)`. The 2N views are compared with each other, a view's own pair left
-    out; the other view of the same example is its positive; the mean over the 2N.
+    Call: `(view_a [N, D], view_b [N, D], scale)`, `scale` being one over the temperature. The 2N views are compared
+    with each other, a view's own pair left out; the other view of the same example is its positive; the mean over the
+    2N. Naively `x = scale * views @ views.T` of `views = cat([view_a, view_b])`, and
+    `cross_entropy(x.fill_diagonal_(-inf), arange(2 * N).roll(N))`.
 
     >>> import torch, torch.nn.functional as F
     >>> a, b = F.normalize(torch.randn(2, 8, 16), dim=-1)

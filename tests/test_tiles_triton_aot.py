@@ -51,7 +51,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
     def compiled_for(capability: int) -> dict[str, int]:
         assert process.stdin is not None
         assert process.stdout is not None
-        print(capability, file=process.stdin, flush=True)  # noqa: T201
+        print(capability, file=process.stdin, flush=True)
         answer = process.stdout.readline()
         assert answer, (folder / "err").read_text()[-2000:]
         taken: dict[str, int] = json.loads(answer)
