@@ -23,7 +23,6 @@ from contrastile._wrong import wrong
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
-TOKENIZER = "tokenizer.json"
 FACTS = "run.json"
 EVALUATION = "evaluation.json"
 GALLERIES = "galleries.json"
