@@ -38,8 +38,8 @@ BELOW["_scored"] = BELOW["_operation"] | {"reach"}
 BELOW["_contrast"] = BELOW["_operation"] | {"_operation", "_replay", "_scored", "_streamed"}
 BELOW["scorers"] = GROUND
 BELOW["modules"] = BELOW["_contrast"] | {"_contrast"}
-BELOW["plan"] = BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
-BELOW["train"] = BELOW["plan"] | {"plan", "evaluate", "retention"}
+BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
+BELOW["train"] = BELOW["evaluate"] | {"evaluate", "retention"}
 BELOW["bench"] = BELOW["doctor"] = BELOW["train"] | {"train"}
 BELOW["cli"] = BELOW["bench"] | {"bench", "doctor"}
 DRAWERS = {"losses", "tiles", "exchange"}
