@@ -28,7 +28,7 @@ demo-search: $(VENV)/.train ## train a retriever for the Python code on this mac
 	$(BIN)/contrastile search runs/docstrings "bracket the minimum of a function"
 
 test: $(VENV)/.dev ## the test suite
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600

@@ -45,6 +45,7 @@ def captured(*tensors: Tensor) -> bool:
 
 
 def features(name: str, x: Tensor) -> None:
+    """x is [rows, features], of a type that is computed with."""
     if not isinstance(x, Tensor):
         raise wrong(name, "be a tensor", type(x).__name__, "Convert it with torch.as_tensor.")
     if x.ndim != 2:
@@ -77,6 +78,7 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 
 def same_length(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """x has a row for each of other's."""
     if len(x) != len(other):
         raise wrong(
             name,
@@ -160,5 +162,6 @@ def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str |
 
 
 def not_empty(rows: int) -> None:
+    """There is a mean to take."""
     if rows == 0:
         raise wrong("q", "have at least one row over all ranks", 0, "Skip the step when the batch is empty.")

@@ -10,7 +10,7 @@ nothing of size b but statistics lives on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,9 +140,7 @@ def _forward(call: Call, q: Tensor, k: Tensor, numbers: Sequence[Tensor | None],
         belt = Belt(k, cuts.shard, scale.device)
         row_stats, not_finite = tiles.init(replace(call.rows, features=q)), poison(tiles.scale)
         col_stats = tiles.init(replace(call.cols, features=k)) if call.loss.symmetric else None
-        for start in range(0, len(q), cuts.strip):
-            along_i = slice(start, min(start + cuts.strip, len(q)))
-            rows = _part(call.rows, along_i, q[along_i].to(scale.device))
+        for along_i, rows in _strips(call.rows, q, cuts, scale.device):
             not_finite = not_finite + poison(tiles.scale, rows.features)
             for _, bounds, block, _ in belt.turn(fresh=True):
                 along_j = slice(*bounds)
@@ -150,7 +148,7 @@ def _forward(call: Call, q: Tensor, k: Tensor, numbers: Sequence[Tensor | None],
                 row_stats[:, along_i] = call.loss.merge(row_stats[:, along_i], here)
                 if col_stats is not None and there is not None:
                     col_stats[:, along_j] = call.loss.merge(col_stats[:, along_j], there)
-                if start == 0:
+                if along_i.start == 0:
                     not_finite = not_finite + poison(tiles.scale, block)
             # before the next strip comes
             del rows
@@ -177,21 +175,17 @@ def _backward(
         dq, dk = (host_room(x.shape, x.dtype) if want else None for x, want in ((q, want_q), (k, want_k)))
         # the scale's gradient is read off the rows, or else off the columns, where the tiles do not weigh
         by_rows = want_q or (want_scale and not want_k and not tiles.weighs)
-        # the columns' gradient so far, if there is more than one strip; wide features have room for it where it ends
-        wide, running = tiles.scale.dtype, None
-        if dk is not None and cuts.strip < len(q):
-            running = dk if dk.dtype == wide else host_room(k.shape, wide)
+        wide = tiles.scale.dtype
+        running = _room_so_far(dk, wide) if cuts.strip < len(q) else None
         belt = Belt(k, cuts.shard, scale.device, wide=wide if want_k else None, totals=running)
         total, dscale = tiles.no_pairs(), torch.zeros_like(tiles.scale)
 
         def hand_over(found: Tensor, to: Tensor, index: int | None = None) -> None:
             belt.bring_back(found.mul_(tiles.scale).to(to.dtype), to, index)
 
-        for start in range(0, len(q), cuts.strip):
-            along_i = slice(start, min(start + cuts.strip, len(q)))
-            rows = _part(every_row, along_i, q[along_i].to(scale.device))
+        for along_i, rows in _strips(every_row, q, cuts, scale.device):
             u = torch.zeros_like(rows.features, dtype=tiles.scale.dtype) if by_rows else None
-            for index, bounds, block, so_far in belt.turn(fresh=start == 0):
+            for index, bounds, block, so_far in belt.turn(fresh=along_i.start == 0):
                 along_j = slice(*bounds)
                 v = so_far if want_k else None
                 total += tiles.grads(rows, _part(every_col, along_j, block), u, v)
@@ -213,6 +207,18 @@ def _backward(
     of_pairs, dscale = (total[0], total[1]) if tiles.weighs else (total, dscale)
     of_bias = of_pairs if call.loss.uses_bias else torch.zeros_like(of_pairs)
     return [dq, dk, dscale if want_scale else None, of_bias if want_bias else None]
+
+
+def _room_so_far(dk: Tensor | None, wide: torch.dtype) -> Tensor | None:
+    """Where the columns' gradient waits between two strips; wide features have room for it where it ends."""
+    return dk if dk is None or dk.dtype == wide else host_room(dk.shape, wide)
+
+
+def _strips(side: Side, features: Tensor, cuts: Cut, device: torch.device) -> Iterator[tuple[slice, Side]]:
+    """Strips of rows on the device. Whoever takes the next one has to have forgotten the one before."""
+    for start in range(0, len(features), cuts.strip):
+        along = slice(start, min(start + cuts.strip, len(features)))
+        yield along, _part(side, along, features[along].to(device))
 
 
 def _part(side: Side, along: slice, features: Tensor) -> Side:

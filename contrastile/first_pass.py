@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 
 
 def differentiable(leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    """The leaves that want a gradient."""
     return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
 
 
@@ -60,10 +61,12 @@ class Job:
 
     @property
     def device(self) -> torch.device | None:
+        """Where the encoder computes."""
         return self.reached.device
 
     @property
     def bounds(self) -> list[Bounds]:
+        """Where each sub-batch begins and ends."""
         return self.cut.bounds
 
     def differentiates(self, leaves: Sequence[Tensor | None]) -> bool:
@@ -93,6 +96,7 @@ class Job:
             ]
 
     def nothing_kept(self) -> Kept:
+        """Room for what a first pass keeps."""
         # what one rank runs again, all would have to
         yielding = self.retain == AUTO and not self.sharding.modules
         return Kept(Graphs(len(self.bounds), self.device, yielding=yielding))

@@ -1,7 +1,7 @@
 """Where a batch is cut into sub-batches: after so many examples, or after so many tokens of padded text.
 
-Ground of the house, used by `cache.py`. With a budget of tokens, texts of like length travel together and leave their
-padding behind: the last positions of a sub-batch that none of its texts uses are never computed.
+Beside `cache.py`, which encodes what is cut here. With a budget of tokens, texts of like length travel together and
+leave their padding behind: the last positions of a sub-batch that none of its texts uses are never computed.
 """
 
 from __future__ import annotations

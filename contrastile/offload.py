@@ -1,7 +1,7 @@
 """What waits where: sub-batches come from host memory to the device while the present one computes.
 
-Ground of the house, used by `cache.py`, `_streamed.py` and `retention.py`. On a machine without an accelerator
-everything here is a plain cut of a tensor.
+Ground of the house, used by all that computes in parts: `encode`, and losses of features on the host. On a machine
+without an accelerator everything here is a plain cut of a tensor.
 """
 
 from __future__ import annotations

@@ -148,6 +148,7 @@ class RandomState:
 
     @classmethod
     def capture(cls, *devices: torch.device | None) -> RandomState:
+        """As it is now; None is no device, such as the CPU itself."""
         elsewhere = [device for device in devices if device is not None and device.type not in ("cpu", "meta")]
         own = {device: torch.get_device_module(device).get_rng_state(device) for device in elsewhere}
         return cls(torch.get_rng_state(), own)
@@ -157,6 +158,7 @@ class RandomState:
         return torch.equal(self.cpu, other.cpu) and all(torch.equal(x, other.own[at]) for at, x in self.own.items())
 
     def restore(self) -> None:
+        """From here on the same numbers are drawn as after the capture."""
         torch.set_rng_state(self.cpu)
         for device, state in self.own.items():
             torch.get_device_module(device).set_rng_state(state, device)
@@ -179,6 +181,7 @@ class Autocast:
 
     @classmethod
     def current(cls, device: torch.device | None) -> Autocast:
+        """As it is now, on the CPU and on the device."""
         kinds = {"cpu"} if device is None or device.type == "meta" else {"cpu", device.type}
         return cls([
             {
@@ -192,6 +195,7 @@ class Autocast:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
+        """With these settings."""
         with ExitStack() as stack:
             for setting in self.settings:
                 stack.enter_context(torch.autocast(**setting))
@@ -199,6 +203,7 @@ class Autocast:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        """With these settings, and casts that nobody else finds."""
         with sharing_casts(None), self.entered():
             yield
 
@@ -233,10 +238,12 @@ def silent(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def normalises_over_rows(module: nn.Module) -> bool:
+    """Whether a row's output depends on the other rows: batch normalisation that takes its statistics from them."""
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
 def refuse_batch_norm(module: nn.Module, name: str) -> NoReturn:
+    """Raises ValueError: the statistics of parts are not those of the batch."""
     raise wrong(
         name,
         "treat examples one by one",

@@ -1,6 +1,6 @@
 """How many graphs of a step fit into memory, which of them are worth keeping, and which give way.
 
-Ground of the house, used by `first_pass.py` and `fitting.py`. What a graph holds is measured on the first one;
+Beside `cache.py`, used by `first_pass.py` and `fitting.py`. What a graph holds is measured on the first one;
 what is free is asked of the device. If that was too much after all, graphs give way one by one: whoever runs out of
 memory here takes one from any call of `encode`, whose backward then encodes that sub-batch again.
 """

@@ -12,10 +12,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from interpreter import quicken
 from ranks import Pool
 
 # the suite runs in as many processes as there are cores: threads of each would only wait for the others
 torch.set_num_threads(1)
+if os.environ["TRITON_INTERPRET"] == "1":
+    quicken()
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +31,13 @@ def _seeded_and_poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made, and not drawn, which would take most of the time of a small run; those of fixtures are."""
+    if not request.node.get_closest_marker("drawn"):
+        monkeypatch.setattr("contrastile.train.figures._svg", lambda figure: "<svg></svg>")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from contrastile.bench import measure
 from contrastile.bench.loss import suite
 from contrastile.bench.peers import Case
 from contrastile.cli import bench
@@ -17,9 +18,10 @@ SMALL = ["bench", "loss", "--device", "cpu", "--sizes", "64", "--features", "8",
 
 
 @pytest.fixture(autouse=True)
-def peaks_at_once(monkeypatch):
-    """A process for each peak takes seconds; the tests of the measurement take them."""
+def measured_at_once(monkeypatch):
+    """A process for each peak takes seconds, and so do a hundred large products; tests of the measurement take them."""
     monkeypatch.setattr("contrastile.bench.loss.peak_apart", lambda case, label: 4096)
+    monkeypatch.setitem(measure.PRODUCTS, "cpu", (64, torch.float32))
 
 
 def cases(*words, device=CUDA):

@@ -325,9 +325,10 @@ def test_what_is_not_finite_on_one_rank_makes_all_nan(pool: Pool, loss: PairLoss
     if backend == "triton":
         pytest.importorskip("triton")
     how = {"exchange": exchange, "backend": backend}
-    for found in pool.run(_spoiled, 3, loss, None, 0.0, how):
-        assert all(bool(x.isfinite().all()) for x in found)
-    # kernels in the interpreter take their time
+    # kernels in the interpreter take their time, and what they make of finite numbers is seen above
+    if backend == "eager":
+        for found in pool.run(_spoiled, 3, loss, None, 0.0, how):
+            assert all(bool(x.isfinite().all()) for x in found)
     for spoiled, number in ((1, torch.inf), (0, torch.nan), (2, torch.nan))[: 1 if backend == "triton" else 3]:
         for found in pool.run(_spoiled, 3, loss, spoiled, number, how):
             assert all(bool(x.isnan().all()) for x in found)

@@ -40,8 +40,8 @@ BELOW["_scored"] = BELOW["_operation"] | {"reach"}
 BELOW["_contrast"] = BELOW["_operation"] | {"_operation", "_replay", "_scored", "_streamed"}
 BELOW["scorers"] = GROUND
 BELOW["modules"] = BELOW["_contrast"] | {"_contrast"}
-BELOW["plan"] = BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
-BELOW["train"] = BELOW["plan"] | {"plan", "evaluate", "retention"}
+BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
+BELOW["train"] = BELOW["evaluate"] | {"evaluate", "retention"}
 BELOW["bench"] = BELOW["doctor"] = BELOW["train"] | {"train"}
 BELOW["cli"] = BELOW["bench"] | {"bench", "doctor"}
 DRAWERS = {"losses", "tiles", "exchange"}
@@ -123,7 +123,8 @@ def test_importing_the_library_takes_no_longer_than_torch_and_a_fifth_of_a_secon
         "import time, torch; start = time.process_time(); from contrastile import ClipLoss, encode; "
         "print(time.process_time() - start)"
     )
-    assert min(float(_fresh(code)) for _ in range(3)) < 0.2
+    # another try where the machine was busy
+    assert any(float(_fresh(code)) < 0.2 for _ in range(3))
 
 
 def test_public_names() -> None:

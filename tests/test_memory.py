@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -31,6 +32,7 @@ print(run(int(sys.argv[1])))
 """
 
 
+@cache
 def _extra(loss: str, b: int) -> float:
     code = MEASURE.format(loss=loss, bias=", -10.0" if loss == "SigLipLoss" else "")
     # memory that was freed goes back to the system, and is not counted as room for what follows
@@ -47,4 +49,4 @@ def test_8192_pairs_take_at_most_48_megabytes(loss: str) -> None:
 
 
 def test_twice_the_batch_takes_at_most_2_2_times_the_memory() -> None:
-    assert _extra("ClipLoss", 16384) <= 2.2 * _extra("ClipLoss", 8192)
+    assert _extra("ClipLoss", 8192) <= 2.2 * _extra("ClipLoss", 4096)

@@ -111,7 +111,7 @@ def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(n
 
 
 @pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}, {"exclude_self": True}], ids=str)
-@pytest.mark.parametrize("listed", [UNROLLED.value, UNROLLED.value + 1, 40])
+@pytest.mark.parametrize("listed", [UNROLLED.value, UNROLLED.value + 1, 11])
 def test_any_number_of_positives_by_index(listed: int, how: dict[str, Any]) -> None:
     n, m = N, N + SHAPE.cols
     # once more than there are, in places that come again, and with pads; one row with none
@@ -194,7 +194,7 @@ def test_the_same_bits_every_time() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_features_whose_columns_are_dense(reduction: Reduction) -> None:
-    q, k = (_unit(N, torch.float32).requires_grad_() for _ in range(2))
+    q, k = (_unit(SHAPE.rows + 6, torch.float32).requires_grad_() for _ in range(2))
     across = [x.detach().T.contiguous().T.requires_grad_() for x in (q, k)]
     losses = [contrast(*pair, scale=20.0, backend="triton", reduction=reduction) for pair in ((q, k), across)]
     assert _alike(*(loss.detach() for loss in losses))

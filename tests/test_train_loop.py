@@ -32,6 +32,13 @@ def finished(tmp_path_factory):
     return recipe, run_recipe(recipe, folder / "runs")
 
 
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """The folder of a run that is long enough to learn something."""
+    folder = tmp_path_factory.mktemp("learned")
+    return run_recipe(tiny_recipe(folder, "train.examples=1440", "data.held_out=0.1"), folder / "runs").folder
+
+
 def weights(folder):
     from safetensors.torch import load_file
 
@@ -85,10 +92,8 @@ def test_the_table_has_every_test_beside_its_chance(finished):
     assert "held-out pairs, picture → name" in outcome.table
 
 
-def test_the_run_learns(tmp_path):
-    recipe = tiny_recipe(tmp_path, "train.examples=2400")
-    outcome = run_recipe(recipe, tmp_path / "runs")
-    losses = [line["loss"] for line in read_metrics(outcome.folder / "metrics.jsonl") if line["kind"] == "step"]
+def test_the_run_learns(learned):
+    losses = [line["loss"] for line in read_metrics(learned / "metrics.jsonl") if line["kind"] == "step"]
     # by chance the logarithm of the batch, 48
     assert losses[-1] < 0.8 * math.log(48)
 
@@ -326,6 +331,7 @@ def test_a_failing_step_keeps_the_weights_before_it(tmp_path, monkeypatch):
     assert contrastile.load(tmp_path / "runs" / "tiny").model is not None
 
 
+@pytest.mark.drawn
 def test_evaluating_again_gives_the_same(finished):
     _, outcome = finished
     before = (outcome.folder / "evaluation.json").read_text()
@@ -406,9 +412,8 @@ def test_the_short_last_step_is_no_drop_of_the_loss():
     assert full(steps[2:]) == steps[2:]
 
 
-def test_right_answers_are_marked_in_the_report(tmp_path):
-    recipe = tiny_recipe(tmp_path, "train.examples=4800", "data.held_out=0.1")
-    page = (run_recipe(recipe, tmp_path / "runs").folder / "report.html").read_text()
+def test_right_answers_are_marked_in_the_report(learned):
+    page = (learned / "report.html").read_text()
     assert '<li class="right">' in page or '<figure class="right">' in page
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import math
@@ -38,10 +37,6 @@ from contrastile.train.loop import evaluate_run, run_recipe
 from contrastile.train.optim import build_optimizer, clamp_scale, clip_gradients
 from contrastile.train.optim_settings import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 from contrastile.train.sharded import layers, like, shard, whole
-
-# loaded once, before ranks are forked
-importlib.import_module("torch.distributed.fsdp")
-importlib.import_module("transformers.models.bert.modeling_bert")
 
 SHARD = "train.parallel=shard"
 # two layers that are gathered one at a time, and dropout

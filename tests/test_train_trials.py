@@ -2,6 +2,7 @@
 
 import csv
 import math
+import multiprocessing
 import statistics
 
 import numpy as np
@@ -96,7 +97,14 @@ def test_what_makes_no_sense_is_refused(tmp_path, capsys, words, sentence):
     assert capsys.readouterr().err.splitlines()[-1] == sentence
 
 
-def test_on_two_ranks_all_ways_are_one(tmp_path, capsys):
+@pytest.fixture
+def forked(monkeypatch):
+    """Crews have loaded everything; those of batch sizes load it themselves."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(crews.multiprocessing, "get_context", lambda _: fork)
+
+
+def test_on_two_ranks_all_ways_are_one(tmp_path, capfd, forked):
     words = ["train.examples=64", "train.batch=32", "evaluate.every=1.0", "device=cpu"]
     command = [
         "compare",
@@ -122,7 +130,7 @@ def test_on_two_ranks_all_ways_are_one(tmp_path, capsys):
             assert curves[f"{way}-{seed}".replace(" ", "_")] == pytest.approx(curves[f"dense-{seed}"], rel=1e-4)
     assert curves["dense-0"] != pytest.approx(curves["dense-1"], rel=1e-4)
     assert "on 2 ranks, 64 pairs a run, 2 seeds" in (folder / "compare.md").read_text()
-    assert "| tiled | ring | tiles |" in capsys.readouterr().out
+    assert "| tiled | ring | tiles |" in capfd.readouterr().out
 
 
 # --- batch sizes
@@ -210,7 +218,7 @@ def test_batch_sizes_are_compared_side_by_side(tmp_path, capsys):
     assert str(alone.recall["held-out pairs, picture → name"]) == rows[9]["held-out pairs, picture → name"]
 
 
-def test_a_process_that_ends_is_an_error(tmp_path):
+def test_a_process_that_ends_is_an_error(tmp_path, forked):
     recipe = tiny_recipe(tmp_path)
     # where metrics cannot be written a run does not begin
     plans = [Plan({"way": "x/y"}, recipe)]

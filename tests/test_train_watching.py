@@ -334,6 +334,7 @@ def test_another_tracker_may_be_named_when_a_run_is_resumed(plain, tmp_path, mon
 # --- the report while it trains
 
 
+@pytest.mark.drawn
 def test_the_report_is_there_while_the_run_trains(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(live, "MOST", float("inf"))
     pages, real = [], loop.step

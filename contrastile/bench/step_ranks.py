@@ -28,6 +28,8 @@ from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
 
 TILES = {"cuda": "triton"}
+# milliseconds of a step; bytes of data, loss, backbone and the whole step at its peak
+Numbers = tuple[float, int, int, int, int]
 # further steps after the first, as long as all together take less
 ROUNDS, SECONDS = 3, 6.0
 
@@ -136,57 +138,63 @@ def measure(
     sub_batch: int | None = None,
 ) -> bool:
     """The four losses at every global batch; whether all were right."""
-    right, passed = True, {}
-    for name, loss in losses(device).items():
-        far = distance(model, device, loss)
-        red = not far <= GATE_TOLERANCE
-        say(f"  {name}: gradients {far:.1e} from one process's{': no speed for a wrong result' if red else ''}")
-        right = right and not red
-        if not red:
-            passed[name] = loss
+    every = losses(device)
+    right = {name: loss for name, loss in every.items() if _passes(name, model, device, loss, say)}
     say(HEADER)
     towers, W = _towers(model, device), dist.get_world_size()
     pairs, cut = Pairs(towers.shape, device), sub_batch or towers.shape.sub_batch
     for batch in sorted(batches):
         sides, backbone_bytes = pairs.sides(towers, batch // W, "device"), None
-        for name, loss in passed.items():
+        for name, loss in right.items():
             task = Task(towers, sides, cut, device, dtype, loss)
             try:
                 if backbone_bytes is None:
                     backbone_bytes = _backbone_bytes(task)
-                numbers: tuple[float, int, int, int, int] | None = _numbers(task, backbone_bytes)
+                numbers: Numbers | None = _numbers(task, backbone_bytes)
             except torch.OutOfMemoryError:
                 # every rank has as many pairs, and runs out at the same place
                 numbers = None
             _clear(task)
-            ms, data, extra, backbone, peak = numbers or (None,) * 5
-            row = RankRow(
-                impl="contrastile",
-                way=name,
-                model=model,
-                batch=batch,
-                sub_batch=cut,
-                dtype=str(dtype).removeprefix("torch."),
-                world=W,
-                data_bytes=data,
-                loss_bytes=extra,
-                backbone_bytes=backbone,
-                peak_bytes=peak,
-                ms=None if ms is None else round(ms, 2),
-                us_per_pair=None if ms is None else round(ms * 1e3 / batch, 2),
-                chip=chip(device),
-                versions=versions("transformers"),
-                date=date.today().isoformat(),
-                commit=commit(),
-            )
+            row = _row(name, model, batch, task, W, numbers)
             say(row.text())
             if ledger is not None:
                 ledger.write(row)
-    return right
+    return len(right) == len(every)
 
 
-def _numbers(task: Task, backbone: int) -> tuple[float, int, int, int, int]:
-    """Milliseconds of a step; bytes of data, loss, backbone and the whole step at its peak."""
+def _passes(name: str, model: str, device: torch.device, loss: ClipLoss, say: Callable[[str], None]) -> bool:
+    """Whether a loss is right across ranks; says how far off it is."""
+    far = distance(model, device, loss)
+    red = not far <= GATE_TOLERANCE
+    say(f"  {name}: gradients {far:.1e} from one process's{': no speed for a wrong result' if red else ''}")
+    return not red
+
+
+def _row(name: str, model: str, batch: int, task: Task, W: int, numbers: Numbers | None) -> RankRow:
+    """What was measured, or that it did not fit."""
+    ms, data, extra, backbone, peak = numbers or (None,) * 5
+    return RankRow(
+        impl="contrastile",
+        way=name,
+        model=model,
+        batch=batch,
+        sub_batch=task.sub_batch,
+        dtype=str(task.dtype).removeprefix("torch."),
+        world=W,
+        data_bytes=data,
+        loss_bytes=extra,
+        backbone_bytes=backbone,
+        peak_bytes=peak,
+        ms=None if ms is None else round(ms, 2),
+        us_per_pair=None if ms is None else round(ms * 1e3 / batch, 2),
+        chip=chip(task.device),
+        versions=versions("transformers"),
+        date=date.today().isoformat(),
+        commit=commit(),
+    )
+
+
+def _numbers(task: Task, backbone: int) -> Numbers:
     warm_loss(task)
     step(task.first(2 * task.sub_batch))
     memory, taken = PeakMemory(task.device), []

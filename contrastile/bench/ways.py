@@ -37,13 +37,16 @@ class Task:
 
     @property
     def batch(self) -> int:
+        """Pairs."""
         return len(self.sides[0][1])
 
     @property
     def sub_batches(self) -> int:
+        """Into how many the batch is cut; the last may be shorter."""
         return -(-self.batch // self.sub_batch)
 
     def autocast(self) -> AbstractContextManager[object]:
+        """What the towers compute in."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def first(self, batch: int) -> Task:
@@ -51,6 +54,7 @@ class Task:
         return replace(self, sides=[(tower, leaf[:batch]) for tower, leaf in self.sides])
 
     def loss_of(self, images: Tensor, texts: Tensor) -> Tensor:
+        """Of the features, at the towers' own scale."""
         return self.loss(images, texts, self.towers.logit_scale.exp())
 
 

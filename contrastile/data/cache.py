@@ -134,9 +134,9 @@ def _write_whole(folder: Path, settings: Mapping[str, Any], files: Sequence[str]
         sums = {name: _checksum(beside / name) for name in files}
         manifest = {"format": FORMAT, "settings": settings, "sha256": sums}
         write_text(beside / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
-        _sync_folder(beside)
+        sync(beside)
         beside.rename(folder)
-        _sync_folder(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -149,8 +149,9 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """A file's bytes, or the names in a folder, are safe on the disk when this returns."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -41,6 +41,12 @@ HOW_TRAINED = {"tokenizer", "locked", "unlocked", "precompute", "checkpointing"}
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """What towers of this precision compute in; nothing of its own for float32."""
+    half = HALVES.get(precision)
+    return torch.autocast(device.type, dtype=half, enabled=half is not None)
+
+
 @dataclass(frozen=True)
 class Run:
     """The towers of a run with what they need to see pictures and read texts.
@@ -55,8 +61,7 @@ class Run:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that the run's towers train with."""
-        half = HALVES.get(self.recipe.train.precision)
-        return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
+        return autocast(self.device, self.recipe.train.precision)
 
     def transform(self, images: Sequence[Image]) -> Tensor:
         """Pillow pictures of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
@@ -82,13 +87,7 @@ class Run:
 
 
 def load(run: str | Path, *, device: str = "auto") -> Run:
-    """The towers, tokenizer and transform of a finished run, ready to encode; nothing of the data is needed.
-
-    Raises ValueError where the folder is no run, or its weights are not the bytes that the run wrote.
-
-    >>> run = load("runs/glyphs")                                                        # doctest: +SKIP
-    >>> cosines = run.encode_image([picture]) @ run.encode_text(["digit one", "digit two"]).T    # doctest: +SKIP
-    """
+    """`contrastile.load` for pictures and texts: the towers, the tokenizer and the transform of a finished run."""
     folder = finished_run(run)
     recipe = load_recipe(folder / RECIPE, files=False)
     tokenizer = load_tokenizer(folder.path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,15 @@ from contrastile.train.feed import Materials
 from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
-    RESULTS,
-    TABLE,
     Comparison,
     Plan,
     Trial,
-    as_csv,
     line,
     one_by_one,
     open_once,
     spread,
     tests_of,
+    written_down,
 )
 
 # at equal time the clock alone ends a run
@@ -49,13 +48,10 @@ def compare_recipe(recipe: Recipe, runs: str | Path, *, seeds: int) -> Compariso
     trials: list[Trial] = []
     with new_run(runs, f"{recipe.name}-compare") as folder:
         folder.write_text(RECIPE, to_toml(recipe))
-        for outcome in one_by_one(_plans(recipe, materials, every_way, seeds, trials), materials, folder.path):
-            if isinstance(outcome, int):
-                return Comparison(folder.path, table(trials), outcome)
-            trials.append(outcome)
-            folder.write_text(RESULTS, as_csv(trials))
-            folder.write_text(TABLE, page(recipe, trials))
-    return Comparison(folder.path, table(trials), None)
+        # planned as they come: equal time is what the sequential way took
+        made = one_by_one(_plans(recipe, materials, every_way, seeds, trials), materials, folder.path)
+        stopped_by = written_down(made, trials, folder, partial(page, recipe))
+    return Comparison(folder.path, table(trials), stopped_by)
 
 
 def ways(recipe: Recipe) -> dict[str, dict[str, Any]]:

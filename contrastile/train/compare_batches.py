@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,15 @@ from contrastile.train.figures import COLOURS
 from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
-    RESULTS,
-    TABLE,
     Comparison,
     Plan,
     Trial,
-    as_csv,
     line,
     open_once,
     side_by_side,
     spread,
     tests_of,
+    written_down,
 )
 
 FIGURE = "compare.svg"
@@ -52,17 +51,11 @@ def compare_batches(
     _check(batches, shares, rates, seeds)
     examples = recipe.train.length(len(open_once(recipe).pairs.splits["train"]))
     trials: list[Trial] = []
-    stopped_by = None
     with new_run(runs, f"{recipe.name}-batches") as folder:
         folder.write_text(RECIPE, to_toml(recipe))
-        made = plans(recipe, examples, batches, shares, rates, seeds)
-        for outcome in side_by_side(made, folder.path, jobs=jobs, ranks=1):
-            if isinstance(outcome, int):
-                stopped_by = outcome
-                break
-            trials.append(outcome)
-            folder.write_text(RESULTS, as_csv(in_order(trials)))
-            folder.write_text(TABLE, page(recipe, in_order(trials)))
+        planned = plans(recipe, examples, batches, shares, rates, seeds)
+        made = side_by_side(planned, folder.path, jobs=jobs, ranks=1)
+        stopped_by = written_down(made, trials, folder, partial(page, recipe), in_order)
         if trials:
             folder.write_text(FIGURE, figure(in_order(trials)))
     return Comparison(folder.path, table(in_order(trials)), stopped_by)

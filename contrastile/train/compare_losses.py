@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from contrastile._check import wrong
@@ -19,17 +20,15 @@ from contrastile.train.facts import describe, versions
 from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
-    RESULTS,
-    TABLE,
     Comparison,
     Plan,
     Trial,
-    as_csv,
     line,
     open_once,
     side_by_side,
     spread,
     tests_of,
+    written_down,
 )
 
 # exchange, and whether blocks are computed in tiles; the first is what the others are compared with
@@ -67,16 +66,10 @@ def compare_losses(recipe: Recipe, runs: str | Path, *, seeds: int, jobs: int, r
     # what is wrong with the data is told here, and the others find it ready
     open_once(recipe)
     trials: list[Trial] = []
-    stopped_by = None
     with new_run(runs, f"{recipe.name}-losses") as folder:
         folder.write_text(RECIPE, to_toml(recipe))
-        for outcome in side_by_side(plans(recipe, seeds), folder.path, jobs=jobs, ranks=ranks):
-            if isinstance(outcome, int):
-                stopped_by = outcome
-                break
-            trials.append(outcome)
-            folder.write_text(RESULTS, as_csv(in_order(trials)))
-            folder.write_text(TABLE, page(recipe, trials, ranks))
+        made = side_by_side(plans(recipe, seeds), folder.path, jobs=jobs, ranks=ranks)
+        stopped_by = written_down(made, trials, folder, partial(page, recipe, ranks=ranks), in_order)
     return Comparison(folder.path, table(trials), stopped_by)
 
 

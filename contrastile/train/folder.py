@@ -26,7 +26,6 @@ logger = logging.getLogger("contrastile")
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
-TOKENIZER = "tokenizer.json"
 FACTS = "run.json"
 EVALUATION = "evaluation.json"
 GALLERIES, QUESTIONS = "galleries.json", "questions.json"

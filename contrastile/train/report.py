@@ -11,15 +11,18 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contrastile.data.pairs import Pictures
 from contrastile.train.figures import Curve, curves
 from contrastile.train.folder import EVALUATION, FACTS, GALLERIES, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
 from contrastile.train.log import clock, read_metrics, size
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 Line = Mapping[str, Any]
 
@@ -124,9 +127,6 @@ def write_report(
     Of a run that is not through there are the facts `so_far`, and no results. Galleries and questions are kept beside
     it, and shown again where none are given.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    pages = Environment(loader=PackageLoader("contrastile.train", "."), autoescape=True, undefined=StrictUndefined)
     wording = wording or IMAGE_TEXT
     facts = folder.read_json(FACTS) if so_far is None else so_far
     results = folder.read_json(EVALUATION) if so_far is None else []
@@ -139,7 +139,7 @@ def write_report(
         folder.write_json(QUESTIONS, [asdict(one) for one in questions])
     else:
         questions = kept_asks(folder)
-    page = pages.get_template("report.html.jinja").render(
+    page = _template().render(
         name=facts["name"],
         subtitle=_subtitle(facts, wording.unit),
         so_far=so_far is not None,
@@ -158,6 +158,15 @@ def write_report(
     )
     folder.write_text(REPORT, page)
     return folder / REPORT
+
+
+@cache
+def _template() -> Template:
+    """The page, compiled once: a run that trains writes it at every probe."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    pages = Environment(loader=PackageLoader("contrastile.train", "."), autoescape=True, undefined=StrictUndefined)
+    return pages.get_template("report.html.jinja")
 
 
 def _gallery(kept: Mapping[str, Any]) -> Gallery:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from contrastile._check import wrong
+from contrastile.data.cache import sync, write_text
 from contrastile.train.config import SaveSettings
 from contrastile.train.folder import free_name
 
@@ -121,12 +122,12 @@ class Checkpoints:
                 plain["parts"][name] = taken_apart(part.state_dict(), name, tensors)
                 if tensors:
                     _save_tensors(tensors, beside / f"{name}.safetensors")
-            _write(beside / PLAIN, json.dumps(plain))
+            write_text(beside / PLAIN, json.dumps(plain))
             files = {path.name: _facts(path) for path in sorted(beside.iterdir())}
-            _write(beside / MANIFEST, _manifest(files))
-            _sync(beside)
+            write_text(beside / MANIFEST, _manifest(files))
+            sync(beside)
             beside.rename(self._folder / f"{STEP}{step:09}")
-            _sync(self._folder)
+            sync(self._folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
         for old in self._found()[: -self._settings.keep]:
@@ -271,22 +272,7 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path)
     # the library makes a file that nobody else may read
     path.chmod(0o644)
-    _sync(path)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(path)
 
 
 def _remove(path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from contrastile.train.config import Recipe
 from contrastile.train.evaluation import encode_held_out, evaluate
 from contrastile.train.facts import Trained
 from contrastile.train.feed import Materials, open_materials
+from contrastile.train.folder import RunFolder
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, progress
 from contrastile.train.loop import train
@@ -130,6 +131,26 @@ def side_by_side(plans: Sequence[Plan], folder: Path, *, jobs: int, ranks: int) 
 
 def _made(plan: Plan, folder: Path, materials: Materials, ranks: Ranks) -> Outcome | None:
     return make(plan, materials, folder, ranks)
+
+
+def written_down(
+    outcomes: Iterable[Outcome],
+    trials: list[Trial],
+    folder: RunFolder,
+    page: Callable[[Sequence[Trial]], str],
+    in_order: Callable[[Sequence[Trial]], Sequence[Trial]] = list,
+) -> int | None:
+    """Every trial joins the others, and their results and their page are written again; the signal that stopped them.
+
+    `page` gets them `in_order`, as the lines of the results are.
+    """
+    for outcome in outcomes:
+        if isinstance(outcome, int):
+            return outcome
+        trials.append(outcome)
+        folder.write_text(RESULTS, as_csv(in_order(trials)))
+        folder.write_text(TABLE, page(in_order(trials)))
+    return None
 
 
 def as_csv(trials: Sequence[Trial]) -> str:

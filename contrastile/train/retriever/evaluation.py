@@ -82,9 +82,9 @@ def answer_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searcha
     """
     settings = run.recipe.evaluate
     if not isinstance(passages, TokenStore):
-        found = [_answered_by(run, texts, part, passages, passages.search) for part in held_out(texts)]
-        _check_ids(found, texts, passages)
-        return found
+        answered = [_answered_by(run, texts, part, passages, passages.search) for part in held_out(texts)]
+        _check_ids(answered, texts, passages)
+        return answered
     features = run.encode_tokens("passage", passages, what="encoding passages")
 
     def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from contrastile.data.pairs import silent
 from contrastile.data.texts import Passage
 from contrastile.models.retriever import Retriever, build_retriever
 from contrastile.models.text import Tokenizer, load_tokenizer
-from contrastile.train.checkpoint import HALVES, checked_towers, choose_device, load_weights
+from contrastile.train.checkpoint import autocast, checked_towers, choose_device, load_weights
 from contrastile.train.folder import RECIPE, finished_run
 from contrastile.train.log import progress
 from contrastile.train.recipe import load_retriever_recipe
@@ -45,8 +45,7 @@ class RetrieverRun:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that the run's encoders train with."""
-        half = HALVES.get(self.recipe.train.precision)
-        return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
+        return autocast(self.device, self.recipe.train.precision)
 
     def cut(self, side: Literal["query", "passage"], tokens: Tokens) -> dict[str, Any]:
         """How `encode` cuts these texts into sub-batches."""
