@@ -30,7 +30,7 @@ from contrastile.train.retriever.feed import TextMaterials
 from contrastile.train.retriever.job import Retrieval
 from contrastile.train.retriever.run import build_retriever_run
 
-# one update to warm up, then so many or as many as these seconds allow, but one at least
+# of different updates: so many, or as many as these seconds allow when they are made first, but one at least
 UPDATES, SECONDS = 6, 1.0
 # of the memory that is free, what a plain update of the figure may be expected to take
 ROOM = 0.8
@@ -55,22 +55,33 @@ class Speed:
 
 
 def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor | None = None) -> Update:
-    """Whole updates of a recipe's first batch size, with fresh weights; always of `rows` where they are given."""
+    """Whole updates of a recipe's first batch size, with fresh weights; always of `rows` where they are given.
+
+    All are made twice, and the second time counts: kernels are compiled for the shapes that they meet, and two updates
+    need not have equally many passages.
+    """
     job = Retrieval(build_retriever_run(recipe, materials.tokenizer), materials)
     device, model = job.run.device, job.run.model.train()
     memory = PeakMemory(device)
     before = memory.start()
     optimizer, size = build_optimizer(model, recipe.optim), recipe.train.batch[0][1]
-    batches = Batches(job.rows, sizes=[size] * (UPDATES + 1), seed=recipe.seed)
-    seconds: list[float] = []
-    for number in range(UPDATES + 1):
+    drawn = Batches(job.rows, sizes=[size] * UPDATES, seed=recipe.seed) if rows is None else [rows] * UPDATES
+
+    def update(number: int, asked: Tensor) -> float:
         began = time.perf_counter()
         # a step reads its loss, so it waits for the device
-        step(job, optimizer, job.parts(next(batches) if rows is None else rows, number + 1, ALONE))
-        seconds.append(time.perf_counter() - began)
-        if number and sum(seconds[1:]) > SECONDS:
+        step(job, optimizer, job.parts(asked, number, ALONE))
+        return time.perf_counter() - began
+
+    made: list[Tensor] = []
+    seconds: list[float] = []
+    for asked in drawn:
+        made.append(asked)
+        seconds.append(update(len(made), asked))
+        if sum(seconds) > SECONDS:
             break
-    return Update(statistics.median(seconds[1:]), memory.bytes() - before)
+    seconds = [update(number, asked) for number, asked in enumerate(made, 1)]
+    return Update(statistics.median(seconds), memory.bytes() - before)
 
 
 def fitting_batch(recipe: RetrieverRecipe, materials: TextMaterials, memory: int) -> int:
