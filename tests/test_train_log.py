@@ -30,6 +30,15 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch):
     assert line.endswith(" left")
 
 
+def test_what_takes_seconds_each_is_told_so():
+    stream = io.StringIO()
+    bar = LineBar(10, "comparing", "runs", stream)
+    bar._began -= 9
+    bar.update(3)
+    bar.close()
+    assert stream.getvalue() == "comparing  30% · 3 runs · 3 s each · 0:21 left\n"
+
+
 def test_an_estimate_may_change(monkeypatch):
     monkeypatch.setattr(log, "LINE_EVERY", 0.0)
     stream = io.StringIO()

@@ -140,7 +140,9 @@ def test_the_run_files_hold_what_the_table_says(finished, capsys):
         "Name what is right, or a run's folder alone.\n"
     )
     assert main(["evaluate", str(run), "--judgements", str(judged), "--measures", "NDCG"]) == 2
-    assert "`names` must be measures among nDCG, MRR, MAP, recall, precision, hit; got" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "`--measures` must be measures among nDCG, MRR, MAP, recall, precision, hit; got" in said.err
+    assert said.out == ""
 
 
 def by_hand(recipe, *, passages, queries, found):

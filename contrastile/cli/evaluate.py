@@ -146,7 +146,11 @@ def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int
     from contrastile.evaluate.trec import judged_of, read_judgements, read_run
 
     run, judged = read_run(rankings), read_judgements(judgements)
+    try:
+        measured = means(measure(run, judged, names or USUAL))
+    except ValueError as error:
+        raise ValueError(str(error).replace("`names`", "`--measures`")) from None
     print(f"{len(judged):,} judged queries, {judged_of(run, judged):,} of them answered")
-    for name, value in means(measure(run, judged, names or USUAL)).items():
+    for name, value in measured.items():
         print(f"{name:<12}{value:.4f}")
     return 0

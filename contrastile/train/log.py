@@ -89,7 +89,7 @@ class LineBar:
         line = [
             f"{self._what} {share:4.0%}",
             f"{self._done:,} {self._unit}",
-            f"{rate:,.0f} {self._unit}/s",
+            f"{rate:,.0f} {self._unit}/s" if rate >= 1 or not rate else f"{1 / rate:,.0f} s each",
             left,
             *facts,
         ]
