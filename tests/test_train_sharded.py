@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch
 from ranks import Pool
 from test_train_loop import weights
-from test_train_ranks import Launched, _late_signal, _main, _spoilt, _steps, _trained, _words
+from test_train_ranks import SOON, Launched, _late_signal, _main, _spoilt, _steps, _trained, _words
 from test_train_resume import DROPOUT
 from test_train_resume import check_same as same_run
 from test_train_retriever import bert
@@ -160,6 +161,80 @@ def test_a_rank_that_is_lost_while_others_gather_is_named(tmp_path: Path) -> Non
             assert "`exchange of shards` must be carried out by all ranks; got no answer from rank 1" in launched.said(
                 rank
             )
+
+
+class _Ending(torch.autograd.Function):
+    """What raises where it is back-propagated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, end: Any) -> Tensor:
+        ctx.end = end
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor) -> Any:
+        ctx.end()
+
+
+def _errs(rank: int, words: list[str], who: tuple[int, ...], when: tuple[str, int], kind: type[Exception]) -> int:
+    """Some ranks have an error of their own: in the probe before the first step, in a replay, in its backward."""
+    real, calls = WordsTower.forward, []
+
+    def end() -> None:
+        Path(words[1]).with_name("erred").write_text(str(time.time()))
+        raise kind("no room")
+
+    def forward(*arguments: Any) -> Any:
+        calls.append(torch.is_grad_enabled())
+        place, count = when
+        # of the probe, the first sub-batch
+        here = rank in who and count == (len(calls) if place == "probe" else sum(calls) if calls[-1] else 0)
+        if here and place != "backward":
+            end()
+        out = real(*arguments)
+        return _Ending.apply(out, end) if here else out
+
+    WordsTower.forward = forward
+    try:
+        return main(words)
+    except kind as error:
+        # Python's own traceback would come when nobody listens any more
+        sys.stderr.write(str(error))
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("when", "kind"),
+    [
+        (("probe", 1), ValueError),
+        (("probe", 1), FloatingPointError),
+        (("replay", 2), torch.OutOfMemoryError),
+        (("backward", 2), FloatingPointError),
+    ],
+)
+def test_an_error_of_one_rank_ends_the_others_with_its_words(
+    tmp_path: Path, when: tuple[str, int], kind: type[Exception]
+) -> None:
+    words = _words(tmp_path, SHARD, "train.sub_batch=2", "evaluate.every=1.0")
+    with Launched(3, tmp_path, _errs, words, (1,), when, kind) as launched:
+        assert launched.codes() == [1, 2 if kind is ValueError else 1, 1]
+        assert time.time() - float((tmp_path / "erred").read_text()) < SOON
+        sentence = (
+            f"must be carried out by all ranks; got no answer from rank 1, which left by {kind.__name__}: no room, "
+        )
+        for rank in (0, 2):
+            assert f"{sentence}on rank {rank} in step " in launched.said(rank)
+        assert "no room" in launched.said(1)
+        assert "must be carried out" not in launched.said(1)
+
+
+def test_a_probe_that_fails_on_all_ranks_is_told_and_the_training_goes_on(tmp_path: Path) -> None:
+    words = _words(tmp_path, SHARD, "train.examples=64", "evaluate.every=1.0")
+    with Launched(2, tmp_path, _errs, words, (0, 1), ("probe", 1), ValueError) as launched:
+        assert launched.codes() == [0, 0]
+    lines = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    assert [line["what"] for line in lines if line["kind"] == "failure"] == ["probe"]
+    assert sum(line["examples"] == 64 for line in lines if line["kind"] == "step") == 1
 
 
 def test_a_step_that_is_no_number_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from contrastile.train.sharded import mine
+from contrastile.train.sharded import FoundByAllError, mine
 
 if TYPE_CHECKING:
     from contrastile.train.job import Share
@@ -55,7 +55,7 @@ class Guard:
         happened = f"step {step} is skipped: a loss of {value} with a gradient of norm {norm}, first seen in "
         happened += culprit(model, parts)
         if self.in_a_row >= MOST_IN_A_ROW:
-            raise FloatingPointError(
+            raise FoundByAllError(
                 f"the loss must stay a finite number; {happened}, and the {MOST_IN_A_ROW - 1} steps before it too. "
                 "Lower optim.learning_rate or raise optim.warmup; the weights from before these steps are kept."
             )

@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from contrastile.data.batches import Batches
+from contrastile.in_step import all_failed
 from contrastile.train.average import Average
 from contrastile.train.checkpoint import begin_run, same_recipe, save_run
 from contrastile.train.facts import Trained, finished
@@ -297,7 +298,10 @@ class Training:
             self.probe()
 
     def probe(self) -> None:
-        """Measure in small; a measurement that fails is told, and does not end the training."""
+        """Measure in small; a measurement that fails is told, and does not end the training.
+
+        But where towers are in shards one that fails on some ranks only does: all of them run the towers together.
+        """
         self._measure("probe", lambda: [{"recall": self.job.probe()}])
         for name, measure in self.job.tests():
             self._measure(name, measure, kind="test")
@@ -314,6 +318,8 @@ class Training:
                 for line in measure():
                     self.metrics.write(kind, examples=examples, **line)
         except Exception as failure:
+            if is_sharded(self.model) and not all_failed(f"{what} after {examples} {unit}", None):
+                raise
             logger.warning("the %s after %d %s failed, the training goes on: %r", what, examples, unit, failure)
             self.metrics.write("failure", examples=examples, what=what, why=repr(failure))
 

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 DIVIDED = ("model", "optimizer", "average")
 
 
+class FoundByAllError(FloatingPointError):
+    """What all ranks find in the same step: none is lost."""
+
+
 @contextmanager
 def in_shards(job: Job[Any], rank: int) -> Iterator[None]:
     """The job's model is in shards over all ranks; afterwards the first rank has it whole again.
@@ -45,8 +49,7 @@ def in_shards(job: Job[Any], rank: int) -> Iterator[None]:
     try:
         with comm.naming_the_lost("exchange of shards", None):
             yield
-    except FloatingPointError:
-        # all ranks have found it in the same step
+    except FoundByAllError:
         _put_together(job, whole)
         raise
     _put_together(job, whole)

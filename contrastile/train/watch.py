@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from contrastile import comm
-from contrastile.rollcall import here, lost
+from contrastile.rollcall import LostRankError, farewell, here, lost
 
 # seconds between two beats, and those that the main thread has to say itself what happened
 EVERY, GRACE = 1.0, 1.0
@@ -58,6 +58,8 @@ class Watch:
                 thread.join()
         else:
             # the others need not wait until this process has ended
+            if not isinstance(error, LostRankError):
+                farewell(error)
             comm.hang_up(self._group)
             comm.hang_up(None)
 
