@@ -22,7 +22,7 @@ from contrastile._operation import traced, untraced
 from contrastile._replay import replayed, with_loss
 from contrastile._scored import Pair
 from contrastile._streamed import away, device_of, streamed
-from contrastile._sweep import Call, Gradients, backward, forward, hand_back
+from contrastile._sweep import Call, Gradients, backward, forward, halves, hand_back
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss, Side
 from contrastile.losses.softmax import Softmax
@@ -228,10 +228,8 @@ class _Contrast(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, scale, bias, *saved = ctx.saved_tensors
-        half = len(saved) // 2
-        swept = saved[:half], saved[half:]
         with ctx.call.exchange.in_step():
-            return *backward(ctx.call, upstream, q, k, scale, bias, swept, ctx.needs_input_grad[:4]), None
+            return *backward(ctx.call, upstream, q, k, scale, bias, halves(saved), ctx.needs_input_grad[:4]), None
 
 
 class _ContrastAtOnce(torch.autograd.Function):

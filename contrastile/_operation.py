@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contrastile import _check, comm
 from contrastile._choose import Options, choose_tiles
-from contrastile._sweep import Call, backward, forward
+from contrastile._sweep import Call, backward, forward, halves
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.exchange.base import Shards
 from contrastile.exchange.single import Single
@@ -130,8 +130,7 @@ def sweep_backward(
     if positives is not None and numbers[-1] != IN_RANGE:
         positives, scale = _check.kept_in_range(positives, numbers[-1], scale)
     call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, None], words, smoothing, numbers)
-    half = len(swept) // 2
-    found = backward(call, upstream, q, k, scale, bias, (swept[:half], swept[half:]), wanted)
+    found = backward(call, upstream, q, k, scale, bias, halves(swept), wanted)
     return [q.new_empty(0) if gradient is None else _whole(gradient) for gradient in found]
 
 

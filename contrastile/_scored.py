@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from contrastile._check import wrong
 from contrastile._choose import Options
-from contrastile._sweep import Call, Gradients, at_once, finished, with_coefficients, with_states, workspace_on
+from contrastile._sweep import Call, Gradients, at_once, finished, halves, with_coefficients, with_states, workspace_on
 from contrastile.exchange.base import Exchange
 from contrastile.losses.base import PairLoss, Side
 from contrastile.reach import silent
@@ -102,11 +102,9 @@ class _Scored(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         call, scorer = ctx.call, ctx.scorer
         scale, bias, *saved = ctx.saved_tensors
-        saved = saved[ctx.given :]
-        half = len(saved) // 2
         with call.exchange.in_step(), torch.autocast(scorer.device.type, enabled=False):
             tiles = _tiles(call, scorer, scale, bias)
-            rows, cols = with_states(call, upstream, (saved[:half], saved[half:]), tiles.scale.dtype)
+            rows, cols = with_states(call, upstream, halves(saved[ctx.given :]), tiles.scale.dtype)
             u, v = _room(tiles, rows, cols)
             with silent(scorer.parameters):
                 sums = call.exchange.grads(tiles, rows, cols, u, v)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from contrastile._check import wrong
 from contrastile._choose import Options, choose_tiles
-from contrastile._sweep import Call, Swept, finished, poison, with_states, workspace_on
+from contrastile._sweep import Call, Swept, finished, halves, poison, with_states, workspace_on
 from contrastile._types import accumulator
 from contrastile.exchange.base import Exchange
 from contrastile.losses.base import PairLoss, Side
@@ -120,11 +120,9 @@ class _Streamed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, scale, bias, *saved = ctx.saved_tensors
-        half = len(saved) // 2
         numbers = [None if x is None else x.to(upstream.device) for x in (scale, bias)]
-        swept = saved[:half], saved[half:]
-        found = _backward(ctx.call, upstream, q, k, numbers, swept, ctx.needs_input_grad[:4], ctx.cuts)
-        dq, dk, *sums = found
+        wanted = ctx.needs_input_grad[:4]
+        dq, dk, *sums = _backward(ctx.call, upstream, q, k, numbers, halves(saved), wanted, ctx.cuts)
         given = [
             None if x is None or total is None else total.to(x.device, x.dtype).reshape(x.shape)
             for x, total in zip((scale, bias), sums, strict=True)

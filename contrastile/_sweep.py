@@ -76,6 +76,12 @@ class Gradients(NamedTuple):
     total: Tensor
 
 
+def halves(saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The states and the coefficients of a forward, which were saved one behind the other, as many of each."""
+    half = len(saved) // 2
+    return saved[:half], saved[half:]
+
+
 def forward(call: Call, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> Swept:
     """The statistics of all rows and columns, and the loss they come to."""
     with _as_given(q):
