@@ -2,9 +2,7 @@
 
 Each only says, in the words of `_contrast.py`, which rows meet which columns and what a positive is. They compute
 with features as given: normalise first where the method wants it (a CLIP-like loss says once if rows are not of unit
-length). All take the keywords of `Options` (`backend`, `exchange`, `group`, `gradient`, `label_smoothing`,
-`reduction`, `workspace`, `device`), return one number, and raise ValueError for what does not fit together: a keyword
-that is none of these when they are made, tensors when they are called, told in the names of the call.
+length).
 """
 
 from __future__ import annotations
