@@ -3,9 +3,7 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
-import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -108,50 +106,45 @@ def test_a_first_opening_says_nothing(tmp_path, caplog):
     assert caplog.text == ""
 
 
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    import numpy as np
-    from contrastile.data.cache import cached_pairs
+def apart(run):
+    """A process that runs this, and ends with 0 if it came through."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
 
-    def make(writer):
-        writer.add(np.zeros((1, 8, 8), np.uint8))
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    cached_pairs(Path(sys.argv[1]), "kind", {}, shape=(1, 8, 8), make=make)
-"""
+def code_of(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_kill_in_the_middle_leaves_no_half_cache(tmp_path):
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    def killed(writer):
+        writer.add(np.zeros(SHAPE, np.uint8))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert code_of(apart(lambda: opened(tmp_path, killed))) == -signal.SIGKILL
     pairs = opened(tmp_path, Maker())
     assert pairs.images[:, 0, 0, 0].tolist() == [0, 1, 2]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [the_folder(tmp_path).name]
 
 
-SLOW = """
-    import sys, time
-    from pathlib import Path
-    import numpy as np
-    from contrastile.data.cache import cached_pairs
-
-    def make(writer):
-        print("made", flush=True)
-        time.sleep(0.5)
-        writer.add(np.zeros((1, 8, 8), np.uint8))
-        return ["title"], np.arange(1), {"train": np.arange(1)}, {}
-
-    cached_pairs(Path(sys.argv[1]), "kind", {}, shape=(1, 8, 8), make=make)
-"""
-
-
 def test_two_processes_at_once_make_it_once(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(SLOW), str(tmp_path)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert sorted(said) == ["", "made\n"]
+    def slow(writer):
+        with (tmp_path / "made").open("a") as file:
+            file.write("made\n")
+        # long enough for the other to come meanwhile
+        time.sleep(0.5)
+        return Maker()(writer)
+
+    both = [apart(lambda: opened(tmp_path / "cache", slow)) for _ in range(2)]
+    assert [code_of(child) for child in both] == [0, 0]
+    assert (tmp_path / "made").read_text() == "made\n"
 
 
 def test_a_file_of_any_length_has_the_right_header(tmp_path):
