@@ -113,9 +113,7 @@ def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_pat
     assert "held-out pairs" in evaluate_run(folder)
     with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
         assert launched.codes() == [0, 0]
-    same_run(folder, whole)
-    with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
-        assert launched.codes() == [0, 0]
+    # what a run that is through does is the same with whole towers
     same_run(folder, whole)
 
 
