@@ -29,8 +29,6 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 # all that the small kernels may be asked for
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True}
-# the oldest chip, and the one they are made for: the small kernels are the same on all others
-SMALL_TOO = (80, 90)
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "q_stride", "k_stride", "out_stride")
 # the kernels most of the time goes to: several programs of them share a multiprocessor
@@ -65,7 +63,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int], dict[str, int]]) -> None:
     taken = compiled(capability)
-    small = {"split", "norms", "merge_sums", "merge_parts", "listed_gradient"} if capability in SMALL_TOO else set()
+    small = {"split", "norms", "merge_sums", "merge_parts", "listed_gradient"}
     assert {name.split()[0] for name in taken} >= {*PRODUCTS, *small}
     assert max(taken.values()) <= SHARED[capability]
     programs = SHAPES[capability].programs
@@ -107,8 +105,6 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
                 yield kernel, f"{name} {listed} places", plain | flat | {"DIAGONAL": False, "PLACES": listed}
         if name in ("maxima", "careful_gradient"):
             yield kernel, f"{name} labels", plain | {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False}
-    if capability not in SMALL_TOO:
-        return
     for module, names in (
         (triton_vectors, ("split", "norms", "numbers", "merge_sums", "merge_maxima", "merge_parts", "prepare")),
         (triton_listed, ("listed_totals", "listed_gradient", "add_pairs")),

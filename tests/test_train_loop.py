@@ -262,6 +262,20 @@ def test_fp16_is_scaled_and_comes_back_to_its_size(tmp_path):
     assert norms[1] == pytest.approx(norms[0], rel=2e-2)
 
 
+def test_in_float64_all_ways_end_with_the_same_weights(tmp_path):
+    """Whatever is rounded on the way, to float32 say, would show."""
+    found = []
+    for sub_batch in ("48", "16"):
+        words = ["train.precision=float64", "train.examples=96", f"train.sub_batch={sub_batch}", "evaluate.every=1.0"]
+        found.append(run_recipe(tiny_recipe(tmp_path, *words), tmp_path / sub_batch).folder)
+    plain, cached = (weights(folder) for folder in found)
+    for name, value in plain.items():
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(cached[name], value, rtol=1e-10, atol=1e-12)
+    again = contrastile.load(found[1], device="cpu")
+    assert all(parameter.dtype == torch.float64 for parameter in again.model.parameters())
+
+
 def test_fp16_gets_over_a_factor_that_is_too_large(tmp_path, monkeypatch):
     """The scaler halves its factor until gradients fit: these steps are skipped, and no row of them ends the run."""
     real = torch.amp.GradScaler

@@ -48,7 +48,8 @@ class DualEncoder(nn.Module):
 
         Or what the tower gave of them before, `[B, F]`.
         """
-        return self.image(pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels, ahead=pixels.ndim == 2)
+        pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+        return self.image(pixels.to(self.logit_scale.dtype), ahead=pixels.ndim == 2)
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Tokens `[B, L]` to features `[B, D]`."""

@@ -42,7 +42,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """What towers of this precision compute in; nothing of its own for float32."""
+    """What towers of this precision compute in, where it is not the weights' own."""
     half = HALVES.get(precision)
     return torch.autocast(device.type, dtype=half, enabled=half is not None)
 
@@ -91,9 +91,14 @@ def load(run: str | Path, *, device: str = "auto") -> Run:
     folder = finished_run(run)
     recipe = load_recipe(folder / RECIPE, files=False)
     tokenizer = load_tokenizer(folder.path)
-    model = build_model(checked_towers(folder), tokenizer=tokenizer)
+    model = _in_precision(build_model(checked_towers(folder), tokenizer=tokenizer), recipe)
     load_weights(model, folder)
     return Run(recipe, model.to(choose_device(device)).eval(), tokenizer, choose_device(device))
+
+
+def _in_precision(model: DualEncoder, recipe: Recipe) -> DualEncoder:
+    """The towers with weights of the recipe's precision; those of half precisions are float32, too."""
+    return model.double() if recipe.train.precision == "float64" else model
 
 
 def checked_towers(folder: RunFolder) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
     """The untrained run of a recipe: its towers at the numbers that its seed draws."""
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
-    model = build_model(tower_settings(recipe), tokenizer=tokenizer).to(device)
+    model = _in_precision(build_model(tower_settings(recipe), tokenizer=tokenizer), recipe).to(device)
     for side in recipe.model.locked:
         lock(getattr(model, side).tower, side, recipe.model.unlocked.get(side, 0))
     for side in recipe.model.checkpointing:

@@ -75,11 +75,11 @@ def compare_losses(recipe: Recipe, runs: str | Path, *, seeds: int, jobs: int, r
 
 def plans(recipe: Recipe, seeds: int) -> list[Plan]:
     """What to run, seed by seed, so that what is through can be compared."""
-    on_gpu = choose_device(recipe.device).type == "cuda"
+    fused = choose_device(recipe.device).type == "cuda" and recipe.train.precision != "float64"
     made = []
     for seed in range(recipe.seed, recipe.seed + seeds):
         for way, (exchange, tiled) in WAYS.items():
-            backend = ("triton" if on_gpu else "eager") if tiled else "dense"
+            backend = ("triton" if fused else "eager") if tiled else "dense"
             loss = recipe.loss.model_copy(update={"exchange": exchange, "backend": backend})
             steps = recipe.train.model_copy(update={"minutes": None})
             made.append(Plan({"way": way}, recipe.model_copy(update={"loss": loss, "train": steps, "seed": seed})))

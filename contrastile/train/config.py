@@ -220,13 +220,14 @@ class Steps(Settings):
 class TrainSettings(Steps):
     """The steps of towers of pictures and texts, at which precision, `compile`d by torch.compile or not.
 
-    A sub-batch above the largest batch is cut to it.
+    "float64" is for comparing ways to compute the same: after a hundred steps rounding still does not show. A
+    sub-batch above the largest batch is cut to it.
     """
 
     sub_batch: Annotated[SubBatch, BeforeValidator(_same_sub_batch)] = Field(
         default_factory=lambda told: _within(SubBatch(), told.get("batch"))
     )
-    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    precision: Literal["float32", "float64", "bf16", "fp16"] = "float32"
     compile: bool = False
 
     @model_validator(mode="after")

@@ -156,5 +156,5 @@ def batch_loss(run: Run, loss: Loss, batch: Batch) -> Tensor:
             sub_batch_tokens=tokens,
             retain=settings.retain,
         )
-    image, text = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
+    image, text = (F.normalize(side.to(model.logit_scale.dtype), dim=-1) for side in (image, text))
     return loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=batch.ids.to(run.device))
