@@ -31,7 +31,10 @@ def in_step(group: Any) -> Iterator[None]:
         raise
     except Exception as error:
         group = comm._default(group)
-        if all_failed(f"operation {comm._begun.get(group, 0)}", group):
+        begun = comm._begun.get(group, 0)
+        if all_failed(f"operation {begun}", group):
+            # what is tried again fails at another place, also where no operation comes before it
+            comm._begun[group] = begun + 1
             _land(group)
         else:
             # what is under way stays where it is: its buffers may still be read

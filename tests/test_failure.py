@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ranks import RANKS, Pool
 
 from contrastile import ClipLoss, SigLipLoss, comm, rollcall
+from contrastile.in_step import in_step
 from contrastile.tiles.eager import Eager
 
 W = 3
@@ -379,6 +380,21 @@ def test_where_all_ranks_are_short_of_memory_the_group_stays_as_good(
 ) -> None:
     for found in pool.run(_all_short_of_memory, W, loss, exchange, method, calls):
         assert found[:3] == found[3:6] == found[6:]
+
+
+def test_an_error_that_comes_again_is_at_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said of the first one would else be taken for an answer to the second, which one rank has alone."""
+
+    class Group:
+        group_name = "two"
+
+    group, places = Group(), []
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(rollcall, "all_fail", lambda place, ranks: places.append(place) or True)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError), in_step(group):
+            raise torch.OutOfMemoryError
+    assert len(places) == len(set(places)) == 2
 
 
 def _one_short_of_memory(rank: int, folder: Path, exchange: str, method: str, calls: int) -> None:
