@@ -361,6 +361,20 @@ def test_a_loaded_run_needs_no_data(tmp_path):
     assert contrastile.load(outcome.folder).encode_text(["letter A"]).shape == (1, 16)
 
 
+def test_measurements_of_one_step_that_fail_are_told_apart(tmp_path, monkeypatch):
+    """In shards ranks ask each other whether all failed: one answer must not be taken for the next one's."""
+    places = []
+    monkeypatch.setattr(loop, "is_sharded", lambda model: True)
+    monkeypatch.setattr(loop, "all_failed", lambda place, group: places.append(place) or True)
+    job = ImageText.open(tiny_recipe(tmp_path))
+    monkeypatch.setattr(job, "probe", lambda: 1 / 0)
+    with Metrics(None) as metrics:
+        course = loop.Training(job, metrics, Trained(), ALONE)
+        course.probe()
+        course.probe()
+    assert len(places) == len(set(places)) == 2
+
+
 def test_minutes_end_a_run_that_is_not_through(tmp_path, caplog, capsys):
     outcome = run_recipe(tiny_recipe(tmp_path, "train.examples=10000000", "train.minutes=0.01"), tmp_path / "runs")
     assert 0 < outcome.examples < 10_000_000

@@ -212,6 +212,8 @@ class Training:
         trained.base_bytes = self.memory.start()
         self.clock = Clock(self.recipe.train.length(len(job.rows)), self.recipe.train.minutes)
         self.course, self.guard = Course(self.recipe.evaluate.every), Guard()
+        # how many measurements there were: of two at the same step, and of the same name, each is a place of its own
+        self.measurements = 0
         # everything that a step changes; what dropout draws depends on the step alone
         self.state: Parts = {
             "model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "average": self.average,
@@ -313,12 +315,13 @@ class Training:
 
     def _measure(self, what: str, measure: Callable[[], Sequence[Mapping[str, Any]]], kind: str = "probe") -> None:
         examples, unit = self.clock.seen, self.job.unit
+        self.measurements += 1
         try:
             with self.average.in_place():
                 for line in measure():
                     self.metrics.write(kind, examples=examples, **line)
         except Exception as failure:
-            if is_sharded(self.model) and not all_failed(f"{what} after {examples} {unit}", None):
+            if is_sharded(self.model) and not all_failed(f"measurement {self.measurements}", None):
                 raise
             logger.warning("the %s after %d %s failed, the training goes on: %r", what, examples, unit, failure)
             self.metrics.write("failure", examples=examples, what=what, why=repr(failure))
