@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -84,6 +85,41 @@ def _fails_on_one(rank: int, group: Any, recipe: Recipe) -> list[str]:
 def test_what_fails_on_one_rank_fails_on_all(pool: Pool, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, *overrides(tmp_path))
     assert pool.run(_fails_on_one, 4, recipe) == [["rank 2: no room for pictures"] * 2 + ["6"]] * 4
+
+
+def _fails_on(rank: int, words: list[str], who: tuple[int, ...]) -> int:
+    """Some ranks have no room for pictures where they look at them first."""
+    real, calls = elsewhere.stretches, []
+
+    def stretches(*arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        if rank in who and len(calls) == 1:
+            raise MemoryError("no room for pictures")
+        return real(*arguments, **more)
+
+    elsewhere.stretches = stretches
+    try:
+        return main(words)
+    except MemoryError as error:
+        sys.stderr.write(str(error))
+        return 1
+
+
+def test_in_shards_what_fails_on_one_rank_ends_the_others_with_its_words(tmp_path: Path) -> None:
+    """They run the towers together then: an agreement would meet what they exchange."""
+    words = _words(tmp_path, *overrides(tmp_path), *SHORT, "train.parallel=shard")
+    with Launched(3, tmp_path, _fails_on, words, (1,)) as launched:
+        assert launched.codes() == [1, 1, 1]
+        for rank in (0, 2):
+            assert "no answer from rank 1, which left by MemoryError: no room for pictures, " in launched.said(rank)
+
+
+def test_in_shards_what_fails_on_all_ranks_is_told_and_the_training_goes_on(tmp_path: Path) -> None:
+    words = _words(tmp_path, *overrides(tmp_path), *SHORT, "train.parallel=shard")
+    with Launched(2, tmp_path, _fails_on, words, (0, 1)) as launched:
+        assert launched.codes() == [0, 0]
+    lines = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    assert [line["why"] for line in lines if line["kind"] == "failure"] == ["MemoryError('no room for pictures')"]
 
 
 def _tests(folder: Path) -> list[dict[str, Any]]:

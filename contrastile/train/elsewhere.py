@@ -37,6 +37,7 @@ from contrastile.train.folder import EVALUATION, FACTS, METRICS, RunFolder, fini
 from contrastile.train.job import Measure
 from contrastile.train.log import Metrics, progress
 from contrastile.train.report import table_text, write_report
+from contrastile.train.sharded import is_sharded
 
 logger = logging.getLogger("contrastile")
 
@@ -150,7 +151,7 @@ def _sample(count: int, most: int | None) -> Indices:
 def _encode(run: Run, paths: Sequence[str], name: str) -> Encoded:
     """Features of the pictures that can be read, which ones these are, and why the others cannot."""
     most_bad = run.recipe.data.max_bad_fraction
-    features, there, skipped = _shared(lambda: _encode_own(run, paths, name))
+    features, there, skipped = _shared(run, lambda: _encode_own(run, paths, name))
     if skipped.total() > most_bad * len(paths) or not len(there):
         bad = paths[np.setdiff1d(np.arange(len(paths)), there)[0]]
         got = f"{skipped.total():,} of {len(paths):,} that cannot ({counted(skipped)}), the first being {bad}"
@@ -161,14 +162,16 @@ def _encode(run: Run, paths: Sequence[str], name: str) -> Encoded:
     return features, there, skipped
 
 
-def _shared(encode_own: Callable[[], Encoded]) -> Encoded:
+def _shared(run: Run, encode_own: Callable[[], Encoded]) -> Encoded:
     """What all ranks encode, in the order of the pictures, the same on each of them; where one fails all do."""
     if comm.size(None) == 1:
         return encode_own()
     try:
         features, there, skipped = encode_own()
     except Exception as failure:
-        comm.agree(None, {"error": str(failure) or repr(failure)})
+        # with towers in shards the others may be gathering them, and hear of it where this rank leaves
+        if not is_sharded(run.model):
+            comm.agree(None, {"error": str(failure) or repr(failure)})
         raise
     stated = comm.agree(None, {"count": len(there), "skipped": skipped}, free=("count", "skipped"))
     places = torch.from_numpy(there).to(features.device)
