@@ -37,12 +37,12 @@ def few(monkeypatch):
 
 
 @pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "float64", "bf16", "fp16"])
 def test_a_run_is_the_one_that_sees_pictures_every_time(few, tmp_path, shards, precision):
     words = (*LOCKED, *sources(tmp_path, shards), f"train.precision={precision}")
     live = run_recipe(tiny_recipe(tmp_path, *words), tmp_path / "live").folder
     once = run_recipe(tiny_recipe(tmp_path, *words, ONCE), tmp_path / "once").folder
-    near = {"float32": 1e-5, "bf16": 2e-2, "fp16": 1e-2}[precision]
+    near = {"float32": 1e-5, "float64": 1e-12, "bf16": 2e-2, "fp16": 1e-2}[precision]
     for one, other in zip(_steps(live), _steps(once), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=near)
         assert other["scale"] == pytest.approx(one["scale"], rel=near)
@@ -52,6 +52,8 @@ def test_a_run_is_the_one_that_sees_pictures_every_time(few, tmp_path, shards, p
             assert torch.equal(own[name], others[name])
         elif precision == "float32":
             torch.testing.assert_close(own[name], others[name], rtol=1e-3, atol=1e-4)
+        elif precision == "float64":
+            torch.testing.assert_close(own[name], others[name], rtol=1e-10, atol=1e-12)
     # the finished run sees pictures as any other
     assert contrastile.load(once).encode_image(torch.zeros(2, 1, 16, 16, dtype=torch.uint8)).shape == (2, 16)
 

@@ -150,8 +150,8 @@ def _write(run: Run, pairs: PairSet, rows: range, folder: Path) -> None:
 @torch.no_grad()
 def _encoded(run: Run, pictures: Tensor) -> npt.NDArray[np.floating]:
     """What the tower makes of bytes, as it would in a step: locked, it is as in use there too."""
-    tower = _tower(run).eval()
+    tower, pixels = _tower(run).eval(), prepare(pictures).to(run.model.logit_scale.dtype)
     with run.autocast():
-        features = encode(tower, prepare(pictures), sub_batch=run.recipe.train.sub_batch.image)
+        features = encode(tower, pixels, sub_batch=run.recipe.train.sub_batch.image)
     # NumPy has no bfloat16
-    return (features if features.dtype == torch.float16 else features.float()).cpu().numpy()
+    return (features.float() if features.dtype == torch.bfloat16 else features).cpu().numpy()
