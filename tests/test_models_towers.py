@@ -47,6 +47,15 @@ def test_bytes_become_numbers_in_the_tower():
     assert torch.equal(model.encode_image(pictures), model.encode_image(pictures.float() / 255))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_pictures_take_the_precision_of_their_tower(dtype, tokenizer):
+    """The scale stays in float32 where only the tower is made smaller."""
+    model = build_model({"features": 8, "image_size": 16, "channels": 1}, tokenizer=tokenizer)
+    model.image.to(dtype)
+    for pixels in (torch.rand(2, 1, 16, 16), torch.zeros(2, 1, 16, 16, dtype=torch.uint8)):
+        assert model.encode_image(pixels).dtype == dtype
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer(["LATIN SMALL LETTER A", "GREEK CAPITAL LETTER BETA"], length=6)

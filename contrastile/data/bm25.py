@@ -62,15 +62,15 @@ class BM25:
 
 def _library() -> ModuleType:
     """bm25s without JAX, which it would start to sort with, and which then takes three quarters of a GPU's memory."""
-    theirs = sys.modules.get("jax")
+    found, theirs = "jax" in sys.modules, sys.modules.get("jax")
     # what an import finds here in place of a module it takes as missing
     sys.modules["jax"] = cast(ModuleType, None)
     try:
         import bm25s
     finally:
         del sys.modules["jax"]
-        if theirs is not None:
-            sys.modules["jax"] = theirs
+        if found:
+            sys.modules["jax"] = cast(ModuleType, theirs)
     return bm25s
 
 

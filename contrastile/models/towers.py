@@ -49,7 +49,9 @@ class DualEncoder(nn.Module):
         Or what the tower gave of them before, `[B, F]`.
         """
         pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
-        return self.image(pixels.to(self.logit_scale.dtype), ahead=pixels.ndim == 2)
+        # the tower's own precision, which may be another one than the scale's
+        dtype = next((x.dtype for x in self.image.parameters() if x.is_floating_point()), pixels.dtype)
+        return self.image(pixels.to(dtype), ahead=pixels.ndim == 2)
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Tokens `[B, L]` to features `[B, D]`."""
