@@ -132,7 +132,7 @@ MISTAKES = {
     ),
     "an unknown precision": (
         f"{STEPS}precision = 'fp8'",
-        "train.precision: must be 'float32', 'bf16' or 'fp16'; got \"fp8\"",
+        "train.precision: must be 'float32', 'float64', 'bf16' or 'fp16'; got \"fp8\"",
     ),
     "an unknown device": (
         f"device = 'tpu'\n{STEPS}",

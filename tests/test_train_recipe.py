@@ -90,7 +90,10 @@ def test_a_mistake_in_the_file_is_one_line(recipe_file, tmp_path, lines, sentenc
         ("examples = 10\nbatch = 0", "train.batch: must be at least 1; got 0"),
         ("examples = 10\nsub_batch = 0", "train.sub_batch: must be at least 1; got 0"),
         ("examples = 10\nsub_batch = {audio = 3}", "train.sub_batch.audio: unknown key"),
-        ("examples = 10\nprecision = 'fp8'", "train.precision: must be 'float32', 'bf16' or 'fp16'; got \"fp8\""),
+        (
+            "examples = 10\nprecision = 'fp8'",
+            "train.precision: must be 'float32', 'float64', 'bf16' or 'fp16'; got \"fp8\"",
+        ),
     ],
 )
 def test_a_mistake_in_the_train_section_is_one_line(recipe_file, tmp_path, train, sentence):
