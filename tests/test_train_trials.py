@@ -218,6 +218,24 @@ def test_batch_sizes_are_compared_side_by_side(tmp_path, capsys):
     assert str(alone.recall["held-out pairs, picture → name"]) == rows[9]["held-out pairs, picture → name"]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "jobs", "ranks", "places", "beside"),
+    [
+        (2, 3, 1, [0, 1, 0], 2),
+        (4, 2, 2, [0, 1, 2, 3], 1),
+        (3, 2, 2, [0, 1, 2, 0], 2),
+        (1, 5, 1, [0] * 5, 5),
+        # each rank of a crew has its own number where there are no GPUs, or too few
+        (0, 2, 2, [0, 1, 0, 1], 2),
+        (1, 1, 2, [0, 1], 1),
+    ],
+)
+def test_crews_are_dealt_out_to_all_gpus(monkeypatch, gpus, jobs, ranks, places, beside):
+    monkeypatch.setattr(crews.torch.cuda, "device_count", lambda: gpus)
+    dealt = [crews.dealt(process, ranks, jobs * ranks) for process in range(jobs * ranks)]
+    assert dealt == [(place, beside) for place in places]
+
+
 def test_a_process_that_ends_is_an_error(tmp_path, forked):
     recipe = tiny_recipe(tmp_path)
     # where metrics cannot be written a run does not begin

@@ -8,6 +8,7 @@ signal with none.
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import socket
@@ -46,7 +47,8 @@ def side_by_side(
     """What each task comes to, as soon as it does, by `jobs` crews of `ranks` processes; at last the signal to stop.
 
     Tasks, and `opening`, which gives what they need once in each process, are pickled. What the processes say is in
-    `crew-<number>.log` in the folder. Raises RuntimeError where one of them ends.
+    `crew-<number>.log` in the folder. The crews are dealt out to the GPUs that torch sees, unless `device` names one.
+    Raises RuntimeError where one of them ends.
     """
     if jobs < 1 or ranks < 1:
         raise wrong("jobs", "be at least 1, as ranks must", f"{jobs} and {ranks}", "One process is 1 of both.")
@@ -93,10 +95,12 @@ class Crew:
         threads = int(os.environ.get("OMP_NUM_THREADS", max(1, int(usable_cpus()) // (jobs * ranks))))
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
+            gpu, beside = dealt(number * ranks + rank, ranks, jobs * ranks)
+            place = {"RANK": str(rank), "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
             # of a node's cores each decodes with its share; a tokenizer's threads would be more than those
             place |= {"LOCAL_WORLD_SIZE": str(jobs * ranks), "TOKENIZERS_PARALLELISM": "false"}
-            words = (theirs, place, opening, device, self._log, threads, SHARED / jobs)
+            share = SHARED / (jobs if ":" in device else beside)
+            words = (theirs, place, opening, device, self._log, threads, share)
             process = context.Process(target=_serve, args=words, daemon=True)
             process.start()
             theirs.close()
@@ -132,6 +136,15 @@ class Crew:
             process.join()
 
 
+def dealt(process: int, ranks: int, processes: int) -> tuple[int, int]:
+    """The GPU of a process of crews of `ranks`, and the most processes that share one.
+
+    With too few GPUs for a crew each rank has its own number, and says so itself.
+    """
+    gpus = max(torch.cuda.device_count(), ranks)
+    return process % gpus, math.ceil(processes / gpus)
+
+
 def _serve(
     tasks: Connection,
     place: dict[str, str],
@@ -146,8 +159,12 @@ def _serve(
     with log.open("a", encoding="utf-8") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     torch.set_num_threads(threads)
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if on_gpu and ":" not in device:
+        # of several ranks the same is asked again, and refused where there is no such GPU
+        torch.cuda.set_device(int(place["LOCAL_RANK"]) % torch.cuda.device_count())
     ranks, given = Ranks.of_environment(device), opening()
-    if device != "cpu" and torch.cuda.is_available():
+    if on_gpu:
         # what torch holds and cannot use again, pieces of other sizes, it gives back at this limit; else nobody would
         torch.cuda.set_per_process_memory_fraction(share)
     while True:
