@@ -5,6 +5,7 @@ Run by `make test-gpu`; elsewhere skipped.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -238,7 +239,10 @@ def test_a_loss_made_anew_for_each_step_does_not_wait_for_the_device() -> None:
 @contextmanager
 def _no_waiting() -> Iterator[None]:
     """Raises where the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # it says that it is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
