@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_table import shard
 from problems import Problem, distance
 from ranks import Pool
 from scored import KINDS, PROBLEMS, by_tiles, gradients, leaves, numbers, scorer, sides
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -127,18 +130,20 @@ def _batch() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(12, D, generator=generator, dtype=torch.float64) for D in (5, 6))
 
 
-def _wrapped(rank: int, group: Any, exchange: str) -> list[Tensor]:
-    model = DistributedDataParallel(Model(group, exchange).double(), process_group=group)
+def _wrapped(rank: int, group: Any, exchange: str, how: str) -> list[Tensor]:
+    model: Any = Model(group, exchange).double()
+    model = shard(model, group) if how == "FSDP2" else DistributedDataParallel(model, process_group=group)
     images, texts = (x.split([5, 3, 4])[rank] for x in _batch())
     model(images, texts).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("how", ["DistributedDataParallel", "FSDP2"])
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
-def test_under_a_wrapper_every_rank_has_the_gradient_of_one_process(pool: Pool, exchange: str) -> None:
+def test_under_a_wrapper_every_rank_has_the_gradient_of_one_process(pool: Pool, exchange: str, how: str) -> None:
     whole = Model(None, "single").double()
     whole(*_batch()).backward()
-    for answer in pool.run(_wrapped, 3, exchange):
+    for answer in pool.run(_wrapped, 3, exchange, how):
         for (name, parameter), gradient in zip(whole.named_parameters(), answer, strict=True):
             assert _close(gradient, parameter.grad), name
 
@@ -152,6 +157,8 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
         module, how = PairMLP(4, 4, hidden=3, dropout=0.5), {"exchange": "replicate"}
     if kind == "wrapped":
         module = DistributedDataParallel(module, process_group=group)
+    if kind == "sharded":
+        module = nn.Sequential(fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu")))
     try:
         contrast(q, q, scorer=module, group=group, **how)
     except ValueError as error:
@@ -176,6 +183,11 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
             "wrapped",
             "rank 0: `scorer` must be a module of its own; got DistributedDataParallel. Wrap the model that holds the "
             "scorer and calls `contrast` in its forward.",
+        ),
+        (
+            "sharded",
+            "rank 0: `scorer` must be a module of its own; got FSDPBilinear. Wrap the model that holds the scorer and "
+            "calls `contrast` in its forward.",
         ),
     ],
 )
