@@ -59,8 +59,8 @@ def encode(
             joins take the smallest size of any.
         sub_batch_tokens: tokens encoded at once, padding included, of a mapping with an `attention_mask` [batch,
             length]. Texts are sorted by length, so that short ones travel together, and trimmed to the longest of their
-            sub-batch, in every tensor whose second axis is as long as the mask's. With `sub_batch` too, both are
-            limits.
+            sub-batch, in every tensor whose second axis is as long as the mask's. One without any token keeps all
+            its positions. With `sub_batch` too, both are limits.
         retain: sub-batches, the last ones, whose graph is kept from the first pass; they need no second forward.
             "auto": as many as memory allows; with room for all, caching costs nothing.
         device: where the encoder computes; by default where its parameters are.
