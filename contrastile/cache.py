@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from contrastile._check import one_of, wrong
+from contrastile._check import one_of, present_device, wrong
 from contrastile.first_pass import Job, differentiable
 from contrastile.fitting import fitted
 from contrastile.lengths import Cut, cut, cut_by_tokens
@@ -116,12 +116,7 @@ def _check_sizes(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
 
 
 def _device(device: torch.device | str | None) -> torch.device | None:
-    if device is None:
-        return None
-    if torch.device(device).type not in ("cpu", "meta") and not torch.get_device_module(device).is_available():
-        remedy = "Leave it out to compute where the encoder is."
-        raise wrong("device", "be on this machine", repr(str(device)), remedy)
-    return numbered(device)
+    return None if device is None else numbered(present_device(device, "where the encoder is"))
 
 
 def _encoded(

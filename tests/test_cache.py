@@ -643,6 +643,8 @@ def test_a_device_that_is_not_there_is_refused(tower: Tower, monkeypatch: pytest
     sentence = "`device` must be on this machine; got 'cuda:1'. Leave it out to compute where the encoder is."
     with pytest.raises(ValueError, match=sentence):
         encode(tower, _inputs(), sub_batch=8, device="cuda:1")
+    with pytest.raises(ValueError, match="`device` must be one that torch knows; got 'gpu'"):
+        encode(tower, _inputs(), sub_batch=8, device="gpu")
 
 
 def test_float16_with_a_scaler_overflows_aloud() -> None:
