@@ -431,6 +431,13 @@ BAD = {
     "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [5].": lambda t: encode(
         Changing("sum"), torch.randn(8, D_IN), sub_batch=4
     ),
+    "`inputs` must be left as it is by the encoder; got one of shape [8, 6] that it writes over. Clone it there, or "
+    "work out of place.": lambda t: encode(lambda x: t.embed(x.mul_(2)), torch.randn(8, D_IN), sub_batch=4),
+    "`inputs` must be left as it is by the encoder; got one of shape [8, 7] that it": lambda t: encode(
+        lambda input_ids, attention_mask: input_ids.mul_(2) * attention_mask,
+        {"input_ids": torch.ones(8, 7), "attention_mask": torch.ones(8, 7)},
+        sub_batch_tokens=14,
+    ),
 }
 
 

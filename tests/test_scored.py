@@ -379,6 +379,8 @@ SENTENCES = {
     "mode.": lambda: contrast(_x(), _x(), scorer=Counting()),
     "`scorer` must treat pairs one by one; got Averaging, which changes a buffer when it runs. Put it in eval "
     "mode.": lambda: contrast(_x(), _x(), scorer=Averaging()),
+    "`k` must be left as it is by the scorer; got one of shape [3, 4] that it writes over. Clone it there, or work out "
+    "of place.": lambda: contrast(_x(), _x(), scorer=Odd(lambda rows, cols: rows @ cols.mul_(2).T)),
     "`q` must have rows of 5 features, as the scorer reads them; got shape [2, 4]. Project one side first.": lambda: (
         contrast(_x(), _x(), scorer=Bilinear(5, 4))
     ),

@@ -37,6 +37,7 @@ from contrastile.reach import (
     graph_leaves,
     has_other_path,
     refusing_batch_norm,
+    refusing_changes,
     refusing_state,
     silent,
 )
@@ -126,7 +127,7 @@ class Scorer:
         few = [
             Side(first, others=tuple(others))
             for tensors, n in zip((rows[1], cols[1]), PROBE, strict=True)
-            for first, *others in [[x[:n] if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]]
+            for first, *others in [[_few(x, n) for x in tensors]]
         ]
         before = RandomState.capture(device)
         try:
@@ -134,6 +135,8 @@ class Scorer:
                 as_written(),
                 refusing_batch_norm(modules, "scorer"),
                 refusing_state(modules, "scorer", "pairs"),
+                refusing_changes(few[0].leaves, "q", "scorer"),
+                refusing_changes(few[1].leaves, "k", "scorer"),
             ):
                 scores, leaves = blind.with_graph(*few)
             drawn = not before.same(RandomState.capture(device))
@@ -182,6 +185,11 @@ class Scorer:
         with torch.enable_grad():
             scores = self(*sides)
         return scores, [*self.rows.asked(sides[0].leaves), *self.cols.asked(sides[1].leaves)]
+
+
+def _few(x: Tensor, n: int) -> Tensor:
+    """The first rows of a feature, for a trial: a scorer that writes over them spoils nothing."""
+    return x.detach()[:n].clone() if len(x) else x.new_zeros((n, *x.shape[1:]))
 
 
 def _is_wrapped(module: nn.Module) -> bool:
