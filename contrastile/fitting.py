@@ -129,8 +129,8 @@ def fitted(
     """run(), with the largest sub-batch that fits into memory, or with half of it where it did not after all."""
     key = next(iter((*job.reached.modules, *job.reached.parameters)), None)
     shapes = tuple(None if leaf is None else (leaf.shape[1:], leaf.dtype) for leaf in leaves)
-    # two towers may be methods of one module; without a graph more fits
-    kind = _written(job.encoder), job.differentiates(leaves), shapes
+    # two towers may be methods of one module; without a graph more fits, and less of one with more that is trained
+    kind = _written(job.encoder), job.differentiates(leaves), len(job.reached.parameters), shapes
     most = job.sharding.most if wrapper is None else partial(comm.most, group=wrapper.process_group)
     sizes = Sizes(key, kind, batch, most)
     size = sizes.largest(partial(look, job, leaves, batch))
