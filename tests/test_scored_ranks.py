@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from contrastile import contrast, encode
+from contrastile import _scored, comm, contrast, encode
+from contrastile.losses import Sigmoid
 from contrastile.scorers import Bilinear, PairMLP
 
 EXCHANGES = ["replicate", "gather", "ring"]
@@ -146,6 +148,43 @@ def test_under_a_wrapper_every_rank_has_the_gradient_of_one_process(pool: Pool, 
     for answer in pool.run(_wrapped, 3, exchange, how):
         for (name, parameter), gradient in zip(whole.named_parameters(), answer, strict=True):
             assert _close(gradient, parameter.grad), name
+
+
+def _slopes(rank: int, group: Any, exchange: str, name: str) -> list[tuple[float, float]]:
+    """For each parameter, along one direction: the gradient's slope, and that of the loss with the same numbers."""
+    model = Model(group, exchange).double()
+    model.scorer.dropout.p = 0.4
+    images, texts = (x.split([5, 0, 7])[rank] for x in _batch())
+
+    def loss() -> Tensor:
+        torch.manual_seed(10 + rank)
+        # tiles of two rows and columns: many to be drawn again
+        with mock.patch.object(_scored, "fitting_side", return_value=2):
+            features = encode(model.image, images, sub_batch=2), encode(model.text, texts, sub_batch=3)
+            how = {"loss": Sigmoid(), "bias": -1.0} if name == "sigmoid" else {}
+            return contrast(*features, scorer=model.scorer, scale=2.0, group=group, exchange=exchange, **how)
+
+    loss().backward()
+    slopes, step = [], 1e-6
+    for parameter in model.parameters():
+        gradient = comm.total(parameter.grad, group) / 3
+        direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=parameter.dtype)
+        with torch.no_grad():
+            parameter += step * direction
+            above = loss()
+            parameter -= 2 * step * direction
+            below = loss()
+            parameter += step * direction
+        slopes.append((float((gradient * direction).sum()), float(above - below) / (2 * step)))
+    return slopes
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_dropout_is_replayed_on_every_rank(pool: Pool, exchange: str, name: str) -> None:
+    for slopes in pool.run(_slopes, 3, exchange, name):
+        assert all(found == pytest.approx(true, abs=1e-7) for found, true in slopes)
+        assert max(abs(true) for _, true in slopes) > 1e-2
 
 
 def _sentence(rank: int, group: Any, kind: str) -> str:
