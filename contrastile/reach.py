@@ -8,7 +8,7 @@ examples, carry something from one to the next, and call a parameter's hooks for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -170,7 +170,8 @@ def begin_random(device: torch.device | None, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
-        with module.device(device):
+        # mps is one, and has no context of its own
+        with getattr(module, "device", nullcontext)(device):
             module.manual_seed(seed)
 
 
