@@ -8,7 +8,7 @@ calls only (`Looks`).
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,31 @@ def waits(x: Tensor) -> bool:
 def captured(*tensors: Tensor) -> bool:
     """Whether what is done with them now becomes part of a CUDA graph, so that nothing can be read."""
     return any(waits(x) for x in tensors) and torch.cuda.is_current_stream_capturing()
+
+
+def known_device(asked: Any, place: str) -> torch.device:
+    """A device by its name; `place` says where one computes who leaves it out."""
+    try:
+        return torch.device(asked)
+    except (RuntimeError, TypeError):
+        raise wrong("device", "be one that torch knows", repr(asked), f"Leave it out to compute {place}.") from None
+
+
+def present_device(asked: Any, place: str) -> torch.device:
+    """A device that this machine has."""
+    device = known_device(asked, place)
+    if device.type not in ("cpu", "meta") and not _accelerates(device.type):
+        raise wrong("device", "be on this machine", repr(str(asked)), f"Leave it out to compute {place}.")
+    return device
+
+
+def _accelerates(kind: str) -> bool:
+    try:
+        found: bool = torch.get_device_module(kind).is_available()
+    except (AttributeError, RuntimeError):
+        # a kind that torch has a name for, and nothing more
+        return False
+    return found
 
 
 def features(name: str, x: Tensor) -> None:

@@ -78,11 +78,7 @@ class Options:
                 "workspace", f"be at least {LEAST_WORKSPACE} bytes", repr(workspace), "Leave it out for the default."
             )
         if self.device is not None:
-            try:
-                torch.device(self.device)
-            except (RuntimeError, TypeError):
-                remedy = "Leave it out to compute where the features are."
-                raise wrong("device", "be one that torch knows", repr(self.device), remedy) from None
+            _check.known_device(self.device, "where the features are")
 
 
 EXCHANGES: dict[str, type[Exchange]] = {"single": Single, "replicate": Replicate, "gather": Gather, "ring": Ring}

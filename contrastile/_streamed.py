@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from contrastile._check import wrong
+from contrastile._check import present_device, wrong
 from contrastile._choose import Options, choose_tiles
 from contrastile._sweep import Call, Swept, finished, halves, poison, with_states, workspace_on
 from contrastile._types import accumulator
 from contrastile.exchange.base import Exchange
 from contrastile.losses.base import PairLoss, Side
-from contrastile.offload import Belt, free_memory, host_room
+from contrastile.offload import Belt, free_memory, host_room, numbered
 from contrastile.tiles.base import inner_product
 
 # columns of a shard: long enough for the matrix products, short beside the device's memory
@@ -51,11 +51,7 @@ def device_of(asked: Any, features: Tensor) -> torch.device:
     """The device to compute on: where the features are, if nothing is asked for."""
     if asked is None:
         return features.device
-    device = torch.device(asked)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise wrong("device", "be on this machine", repr(str(asked)), "Leave it out to compute where the features are.")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = numbered(present_device(asked, "where the features are"))
     if device != features.device and features.device.type != "cpu":
         got = f"{device}, and features on {features.device}"
         raise wrong("device", "be where the features are, unless those are in host memory", got, "Leave it out.")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from contrastile._check import one_of, wrong
+from contrastile._check import one_of, present_device, wrong
 from contrastile.first_pass import Job, differentiable
 from contrastile.fitting import fitted
 from contrastile.lengths import Cut, cut, cut_by_tokens
@@ -59,8 +59,8 @@ def encode(
             joins take the smallest size of any.
         sub_batch_tokens: tokens encoded at once, padding included, of a mapping with an `attention_mask` [batch,
             length]. Texts are sorted by length, so that short ones travel together, and trimmed to the longest of their
-            sub-batch, in every tensor whose second axis is as long as the mask's. With `sub_batch` too, both are
-            limits.
+            sub-batch, in every tensor whose second axis is as long as the mask's. One without any token keeps all
+            its positions. With `sub_batch` too, both are limits.
         retain: sub-batches, the last ones, whose graph is kept from the first pass; they need no second forward.
             "auto": as many as memory allows; with room for all, caching costs nothing.
         device: where the encoder computes; by default where its parameters are.
@@ -71,8 +71,9 @@ def encode(
     Returns what the encoder returns (tensor, tuple, dict, nested), each leaf for the whole batch. A tensor without
     axes, a bias say, must be the same number for every sub-batch, and comes back as that number.
     Raises ValueError for inputs that cannot be cut, for batch normalisation in training mode, whose statistics over a
-    sub-batch are not those of the batch, for modules that change a buffer when they run, for the module inside a
-    DistributedDataParallel, whose gradients would not be reduced, and for `checkpoint(..., use_reentrant=True)`.
+    sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
+    their inputs, for the module inside a DistributedDataParallel, whose gradients would not be reduced, and for
+    `checkpoint(..., use_reentrant=True)`.
 
     >>> from torch import nn
     >>> tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
@@ -116,12 +117,7 @@ def _check_sizes(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
 
 
 def _device(device: torch.device | str | None) -> torch.device | None:
-    if device is None:
-        return None
-    if torch.device(device).type not in ("cpu", "meta") and not torch.get_device_module(device).is_available():
-        remedy = "Leave it out to compute where the encoder is."
-        raise wrong("device", "be on this machine", repr(str(device)), remedy)
-    return numbered(device)
+    return None if device is None else numbered(present_device(device, "where the encoder is"))
 
 
 def _encoded(

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from contrastile._check import wrong
 from contrastile.lengths import Cut
 from contrastile.offload import Bounds, host_room, on_accelerator, settle, stream
-from contrastile.reach import Autocast, RandomState, Reached, refusing_state
+from contrastile.reach import Autocast, RandomState, Reached, refusing_changes, refusing_state
 from contrastile.retention import AUTO, Graph, Graphs, Retention, later_bytes, with_room
 from contrastile.wrappers import Sharding
 
@@ -118,7 +118,7 @@ class Job:
             retain, len(self.bounds), self.device, held=held, thrifty=thrifty, most=self.sharding.most
         )
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
-        with torch.no_grad(), refusing_state(self.reached.modules):
+        with torch.no_grad(), refusing_state(self.reached.modules), refusing_changes(leaves):
             for index, rows in enumerate(stream(values, self.bounds, self.device)):
                 kept.random.append(RandomState.capture(*self.reached.devices))
                 if retention.tries(index):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ _found = WeakIdKeyDictionary()
 class Sizes:
     """The largest sub-batch of one encoder for inputs of one kind, found once and kept.
 
-    `key` stands for the encoder, where something does. `most`: the largest of a number over ranks that go together;
-    the smallest size of any is everybody's.
+    `key` stands for the encoder, where something does; `kind` says what of it runs on what. `most`: the largest of a
+    number over ranks that go together; the smallest size of any is everybody's.
     """
 
     def __init__(self, key: object, kind: object, batch: int, most: Callable[[int], int] = int) -> None:
@@ -58,9 +58,16 @@ class Sizes:
         # batch that went through whole says nothing of a larger one
         size = self._agreed(0 if size == batch < self.batch else size)
         if size == 0:
-            size = look()
-            self.note(size)
+            error = None
+            try:
+                size = look()
+                self.note(size)
+            except torch.OutOfMemoryError as failed:
+                # the others wait for an answer
+                error = failed
             size = self._agreed(size)
+            if size == 0:
+                raise error or torch.OutOfMemoryError("encode: another rank has no room for a single example")
             logger.info("encode: sub-batches of %d", size)
         return size
 
@@ -120,10 +127,10 @@ def fitted(
     run: Callable[[int], Result],
 ) -> Result:
     """run(), with the largest sub-batch that fits into memory, or with half of it where it did not after all."""
-    key = next(iter((*job.reached.parameters, *job.reached.modules)), None)
+    key = next(iter((*job.reached.modules, *job.reached.parameters)), None)
     shapes = tuple(None if leaf is None else (leaf.shape[1:], leaf.dtype) for leaf in leaves)
-    # without a graph more fits
-    kind = job.differentiates(leaves), shapes
+    # two towers may be methods of one module; without a graph more fits, and less of one with more that is trained
+    kind = _written(job.encoder), job.differentiates(leaves), len(job.reached.parameters), shapes
     most = job.sharding.most if wrapper is None else partial(comm.most, group=wrapper.process_group)
     sizes = Sizes(key, kind, batch, most)
     size = sizes.largest(partial(look, job, leaves, batch))
@@ -140,6 +147,14 @@ def fitted(
     if fits < size:
         sizes.note(fits)
     return found
+
+
+def _written(encoder: Callable[..., Any]) -> tuple[str, Any]:
+    """Which method or function an encoder is: the same for one that is made anew for each call."""
+    while isinstance(encoder, partial):
+        encoder = encoder.func
+    # what wraps one has its name, and another's code
+    return getattr(encoder, "__qualname__", ""), getattr(encoder, "__code__", None)
 
 
 def look(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:

@@ -88,8 +88,10 @@ def cut_by_tokens(inputs: Any, tokens: int, sub_batch: int | None) -> Cut:
         return cut(batch, 1)
     # to the last token in use, so that padding on the left stays where it is
     lengths = ((mask != 0) * torch.arange(1, length + 1, device=mask.device)).amax(1).cpu()
+    # where no position is masked from the others, all of them have a say: none may be left out
+    lengths[lengths == 0] = length
     order = lengths.argsort(descending=True, stable=True)
-    wide = lengths[order].clamp_(min=1).tolist()
+    wide = lengths[order].tolist()
     # the first sub-batch keeps its padding: it shows which outputs have an axis of tokens
     wide[0] = length
     bounds, widths = [], []

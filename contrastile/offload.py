@@ -20,7 +20,9 @@ def numbered(device: torch.device | str) -> torch.device:
     """The device with its index: "cuda" is the current one, and tensors on it say "cuda:0"."""
     device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta"):
-        return torch.device(device.type, torch.get_device_module(device).current_device())
+        # kinds of which a machine has one at most, such as mps, do not say which
+        current = getattr(torch.get_device_module(device), "current_device", int)
+        return torch.device(device.type, current())
     return device
 
 
@@ -125,7 +127,9 @@ def on_accelerator(x: Tensor) -> bool:
 def settle(device: torch.device | None) -> None:
     """Waits until the device is done, with copies to the host too: whoever reads them there will not ask it."""
     if device is not None and device.type not in ("cpu", "meta"):
-        torch.get_device_module(device).current_stream(device).synchronize()
+        module = torch.get_device_module(device)
+        # nor have they streams
+        (module.current_stream(device) if hasattr(module, "current_stream") else module).synchronize()
 
 
 class Belt:

@@ -8,7 +8,7 @@ examples, carry something from one to the next, and call a parameter's hooks for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -94,7 +94,8 @@ def _trial(
             refuse_batch_norm(module, "encoder")
         ran[id(module)] = module
 
-    few = [None if leaf is None else leaf.detach()[:PROBE_ROWS] for leaf in leaves]
+    # an encoder that writes over them spoils nothing
+    few = [None if leaf is None else leaf.detach()[:PROBE_ROWS].clone() for leaf in leaves]
     (rows,) = stream(few, [(0, PROBE_ROWS)], device)
     states = RandomState.capture(device)
     hook = register_module_forward_pre_hook(note)
@@ -169,7 +170,8 @@ def begin_random(device: torch.device | None, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
-        with module.device(device):
+        # mps is one, and has no context of its own
+        with getattr(module, "device", nullcontext)(device):
             module.manual_seed(seed)
 
 
@@ -287,6 +289,17 @@ def refusing_state(modules: Sequence[nn.Module], name: str = "encoder", parts: s
                 f"{type(module).__name__}, which changes a buffer when it runs",
                 "Put it in eval mode.",
             )
+
+
+@contextmanager
+def refusing_changes(leaves: Sequence[Tensor | None], name: str = "inputs", by: str = "encoder") -> Iterator[None]:
+    """Raises when somebody has written over what he was given: computed again, it would come to something else."""
+    held = [(leaf, leaf._version) for leaf in leaves if leaf is not None and not leaf.is_inference()]
+    yield
+    for leaf, version in held:
+        if leaf._version != version:
+            got = f"one of shape {list(leaf.shape)} that it writes over"
+            raise wrong(name, f"be left as it is by the {by}", got, "Clone it there, or work out of place.")
 
 
 def _replaced(x: Tensor, now: Tensor | None) -> bool:

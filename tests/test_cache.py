@@ -431,6 +431,13 @@ BAD = {
     "`encoder` must return tensors whose first axis is the sub-batch of 4; got shape [5].": lambda t: encode(
         Changing("sum"), torch.randn(8, D_IN), sub_batch=4
     ),
+    "`inputs` must be left as it is by the encoder; got one of shape [8, 6] that it writes over. Clone it there, or "
+    "work out of place.": lambda t: encode(lambda x: t.embed(x.mul_(2)), torch.randn(8, D_IN), sub_batch=4),
+    "`inputs` must be left as it is by the encoder; got one of shape [8, 7] that it": lambda t: encode(
+        lambda input_ids, attention_mask: input_ids.mul_(2) * attention_mask,
+        {"input_ids": torch.ones(8, 7), "attention_mask": torch.ones(8, 7)},
+        sub_batch_tokens=14,
+    ),
 }
 
 
@@ -643,6 +650,8 @@ def test_a_device_that_is_not_there_is_refused(tower: Tower, monkeypatch: pytest
     sentence = "`device` must be on this machine; got 'cuda:1'. Leave it out to compute where the encoder is."
     with pytest.raises(ValueError, match=sentence):
         encode(tower, _inputs(), sub_batch=8, device="cuda:1")
+    with pytest.raises(ValueError, match="`device` must be one that torch knows; got 'gpu'"):
+        encode(tower, _inputs(), sub_batch=8, device="gpu")
 
 
 def test_float16_with_a_scaler_overflows_aloud() -> None:

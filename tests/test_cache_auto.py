@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -360,6 +361,44 @@ def test_what_fits_without_a_graph_says_nothing_of_one(monkeypatch: Any) -> None
     with torch.no_grad():
         encode(frozen, x, sub_batch="auto")
     assert passes[-1] == B
+
+
+def test_each_method_and_each_set_of_trained_parameters_has_its_own_size(monkeypatch: Any) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.image, self.text = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+            self.seen: list[int] = []
+
+        def encode_image(self, x: Tensor) -> Tensor:
+            self.seen.append(len(x))
+            return self.image(self.trunk(x).tanh())
+
+        def encode_text(self, x: Tensor) -> Tensor:
+            self.seen.append(len(x))
+            return self.text(self.trunk(x).tanh())
+
+    two, x = Two(), torch.randn(B, D)
+    two.trunk.requires_grad_(False)
+    monkeypatch.setattr(fitting, "look", lambda *_: next(sizes))
+
+    def encoded(encoder: Any) -> int:
+        two.seen.clear()
+        encode(encoder, x, sub_batch="auto")
+        return max(two.seen)
+
+    sizes = iter([9, 4, 6])
+    for _ in range(2):
+        assert encoded((two, "encode_image")) == 9
+        assert encoded(two.encode_text) == 4
+    assert encoded(partial(two.encode_image)) == 9
+    two.trunk.requires_grad_()
+    assert encoded((two, "encode_image")) == 6
+    # functions that are made anew, but written once
+    sizes = iter([3, 5])
+    for _ in range(2):
+        assert encoded(lambda rows: two.encode_image(rows)) == 3
+        assert encoded(lambda rows: two.encode_text(rows)) == 5
 
 
 @pytest.mark.parametrize(

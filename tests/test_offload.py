@@ -3,11 +3,13 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from contrastile.offload import free_memory, numbered, stream
+from contrastile.offload import free_memory, numbered, settle, stream
+from contrastile.reach import begin_random
 
 GROUP = "/sys/fs/cgroup/memory"
 
@@ -18,6 +20,17 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch):
     assert numbered(torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert numbered("cpu") == torch.device("cpu")
     assert numbered("meta") == torch.device("meta")
+
+
+def test_a_kind_of_which_there_is_one_needs_no_number_and_no_streams(monkeypatch):
+    """As torch.mps is: it draws, and it can be waited for."""
+    asked = []
+    alone = SimpleNamespace(manual_seed=asked.append, synchronize=lambda: asked.append("waited"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: alone)
+    assert numbered("mps") == torch.device("mps", 0)
+    settle(torch.device("mps", 0))
+    begin_random(torch.device("mps", 0), 7)
+    assert asked == ["waited", 7]
 
 
 def test_where_every_graph_was_kept_nothing_travels():

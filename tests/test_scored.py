@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -108,6 +109,25 @@ def test_only_what_is_asked_for_gets_a_gradient(wanted: str) -> None:
     loss = by_tiles(problem, module, rows, cols, named)
     assert loss.requires_grad == bool(asked)
     assert same(gradients(loss, asked) if asked else [], truth)
+
+
+@pytest.mark.parametrize("loss", [Softmax(symmetric=True), Sigmoid()], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_grad_mode_there_is_a_loss_and_nothing_more(kind: str, loss: Any) -> None:
+    """As in a validation: what wants gradients otherwise gets none."""
+    problem = PROBLEMS["clip"](9, 9)
+    module, (rows, cols) = scorer(kind, False), sides(kind, problem)
+    truth = contrast(rows, cols, scorer=module, loss=loss, bias=-1.0)
+    assert truth.requires_grad
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = contrast(rows, cols, scorer=module, loss=loss, bias=-1.0)
+        assert not found.requires_grad
+        assert distance(found, truth.detach()) <= 1e-15
+    # a cross-encoder on raw inputs, fresh: nothing was measured before
+    module, raw = scorer("bilinear", True), torch.ones(4, 6, dtype=torch.float64)
+    with torch.no_grad():
+        assert contrast(raw, raw, scorer=module).item() == pytest.approx(math.log(4))
 
 
 def test_a_parameter_that_no_pair_reaches_has_no_gradient() -> None:
@@ -338,8 +358,8 @@ def _x(n: int = 5) -> Tensor:
 
 
 SENTENCES = {
-    "`scorer` must be a module of its own; got builtin_function_or_method. Derive it from torch.nn.Module.": lambda: (
-        contrast(_x(), _x(), scorer=torch.mm)
+    "`scorer` must be a module; got builtin_function_or_method. Derive it from torch.nn.Module.": lambda: contrast(
+        _x(), _x(), scorer=torch.mm
     ),
     "`scorer` must return a tensor [2, 3] for 2 rows and 3 columns; got shape [2]. One score for each pair.": lambda: (
         contrast(_x(), _x(), scorer=Odd(lambda rows, _: rows.sum(1)))
@@ -359,6 +379,8 @@ SENTENCES = {
     "mode.": lambda: contrast(_x(), _x(), scorer=Counting()),
     "`scorer` must treat pairs one by one; got Averaging, which changes a buffer when it runs. Put it in eval "
     "mode.": lambda: contrast(_x(), _x(), scorer=Averaging()),
+    "`k` must be left as it is by the scorer; got one of shape [3, 4] that it writes over. Clone it there, or work out "
+    "of place.": lambda: contrast(_x(), _x(), scorer=Odd(lambda rows, cols: rows @ cols.mul_(2).T)),
     "`q` must have rows of 5 features, as the scorer reads them; got shape [2, 4]. Project one side first.": lambda: (
         contrast(_x(), _x(), scorer=Bilinear(5, 4))
     ),

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from gradient_table import shard
 from problems import Problem, distance
 from ranks import Pool
 from scored import KINDS, PROBLEMS, by_tiles, gradients, leaves, numbers, scorer, sides
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from contrastile import contrast, encode
+from contrastile import _scored, comm, contrast, encode
+from contrastile.losses import Sigmoid
 from contrastile.scorers import Bilinear, PairMLP
 
 EXCHANGES = ["replicate", "gather", "ring"]
@@ -127,20 +132,59 @@ def _batch() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(12, D, generator=generator, dtype=torch.float64) for D in (5, 6))
 
 
-def _wrapped(rank: int, group: Any, exchange: str) -> list[Tensor]:
-    model = DistributedDataParallel(Model(group, exchange).double(), process_group=group)
+def _wrapped(rank: int, group: Any, exchange: str, how: str) -> list[Tensor]:
+    model: Any = Model(group, exchange).double()
+    model = shard(model, group) if how == "FSDP2" else DistributedDataParallel(model, process_group=group)
     images, texts = (x.split([5, 3, 4])[rank] for x in _batch())
     model(images, texts).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("how", ["DistributedDataParallel", "FSDP2"])
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
-def test_under_a_wrapper_every_rank_has_the_gradient_of_one_process(pool: Pool, exchange: str) -> None:
+def test_under_a_wrapper_every_rank_has_the_gradient_of_one_process(pool: Pool, exchange: str, how: str) -> None:
     whole = Model(None, "single").double()
     whole(*_batch()).backward()
-    for answer in pool.run(_wrapped, 3, exchange):
+    for answer in pool.run(_wrapped, 3, exchange, how):
         for (name, parameter), gradient in zip(whole.named_parameters(), answer, strict=True):
             assert _close(gradient, parameter.grad), name
+
+
+def _slopes(rank: int, group: Any, exchange: str, name: str) -> list[tuple[float, float]]:
+    """For each parameter, along one direction: the gradient's slope, and that of the loss with the same numbers."""
+    model = Model(group, exchange).double()
+    model.scorer.dropout.p = 0.4
+    images, texts = (x.split([5, 0, 7])[rank] for x in _batch())
+
+    def loss() -> Tensor:
+        torch.manual_seed(10 + rank)
+        # tiles of two rows and columns: many to be drawn again
+        with mock.patch.object(_scored, "fitting_side", return_value=2):
+            features = encode(model.image, images, sub_batch=2), encode(model.text, texts, sub_batch=3)
+            how = {"loss": Sigmoid(), "bias": -1.0} if name == "sigmoid" else {}
+            return contrast(*features, scorer=model.scorer, scale=2.0, group=group, exchange=exchange, **how)
+
+    loss().backward()
+    slopes, step = [], 1e-6
+    for parameter in model.parameters():
+        gradient = comm.total(parameter.grad, group) / 3
+        direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=parameter.dtype)
+        with torch.no_grad():
+            parameter += step * direction
+            above = loss()
+            parameter -= 2 * step * direction
+            below = loss()
+            parameter += step * direction
+        slopes.append((float((gradient * direction).sum()), float(above - below) / (2 * step)))
+    return slopes
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_dropout_is_replayed_on_every_rank(pool: Pool, exchange: str, name: str) -> None:
+    for slopes in pool.run(_slopes, 3, exchange, name):
+        assert all(found == pytest.approx(true, abs=1e-7) for found, true in slopes)
+        assert max(abs(true) for _, true in slopes) > 1e-2
 
 
 def _sentence(rank: int, group: Any, kind: str) -> str:
@@ -152,6 +196,8 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
         module, how = PairMLP(4, 4, hidden=3, dropout=0.5), {"exchange": "replicate"}
     if kind == "wrapped":
         module = DistributedDataParallel(module, process_group=group)
+    if kind == "sharded":
+        module = nn.Sequential(fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu")))
     try:
         contrast(q, q, scorer=module, group=group, **how)
     except ValueError as error:
@@ -176,6 +222,11 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
             "wrapped",
             "rank 0: `scorer` must be a module of its own; got DistributedDataParallel. Wrap the model that holds the "
             "scorer and calls `contrast` in its forward.",
+        ),
+        (
+            "sharded",
+            "rank 0: `scorer` must be a module of its own; got FSDPBilinear. Wrap the model that holds the scorer and "
+            "calls `contrast` in its forward.",
         ),
     ],
 )

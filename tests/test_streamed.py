@@ -131,6 +131,9 @@ SENTENCES = {
     "`device` must be left out with a scorer; got 'meta'. Move the features there.": lambda: contrast(
         _x(), _x(), scorer=Bilinear(4, 4), device="meta"
     ),
+    "`device` must be on this machine; got 'ideep'. Leave it out to compute where the features are.": lambda: ClipLoss(
+        device="ideep"
+    )(_x(), _x(), 1.0),
     "`device` must be on this machine; got 'cuda:0'. Leave it out to compute where the features are.": lambda: ClipLoss(
         device="cuda:0"
     )(_x() / 2, _x() / 2, 1.0),

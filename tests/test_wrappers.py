@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint_sequential
 
-from contrastile import comm, encode, fitting, wrappers
+from contrastile import comm, encode, wrappers
 
 STEPS = 3
 
@@ -390,74 +390,6 @@ def _hybrid(rank: int, group: Any) -> None:
 
 def test_hybrid_sharding(pool: Pool) -> None:
     pool.check(_hybrid, 4)
-
-
-class _Overflow(torch.autograd.Function):
-    """Runs out of memory on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("no room")
-
-
-class Limited(nn.Module):
-    """Has room for some rows, and finds out after its first block, or when that is back-propagated."""
-
-    def __init__(self, room: int, where: str) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.blocks = nn.ModuleList(nn.Linear(D_IN, D_IN) for _ in range(3)).double()
-        self.room, self.where = room, where
-        self.sizes: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.sizes.append(len(x))
-        x = self.blocks[0](x).tanh()
-        if len(x) > self.room:
-            if self.where == "forward":
-                raise torch.OutOfMemoryError("no room")
-            x = _Overflow.apply(x)
-        return self.blocks[2](self.blocks[1](x).tanh())
-
-
-def _one_runs_out_of_memory(rank: int, group: Any, how: str, where: str) -> None:
-    """All take the size that fits on the rank with the least room, and none waits for another."""
-    mine = torch.randn(3, 12, D_IN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))[rank]
-    tower = Limited(3 if rank == 1 else 100, where)
-    plain = Limited(100, where)
-    plain(mine).square().sum().backward()
-    truth = {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
-    for gradient in truth.values():
-        dist.all_reduce(gradient, group=group)
-        gradient /= 3
-    wrapped: Any = DistributedDataParallel(tower, process_group=group)
-    if how == "FSDP2":
-        wrapped = _shard_blocks(Limited(tower.room, where), group)
-        tower = wrapped
-    tries, fitting.tries = fitting.tries, lambda _: True
-    try:
-        for _ in range(2):
-            tower.zero_grad()
-            tower.sizes.clear()
-            encode(wrapped, mine, sub_batch="auto").square().sum().backward()
-            _compare({name.removeprefix("module."): g for name, g in _found(wrapped).items()}, truth)
-            # 12, 6, 3 on the way back; forward the first look at 8, and 4, had to end at 2
-            last = [2] * 12 if where == "forward" else [3] * 8
-            assert tower.sizes[-len(last) :] == last
-    finally:
-        fitting.tries = tries
-    # in the last step nobody looked again
-    assert tower.sizes == last
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("how", ["DistributedDataParallel", "FSDP2"])
-def test_a_rank_that_runs_out_of_memory_speaks_for_all(pool: Pool, how: str, where: str) -> None:
-    pool.check(_one_runs_out_of_memory, 3, how, where)
 
 
 def _sentences(rank: int, group: Any) -> dict[str, str]:

@@ -37,6 +37,7 @@ from contrastile.reach import (
     graph_leaves,
     has_other_path,
     refusing_batch_norm,
+    refusing_changes,
     refusing_state,
     silent,
 )
@@ -112,10 +113,12 @@ class Scorer:
     @classmethod
     def of(cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]]) -> Scorer:
         """Looks at the module with a trial on a few pairs; random numbers stay as they were."""
-        if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
+        if not isinstance(module, nn.Module):
+            raise wrong("scorer", "be a module", type(module).__name__, "Derive it from torch.nn.Module.")
+        wrapped = next(filter(_is_wrapped, module.modules()), None)
+        if wrapped is not None:
             remedy = "Wrap the model that holds the scorer and calls `contrast` in its forward."
-            remedy = remedy if isinstance(module, nn.Module) else "Derive it from torch.nn.Module."
-            raise wrong("scorer", "be a module of its own", type(module).__name__, remedy)
+            raise wrong("scorer", "be a module of its own", type(wrapped).__name__, remedy)
         parameters = tuple(p for p in module.parameters() if p.requires_grad) if torch.is_grad_enabled() else ()
         device = rows[1][0].device
         modules = list(module.modules())
@@ -124,7 +127,7 @@ class Scorer:
         few = [
             Side(first, others=tuple(others))
             for tensors, n in zip((rows[1], cols[1]), PROBE, strict=True)
-            for first, *others in [[x[:n] if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]]
+            for first, *others in [[_few(x, n) for x in tensors]]
         ]
         before = RandomState.capture(device)
         try:
@@ -132,6 +135,8 @@ class Scorer:
                 as_written(),
                 refusing_batch_norm(modules, "scorer"),
                 refusing_state(modules, "scorer", "pairs"),
+                refusing_changes(few[0].leaves, "q", "scorer"),
+                refusing_changes(few[1].leaves, "k", "scorer"),
             ):
                 scores, leaves = blind.with_graph(*few)
             drawn = not before.same(RandomState.capture(device))
@@ -149,12 +154,18 @@ class Scorer:
             raise wrong("scorer", rule, got, "One score for each pair.")
         if not scores.is_floating_point():
             raise wrong("scorer", "return floating point", scores.dtype, "Convert it with .float().")
-        known = {id(x) for x in [*leaves, *self.parameters]}
+        # also those that want no gradient now
+        known = {id(x) for x in [*leaves, *self.module.parameters()]}
         for leaf in graph_leaves([scores]):
             if id(leaf) not in known:
                 got = f"one of shape {list(leaf.shape)} elsewhere"
                 remedy = "Register what holds them as a submodule, or pass the tensor with the features."
                 raise wrong("scorer", "own every parameter that it uses", got, remedy)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything will be back-propagated."""
+        return any((*self.rows.wanted, *self.cols.wanted, len(self.parameters)))
 
     def __call__(self, rows: Side, cols: Side) -> Tensor:
         """The scores [I, J] of a tile, with whatever graph the surroundings ask for."""
@@ -174,6 +185,17 @@ class Scorer:
         with torch.enable_grad():
             scores = self(*sides)
         return scores, [*self.rows.asked(sides[0].leaves), *self.cols.asked(sides[1].leaves)]
+
+
+def _few(x: Tensor, n: int) -> Tensor:
+    """The first rows of a feature, for a trial: a scorer that writes over them spoils nothing."""
+    return x.detach()[:n].clone() if len(x) else x.new_zeros((n, *x.shape[1:]))
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether it exchanges something among ranks for every tile: data-parallel wrappers do, and FSDP's modules."""
+    marks = ("_get_fsdp_state", "_fsdp_wrapped_module")
+    return isinstance(module, DistributedDataParallel) or any(hasattr(module, mark) for mark in marks)
 
 
 @dataclass(frozen=True)
@@ -258,14 +280,10 @@ class Scored(Eager):
     def _tile(self, rows: Side, cols: Side, room: Tensor) -> Tile:
         del room
         self._begin(rows, cols)
-        if self.scorer.other_path and self._wanted():
+        if self.scorer.other_path and self.scorer.wanted:
             return self._scaled(self.scorer.with_graph(rows, cols)[0], rows, cols)
         with torch.no_grad():
             return self._scaled(self.scorer(rows, cols), rows, cols)
-
-    def _wanted(self) -> bool:
-        """Whether anything will be back-propagated."""
-        return any((*self.scorer.rows.wanted, *self.scorer.cols.wanted, len(self.scorer.parameters)))
 
     def _scaled(self, scores: Tensor, rows: Side, cols: Side) -> Tile:
         return self._marked(scores.detach().to(self.scale.dtype) * self.scale, rows, cols)
@@ -335,6 +353,10 @@ def _bytes(scorer: Scorer, rows: Side, cols: Side, side: int) -> int:
     row_tile, col_tile = rows.narrow(0, min(side, len(rows))), cols.narrow(0, min(side, len(cols)))
 
     def run() -> None:
+        if not scorer.wanted:
+            with torch.no_grad():
+                scorer(row_tile, col_tile)
+            return
         scores, leaves = scorer.with_graph(row_tile, col_tile)
         if scores.requires_grad:
             wanted = [*leaves, *scorer.parameters]
