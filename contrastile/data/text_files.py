@@ -10,6 +10,7 @@ negatives. A folder is in BEIR's format. What cannot be used is counted by its r
 from __future__ import annotations
 
 import ast
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from contrastile.data.corpora import BEIR_CORPUS, first, read_corpus
 from contrastile.data.entries import Entry, Tally, Unusable, read_entries, reading, text_of
 from contrastile.data.pairs import Indices, ProgressFactory, silent
 from contrastile.data.texts import Gathering, Passage, Query, TextSet, sorted_rows, split_by_lot
+
+logger = logging.getLogger("contrastile")
 
 # columns of a table of pairs that are no texts
 NUMBERS = {"label", "labels", "score", "scores"}
@@ -196,7 +199,11 @@ def _texts(value: Any) -> tuple[str, ...]:
 def open_beir(
     folder: Path, *, bad_rows: float, allowed_by: str = "data.bad_rows", progress: ProgressFactory
 ) -> TextSet:
-    """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name."""
+    """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name.
+
+    A passage of a question's own id is that question (ArguAna, Quora), and no result of it, as in BEIR's evaluation;
+    unless it is judged to be right.
+    """
     judged = sorted((folder / "qrels").glob("*.tsv"))
     missing = [name for name in (BEIR_CORPUS, "queries.jsonl") if not (folder / name).is_file()]
     if missing or not judged:
@@ -212,6 +219,9 @@ def open_beir(
             start = len(queries)
             queries.extend(_judged(path, texts, rows, tally))
             splits[path.stem] = np.arange(start, len(queries))
+    if count := sum(query.itself is not None for query in queries):
+        said = "%s: %d of %d questions have a passage's id, which is taken for the question itself: no result of it"
+        logger.warning(said, folder, count, len(queries))
     return TextSet(passages, queries, splits, tally.close(folder, bad_rows, allowed_by=allowed_by))
 
 
@@ -246,8 +256,10 @@ def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], tally: Tall
                 right[rows[passage]] = grade
     for query, right in grades.items():
         if right:
-            plain = all(grade == 1 for grade in right.values())
-            yield Query(query, texts[query], tuple(right), () if plain else tuple(right.values()))
+            grades_of = () if set(right.values()) == {1} else tuple(right.values())
+            itself = rows.get(query)
+            itself = None if itself in right else itself
+            yield Query(query, texts[query], tuple(right), grades_of, itself=itself)
 
 
 def _judgement(entry: Entry) -> tuple[str, str, int]:

@@ -37,7 +37,8 @@ class Passage:
 class Query:
     """A question. `positives`, `negatives`: rows of passages that are right, and that only look so.
 
-    `grades`: how right each positive is; 1 each where empty. `answers`: texts that a right passage contains.
+    `grades`: how right each positive is; 1 each where empty. `answers`: texts that a right passage contains. `itself`:
+    the row of the question's own text among the passages, which is no result of it and no negative.
     """
 
     id: str
@@ -46,6 +47,8 @@ class Query:
     grades: tuple[int, ...] = ()
     negatives: tuple[int, ...] = ()
     answers: tuple[str, ...] = ()
+    # follows from the ids, which a digest knows
+    itself: int | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ def write_texts(folder: Path, texts: TextSet) -> None:
 
 
 def _filled(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entries.items() if value not in ("", ())}
+    return {key: value for key, value in entries.items() if value not in ("", (), None)}
 
 
 def read_texts(folder: Path) -> TextSet:
