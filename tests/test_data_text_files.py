@@ -282,6 +282,60 @@ def test_a_share_is_held_out_or_a_file_of_its_own(tmp_path):
     assert 3 not in given.splits["train"]
 
 
+def test_the_same_id_is_one_passage_with_its_first_text(tmp_path, caplog):
+    """What a corpus, a positive and a hard negative call by one id is no negative of itself."""
+    lines(tmp_path / "more.jsonl", [{"_id": "7", "text": "born in Ulm"}, {"_id": "8", "text": "something else"}])
+    entries = [
+        {"question": "where?", "positive_ctxs": [{"passage_id": 7, "text": "born in  Ulm."}], "hard_negative_ctxs": []},
+        {
+            "question": "who?",
+            "positive_ctxs": [{"passage_id": "9", "text": "me"}],
+            "hard_negative_ctxs": [{"passage_id": "7", "text": "Born in Ulm"}, {"text": "without an id"}],
+        },
+        # the text of 8 under another id, and that id again
+        {
+            "question": "what?",
+            "positive_ctxs": [{"passage_id": "10", "text": "something else"}, {"passage_id": "10", "text": "more"}],
+            "hard_negative_ctxs": [],
+        },
+    ]
+    lines(tmp_path / "x.jsonl", entries)
+    texts = opened(tmp_path, "x.jsonl", corpus=str(tmp_path / "more.jsonl"))
+    assert [passage.text for passage in texts.passages] == ["born in Ulm", "something else", "me", "without an id"]
+    assert [(query.positives, query.negatives) for query in texts.queries] == [((0,), ()), ((2,), (0, 3)), ((1,), ())]
+    said = "{0}: texts whose id another one has: 3, the first at {0}:1; they are one passage, with the first text"
+    assert caplog.messages == [said.format(tmp_path / "x.jsonl")]
+
+
+def test_ids_that_count_within_a_question_are_refused(tmp_path):
+    entries = [
+        {
+            "question": f"q{n}",
+            "positive_ctxs": [{"id": 0, "text": f"p{n}"}],
+            "hard_negative_ctxs": [{"id": 1, "text": f"n{n}"}],
+        }
+        for n in range(3)
+    ]
+    lines(tmp_path / "x.jsonl", entries)
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path, "x.jsonl")
+    said = (
+        "`source` must have ids that are one passage each ({0}); got 2 ids for 6 texts, another text the first time at "
+        "{0}:2. Leave out ids that count within a question."
+    )
+    assert str(caught.value) == said.format(tmp_path / "x.jsonl")
+
+
+def test_an_id_may_be_0_and_none_is_no_id(tmp_path):
+    entries = [
+        {"query_id": None, "query": f"q{n}", "positive_passages": [{"docid": n, "text": f"p{n}"}]} for n in range(2)
+    ]
+    lines(tmp_path / "x.jsonl", entries)
+    texts = opened(tmp_path, "x.jsonl")
+    assert [passage.id for passage in texts.passages] == ["0", "1"]
+    assert [query.id for query in texts.queries] == ["q0", "q1"]
+
+
 def beir(folder, judgements):
     (folder / "qrels").mkdir(parents=True)
     lines(folder / "corpus.jsonl", [{"_id": f"d{n}", "title": f"t{n}", "text": f"p{n}"} for n in range(3)])

@@ -387,6 +387,14 @@ def test_weights_of_another_model_are_told_by_name(tmp_path):
     )
 
 
+def test_weights_of_a_file_in_half_precision_become_float32():
+    model = nn.Linear(3, 2)
+    half = {name: weight.detach().bfloat16() for name, weight in model.state_dict().items()}
+    weights.put_into(model, half, "w.pt")
+    assert model.weight.dtype == model.bias.dtype == torch.float32
+    assert torch.equal(model.weight, half["weight"].float())
+
+
 # --- recipes
 
 

@@ -167,6 +167,40 @@ def test_a_saved_vision_model_keeps_its_weights(tokenizer, tmp_path):
         assert torch.equal(state[f"image.tower.model.{name}"], weight)
 
 
+def dtypes(model):
+    return {weight.dtype for weight in model.state_dict().values() if weight.is_floating_point()}
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_weights_that_a_folder_has_in_half_precision_are_trained_in_float32(tokenizer, tmp_path, half):
+    from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, ViTConfig, ViTModel
+
+    described = {key: value for key, value in CLIP["config"].items() if key != "model_type"}
+    models = {
+        "image": ViTModel(ViTConfig(image_size=32, num_channels=1, patch_size=8, **TINY)),
+        "text": BertModel(BertConfig(vocab_size=40, **TINY)),
+        "both": CLIPModel(CLIPConfig(**described)),
+    }
+    towers = {}
+    for side, saved in models.items():
+        saved.to(half).save_pretrained(tmp_path / side)
+        towers[side] = {"kind": "transformers", "folder": str(tmp_path / side)}
+    assert json.loads((tmp_path / "text" / "config.json").read_text())["dtype"] == str(half).removeprefix("torch.")
+    separate = built(tokenizer, image=towers["image"], text=towers["text"])
+    state = separate.state_dict()
+    for side in ("image", "text"):
+        for name, weight in models[side].named_parameters():
+            assert torch.equal(state[f"{side}.tower.model.{name}"], weight.float())
+    for model in (separate, built(tokenizer, both=towers["both"])):
+        assert dtypes(model) == {torch.float32}
+        assert dtypes(build_model(model.settings, tokenizer=tokenizer)) == {torch.float32}
+
+
+def test_a_run_that_noted_half_precision_is_built_in_float32(tokenizer):
+    noted = {**BERT["config"], "transformers_version": "5.0.0", "dtype": "bfloat16"}
+    assert dtypes(built(tokenizer, text={"kind": "transformers", "config": noted})) == {torch.float32}
+
+
 def test_what_a_folder_says_beside_is_kept_with_the_run(tokenizer, tmp_path):
     from transformers import ViTConfig, ViTModel
 
@@ -228,6 +262,14 @@ REFUSED = {
     "a key of one side of a model for both": (
         {"image": None, "text": None, "both": {"config": {"model_type": "clip", "text_config": {"zzz": 8}}}},
         "`config.text_config` must have keys that a clip_text_model reads; got zzz. Leave it out.",
+    ),
+    "weights of half precision": (
+        {"image": library(model_type="vit", dtype="bfloat16")},
+        '`config` must have weights of float32; got dtype = "bfloat16". Leave it out, and set train.precision.',
+    ),
+    "weights of half precision by the older name": (
+        {"image": library(model_type="vit", torch_dtype="float16")},
+        '`config` must have weights of float32; got torch_dtype = "float16". Leave it out, and set train.precision.',
     ),
     "sizes that do not go together": (
         {"image": library(model_type="vit", hidden_size=7)},

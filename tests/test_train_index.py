@@ -191,6 +191,18 @@ def test_an_array_of_objects_is_never_unpickled(run, tmp_path):
         Index(tmp_path / "index")
 
 
+@pytest.mark.parametrize(("value", "told"), [(1e5, "1e+05"), (float("nan"), "nan")])
+def test_features_that_half_precision_does_not_have_are_refused(run, tmp_path, monkeypatch, value, told):
+    monkeypatch.setattr(type(run), "encode_tokens", lambda *_, **__: torch.full((5, 16), value))
+    with pytest.raises(ValueError) as caught:
+        encoded(run, tmp_path / "index")
+    assert str(caught.value) == (
+        f"`features` must be numbers that float16 has, up to 65504; got {told} in shard 00000. Train with "
+        "model.normalise = true, or look at the weights."
+    )
+    assert not list((tmp_path / "index").glob("*.npy"))
+
+
 def test_encode_then_search(trained, tmp_path, capsys):
     assert main(["encode", str(trained), "--shard", "50", "--out", str(tmp_path / "index")]) == 0
     said = capsys.readouterr().out

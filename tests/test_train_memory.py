@@ -1,10 +1,11 @@
 """Memory: what autograd keeps is counted exactly, and the high-water mark moves."""
 
+import pytest
 import torch
 from torch import nn
 
 from contrastile.retention import bytes_per_example, kept_bytes
-from contrastile.train.memory import PeakMemory, dense_need
+from contrastile.train.memory import PeakMemory, Weighed, dense_need
 
 
 def test_kept_bytes_are_those_that_autograd_saves():
@@ -59,3 +60,50 @@ def test_a_new_start_forgets_the_old_peak():
     del block
     peak.start()
     assert peak.bytes() < high - (30 << 20)
+
+
+def weighed(work):
+    with Weighed(torch.device("cpu")) as balance:
+        work()
+    return balance.bytes
+
+
+def test_tensors_are_weighed_to_the_byte_at_their_highest():
+    def work():
+        first, second = torch.ones(1000), torch.ones(500)
+        del first, second
+        return torch.ones(1400)
+
+    assert weighed(work) == 6000
+    assert weighed(lambda: None) == 0
+
+
+def test_room_that_was_freed_before_does_not_hide_what_comes():
+    blocks = [torch.ones(1 << 14) for _ in range(512)]
+    del blocks
+    assert weighed(lambda: [torch.ones(1 << 14) for _ in range(256)]) == 256 * 4 << 14
+
+
+def test_what_goes_leaves_nothing_below_0():
+    held = [torch.ones(1000)]
+    assert weighed(held.clear) == 0
+    held = [torch.ones(1000)]
+    held.append(held)
+    del held
+    # the ring is let go before: it makes no room
+    assert weighed(lambda: torch.ones(300)) == 1200
+
+
+def test_gradients_are_weighed():
+    x = torch.randn(64, 64, requires_grad=True)
+    # the square, its exponential, and on the way back the gradients of both; scalars beside
+    assert 3 * 4 * 64 * 64 <= weighed(lambda: (x @ x).exp().sum().backward()) <= 4 * 4 * 64 * 64
+
+
+def test_an_error_passes_and_leaves_the_balance_free():
+    def work():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        weighed(work)
+    assert weighed(lambda: torch.ones(10)) == 40

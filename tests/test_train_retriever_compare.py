@@ -19,6 +19,7 @@ from contrastile.train.retriever.compare import compare_retriever, told, told_at
 from contrastile.train.retriever.feed import open_text_materials
 from contrastile.train.retriever.findings import Findings, Trial, Way, as_csv, tables
 from contrastile.train.retriever.job import Retrieval
+from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.retriever.updates import Speed, Update, by_length, draw_speeds, fitting_batch, time_updates
 
 MIB = 2**20
@@ -26,7 +27,7 @@ MIB = 2**20
 
 @pytest.fixture
 def four_fit(monkeypatch):
-    """So small a plain step is not to be seen in the memory of a process."""
+    """Whatever they take, four queries fit."""
     monkeypatch.setattr(compare, "fitting_batch", lambda *_: 4)
     monkeypatch.setattr(updates, "UPDATES", 1)
 
@@ -158,16 +159,16 @@ def test_mistakes_are_told(tmp_path, four_fit, words, sentence):
 
 
 class Counted:
-    """A memory that holds what the batch says."""
+    """A balance that shows what the batch says."""
 
     def __init__(self, device):
         self.device = device
 
-    def start(self):
-        return 1000
+    def __enter__(self):
+        return self
 
-    def bytes(self):
-        return 1000 + 100 * Counted.queries
+    def __exit__(self, *failure):
+        self.bytes = 100 * Counted.queries
 
 
 def test_the_largest_power_of_two_that_fits_is_found(tmp_path, monkeypatch):
@@ -180,7 +181,7 @@ def test_the_largest_power_of_two_that_fits_is_found(tmp_path, monkeypatch):
         assert len(parts) == 1
         return real(job, optimizer, parts)
 
-    monkeypatch.setattr(updates, "PeakMemory", Counted)
+    monkeypatch.setattr(updates, "Weighed", Counted)
     monkeypatch.setattr(updates, "step", seen)
     monkeypatch.setattr(updates, "UPDATES", 1)
     assert fitting_batch(recipe, materials, 799) == 4
@@ -211,7 +212,41 @@ def test_an_update_is_timed_and_weighed(tmp_path):
     recipe = tiny_retriever(tmp_path)
     update = time_updates(told(recipe, Way("cached", 8, 1, 4, cached=True)), open_text_materials(recipe))
     assert 0 < update.seconds < 10
-    assert update.bytes >= 0
+    assert update.bytes > 0
+
+
+def test_an_update_weighs_the_same_whatever_was_made_before(tmp_path):
+    recipe = tiny_retriever(tmp_path, "model.both.width=256")
+    materials = open_text_materials(recipe)
+
+    def weighed(name, queries, at_once):
+        return time_updates(told(recipe, Way(name, queries, 1, at_once, name == "cached")), materials).bytes
+
+    plain, small, cached, again = (
+        weighed("plain", 32, 32), weighed("plain", 4, 4), weighed("cached", 32, 4), weighed("plain", 32, 32)
+    )  # fmt: skip
+    assert plain == again
+    model = build_retriever_run(recipe, materials.tokenizer).model
+    # gradients, and both of AdamW's averages
+    assert 3 * sum(4 * weight.numel() for weight in model.parameters()) < small < plain
+    assert small < cached
+
+
+def test_what_an_optimizer_keeps_is_weighed_where_there_is_time_for_one_update_only(tmp_path, monkeypatch):
+    recipe = tiny_retriever(tmp_path, "model.both.width=256")
+    way, materials = told(recipe, Way("plain", 8, 1, 8, cached=False)), open_text_materials(recipe)
+    rows = by_length(materials)[:8]
+    several = time_updates(way, materials, rows).bytes
+    monkeypatch.setattr(updates, "SECONDS", 0.0)
+    assert time_updates(way, materials, rows).bytes == several
+
+
+def test_an_update_leaves_the_terminal_alone(tmp_path, capfd):
+    recipe = tiny_retriever(tmp_path)
+    materials = open_text_materials(recipe)
+    capfd.readouterr()
+    time_updates(told(recipe, Way("cached", 8, 1, 4, cached=True)), materials)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_update_counts_when_it_is_made_again(tmp_path, monkeypatch):
@@ -228,8 +263,10 @@ def test_an_update_counts_when_it_is_made_again(tmp_path, monkeypatch):
     recipe = tiny_retriever(tmp_path)
     update = time_updates(told(recipe, Way("cached", 8, 1, 4, cached=True)), open_text_materials(recipe))
     assert update.seconds == pytest.approx(0.02)
-    assert made[:6] == made[6:]
-    assert len({tuple(rows) for _, rows in made}) == 6
+    # before them one of a single query, for what the optimizer keeps
+    assert len(made[0][1]) == 1
+    assert made[1:7] == made[7:]
+    assert len({tuple(rows) for _, rows in made[1:]}) == 6
 
 
 def test_a_failed_trial_is_counted_and_told(tmp_path):

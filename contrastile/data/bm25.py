@@ -77,8 +77,9 @@ def _library() -> ModuleType:
 def with_mined_negatives(texts: TextSet, count: int, *, progress: ProgressFactory = silent) -> TextSet:
     """`texts` with up to `count` hard negatives for each training query that has none.
 
-    They are the passages that BM25 ranks first and that are neither positives, nor the same text as one, nor contain
-    an answer. Only passages that training shows anyway are candidates: those of held-out queries stay unseen.
+    They are the passages that BM25 ranks first and that are neither positives, nor the same text as one, nor the query
+    itself, nor contain an answer. Only passages that training shows anyway are candidates: those of held-out queries
+    stay unseen.
     """
     train = [row for row in texts.splits["train"].tolist() if not texts.queries[row].negatives]
     unseen = {
@@ -106,7 +107,7 @@ def _wrong_ones(query: Query, ranked: Iterable[int], passages: Sequence[Passage]
     chosen: list[int] = []
     for row in ranked:
         text = passages[row].text
-        if text not in right and not any(answer in text.lower() for answer in answers):
+        if row != query.itself and text not in right and not any(answer in text.lower() for answer in answers):
             chosen.append(row)
         if len(chosen) == count:
             break

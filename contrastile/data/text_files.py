@@ -10,6 +10,7 @@ negatives. A folder is in BEIR's format. What cannot be used is counted by its r
 from __future__ import annotations
 
 import ast
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from contrastile.data.corpora import BEIR_CORPUS, first, read_corpus
 from contrastile.data.entries import Entry, Tally, Unusable, read_entries, reading, text_of
 from contrastile.data.pairs import Indices, ProgressFactory, silent
 from contrastile.data.texts import Gathering, Passage, Query, TextSet, sorted_rows, split_by_lot
+
+logger = logging.getLogger("contrastile")
 
 # columns of a table of pairs that are no texts
 NUMBERS = {"label", "labels", "score", "scores"}
@@ -50,11 +53,12 @@ def open_text_files(
         return open_beir(source, bad_rows=bad_rows, progress=progress)
     gathering = Gathering()
     with reading([path for path in (source, corpus, test) if path is not None], progress) as tally:
-        read = read_corpus(corpus, tally) if corpus is not None else ()
-        by_id = {passage.id: gathering.add(passage) for passage in read}
-        train = _gathered(source, gathering, by_id, tally, answers_suffice=False)
-        tests = [] if test is None else _gathered(test, gathering, by_id, tally, answers_suffice=True)
+        for passage in read_corpus(corpus, tally) if corpus is not None else ():
+            gathering.add(passage)
+        train = _gathered(source, gathering, tally, answers_suffice=False)
+        tests = [] if test is None else _gathered(test, gathering, tally, answers_suffice=True)
     skipped = tally.close(source, bad_rows)
+    gathering.close(source)
     if len(train) < 2:
         got = f"{len(train)} that can be used"
         raise wrong("source", f"hold at least two questions ({source})", got, "One to train on, one to be held out.")
@@ -79,35 +83,34 @@ def open_questions(
     """
     gathering = Gathering()
     with reading([path for path in (source, corpus) if path is not None], progress) as tally:
-        read = read_corpus(corpus, tally) if corpus is not None else ()
-        by_id = {passage.id: gathering.add(passage) for passage in read}
-        asked = _gathered(source, gathering, by_id, tally, answers_suffice=True)
+        for passage in read_corpus(corpus, tally) if corpus is not None else ():
+            gathering.add(passage)
+        asked = _gathered(source, gathering, tally, answers_suffice=True)
     skipped = tally.close(source, bad_rows, allowed_by=allowed_by)
+    gathering.close(source)
     if not asked:
         raise wrong("source", f"hold a question ({source})", "none that can be used", "Name a file of questions.")
     splits = {"train": sorted_rows([]), "questions": sorted_rows(asked)}
     return TextSet(gathering.passages, gathering.queries, splits, skipped)
 
 
-def _gathered(
-    path: Path, gathering: Gathering, by_id: dict[str, int], tally: Tally, *, answers_suffice: bool
-) -> list[int]:
+def _gathered(path: Path, gathering: Gathering, tally: Tally, *, answers_suffice: bool) -> list[int]:
     """The rows of the queries of a file, each once."""
     rows: dict[int, None] = {}
     for line, entry in read_entries(path, tally):
         try:
-            rows[_gather(interpret(entry), gathering, by_id, answers_suffice, f"{path}:{line}")] = None
+            rows[_gather(interpret(entry), gathering, answers_suffice, f"{path}:{line}")] = None
         except Unusable as reason:
             tally.skip(str(reason), path, line)
     return list(rows)
 
 
-def _gather(row: Row, gathering: Gathering, by_id: dict[str, int], answers_suffice: bool, place: str) -> int:
+def _gather(row: Row, gathering: Gathering, answers_suffice: bool, place: str) -> int:
     if not row.question.strip():
         raise Unusable("empty question")
     positives, negatives = (
         [
-            *(by_id[identity] for identity in identities if identity in by_id),
+            *(known for identity in identities if (known := gathering.called(identity)) is not None),
             *(
                 gathering.add(Passage(identity, text, title, place))
                 for identity, title, text in passages
@@ -133,10 +136,10 @@ def interpret(entry: Entry) -> Row:
     if "positive_passages" in entry:
         positives, negatives = _contexts(entry["positive_passages"]), _contexts(entry.get("negative_passages"))
         answers = _texts(entry.get("answers"))
-        return Row(text_of(question), positives, negatives, answers=answers, id=str(entry.get("query_id", "")))
+        return Row(text_of(question), positives, negatives, answers=answers, id=_id(entry.get("query_id")))
     if "positive_document_ids" in entry:
         ids = [[str(one) for one in entry.get(f"{side}_document_ids") or ()] for side in ("positive", "negative")]
-        return Row(text_of(question), positive_ids=ids[0], negative_ids=ids[1], id=str(entry.get("query_id", "")))
+        return Row(text_of(question), positive_ids=ids[0], negative_ids=ids[1], id=_id(entry.get("query_id")))
     if "pos" in entry:
         return Row(text_of(question), _plain(_texts(entry["pos"])), _plain(_texts(entry.get("neg"))))
     return _columns(entry)
@@ -178,9 +181,14 @@ def _contexts(entries: Any) -> list[tuple[str, str, str]]:
         raise Unusable("passages that are no objects")
     names = ("passage_id", "psg_id", "docid", "id", "_id")
     return [
-        (str(first(entry, names) or ""), text_of(entry.get("title") or ""), text_of(entry.get("text")))
+        (_id(first(entry, names)), text_of(entry.get("title") or ""), text_of(entry.get("text")))
         for entry in entries or ()
     ]
+
+
+def _id(value: object) -> str:
+    """An id as a text, "" where there is none; 0 is one."""
+    return "" if value is None else str(value)
 
 
 def _plain(texts: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -196,7 +204,11 @@ def _texts(value: Any) -> tuple[str, ...]:
 def open_beir(
     folder: Path, *, bad_rows: float, allowed_by: str = "data.bad_rows", progress: ProgressFactory
 ) -> TextSet:
-    """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name."""
+    """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name.
+
+    A passage of a question's own id is that question (ArguAna, Quora), and no result of it, as in BEIR's evaluation;
+    unless it is judged to be right.
+    """
     judged = sorted((folder / "qrels").glob("*.tsv"))
     missing = [name for name in (BEIR_CORPUS, "queries.jsonl") if not (folder / name).is_file()]
     if missing or not judged:
@@ -212,6 +224,9 @@ def open_beir(
             start = len(queries)
             queries.extend(_judged(path, texts, rows, tally))
             splits[path.stem] = np.arange(start, len(queries))
+    if count := sum(query.itself is not None for query in queries):
+        said = "%s: %d of %d questions have a passage's id, which is taken for the question itself: no result of it"
+        logger.warning(said, folder, count, len(queries))
     return TextSet(passages, queries, splits, tally.close(folder, bad_rows, allowed_by=allowed_by))
 
 
@@ -246,8 +261,10 @@ def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], tally: Tall
                 right[rows[passage]] = grade
     for query, right in grades.items():
         if right:
-            plain = all(grade == 1 for grade in right.values())
-            yield Query(query, texts[query], tuple(right), () if plain else tuple(right.values()))
+            grades_of = () if set(right.values()) == {1} else tuple(right.values())
+            itself = rows.get(query)
+            itself = None if itself in right else itself
+            yield Query(query, texts[query], tuple(right), grades_of, itself=itself)
 
 
 def _judgement(entry: Entry) -> tuple[str, str, int]:

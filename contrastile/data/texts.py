@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ import numpy as np
 from contrastile._check import wrong
 from contrastile.data.cache import write_text
 from contrastile.data.pairs import Indices, ProgressFactory, lot, silent
+
+logger = logging.getLogger("contrastile")
 
 PASSAGES, QUERIES, SPLITS = "passages.jsonl", "queries.jsonl", "splits.json"
 FILES = (PASSAGES, QUERIES, SPLITS)
@@ -37,7 +40,8 @@ class Passage:
 class Query:
     """A question. `positives`, `negatives`: rows of passages that are right, and that only look so.
 
-    `grades`: how right each positive is; 1 each where empty. `answers`: texts that a right passage contains.
+    `grades`: how right each positive is; 1 each where empty. `answers`: texts that a right passage contains. `itself`:
+    the row of the question's own text among the passages, which is no result of it and no negative.
     """
 
     id: str
@@ -46,6 +50,8 @@ class Query:
     grades: tuple[int, ...] = ()
     negatives: tuple[int, ...] = ()
     answers: tuple[str, ...] = ()
+    # follows from the ids, which a digest knows
+    itself: int | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -114,21 +120,46 @@ def open_texts(
 
 
 class Gathering:
-    """Passages and queries as they come in: the same text becomes one passage, the same question one query."""
+    """Passages and queries as they come in: the same text, or id, becomes one passage, the same question one query."""
 
     def __init__(self) -> None:
         self.passages: list[Passage] = []
         self.queries: list[Query] = []
         self._passage_rows: dict[bytes, int] = {}
+        self._id_rows: dict[str, int] = {}
         self._query_rows: dict[str, int] = {}
+        # texts that came under an id which another text has, and where the first of them stands
+        self._others, self._first = 0, ""
 
     def add(self, passage: Passage) -> int:
-        """The row of the passage with this title and text; without an id it is called by its hash."""
+        """The row of the passage with this title and text, or id; without an id it is called by its hash."""
         digest = text_digest(passage)
-        row = self._passage_rows.setdefault(digest, len(self.passages))
-        if row == len(self.passages):
-            self.passages.append(passage if passage.id else replace(passage, id=digest.hex()))
+        if digest not in self._passage_rows:
+            row = self._id_rows.get(passage.id, len(self.passages))
+            if row < len(self.passages):
+                self._others, self._first = self._others + 1, self._first or passage.source
+            else:
+                self.passages.append(passage if passage.id else replace(passage, id=digest.hex()))
+            self._passage_rows[digest] = row
+        row = self._passage_rows[digest]
+        if passage.id:
+            self._id_rows.setdefault(passage.id, row)
         return row
+
+    def called(self, identity: str) -> int | None:
+        """The row of the passage with this id."""
+        return self._id_rows.get(identity)
+
+    def close(self, source: Path) -> None:
+        """Says of how many ids the first text was taken; an error where they cannot be ids at all."""
+        ids = len(self._id_rows)
+        if self._others > ids:
+            got = f"{ids:,} ids for {ids + self._others:,} texts, another text the first time at {self._first}"
+            remedy = "Leave out ids that count within a question."
+            raise wrong("source", f"have ids that are one passage each ({source})", got, remedy)
+        if self._others:
+            said = "%s: texts whose id another one has: %d, the first at %s; they are one passage, with the first text"
+            logger.warning(said, source, self._others, self._first)
 
     def query(self, query: Query) -> int:
         """The row of the query with this text; what is known of it already is joined with what comes."""
@@ -178,7 +209,7 @@ def write_texts(folder: Path, texts: TextSet) -> None:
 
 
 def _filled(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entries.items() if value not in ("", ())}
+    return {key: value for key, value in entries.items() if value not in ("", (), None)}
 
 
 def read_texts(folder: Path) -> TextSet:

@@ -23,11 +23,17 @@ from contrastile.models.text import Tokenizer
 
 # Tokens that a tower is tried with, to see how wide its features are.
 TRIAL_LENGTH = 4
+# Weights of half precision would lose small updates; what an encoder computes with is `train.precision`'s to say. So
+# whatever a folder or a configuration says, as this version of the library calls it or an older one:
+DTYPE = torch.float32
+DTYPE_NAMES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
 class Library:
     """Where a model comes from: a local `folder`, or a `config` with its `model_type`; and how its features are taken.
+
+    Its weights are float32, those of a folder in half precision too.
 
     `pooling` is one of `POOLINGS`: "mean" over the places that are no padding, "cls" the first place, "last" the last
     one that is no padding, "pooler" the model's own. `mean` and `std` are what the pixels are normalised with; a
@@ -56,7 +62,7 @@ class Library:
         from transformers import AutoConfig, AutoModel
 
         if self.folder is not None:
-            return AutoModel.from_pretrained(self.folder, local_files_only=True)
+            return AutoModel.from_pretrained(self.folder, local_files_only=True, dtype=DTYPE)
         described = {**unless_given, **(self.config or {})}
         kind = described.pop("model_type")
         with _describing(kind):
@@ -65,8 +71,9 @@ class Library:
         # or a run, says which version did, and holds what others read
         if "transformers_version" not in described:
             refuse_unknown({key: value for key, value in described.items() if key not in unless_given}, config)
+            _refuse_another_dtype(described)
         with _describing(kind):
-            return AutoModel.from_config(config)
+            return AutoModel.from_config(config, dtype=DTYPE)
 
     def normalisation(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of the pixels, one per channel or one for all."""
@@ -98,6 +105,14 @@ def refuse_unknown(told: Mapping[str, Any], config: Any, place: str = "config") 
             raise wrong(place, f"have keys that a {config.model_type} reads", key, remedy)
         if isinstance(value, Mapping) and key in getattr(config, "sub_configs", {}):
             refuse_unknown(value, getattr(config, key), f"{place}.{key}")
+
+
+def _refuse_another_dtype(told: Mapping[str, Any]) -> None:
+    """Raises ValueError where somebody asks for weights of another precision; a library's file says how it was kept."""
+    for name in DTYPE_NAMES:
+        if (got := told.get(name)) is not None and str(got).removeprefix("torch.") != "float32":
+            remedy = "Leave it out, and set train.precision."
+            raise wrong("config", "have weights of float32", f'{name} = "{got}"', remedy)
 
 
 @dataclass(frozen=True)

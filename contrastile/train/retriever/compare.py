@@ -26,7 +26,7 @@ from contrastile.train.optim import rate_factor
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.evaluation import PARTS, Answered, answer_all, evaluate, held_out
+from contrastile.train.retriever.evaluation import PARTS, Answered, answer, answer_all, evaluate, held_out
 from contrastile.train.retriever.feed import TextMaterials, open_text_materials
 from contrastile.train.retriever.findings import MEASURES, Findings, Found, Trial, Way, tables, write, write_speeds
 from contrastile.train.retriever.job import Retrieval
@@ -221,10 +221,8 @@ def trial(plan: Plan, materials: TextMaterials, folder: Path) -> Trial | int:
 
 def bm25(recipe: RetrieverRecipe, materials: TextMaterials) -> Found:
     """What BM25 finds in each part."""
-    texts, engine, answered = materials.texts, BM25(materials.texts.passages), []
-    for part, rows in held_out(texts).items():
-        scores, found = engine.search([texts.queries[row].text for row in rows.tolist()], recipe.evaluate.depth)
-        answered.append(Answered(part, "BM25", texts.passages, rows, found, scores))
+    texts, engine, depth = materials.texts, BM25(materials.texts.passages), recipe.evaluate.depth
+    answered = [answer(texts, part, "BM25", texts.passages, engine.search, depth) for part in held_out(texts)]
     return measured(recipe, materials, answered)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from contrastile._wrong import wrong
 from contrastile.data.bm25 import BM25
 from contrastile.data.pairs import Indices
-from contrastile.data.texts import Passage, TextSet
+from contrastile.data.texts import Passage, Query, TextSet
 from contrastile.evaluate.answers import answer_hits
 from contrastile.evaluate.ranking import means, measure
 from contrastile.evaluate.retrieval import recall
@@ -55,7 +56,10 @@ class Searchable(Passages, Protocol):
 
 @dataclass(frozen=True)
 class Answered:
-    """A part's queries (rows of the set) with what was found for each in `passages`: rows and scores `[n, depth]`."""
+    """A part's queries (rows of the set) with what was found for each in `passages`: rows and scores `[n, depth]`.
+
+    A row of −1 pads a ranking that is shorter than the others.
+    """
 
     part: str
     system: str
@@ -69,10 +73,19 @@ class Answered:
         """As a table calls it."""
         return f"{PARTS.get(self.part, self.part)}, {self.system}"
 
+    def ranking(self, place: int) -> list[tuple[Passage, float]]:
+        """What was found for the query at a place, the best first, with scores."""
+        found = zip(self.found[place].tolist(), self.scores[place].tolist(), strict=True)
+        return [(self.passages[row], score) for row, score in found if row >= 0]
+
 
 def held_out(texts: TextSet) -> dict[str, Indices]:
     """Every part of the set but the training's, where it has queries."""
     return {name: rows for name, rows in texts.splits.items() if name != "train" and len(rows)}
+
+
+# scores and rows of the k best passages for each of some questions, `[n, k]`
+Search = Callable[[Sequence[str], int], tuple[Any, Indices]]
 
 
 def answer_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable) -> list[Answered]:
@@ -80,24 +93,57 @@ def answer_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searcha
 
     By BM25 too, where the recipe wants it and there is no index.
     """
-    settings = run.recipe.evaluate
+    settings, parts = run.recipe.evaluate, list(held_out(texts))
     if not isinstance(passages, TokenStore):
-        answered = [_answered_by(run, texts, part, passages, passages.search) for part in held_out(texts)]
-        _check_ids(answered, texts, passages)
+        index = passages
+        answered = [answer(texts, part, "retriever", index, _by(run, index.search), settings.depth) for part in parts]
+        _check_ids(answered, texts, index)
         return answered
     features = run.encode_tokens("passage", passages, what="encoding passages")
-
-    def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return top(queries, features, k)
-
-    answered = [_answered_by(run, texts, part, texts.passages, search) for part in held_out(texts)]
+    searches = {"retriever": _by(run, lambda queries, k: top(queries, features, k))}
     if settings.bm25:
-        engine = BM25(texts.passages)
-        for part, rows in held_out(texts).items():
-            asked = [texts.queries[row].text for row in rows.tolist()]
-            scores, found = engine.search(asked, settings.depth, progress=progress)
-            answered.append(Answered(part, "BM25", texts.passages, rows, found, scores))
-    return sorted(answered, key=lambda one: list(texts.splits).index(one.part))
+        searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
+    return [
+        answer(texts, part, system, texts.passages, search, settings.depth)
+        for part in parts
+        for system, search in searches.items()
+    ]
+
+
+def _by(run: RetrieverRun, search: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Search:
+    """A search by the features of questions."""
+
+    def by_text(questions: Sequence[str], k: int) -> tuple[Any, Indices]:
+        scores, found = search(run.encode_query(questions), k)
+        return scores.cpu().numpy(), found.cpu().numpy()
+
+    return by_text
+
+
+def answer(texts: TextSet, part: str, system: str, passages: Passages, search: Search, depth: int) -> Answered:
+    """A part's queries with the `depth` best of the passages; a question's own text is not among them."""
+    rows = texts.splits[part]
+    asked = [texts.queries[row] for row in rows.tolist()]
+    # one more, where a question may find itself
+    wanted = depth + any(query.itself is not None for query in asked)
+    scores, found = search([query.text for query in asked], min(wanted, len(passages)))
+    if wanted > depth:
+        scores, found = _without_themselves(asked, passages, scores, found, depth)
+    return Answered(part, system, passages, rows, found, scores)
+
+
+def _without_themselves(
+    asked: Sequence[Query], passages: Passages, scores: Any, found: Indices, depth: int
+) -> tuple[Any, Indices]:
+    # by ids: an index has rows of its own
+    itself = np.array(
+        [
+            [query.itself is not None and passages[row].id == query.id for row in ranked]
+            for query, ranked in zip(asked, found.tolist(), strict=True)
+        ]
+    )
+    order = itself.argsort(axis=1, kind="stable")[:, :depth]
+    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(np.where(itself, -1, found), order, axis=1)
 
 
 def _check_ids(answers: Sequence[Answered], texts: TextSet, index: Passages) -> None:
@@ -113,28 +159,11 @@ def _check_ids(answers: Sequence[Answered], texts: TextSet, index: Passages) -> 
         raise wrong("--index", "hold passages that are right for a question", f"none of {len(right):,} ids", remedy)
 
 
-def _answered_by(
-    run: RetrieverRun,
-    texts: TextSet,
-    part: str,
-    passages: Passages,
-    search: Callable[[Tensor, int], tuple[Tensor, Tensor]],
-) -> Answered:
-    rows = texts.splits[part]
-    asked = run.encode_query([texts.queries[row].text for row in rows.tolist()])
-    scores, found = search(asked, min(run.recipe.evaluate.depth, len(passages)))
-    return Answered(part, "retriever", passages, rows, found.cpu().numpy(), scores.cpu().numpy())
-
-
 def run_of(answered: Answered, texts: TextSet) -> dict[str, dict[str, float]]:
-    """What was found, by ids, as run files and measures have it."""
+    """What was found, by ids, as run files and measures have it; an index may hold an id twice, and the best counts."""
     return {
-        texts.queries[row].id: {
-            answered.passages[passage].id: score for passage, score in zip(found, scores, strict=True)
-        }
-        for row, found, scores in zip(
-            answered.queries.tolist(), answered.found.tolist(), answered.scores.tolist(), strict=True
-        )
+        texts.queries[row].id: {passage.id: score for passage, score in reversed(answered.ranking(place))}
+        for place, row in enumerate(answered.queries.tolist())
     }
 
 
@@ -175,7 +204,7 @@ def _answers(recipe: RetrieverRecipe, texts: TextSet, one: Answered) -> Row:
     As in DPR's own evaluation an answer is looked for in a passage's text, not in its title.
     """
     asked = [place for place, row in enumerate(one.queries.tolist()) if texts.queries[row].answers]
-    found = [[one.passages[row].text for row in one.found[place].tolist()] for place in asked]
+    found = [[passage.text for passage, _ in one.ranking(place)] for place in asked]
     answers = [texts.queries[one.queries[place]].answers for place in asked]
     hits = answer_hits(found, answers, match=recipe.evaluate.match, ks=[k for k in KS if k <= one.found.shape[1]])
     row = _row(one, len(asked), {str(k): hit for k, hit in hits.items()}, {})

@@ -237,7 +237,7 @@ class TextFeed:
             queries=made.queries.rows(torch.tensor([drawn[place].query for place in mine], dtype=torch.int64)),
             passages=made.passages.rows(keys),
             positives=torch.tensor(padded, dtype=torch.int64).view(len(mine), widest),
-            query_ids=torch.tensor([drawn[place].positives[0] for place in mine], dtype=torch.int64),
+            query_ids=torch.tensor([self._apart(drawn[place]) for place in mine], dtype=torch.int64),
             key_ids=keys,
             whole=len(drawn),
         )
@@ -250,6 +250,11 @@ class TextFeed:
             rows = self._materials.texts.queries[one.query].positives
             known.append([row for row in dict.fromkeys(int(self._materials.same[row]) for row in rows) if row in there])
         return known
+
+    def _apart(self, one: Drawn) -> int:
+        """The passage that is no negative of a query, though nobody calls it right: the query itself, if it is one."""
+        itself = self._materials.texts.queries[one.query].itself
+        return one.positives[0] if itself is None else int(self._materials.same[itself])
 
     def parts(self, drawn: Sequence[Drawn], count: int, rank: int = 0, size: int = 1) -> list[TextBatch]:
         """At most `count` nearly equal batches, each with its own negatives only; one rank's share of each."""

@@ -160,7 +160,7 @@ encoders see no more tokens at once than in the plain step. Everything else is t
 
 Percent of queries with a right passage among the first k of all, and nDCG@10; mean ± standard deviation over {seeds}
 seed{"s" if seeds != 1 else ""}. Seconds: all updates, at the median time of one, measured alone. Memory: what an
-update adds to the weights at its peak.
+update adds to the weights at its peak, counted by torch, tensor by tensor.
 
 {tables(findings)}
 

@@ -98,13 +98,18 @@ def _write_shard(
 ) -> dict[str, Any]:
     name = f"{number:05}"
     tokens = passage_tokens(passages, run.tokenizer, run.recipe)
-    features = run.encode_tokens("passage", tokens, dimensions=dimensions, what=f"encoding shard {number + 1}")
+    encoded = run.encode_tokens("passage", tokens, dimensions=dimensions, what=f"encoding shard {number + 1}")
+    features = encoded.half().cpu()
+    if not features.isfinite().all():
+        got = f"{encoded.abs().max().item():.3g} in shard {name}"
+        remedy = "Train with model.normalise = true, or look at the weights."
+        raise wrong("features", "be numbers that float16 has, up to 65504", got, remedy)
     lines = _lines(passages)
     with place.written_whole(f"{name}.jsonl") as path:
         path.write_bytes(b"".join(lines))
     place.write_text(f"{name}.ids", "".join(json.dumps(passage.id)[1:-1] + "\n" for passage in passages))
     offsets = np.cumsum([0, *map(len, lines[:-1])], dtype=np.int64)
-    for called, array in ((f"{name}.offsets.npy", offsets), (f"{name}.npy", features.half().cpu().numpy())):
+    for called, array in ((f"{name}.offsets.npy", offsets), (f"{name}.npy", features.numpy())):
         with place.written_whole(called) as path, path.open("wb") as file:
             np.save(file, array, allow_pickle=False)
     return {

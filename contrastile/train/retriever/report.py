@@ -114,11 +114,11 @@ def asks(answered: Answered, texts: TextSet, match: str) -> Asks:
     made = []
     for place in chosen.tolist():
         query = texts.queries[answered.queries[place]]
-        found = [answered.passages[row] for row in answered.found[place].tolist()]
-        right = [is_right(passage, query, texts, match) for passage in found]
+        found = answered.ranking(place)
+        right = [is_right(passage, query, texts, match) for passage, _ in found]
         first = right.index(True) + 1 if any(right) else 0
-        shown = zip(found[:ANSWERS], answered.scores[place].tolist(), right, strict=False)
-        made.append(Ask(query.text, [_found(query, *one) for one in shown], first))
+        shown = zip(found[:ANSWERS], right, strict=False)
+        made.append(Ask(query.text, [_found(query, *one, is_one) for one, is_one in shown], first))
     title = f"What it finds: {PARTS.get(answered.part, answered.part)}"
     return Asks(title, SENTENCE.format(len(answered.passages)), made)
 

@@ -22,7 +22,7 @@ from contrastile.retention import spare_bytes
 from contrastile.train.figures import COLOURS
 from contrastile.train.log import progress
 from contrastile.train.loop import step
-from contrastile.train.memory import PeakMemory
+from contrastile.train.memory import Weighed
 from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.retriever.config import RetrieverRecipe
@@ -39,7 +39,7 @@ NAMES = ("plain", "accumulated", "cached")
 
 @dataclass(frozen=True)
 class Update:
-    """The median seconds of an update, and the bytes that it adds to the weights at its peak."""
+    """The median seconds of an update, and the bytes of tensors that it adds to the weights at its peak."""
 
     seconds: float
     bytes: int
@@ -57,31 +57,32 @@ class Speed:
 def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor | None = None) -> Update:
     """Whole updates of a recipe's first batch size, with fresh weights; always of `rows` where they are given.
 
-    All are made twice, and the second time counts: kernels are compiled for the shapes that they meet, and two updates
-    need not have equally many passages.
+    All are made twice. The first time they are weighed, and the second time counts: kernels are compiled for the shapes
+    that they meet, and two updates need not have equally many passages.
     """
     job = Retrieval(build_retriever_run(recipe, materials.tokenizer), materials)
     device, model = job.run.device, job.run.model.train()
-    memory = PeakMemory(device)
-    before = memory.start()
-    optimizer, size = build_optimizer(model, recipe.optim), recipe.train.batch[0][1]
-    drawn = Batches(job.rows, sizes=[size] * UPDATES, seed=recipe.seed) if rows is None else [rows] * UPDATES
-
-    def update(number: int, asked: Tensor) -> float:
-        began = time.perf_counter()
-        # a step reads its loss, so it waits for the device
-        step(job, optimizer, job.parts(asked, number, ALONE))
-        return time.perf_counter() - began
-
     made: list[Tensor] = []
     seconds: list[float] = []
-    for asked in drawn:
-        made.append(asked)
-        seconds.append(update(len(made), asked))
-        if sum(seconds) > SECONDS:
-            break
+    with Weighed(device) as weighed:
+        optimizer, size = build_optimizer(model, recipe.optim), recipe.train.batch[0][1]
+        drawn = Batches(job.rows, sizes=[size] * UPDATES, seed=recipe.seed) if rows is None else [rows] * UPDATES
+
+        def update(number: int, asked: Tensor) -> float:
+            began = time.perf_counter()
+            # a step reads its loss, so it waits for the device
+            step(job, optimizer, job.parts(asked, number, ALONE))
+            return time.perf_counter() - began
+
+        # what an optimizer keeps, it has after its first step: also where one update is all that there is time for
+        update(0, torch.from_numpy(job.rows[:1]))
+        for asked in drawn:
+            made.append(asked)
+            seconds.append(update(len(made), asked))
+            if sum(seconds) > SECONDS:
+                break
     seconds = [update(number, asked) for number, asked in enumerate(made, 1)]
-    return Update(statistics.median(seconds), memory.bytes() - before)
+    return Update(statistics.median(seconds), weighed.bytes)
 
 
 def fitting_batch(recipe: RetrieverRecipe, materials: TextMaterials, memory: int) -> int:
