@@ -128,6 +128,12 @@ def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool)
         raise wrong(name, f"be on the device of `{rows_name}`", f"{rows.device} and {x.device}", "Move one side first.")
 
 
+def constant(name: str, x: Tensor) -> None:
+    """Nobody waits for x's gradient, which is not computed."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise wrong(name, "not require a gradient", "some that do", "Detach them: they are taken as constants.")
+
+
 def positives(x: Tensor, q: Tensor) -> None:
     """x is [N] or [N, P] of indices into the keys, −1 where there is none."""
     if not isinstance(x, Tensor) or x.ndim not in (1, 2) or len(x) != len(q):

@@ -70,7 +70,8 @@ def contrast(
         query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count at all. With
             `negatives`, key_labels and key_ids may go on over them ([M + H]); else negatives share theirs with
             nobody.
-        weights: [N]; the loss is Σ w·loss / Σ w. In a symmetric loss they weigh the keys' direction too.
+        weights: [N]; the loss is Σ w·loss / Σ w. In a symmetric loss they weigh the keys' direction too. They are
+            constants: weights that require a gradient are refused.
         scorer: a module whose `scorer(rows, columns)` are the scores [I, J] of a block, instead of dot products:
             x_ij = scale · Φ(q_i, k_j; Ω) + bias, gradients of its parameters Ω included (Gao et al. 2021, section
             5). Then q, k and negatives are anything nested of tensors whose first axis is the batch, cut into
@@ -211,6 +212,7 @@ def _prepare(
     rows, cols = _sides(q, k, keys, positives, query_labels, key_labels, query_ids, key_ids, loss)
     if weights is not None:
         _check.vector("weights", weights, "q", q, integer=False)
+        _check.constant("weights", weights)
     return rows, cols, loss
 
 
@@ -221,15 +223,16 @@ class _Contrast(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         swept = forward(call, q, k, scale, bias)
         ctx.call = call
-        ctx.save_for_backward(q, k, scale, bias, *swept.states, *swept.coefficients)
+        ctx.save_for_backward(q, k, scale, bias, *call.groups, *swept.states, *swept.coefficients)
         return swept.value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, scale, bias, *saved = ctx.saved_tensors
+        swept = halves(saved[len(ctx.call.groups) :])
         with ctx.call.exchange.in_step():
-            return *backward(ctx.call, upstream, q, k, scale, bias, halves(saved), ctx.needs_input_grad[:4]), None
+            return *backward(ctx.call, upstream, q, k, scale, bias, swept, ctx.needs_input_grad[:4]), None
 
 
 class _ContrastAtOnce(torch.autograd.Function):

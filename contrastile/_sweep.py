@@ -47,6 +47,12 @@ class Call:
             self.made.append(self._make(scale, bias, accumulator(dtype)))
         return self.made[0]
 
+    @property
+    def groups(self) -> list[Tensor]:
+        """What the backward reads again beside features and numbers: autograd has to see that it has not changed."""
+        found = (x for side in (self.rows, self.cols) for x in (side.positives, side.labels, side.ids))
+        return [x for x in found if x is not None and not x.is_inference()]
+
     def _make(self, scale: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tiles:
         used = None if bias is None or not self.loss.uses_bias else _scalar(bias, wide)
         workspace = workspace_on(scale.device, self.workspace)

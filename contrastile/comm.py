@@ -33,9 +33,10 @@ from contrastile.rollcall import LostRankError, here, lost
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# bytes of what a rank says of itself where it is asked in full, and letters of a sentence in it
+# bytes of what a rank says of itself where it is asked in full, and letters of a sentence in it, and of any other value
 STATEMENT = 2048
 SENTENCE = 320
+VALUE = 160
 # in its errors, of which that of a rank that hung up itself has no address
 OF_GLOO = ("gloo", "pair closure")
 # in the place of a statement's digest: look at what I say
@@ -92,6 +93,8 @@ def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> li
 def _agreed(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list[dict[str, Any]]:
     if "error" in statement:
         statement = {"error": statement["error"][:SENTENCE]}
+    else:
+        statement = {name: value if name in free else _short(value) for name, value in statement.items()}
     # a letter has four bytes at most: any sentence has room
     written = json.dumps(statement, ensure_ascii=False).encode(errors="replace")
     mine = torch.zeros(STATEMENT, dtype=torch.uint8)
@@ -175,6 +178,12 @@ def _digest(statement: dict[str, Any]) -> int:
     """63 bits that say whether two statements are the same; never `LISTEN`."""
     short = hashlib.blake2b(json.dumps(statement).encode(), digest_size=8).digest()
     return int.from_bytes(short) >> 1 | 1
+
+
+def _short(value: Any) -> Any:
+    """The value, where it is short; else its beginning, and a number that tells it from others."""
+    written = json.dumps(value)
+    return value if len(written) <= VALUE else f"{written[:VALUE]}... ({_digest({'': value}):x})"
 
 
 def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:

@@ -84,6 +84,12 @@ class _PairedLoss(_Loss):
         "key_ids": "ids",
     }  # fmt: skip
 
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        if how.get("label_smoothing"):
+            # one that cannot be smoothed says so now
+            self.pair_loss.smoothed(how["label_smoothing"])
+
     @overload
     def forward(
         self,

@@ -266,6 +266,26 @@ def test_a_long_complaint_is_cut(pool: Pool) -> None:
     assert pool.run(_a_long_complaint, 2) == ["rank 1: " + "⟨" * comm.SENTENCE] * 2
 
 
+def _long_statements(rank: int, group: Any) -> str:
+    """Of which only the ends differ, and which one rank has and the others have not."""
+    try:
+        comm.tally(group, {"shapes": ["[3, 64, 64] torch.float32"] * 200 * rank, "leaves": [0] * 900 + [rank]}, (1,))
+    except ValueError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def test_a_long_statement_is_cut_and_still_tells_ranks_apart(pool: Pool) -> None:
+    first, second = pool.run(_long_statements, 2)
+    assert first == second
+    assert first.startswith("`shapes` must be the same on all ranks; got [] on rank 0 and '[\"[3, 64, 64] torch")
+
+    same, other = (comm._short([0] * 900 + [end]) for end in (1, 2))
+    assert same != other
+    assert same == comm._short([0] * 900 + [1])
+    assert len(same) < comm.STATEMENT / 8
+
+
 def _post_twice(rank: int, group: Any) -> list[str]:
     def posted() -> comm.Flight:
         return comm.post(torch.full((2,), float(rank)), torch.empty(2), group)

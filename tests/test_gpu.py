@@ -25,6 +25,7 @@ from contrastile.bench.loss import float32_products
 from contrastile.bench.peers import Case
 from contrastile.losses.dense import dense_clip, dense_sigmoid
 from contrastile.losses.softmax import Softmax
+from contrastile.tiles import eager
 from contrastile.tiles.triton_device import interpreting
 
 pytestmark = [
@@ -91,6 +92,16 @@ def test_so_it_is_in_other_types(dtype: torch.dtype) -> None:
     leaves = _pairs(8192, 512, 0.2, dtype)
     truth = dense_clip(*_wide(leaves))
     assert distance(ClipLoss(backend="triton")(*leaves).detach(), truth.detach()) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_eager_tiles(dtype: torch.dtype) -> None:
+    """Two 16-bit operands: a pair's gradient, which in fp16 would mostly be 0, and the features."""
+    k = F.normalize(torch.randn(4096, 256), dim=-1).to(dtype)
+    g = (torch.softmax(k.float() @ k.float().T, 1) - torch.eye(4096)) / 8192
+    total = torch.zeros(4096, 256)
+    eager._add_product(total, g, k)
+    assert distance(total, g.double() @ k.double()) <= (5e-4 if dtype == torch.float16 else 4e-3)
 
 
 @pytest.mark.parametrize("loss", ["clip", "siglip", "infonce"])

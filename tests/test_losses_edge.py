@@ -14,6 +14,7 @@ from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLos
 from contrastile.losses.dense import dense_sigmoid, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
+from contrastile.scorers import Bilinear
 
 N, D = 203, 24
 
@@ -247,6 +248,32 @@ def test_no_second_order_by_mistake() -> None:
     (gradient,) = torch.autograd.grad(contrast(q, k, scale=1.0), q, create_graph=True)
     with pytest.raises(RuntimeError, match="does not require grad"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("given", ["ids", "labels"])
+@pytest.mark.parametrize("scorer", [None, Bilinear(8, 8)], ids=["products", "scorer"])
+def test_groups_that_change_before_the_backward_are_noticed(scorer: Bilinear | None, given: str) -> None:
+    """A buffer that the next batch's ids are written to would give another loss's gradient."""
+    q, k = (x.requires_grad_() for x in torch.randn(2, 5, 8))
+    groups = torch.tensor([0, 0, 1, 2, 2])
+    loss = contrast(q, k, scale=1.0, scorer=scorer, **{f"query_{given}": groups, f"key_{given}": groups})
+    groups.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_ids_of_inference_mode_are_taken() -> None:
+    q, k = (x.requires_grad_() for x in torch.randn(2, 3, 8))
+    with torch.inference_mode():
+        ids = torch.tensor([0, 0, 1])
+    contrast(q, k, scale=1.0, query_ids=ids, key_ids=ids).backward()
+    assert q.grad is not None
+
+
+def test_weights_are_constants() -> None:
+    q, weights = torch.randn(3, 8), torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        assert contrast(q, q, scale=1.0, weights=weights) == contrast(q, q, scale=1.0)
 
 
 def test_the_same_bits_every_time() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast
+from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
 
@@ -146,7 +147,13 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`label_smoothing` must be at least 0 and below 1; got 1.0. 0.1 is usual.": lambda: ClipLoss(label_smoothing=1.0),
     "`label_smoothing` must be 0 for the sigmoid loss; got 0.1. Leave it out, or take a softmax loss.": lambda: (
-        SigLipLoss(label_smoothing=0.1)(_x(3, 4), _x(3, 4), 1.0)
+        SigLipLoss(label_smoothing=0.1)
+    ),
+    "`label_smoothing` must be 0 for the sigmoid loss; got 0.2. Leave it out, or take a softmax loss.": lambda: (
+        contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Sigmoid(), label_smoothing=0.2)
+    ),
+    "`weights` must not require a gradient; got some that do. Detach them: they are taken as constants.": lambda: (
+        ClipLoss()(_x(3, 4), _x(3, 4), 1.0, weights=_x(3).requires_grad_())
     ),
     "`workspace` must be at least 1048576 bytes; got 1000. Leave it out for the default.": lambda: ClipLoss(
         workspace=1000

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from problems import PROBLEMS, Problem, distance
 from torch import Tensor
 
 from contrastile import contrast
+from contrastile.tiles import eager
 
 # in float64 this cuts tiles of 161 rows, so that the larger shapes have several, and uneven ones
 WORKSPACE = 2**20
@@ -82,6 +84,28 @@ def test_gradcheck(name: str) -> None:
         )
 
     assert torch.autograd.gradcheck(loss, tuple(tensors.values()))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-32])
+def test_small_gradients_of_pairs_in_fp16(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose products take two fp16 operands: of a mean over many rows most lie below its least number."""
+    real = torch.mm
+    monkeypatch.setattr(eager, "_narrow_on_accelerator", lambda _: True)
+    monkeypatch.setattr(torch, "mm", lambda a, b, *, out_dtype: real(a.to(out_dtype), b.to(out_dtype)))
+    n = 1500
+    k = F.normalize(torch.randn(n, 32), dim=-1).half()
+    g = factor * (torch.softmax(k.float() @ k.float().T, 1) - torch.eye(n)) / (2 * n)
+    total = torch.zeros(n, 32)
+    for _ in range(2):
+        eager._add_product(total, g, k)
+    assert distance(total, 2 * g.double() @ k.double()) <= 5e-4
+
+
+def test_what_is_not_finite_in_fp16_stays_so() -> None:
+    narrow, unit = eager._in_range(torch.tensor([[1.0, torch.nan]]))
+    assert (narrow / unit).isnan().any()
+    narrow, unit = eager._in_range(torch.zeros(2, 2))
+    assert (narrow / unit == 0).all()
 
 
 @pytest.mark.parametrize("backend", ["dense", "eager"])

@@ -125,10 +125,24 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
     """total += g @ features, in the accumulator's type."""
-    if _narrow_on_accelerator(features):
-        torch.addmm(total, g.to(features.dtype), features, out_dtype=torch.float32, out=total)
-    else:
+    if not _narrow_on_accelerator(features):
         total.addmm_(g, features.to(total.dtype))
+    elif features.dtype == torch.float16:
+        narrow, unit = _in_range(g)
+        total.addcdiv_(torch.mm(narrow, features, out_dtype=torch.float32), unit)
+    else:
+        torch.addmm(total, g.to(features.dtype), features, out_dtype=torch.float32, out=total)
+
+
+def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
+    """g as fp16 in a unit of its own, and the unit, a power of two: in a mean over many pairs most of g lies below
+    the least number of that type.
+    """
+    most = torch.linalg.vector_norm(g, ord=torch.inf)
+    # 15 would reach its range; 126, float32's
+    power = (14 - torch.log2(most).ceil()).clamp(max=126)
+    unit = torch.where(most == 0, 1.0, torch.exp2(power))
+    return torch.mul(g, unit, out=torch.empty_like(g, dtype=torch.float16)), unit
 
 
 def _narrow_on_accelerator(features: Tensor) -> bool:
