@@ -39,10 +39,10 @@ logger = logging.getLogger("contrastile")
 
 class DataSettings(Settings):
     """`source`: "glyphs", a tab-separated file with the columns filepath and title, or a collection: tar shards such as
-    "a/{000..099}.tar", parquet files, folders of pictures, several joined by "::".
+    "a/{000..099}.tar", parquet files, folders of pictures, several joined by "::", tables too.
 
-    A pair of a collection's source comes `weights` times an epoch, one number for each source; more than
-    `max_bad_fraction` bad pairs end the run; `augment` cuts out a random part of each picture.
+    A pair of a collection's source comes `weights` times an epoch, one number for each source; `augment` cuts out a
+    random part of each of its pictures. More than `max_bad_fraction` bad pairs end the run.
     Pictures become `image_size` pixels square, grey (1 channel) or in colour (3), and are kept under `cache`.
     `held_out` is the share kept from training, of the names or, for a table, of the pairs; `augment` bends them a bit.
     With `copies` an epoch has so many of each pair, each bent anew, in tar shards that are written on the way.
