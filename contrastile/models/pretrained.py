@@ -64,7 +64,9 @@ class Library:
         from transformers import AutoConfig, AutoModel
 
         if self.folder is not None:
-            return AutoModel.from_pretrained(self.folder, local_files_only=True, dtype=DTYPE)
+            # a folder's own code is not run, and nobody is asked whether it may
+            here = {"local_files_only": True, "trust_remote_code": False}
+            return AutoModel.from_pretrained(self.folder, **here, dtype=DTYPE)
         described = {**unless_given, **(self.config or {})}
         kind = described.pop("model_type")
         with _describing(kind):

@@ -95,7 +95,7 @@ class FolderTokenizer:
         self.length = length
         # the library sets padding and truncation anew for each call, which no other call may see
         self._alone = Lock()
-        self._engine = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._engine = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if self._engine.pad_token_id is None:
             raise wrong("tokenizer", "have a padding token", folder, "Set one and save the tokenizer again.")
 

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
@@ -175,6 +175,9 @@ class Steps(Settings):
     optimizer's state ("shard": FSDP2).
     """
 
+    # a question may have negatives of its own
+    smallest_part: ClassVar[int] = 1
+
     examples: Many | None = None
     epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     minutes: Positive | None = None
@@ -198,6 +201,16 @@ class Steps(Settings):
     def _one_length(self) -> Steps:
         if (self.examples is None) == (self.epochs is None):
             raise ValueError("must have either examples or epochs, and not both")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_have_negatives(self) -> Steps:
+        smallest = min(size for _, size in self.batch)
+        if self.accumulate > 1 and self.accumulate * self.smallest_part > smallest:
+            reason = (
+                f"must leave parts of {self.smallest_part} at least; got {self.accumulate} of a batch of {smallest}"
+            )
+            raise ClashError("train.accumulate", reason)
         return self
 
     def batch_at(self, share: float) -> int:
@@ -229,6 +242,7 @@ class TrainSettings(Steps):
     )
     precision: Literal["float32", "float64", "bf16", "fp16"] = "float32"
     compile: bool = False
+    smallest_part: ClassVar[int] = 2
 
     @model_validator(mode="after")
     def _shards_are_not_compiled(self) -> TrainSettings:
