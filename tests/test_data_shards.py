@@ -601,9 +601,13 @@ def test_a_folder_without_pictures_is_refused(tmp_path):
 def test_too_many_bad_ones_stop_the_run(tmp_path):
     contents = [jpeg(number) for number in range(40)]
     contents[1::2] = [b"<html>"] * 20
+    stream = stream_of(tmp_path, contents, most_bad=0.5)
+    stream.read(range(len(stream)), range(len(stream)), None)
+    stream.check(stream.skipped, stream.seen)
     stream = stream_of(tmp_path, contents, most_bad=0.2)
+    stream.read(range(len(stream)), range(len(stream)), None)
     with pytest.raises(ValueError) as caught:
-        stream.read(range(len(stream)), range(len(stream)), None)
+        stream.check(stream.skipped, stream.seen)
     assert str(caught.value).startswith("`source` must have at most 20.0% bad pairs; got ")
     assert str(caught.value).endswith("Mend it, or raise data.max_bad_fraction.")
 

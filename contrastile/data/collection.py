@@ -14,7 +14,7 @@ import os
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,7 +111,7 @@ class Stream:
     They are the same `copies` times over. Where they are `bent`, augmentation has been done.
 
     What cannot be read is counted by reason in `skipped`, and the pair before it in the batch, or in this rank's share,
-    stands in for it: their ids are equal, so it is no negative. Above `most_bad` of what was read, the run is stopped.
+    stands in for it: their ids are equal, so it is no negative. `check` finds more than the share `most_bad` too much.
     `workers` decode, each into its places of one tensor, which is the batch: threads, or processes if they are `apart`.
     """
 
@@ -255,7 +255,10 @@ class Stream:
             told = "a picture of the collection is skipped (%s: %s); all are counted in the report"
             logger.warning(told, bad[0][0], self._where(bad[0][1]))
         self.skipped.update(reason for reason, _ in bad)
-        check_bad(self.skipped, self.seen, self._most_bad, of=len(self))
+
+    def check(self, skipped: Mapping[str, int], seen: int) -> None:
+        """Raises ValueError where too many of the pairs `seen`, of all ranks, could not be used."""
+        check_bad(skipped, seen, self._most_bad, of=len(self))
 
 
 def open_collection(
