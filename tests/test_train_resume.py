@@ -174,8 +174,9 @@ def test_whatever_it_trains_with_it_goes_on_the_same(tmp_path, monkeypatch, over
 
 def test_asked_twice_it_stops_at_once(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
-    with pytest.raises(KeyboardInterrupt):
-        stopped(recipe, tmp_path, monkeypatch, at=6, number=signal.SIGINT, times=2)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        stopped(recipe, tmp_path, monkeypatch, at=6, number=signal.SIGTERM, times=2)
+    assert caught.value.args == (signal.SIGTERM,)
     folder = tmp_path / recipe.name
     # no weights that may be those of half a step
     assert not (folder / "model.safetensors").exists()
