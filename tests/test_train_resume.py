@@ -318,6 +318,27 @@ def test_metrics_that_lost_lines_are_told(tmp_path, caplog):
     assert "has lost lines from before the checkpoint" in caplog.text
 
 
+def test_metrics_that_are_damaged_lose_those_lines_alone(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "step"}\n{"kind": "st')
+    with Metrics(path) as metrics:
+        metrics.load_state_dict({"bytes": 100})
+        metrics.write("probe", examples=3)
+    path.write_bytes(b"\xff\0\n[1, 2]\n7\n" + path.read_bytes() + b'{"kind"')
+    assert read_metrics(path) == [{"kind": "step"}, {"kind": "probe", "examples": 3}]
+    assert f"3 lines of {path} are damaged and are left out" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:700], lambda text: text.replace("id", "ix", 1)])
+def test_a_damaged_tokenizer_is_told(undisturbed, tmp_path, monkeypatch, damage):
+    recipe, _ = undisturbed
+    folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
+    path = folder / "tokenizer.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match=r"^`tokenizer` must be one that can be read; got .*Restore or replace it\.$"):
+        run_recipe(recipe, tmp_path, resume=True)
+
+
 def test_a_step_that_is_no_number_is_skipped_and_counted(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path, "train.examples=128", "train.batch=16")
     real, calls = Feed.batch, []

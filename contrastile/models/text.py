@@ -201,8 +201,23 @@ TRAINERS = {"words": _train_words, "bpe": _train_bpe}
 def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:
     """The tokenizer of a folder: one that `save` wrote, or any that transformers can read.
 
-    `length` may be left out where the folder's own tells it.
+    `length` may be left out where the folder's own tells it. Raises ValueError where there is none, or a damaged one.
     """
+    try:
+        return _loaded(folder, length)
+    except ValueError as failure:
+        # its own sentence; the libraries' are of other kinds
+        if str(failure).startswith("`"):
+            raise
+        damage: Exception = failure
+    # tokenizers raises nothing more special
+    except Exception as failure:
+        damage = failure
+    said = " ".join(str(damage).split()).rstrip(".") or type(damage).__name__
+    raise wrong("tokenizer", "be one that can be read", f"{folder} ({said})", "Restore or replace it.") from damage
+
+
+def _loaded(folder: Path, length: int | None) -> Tokenizer:
     described = folder / "tokenizer.json"
     configured = folder / "tokenizer_config.json"
     if configured.is_file():
