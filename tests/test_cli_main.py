@@ -186,6 +186,7 @@ def test_a_broken_pipe_elsewhere_is_told(monkeypatch, capsys):
     ("error", "code", "sentence"),
     [
         (KeyboardInterrupt(), 130, "stopped"),
+        (KeyboardInterrupt(15), 143, "stopped"),
         (ValueError("`k` must be there; got nothing. Give it."), 2, "`k` must be there; got nothing. Give it."),
         (FileNotFoundError(2, "No such file", "x"), 2, "[Errno 2] No such file: 'x'"),
         (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),

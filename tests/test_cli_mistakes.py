@@ -88,7 +88,31 @@ MISTAKES = {
     ),
     "two warm-ups": (
         f"{STEPS}[optim]\nwarmup_steps = 2\nwarmup_epochs = 0.5",
-        "optim: must have warmup_steps or warmup_epochs, and not both",
+        "optim: must have one of warmup, warmup_steps and warmup_epochs",
+    ),
+    "a warm-up told twice": (
+        f"{STEPS}[optim]\nwarmup = 0.3\nwarmup_steps = 2",
+        "optim: must have one of warmup, warmup_steps and warmup_epochs",
+    ),
+    "a cooldown that begins before the rate is up": (
+        f"{STEPS}[optim]\nschedule = 'cooldown'\nwarmup = 0.5\ncooldown = 0.75",
+        "optim.cooldown: must leave the warm-up its share of 0.5; got 0.75",
+    ),
+    "parts without negatives": (
+        f"{STEPS}batch = [[0.0, 6], [0.5, 100]]\naccumulate = 4",
+        "train.accumulate: must leave parts of 2 at least; got 4 of a batch of 6",
+    ),
+    "a type that nobody knows": (
+        f"{STEPS}[model]\nboth = {{config = {{model_type = 'clipp'}}}}",
+        'model.both.config: must have a model_type that transformers knows; got "clipp" (did you mean clip?)',
+    ),
+    "two means for three channels": (
+        f"{STEPS}[model]\nboth = {{config = {{model_type = 'clip'}}, mean = [0.5, 0.5]}}",
+        "model.both.mean: must be one number, or three; got 2",
+    ),
+    "a deviation of nothing": (
+        f"{STEPS}[model]\nboth = {{config = {{model_type = 'clip'}}, std = [0.5, 0.0, 0.5]}}",
+        "model.both.std.1: must be greater than 0; got 0.0",
     ),
     "a warm-up longer than the run, in epochs": (
         "[train]\nepochs = 2.0\n[optim]\nwarmup_epochs = 3.0",
@@ -211,12 +235,31 @@ def recipe_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(recipe_file, mistake):
+def test_a_mistake_is_one_line(recipe_file, monkeypatch, mistake):
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
     text, line = MISTAKES[mistake]
     recipe_file.write_text(text + "\n")
     with pytest.raises(RecipeError) as caught:
         load_any_recipe("x.toml")
     assert str(caught.value) == f"x.toml: {line.replace('{kinds}', KINDS)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[", 'must be a folder whose config.json can be read; got "m/config.json" (Expecting value'),
+        ("{}", 'must be a folder whose config.json has a model_type; got "m/config.json"'),
+        ('{"model_type": "clipp"}', 'must have a model_type that transformers knows; got "clipp" (did you mean clip?)'),
+    ],
+)
+def test_a_folder_that_holds_no_model_is_one_line(recipe_file, monkeypatch, text, reason):
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    (recipe_file.parent / "m").mkdir()
+    (recipe_file.parent / "m/config.json").write_text(text)
+    recipe_file.write_text(f"{STEPS}[model]\nimage = {{kind = 'transformers', folder = 'm'}}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_any_recipe("x.toml")
+    assert str(caught.value).startswith(f"x.toml: model.image.folder: {reason}")
 
 
 def test_the_command_says_that_line_and_leaves_with_2(recipe_file, capsys):

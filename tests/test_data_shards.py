@@ -157,8 +157,23 @@ def test_a_shard_cut_anywhere_is_noticed(tmp_path):
         shard.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match="must be whole shards"):
             list(find_in_tar(shard))
+    # in the zeros behind the end, where nothing is lost but their number
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="must be whole shards"):
+        list(find_in_tar(shard))
     shard.write_bytes(whole)
     assert len(list(find_in_tar(shard))) == 4
+
+
+def test_a_shard_whose_rest_was_never_written_is_noticed(tmp_path):
+    shard = write_shard(tmp_path / "a.tar", range(30))
+    whole = shard.read_bytes()
+    with tarfile.open(shard) as tar:
+        headers = [entry.offset for entry in tar][1:60:7]
+    for header in headers:
+        shard.write_bytes(whole[:header] + bytes(len(whole) - header))
+        with pytest.raises(ValueError, match=f"got nothing but zeros from byte {header:,} on"):
+            list(find_in_tar(shard))
 
 
 def test_a_header_that_is_damaged_is_noticed(tmp_path):
@@ -188,6 +203,88 @@ def test_a_member_that_claims_a_tebibyte_is_noticed(tmp_path):
         tar.addfile(info)
     with pytest.raises(ValueError, match="must be whole shards"):
         list(find_in_tar(tmp_path / "a.tar"))
+
+
+def told_anew(content, header, **fields):
+    """The shard with other fields in the header at `header`, under a checksum that is right."""
+    places = {"size": 124, "type": 156}
+    block = bytearray(content[header : header + 512])
+    for name, value in fields.items():
+        block[places[name] : places[name] + len(value)] = value
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return content[:header] + bytes(block) + content[header + 512 :]
+
+
+def long_name(times):
+    block = tarfile.TarInfo("long")
+    block.type, block.size = tarfile.GNUTYPE_LONGNAME, 4
+    return (block.tobuf(tarfile.USTAR_FORMAT) + b"name".ljust(512, b"\0")) * times
+
+
+def pax(record):
+    block = tarfile.TarInfo("pax")
+    block.type, block.size = tarfile.XHDTYPE, len(record)
+    return block.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "got"),
+    [
+        # the library would go back and forth between two headers for ever
+        (lambda whole: told_anew(whole, 1024, size=(2**96 - 512).to_bytes(12, "big")), "a size below 0 at byte 1,024"),
+        (lambda whole: told_anew(whole, 2048, size=(2**96 - 1536).to_bytes(12, "big")), "a size below 0 at byte 2,048"),
+        (lambda whole: told_anew(whole, 1024, size=b"\x80" + (2**80).to_bytes(11, "big")), "cannot fit"),
+        (lambda whole: pax(b"13 size=-2048\n") + whole, "a size below 0 at byte 0"),
+        (lambda whole: pax(b"99999999999999999999999 size=3\n") + whole, "too large"),
+        (lambda whole: pax(b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n") + whole, "invalid literal"),
+        (lambda whole: long_name(5000) + whole, "recursion"),
+    ],
+    ids=["back", "far back", "beyond any file", "back by pax", "a number too large", "sparse", "names of names"],
+)
+def test_a_header_that_was_made_to_mislead_is_noticed(tmp_path, spoil, got):
+    shard = write_shard(tmp_path / "a.tar", range(4))
+    shard.write_bytes(spoil(shard.read_bytes()))
+    with pytest.raises(ValueError) as caught:
+        list(find_in_tar(shard))
+    assert str(caught.value).startswith(f"`source` must be whole shards ({shard}); got ")
+    assert got in str(caught.value)
+
+
+def test_what_is_empty_or_zeros_gives_no_pair(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for key, picture, title in (("a", b"", b"a"), ("b", jpeg(1), bytes(9)), ("c", jpeg(2), b"x" * 70_000)):
+            add(tar, f"{key}.jpg", picture)
+            add(tar, f"{key}.txt", title)
+    assert list(find_in_tar(tmp_path / "a.tar")) == ["missing picture", "not a text", "too large"]
+
+
+def test_sums_name_their_files_in_any_folder(tmp_path):
+    shard = write_shard(tmp_path / "a.tar", range(4))
+    digest = hashlib.sha256(shard.read_bytes()).hexdigest()
+    other = hashlib.sha256(b"other").hexdigest()
+    for line in (f"{digest.upper()}  ./a.tar", f"{other}  val/a.tar\n{digest}  train/a.tar", f"{other}  b.tar"):
+        (tmp_path / "SHA256SUMS").write_text(line + "\n\n")
+        assert len(list(find_in_tar(shard))) == 4
+    (tmp_path / "SHA256SUMS").write_text(f"{other}  ./a.tar\n")
+    with pytest.raises(ValueError, match="another checksum than SHA256SUMS says"):
+        list(find_in_tar(shard))
+    (tmp_path / "SHA256SUMS").write_text("nothing\n")
+    with pytest.raises(ValueError, match="`SHA256SUMS` must be lines of a checksum and a file; got"):
+        list(find_in_tar(shard))
+    (tmp_path / "SHA256SUMS").unlink()
+    for sizes in ('{"a.tar": "four"}', '{"a.tar": [4]}'):
+        (tmp_path / "sizes.json").write_text(sizes)
+        with pytest.raises(ValueError, match=r"`sizes.json` must be an object of shards and their numbers of pairs"):
+            list(find_in_tar(shard))
+
+
+def test_a_manifest_that_comes_later_is_compared_with_too(tmp_path):
+    source = write_shards(tmp_path)
+    opened(source, tmp_path)
+    (tmp_path / "sizes.json").write_text(json.dumps({"01.tar": 21}))
+    with pytest.raises(ValueError, match=r"20 pairs where sizes\.json says 21"):
+        opened(source, tmp_path)
 
 
 def test_sizes_and_sums_are_compared_where_they_are_given(tmp_path):
@@ -245,6 +342,112 @@ def test_parquet_gives_the_same_pairs(tmp_path):
     (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-50])
     with pytest.raises(ValueError, match="must be whole shards"):
         opened(tmp_path / "b.parquet", tmp_path)
+
+
+def parquet_of(path, titles, pictures, **how):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"title": titles, "image": pictures}), path, **how)
+    return path
+
+
+def test_rows_of_parquet_without_either_are_counted(tmp_path):
+    titles = ["\xe9".encode("latin-1"), None, *(f"title {number}".encode() for number in range(2, 30))]
+    pictures = [*(jpeg(number) for number in range(28)), None, b""]
+    pairs = opened(parquet_of(tmp_path / "a.parquet", titles, pictures), tmp_path, most_bad=0.2)
+    assert pairs.skipped == {"not UTF-8": 1, "empty title": 1, "missing picture": 2}
+    with pytest.raises(ValueError, match=r"must have at most 10.0% bad pairs; got 4 of 30 \(empty title: 1, missing"):
+        opened(tmp_path / "a.parquet", tmp_path, most_bad=0.1)
+
+
+def test_parquet_of_any_type_of_bytes_is_read(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    titles, pictures = [f"title {number}" for number in range(30)], [jpeg(number) for number in range(30)]
+    types = {
+        "plain": (pyarrow.string(), pyarrow.binary()),
+        "large": (pyarrow.large_string(), pyarrow.large_binary()),
+        "words": (pyarrow.dictionary(pyarrow.int32(), pyarrow.string()), pyarrow.binary(len(pictures[0]))),
+    }
+    found = []
+    for name, (text, content) in types.items():
+        same = [pictures[0]] * 30 if name == "words" else pictures
+        columns = pyarrow.array(titles, pyarrow.string()).cast(text), pyarrow.array(same, content)
+        found.append(opened(parquet_of(tmp_path / f"{name}.parquet", *columns), tmp_path).titles)
+    assert found[0]
+    assert found == [found[0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("titles", "pictures", "sentence"),
+    [
+        (range(4), [b"a"] * 4, "`source` must have texts in the column title; got int64. Write it anew as these."),
+        ("abcd", [[b"a"]] * 4, "`source` must have bytes, or structs with bytes in the column image; got list"),
+    ],
+)
+def test_parquet_of_other_types_is_refused(tmp_path, titles, pictures, sentence):
+    with pytest.raises(ValueError) as caught:
+        opened(parquet_of(tmp_path / "a.parquet", list(titles), pictures), tmp_path)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_damaged_parquet_is_noticed(tmp_path):
+    titles, pictures = [f"title {number}" for number in range(30)], [jpeg(number) for number in range(30)]
+    table = parquet_of(tmp_path / "a.parquet", titles, pictures, write_page_checksum=True)
+    whole = table.read_bytes()
+    assert len(opened(table, tmp_path)) > 0
+    # a page with a checksum: every byte of it is compared
+    pages = pytest.importorskip("pyarrow.parquet").ParquetFile(table).metadata.row_group(0).column(1)
+    for place in range(pages.dictionary_page_offset + 60, pages.data_page_offset, 97):
+        table.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="must be whole shards"):
+            opened(table, tmp_path)
+    table.write_bytes(whole)
+    (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'other').hexdigest()}  a.parquet\n")
+    with pytest.raises(ValueError, match="another checksum than SHA256SUMS says"):
+        opened(table, tmp_path)
+    (tmp_path / "SHA256SUMS").unlink()
+    (tmp_path / "sizes.json").write_text('{"a.parquet": 31}')
+    with pytest.raises(ValueError, match=r"\(.*a.parquet\); got 30 pairs where sizes.json says 31"):
+        opened(table, tmp_path)
+
+
+def test_a_parquet_bomb_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("contrastile.data.parquet.MOST_MORE", 1 << 20)
+    table = parquet_of(tmp_path / "a.parquet", ["a", "b"], [bytes(1 << 22), b"b"], compression="zstd")
+    assert table.stat().st_size < 10_000
+    with pytest.raises(ValueError, match="got more than 100 times its size in it"):
+        opened(table, tmp_path)
+    assert not list((tmp_path / "cache" / "unpacked").iterdir())
+
+
+def test_what_was_unpacked_and_removed_is_unpacked_again(tmp_path):
+    titles, pictures = [f"title {number}" for number in range(30)], [jpeg(number) for number in range(30)]
+    table = parquet_of(tmp_path / "a.parquet", titles, pictures)
+    before = opened(table, tmp_path).stream
+    rows = range(len(before))
+    images, _ = before.read(rows, rows, None)
+    for shard in (tmp_path / "cache" / "unpacked").iterdir():
+        shard.unlink()
+    assert np.array_equal(opened(table, tmp_path).stream.read(rows, rows, None)[0], images)
+
+
+def test_tables_are_joined_to_others_and_read_as_they_are_needed(tmp_path):
+    for number in range(12):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
+    rows = [f"{number}.jpg\tpicture number {number}" for number in range(12)]
+    for name, some in (("0", rows[:6]), ("1", [*rows[6:], "nowhere.jpg\tnothing", ".\ta folder", "0.jpg\t "])):
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["filepath\ttitle", *some]))
+    write_shard(tmp_path / "a.tar", range(12))
+    tables, shard = f"{tmp_path}/{{0..1}}.tsv", f"{tmp_path}/a.tar"
+    one, other = (opened(source, tmp_path, held_out=0.2, most_bad=0.3) for source in (tables, shard))
+    assert one.skipped == {"missing picture": 2, "empty title": 1}
+    assert one.titles == other.titles
+    everything = range(len(one.stream))
+    assert np.array_equal(*(pairs.stream.read(everything, everything, None)[0] for pairs in (one, other)))
+    joined = opened(f"{tmp_path}/0.tsv::{shard}", tmp_path, weights=(2, 1), held_out=0.2)
+    assert len(joined.stream) == 2 * 6 + 12 - sum(2 if int(t.split()[-1]) < 6 else 1 for t in set(joined.titles))
+    # another picture: another set
+    (tmp_path / "3.jpg").write_bytes(jpeg(20))
+    assert opened(tables, tmp_path, held_out=0.2, most_bad=0.3).stream.fingerprint != one.stream.fingerprint
 
 
 def test_parquet_without_the_columns_is_refused(tmp_path):
@@ -398,11 +601,25 @@ def test_a_folder_without_pictures_is_refused(tmp_path):
 def test_too_many_bad_ones_stop_the_run(tmp_path):
     contents = [jpeg(number) for number in range(40)]
     contents[1::2] = [b"<html>"] * 20
+    stream = stream_of(tmp_path, contents, most_bad=0.5)
+    stream.read(range(len(stream)), range(len(stream)), None)
+    stream.check(stream.skipped, stream.seen)
     stream = stream_of(tmp_path, contents, most_bad=0.2)
+    stream.read(range(len(stream)), range(len(stream)), None)
     with pytest.raises(ValueError) as caught:
-        stream.read(range(len(stream)), range(len(stream)), None)
+        stream.check(stream.skipped, stream.seen)
     assert str(caught.value).startswith("`source` must have at most 20.0% bad pairs; got ")
     assert str(caught.value).endswith("Mend it, or raise data.max_bad_fraction.")
+
+
+def test_too_many_bad_ones_among_those_held_out_are_an_error(tmp_path):
+    source = write_shard(tmp_path / "a.tar", range(40))
+    with tarfile.open(source, "w") as tar:
+        for number in range(40):
+            add(tar, f"{number:05}.jpg", b"<html>")
+            add(tar, f"{number:05}.txt", f"picture number {number}".encode())
+    with pytest.raises(ValueError, match=r"must have at most 1.0% bad pairs; got \d of 40 \(broken picture: \d\)"):
+        opened(source, tmp_path, most_bad=0.01)
 
 
 def test_a_bomb_is_refused_by_its_header(tmp_path):
@@ -421,7 +638,7 @@ def test_formats_that_may_call_programs_are_refused():
 
 
 def decodes(content):
-    from contrastile.data.table import Skipped
+    from contrastile.data.skipped import Skipped
 
     try:
         decode(io.BytesIO(content), (1, 8, 8))

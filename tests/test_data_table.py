@@ -161,6 +161,18 @@ def test_reasons_are_counted(album):
     assert album.open().skipped == {"missing picture": 2, "empty title": 1}
 
 
+def test_too_many_bad_rows_are_an_error_also_from_the_cache(album):
+    for name in ("a.png", "b.png"):
+        album.add(name)
+    album.add("pictures/0.png", "")
+    assert len(album.open(most_bad=0.2)) == 20
+    for _ in range(2):
+        assert refusal(album, most_bad=0.1) == (
+            "`source` must have at most 10.0% bad pairs; got 3 of 23 (empty title: 1, missing picture: 2). "
+            "Mend it, or raise data.max_bad_fraction."
+        )
+
+
 def test_pairs_of_one_title_or_one_picture_share_an_id(album):
     album.add("pictures/0.png", "another title")
     album.add("pictures/1.png", "another title")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from contrastile.evaluate.retrieval import chance, ranks, recall
+from contrastile.evaluate.retrieval import both_ways, chance, ranks, recall
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +132,9 @@ def test_chance_of_no_queries_is_refused():
     with pytest.raises(ValueError) as caught:
         chance(IDS[:0], IDS)
     assert str(caught.value) == "`query_ids` must not be empty; got no queries. There is nothing to measure."
+
+
+def test_a_query_without_a_right_key_is_never_found():
+    key = torch.eye(3)
+    assert recall(key[:2], key, torch.tensor([0, 9]), torch.arange(3), ks=[1, 3, 10]) == {1: 0.5, 3: 0.5, 10: 0.5}
+    assert both_ways(key, key[:1], torch.tensor([0]), ks=[5])["image_to_text_R@5"] == pytest.approx(1 / 3)

@@ -273,7 +273,7 @@ def test_a_recipe_trains_evaluates_and_loads_one(open_clip, tmp_path):
             (
                 f"[model]\nboth = {both}\ntokenizer = {{length = 9}}\n[train]\nexamples = 64\nbatch = 16\n",
                 f"[data]\nsource = '{tmp_path}/pictures.tsv'\nimage_size = 16\nchannels = 3\nheld_out = 0.3\n",
-                f"cache = '{tmp_path}/cache'\n",
+                f"max_bad_fraction = 0.05\ncache = '{tmp_path}/cache'\n",
             )
         )
     )

@@ -141,11 +141,45 @@ def saved_clip(tmp_path_factory):
 def test_a_saved_clip_gives_its_own_features_and_scale(saved_clip, tokenizer):
     original, folder = saved_clip
     model = built(tokenizer, both={"kind": "transformers", "folder": folder}, channels=3).eval()
-    pixels, tokens = torch.rand(2, 3, 32, 32), tokenizer.tokenise(["LATIN A", "BETA"])
+    # the texts end as CLIP's own tokenizer ends them
+    ids = torch.tensor([[5, 6, 7, 1, 0, 0], [5, 1, 0, 0, 0, 0]])
+    pixels, tokens = torch.rand(2, 3, 32, 32), {"input_ids": ids, "attention_mask": (ids > 0).long()}
     expected = original.get_image_features(pixel_values=(pixels - 0.4) / 0.2).pooler_output
     torch.testing.assert_close(model.encode_image(pixels), expected)
     torch.testing.assert_close(model.encode_text(**tokens), original.get_text_features(**tokens).pooler_output)
     assert model.logit_scale.item() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("text", [TEXT, {**TEXT, "eos_token_id": 2}, {**TEXT, "eos_token_id": 39}])
+def test_a_clip_reads_all_of_a_text_whose_tokenizer_writes_no_end(tokenizer, text):
+    config = {**CLIP["config"], "text_config": text}
+    model = built(tokenizer, both={"kind": "transformers", "config": config}).eval()
+    for later in (1, 2):
+        tokens = tokenizer.tokenise(["LATIN SMALL BETA", "LATIN SMALL BETA"])
+        assert tokens["attention_mask"].sum() == 6
+        tokens["input_ids"][1, later] = min({3, 4} - {int(tokens["input_ids"][0, later])})
+        one, other = model.encode_text(**tokens)
+        assert (one - other).abs().max() > 1e-3
+
+
+def test_a_text_that_ends_as_clip_expects_is_taken_there(tokenizer):
+    class Ending:
+        length, pad, vocabulary_size = 6, 0, 40
+
+        def tokenise(self, texts):
+            ids = torch.tensor([[7, 8, 9, 1, 0, 0]] * len(texts))
+            return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+    assert built(tokenizer, both=CLIP).text.tower.pooling == "last"
+    assert built(Ending(), both=CLIP).text.tower.pooling == "pooler"
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "vit and bert", "poolers"])
+def test_how_far_a_text_is_padded_changes_nothing(kind, tokenizer):
+    model = built(tokenizer, **KINDS[kind]).eval()
+    tokens = tokenizer.tokenise(["LATIN A", "BETA BETA BETA"])
+    short = {name: ids[:, :3] for name, ids in tokens.items()}
+    torch.testing.assert_close(model.encode_text(**short), model.encode_text(**tokens))
 
 
 def test_a_saved_clip_is_built_again_without_its_folder(saved_clip, tokenizer):

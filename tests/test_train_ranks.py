@@ -428,6 +428,19 @@ def test_shards_are_shared_out_and_what_is_skipped_is_counted_once(tmp_path: Pat
     assert json.loads((folder / "run.json").read_text())["skipped"] == counts[0]
 
 
+def test_what_ranks_skip_together_stops_them_all(tmp_path: Path) -> None:
+    write_pictures(tmp_path)
+    for name in ("B-left", "C-high", "E-low", "F-right"):
+        (tmp_path / f"{name}.png").write_bytes(b"<html>")
+    source = write_shards(tmp_path)
+    # of 32 pairs 4 are bad, of which 2 are held out: a rank alone, or two of them, would pass
+    words = _words(tmp_path, f"data.source={source}", "data.max_bad_fraction=0.1", "train.examples=117")
+    with Launched(2, tmp_path, _main, words) as launched:
+        assert launched.codes() == [2, 2]
+    for rank in range(2):
+        assert "`source` must have at most 10.0% bad pairs; got 2 of " in launched.said(rank)
+
+
 def test_the_curve_from_shards_is_that_of_one_process(tmp_path: Path) -> None:
     write_pictures(tmp_path)
     overrides = (f"data.source={write_shards(tmp_path)}", "train.examples=117", "evaluate.every=1.0")

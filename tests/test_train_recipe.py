@@ -248,7 +248,7 @@ def test_two_encoders_take_the_place_of_one(tmp_path):
 def test_weights_of_a_folder_need_its_tokenizer(recipe_file, tmp_path):
     (tmp_path / "bert").mkdir()
     for name in ("config.json", "tokenizer.json"):
-        (tmp_path / "bert" / name).write_text("{}")
+        (tmp_path / "bert" / name).write_text('{"model_type": "bert"}')
     encoder = f"{{kind='transformers', folder='{tmp_path}/bert'}}"
     for kind, key in (("image-text", "text"), ("retriever", "both")):
         given = [f"kind={kind}", f"model.{key}={encoder}"]

@@ -174,8 +174,9 @@ def test_whatever_it_trains_with_it_goes_on_the_same(tmp_path, monkeypatch, over
 
 def test_asked_twice_it_stops_at_once(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
-    with pytest.raises(KeyboardInterrupt):
-        stopped(recipe, tmp_path, monkeypatch, at=6, number=signal.SIGINT, times=2)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        stopped(recipe, tmp_path, monkeypatch, at=6, number=signal.SIGTERM, times=2)
+    assert caught.value.args == (signal.SIGTERM,)
     folder = tmp_path / recipe.name
     # no weights that may be those of half a step
     assert not (folder / "model.safetensors").exists()
@@ -315,6 +316,27 @@ def test_metrics_that_lost_lines_are_told(tmp_path, caplog):
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
         metrics.load_state_dict({"bytes": 10})
     assert "has lost lines from before the checkpoint" in caplog.text
+
+
+def test_metrics_that_are_damaged_lose_those_lines_alone(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "step"}\n{"kind": "st')
+    with Metrics(path) as metrics:
+        metrics.load_state_dict({"bytes": 100})
+        metrics.write("probe", examples=3)
+    path.write_bytes(b"\xff\0\n[1, 2]\n7\n" + path.read_bytes() + b'{"kind"')
+    assert read_metrics(path) == [{"kind": "step"}, {"kind": "probe", "examples": 3}]
+    assert f"3 lines of {path} are damaged and are left out" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:700], lambda text: text.replace("id", "ix", 1)])
+def test_a_damaged_tokenizer_is_told(undisturbed, tmp_path, monkeypatch, damage):
+    recipe, _ = undisturbed
+    folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
+    path = folder / "tokenizer.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match=r"^`tokenizer` must be one that can be read; got .*Restore or replace it\.$"):
+        run_recipe(recipe, tmp_path, resume=True)
 
 
 def test_a_step_that_is_no_number_is_skipped_and_counted(tmp_path, monkeypatch):

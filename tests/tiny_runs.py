@@ -13,6 +13,7 @@ RECIPE = """
 source = "{folder}/pictures.tsv"
 image_size = 16
 held_out = 0.3
+max_bad_fraction = 0.05
 cache = "{folder}/cache"
 
 [model]

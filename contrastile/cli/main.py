@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -62,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = int(chosen.verb(chosen))
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return _say("stopped", 130)
+    except KeyboardInterrupt as stop:
+        # what was asked twice to stop says by which signal
+        return _say("stopped", 128 + next(iter(stop.args), signal.SIGINT))
     except ModuleNotFoundError as error:
         if chosen.traceback or (error.name or "").startswith("contrastile"):
             raise

@@ -15,7 +15,8 @@ import numpy as np
 
 from contrastile._check import wrong
 from contrastile.data.pairs import Indices
-from contrastile.data.table import counted, read_table
+from contrastile.data.skipped import counted
+from contrastile.data.table import read_table
 
 
 @dataclass(frozen=True)

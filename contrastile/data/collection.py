@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,17 +33,16 @@ from contrastile.data.cache import PictureWriter, cached_pairs
 from contrastile.data.crop import Crop
 from contrastile.data.decoding import GROUP, Made, Origin, Piece, Processes, Threads, cores
 from contrastile.data.pairs import Indices, Labels, PairSet, ProgressFactory, joined_ids, lot
-from contrastile.data.shards import find_pairs, state
+from contrastile.data.shards import find_pairs, promises, state
+from contrastile.data.skipped import Skipped, check_bad, counted
 from contrastile.data.sources import Source, read_source
-from contrastile.data.table import Skipped, counted, decode
+from contrastile.data.table import decode
 
 logger = logging.getLogger("contrastile")
 
 FORMAT = 1
 # pairs that are held out at most, whatever the share: they are decoded beforehand and compared with each other
 MOST_HELD_OUT = 10_000
-# below so many pairs seen, a few bad ones say nothing
-FEW = 1000
 # rows that are looked at for each of a batch in which no picture can be read
 TRIES = 10
 
@@ -111,7 +111,7 @@ class Stream:
     They are the same `copies` times over. Where they are `bent`, augmentation has been done.
 
     What cannot be read is counted by reason in `skipped`, and the pair before it in the batch, or in this rank's share,
-    stands in for it: their ids are equal, so it is no negative. Above `most_bad` of what was read, the run is stopped.
+    stands in for it: their ids are equal, so it is no negative. `check` finds more than the share `most_bad` too much.
     `workers` decode, each into its places of one tensor, which is the batch: threads, or processes if they are `apart`.
     """
 
@@ -255,14 +255,10 @@ class Stream:
             told = "a picture of the collection is skipped (%s: %s); all are counted in the report"
             logger.warning(told, bad[0][0], self._where(bad[0][1]))
         self.skipped.update(reason for reason, _ in bad)
-        check_bad(self.skipped, max(self.seen, min(len(self), FEW)), self._most_bad)
 
-
-def check_bad(skipped: Counter[str] | dict[str, int], seen: int, most_bad: float) -> None:
-    """Raises ValueError where more than the share `most_bad` of what was seen could not be used."""
-    if (bad := sum(skipped.values())) > most_bad * seen:
-        got = f"{bad:,} of {seen:,} ({counted(skipped)})"
-        raise wrong("source", f"have at most {most_bad:.1%} bad pairs", got, "Mend it, or raise data.max_bad_fraction.")
+    def check(self, skipped: Mapping[str, int], seen: int) -> None:
+        """Raises ValueError where too many of the pairs `seen`, of all ranks, could not be used."""
+        check_bad(skipped, seen, self._most_bad, of=len(self))
 
 
 def open_collection(
@@ -276,7 +272,7 @@ def open_collection(
     cache: Path,
     progress: ProgressFactory,
 ) -> PairSet:
-    """The pairs of shards, parquet files and folders: held-out ones as rows of the set, training ones in its stream.
+    """The pairs of a collection: held-out ones as rows of the set, training ones in its stream.
 
     A pair of source `i` comes `weights[i]` times an epoch; once, where there are no weights. Training rows are numbered
     behind the held-out ones. Pairs that share a title share an id and lie on the same side of the split.
@@ -285,7 +281,9 @@ def open_collection(
     if weights and len(weights) != len(sources):
         raise wrong("weights", f"be one for each of the {len(sources)} sources", len(weights), "Or leave them out.")
     digest = hashlib.sha256(json.dumps([FORMAT, *map(state, sources)]).encode()).hexdigest()
-    index = _indexed(cache / f"index-{digest[:16]}", sources, cache / "unpacked", progress)
+    told = [line for source in sources for line in promises(source)]
+    name = hashlib.sha256(json.dumps([digest, told]).encode()).hexdigest() if told else digest
+    index = _indexed(cache / f"index-{name[:16]}", sources, cache / "unpacked", progress)
     check_bad(index.skipped, len(index) + sum(index.skipped.values()), most_bad)
     if len(np.unique(index.lots)) < 2:
         unread = f" and skipped {counted(index.skipped)}" if index.skipped else ""
@@ -308,6 +306,7 @@ def open_collection(
 
     settings = {"format": FORMAT, "index": digest, "held_out": held_out, "channels": channels}
     pairs = cached_pairs(cache, "held-out", settings, shape=shape, make=make)
+    check_bad(pairs.skipped, int(aside.sum()), most_bad, of=len(index))
     of_source = np.repeat(np.arange(len(sources)), index.parts)
     times = np.asarray(weights or [1] * len(sources))[of_source] * ~aside
     stream = Stream(index, np.repeat(np.arange(len(index)), times), shape=shape, most_bad=most_bad, digest=digest)
@@ -326,7 +325,7 @@ def _held_out(index: Index, share: float) -> npt.NDArray[np.bool_]:
 
 def _indexed(folder: Path, sources: Sequence[Source], unpacked: Path, progress: ProgressFactory) -> Index:
     """The index from the cache, made first where it is not there or damaged; written beside its place and renamed."""
-    if folder.exists() and not _is_whole(folder):
+    if folder.exists() and not _is_whole(folder, unpacked):
         logger.warning("the cache %s is damaged and is made again", folder)
         shutil.rmtree(folder)
     if not folder.exists():
@@ -344,10 +343,12 @@ def _indexed(folder: Path, sources: Sequence[Source], unpacked: Path, progress: 
 TOLD, ARRAYS = "index.json", ("where.npy", "ends.npy", "lots.npy", "titles.npy")
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(folder: Path, unpacked: Path) -> bool:
     try:
         told = json.loads((folder / TOLD).read_text(encoding="utf-8"))
-        return all(_checksum(folder / name) == told["sha256"][name] for name in ARRAYS)
+        # those that were unpacked into the cache may have been removed there, others are looked for elsewhere
+        there = all(os.path.isfile(path) for path in told["files"] if Path(path).parent == unpacked)
+        return there and all(_checksum(folder / name) == told["sha256"][name] for name in ARRAYS)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -31,7 +31,8 @@ from torch import Tensor
 from contrastile.data.crop import Crop
 from contrastile.data.pairs import Pictures
 from contrastile.data.shards import MOST_BYTES
-from contrastile.data.table import Skipped, decode
+from contrastile.data.skipped import Skipped
+from contrastile.data.table import decode
 from contrastile.offload import usable_cpus
 
 # the largest room that a GPU fetches from while it computes: pinned memory cannot be swapped

@@ -100,15 +100,16 @@ def open_pairs(
     progress: ProgressFactory | None = None,
 ) -> PairSet:
     """The pairs of `source`: "glyphs", the path of a tab-separated file with the columns `filepath` and `title`, or a
-    collection: tar shards, parquet files and folders of pictures, as `sources.py` reads them.
+    collection: tar shards, parquet files, several tables, folders of pictures, as `sources.py` reads them.
 
     The pictures are made once, `image_size` pixels square, with 1 channel (grey) or 3 (colour), and kept in a folder
     under `cache`; of a collection only those that are held out, the others are read when they are needed. `held_out` is
-    the share kept from training: of the names (glyphs), of the pairs (a table, a collection). `weights`, `most_bad`: a
-    collection's, see `collection.py`. `copies` of each pair of the others, if more than one: from shards in the order
-    of `seed`, see `copies.py`.
+    the share kept from training: of the names (glyphs), of the pairs (a table, a collection). `most_bad`: the share of
+    pairs that may be unusable. `weights`: a collection's, see `collection.py`. `copies` of each pair of the others, if
+    more than one: from shards in the order of `seed`, see `copies.py`.
 
-    Raises ValueError for a size, a number of channels or a share that makes no sense, and for a table without pairs.
+    Raises ValueError for a size, a number of channels or a share that makes no sense, for a table without pairs, and
+    for more bad pairs than `most_bad`.
     """
     from contrastile.data.collection import open_collection
     from contrastile.data.copies import with_copies
@@ -121,7 +122,9 @@ def open_pairs(
         raise wrong("channels", "be 1 (grey) or 3 (colour)", channels, "Pictures are converted to either.")
     if not 0 < held_out < 1:
         raise wrong("held_out", "be a share between 0 and 1", held_out, "0.05 keeps a twentieth for evaluation.")
-    opened: Callable[..., PairSet] = open_glyphs if source == "glyphs" else partial(open_table, Path(source))
+    opened: Callable[..., PairSet] = open_glyphs
+    if source != "glyphs":
+        opened = partial(open_table, Path(source), most_bad=most_bad)
     if is_collection(source):
         opened = partial(open_collection, source, weights=weights, most_bad=most_bad)
     size = {"image_size": image_size, "channels": channels}

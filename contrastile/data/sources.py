@@ -1,7 +1,7 @@
 """What a source names: the text of a recipe as files on this machine, before anything of them is read.
 
-Before the flow's first box. Sources are joined by `::`; each is tar shards or parquet files, with ranges in braces, or
-a folder of pictures. Nothing is fetched and nothing is run: an address or a pipe is refused.
+Before the flow's first box. Sources are joined by `::`; each is tar shards, parquet files or tables, with ranges in
+braces, or a folder of pictures. Nothing is fetched and nothing is run: an address or a pipe is refused.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-KINDS = (".tar", ".parquet")
+KINDS = (".tar", ".parquet", ".tsv")
 MOST_FILES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one kind: ".tar", ".parquet", or "folder" with the one path of a folder of pictures."""
+    """Files of one kind: ".tar", ".parquet", ".tsv", or "folder" with the one path of a folder of pictures."""
 
     kind: str
     paths: tuple[str, ...]
 
 
 def is_collection(source: str) -> bool:
-    """Whether a text names shards, parquet files or folders, rather than the glyphs or one table."""
-    return source != "glyphs" and ("::" in source or not source.endswith(".tsv"))
+    """Whether a text names shards, parquet files, folders or several tables, rather than the glyphs or one table."""
+    return source != "glyphs" and ("::" in source or "{" in source or not source.endswith(".tsv"))
 
 
 def read_source(text: str) -> list[Source]:

@@ -1,7 +1,7 @@
 """One's own pictures: a tab-separated file of `filepath` and `title`.
 
 A source of the flow's first box. Every picture is decoded once, cut to a square in its middle and kept with the titles
-in a folder of the cache. What cannot be used is skipped and counted by its reason, and never ends a run.
+in a folder of the cache. What cannot be used is skipped and counted by its reason; too much of it is an error.
 
 The first line names the columns; there is no quoting; paths are relative to the file's own folder.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +31,7 @@ from contrastile.data.pairs import (
     groups_by_lot,
     joined_ids,
 )
+from contrastile.data.skipped import Skipped, check_bad, counted
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -47,17 +47,21 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 Row = tuple[Path, str]
 
 
-class Skipped(Exception):  # noqa: N818 - not a failure: the row is passed over
-    """Why a row gives no pair."""
-
-
 def open_table(
-    table: Path, *, image_size: int, channels: int, held_out: float, cache: Path, progress: ProgressFactory
+    table: Path,
+    *,
+    image_size: int,
+    channels: int,
+    held_out: float,
+    cache: Path,
+    progress: ProgressFactory,
+    most_bad: float = 1.0,
 ) -> PairSet:
     """The pairs of a table, decoded once into a folder under `cache`, with the splits "train" and "held_out".
 
     Pairs that share a title or the very picture share an id, and lie on the same side of the split, which is drawn by
-    their titles: a pair stays on its side when others are added.
+    their titles: a pair stays on its side when others are added. Raises ValueError where more than the share `most_bad`
+    of the rows is skipped.
     """
     rows = read_table(table)
     settings = {
@@ -75,6 +79,7 @@ def open_table(
     if pairs.skipped:
         count = sum(pairs.skipped.values())
         logger.warning("%s: %d of %d rows are skipped (%s)", table, count, len(rows), counted(pairs.skipped))
+    check_bad(pairs.skipped, len(rows), most_bad)
     return pairs
 
 
@@ -146,11 +151,6 @@ def _decode_all(
         remedy = "One is needed to train on, one to be held out."
         raise wrong("source", f"hold at least two pairs that differ and can be read ({table})", got, remedy)
     return titles, ids, split(titles, ids, held_out), dict(skipped)
-
-
-def counted(skipped: Mapping[str, int]) -> str:
-    """Reasons and their counts."""
-    return ", ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items()))
 
 
 def split(titles: list[str], ids: Indices, share: float) -> dict[str, Indices]:

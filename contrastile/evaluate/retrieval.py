@@ -35,7 +35,12 @@ def recall(
     {1: 0.6666666666666666}
     """
     found = ranks(query, key, query_ids, key_ids)
-    return {k: (found < k).double().mean().item() for k in _checked(ks)}
+    return {k: _share(found, k, key) for k in _checked(ks)}
+
+
+def _share(found: Tensor, k: int, key: Tensor) -> float:
+    """Of `ranks` those among the first `k`; that of a query without a right key is the number of keys."""
+    return (found < min(k, len(key))).double().mean().item()
 
 
 def ranks(query: Tensor, key: Tensor, query_ids: Tensor, key_ids: Tensor) -> Tensor:
@@ -91,7 +96,7 @@ def both_ways(image: Tensor, text: Tensor, owner: Tensor, *, ks: Sequence[int] =
         measured[f"{way}_mean_rank"] = found.double().mean().item() + 1
         middle = found.sort().values[[(len(found) - 1) // 2, len(found) // 2]]
         measured[f"{way}_median_rank"] = middle.sum().item() // 2 + 1.0
-        measured |= {f"{way}_R@{k}": (found < k).double().mean().item() for k in _checked(ks)}
+        measured |= {f"{way}_R@{k}": _share(found, k, sides[1]) for k in _checked(ks)}
     return measured
 
 

@@ -13,16 +13,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._check import wrong
 from contrastile.models.text import Tokenizer
 
-# Tokens that a tower is tried with, to see how wide its features are.
+# Tokens that a tower is tried with, to see how wide its features are; a text, to see where it looks for them.
 TRIAL_LENGTH = 4
+TRIAL_TEXT = "a small red fox in the snow"
 # Weights of half precision would lose small updates; what an encoder computes with is `train.precision`'s to say. So
 # whatever a folder or a configuration says, as this version of the library calls it or an older one:
 DTYPE = torch.float32
@@ -62,7 +64,9 @@ class Library:
         from transformers import AutoConfig, AutoModel
 
         if self.folder is not None:
-            return AutoModel.from_pretrained(self.folder, local_files_only=True, dtype=DTYPE)
+            # a folder's own code is not run, and nobody is asked whether it may
+            here = {"local_files_only": True, "trust_remote_code": False}
+            return AutoModel.from_pretrained(self.folder, **here, dtype=DTYPE)
         described = {**unless_given, **(self.config or {})}
         kind = described.pop("model_type")
         with _describing(kind):
@@ -180,15 +184,18 @@ class ImageTower(nn.Module):
 
 
 class TextTower(nn.Module):
-    """A text model."""
+    """A text model. Texts that come shorter than `length` are filled up with `pad` again."""
 
-    def __init__(self, model: nn.Module, pooling: str) -> None:
+    def __init__(self, model: nn.Module, pooling: str, *, length: int = 0, pad: int = 0) -> None:
         super().__init__()
         self.model = model
         self.pooling = pooling
+        self.length, self.pad = length, pad
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`[B, L]` twice to `[B, features]`."""
+        room = (0, max(self.length - input_ids.shape[1], 0))
+        input_ids, attention_mask = F.pad(input_ids, room, value=self.pad), F.pad(attention_mask, room)
         output = self.model(input_ids=input_ids, attention_mask=attention_mask)
         return POOLINGS[self.pooling](output, attention_mask)
 
@@ -243,10 +250,53 @@ def _text(model: nn.Module, library: Library, tokenizer: Tokenizer) -> Tower:
     if longest is not None and tokenizer.length > longest:
         remedy = "Set model.tokenizer.length to it."
         raise wrong("length", f"be at most the {longest} tokens of the text tower", tokenizer.length, remedy)
-    tower = TextTower(model, library.pooling)
+    pooling = _pooling_of(model, tokenizer) if library.pooling == "pooler" else library.pooling
+    tower = TextTower(model, pooling)
+    if _sees_padding(tower, tokenizer):
+        tower = TextTower(model, pooling, length=tokenizer.length, pad=tokenizer.pad)
     trial = torch.full((1, min(TRIAL_LENGTH, tokenizer.length)), tokenizer.pad)
     width = width_of(tower, trial, torch.ones_like(trial))
-    return Tower(tower, width, {"config": _plain(config), "pooling": library.pooling})
+    return Tower(tower, width, {"config": _plain(config), "pooling": pooling})
+
+
+@torch.no_grad()
+def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
+    """ "pooler", or "last" for a causal model that takes one of its places, and with this tokenizer not the last one.
+
+    CLIP's is the place of the token that ends a text. A tokenizer that writes none leaves it with another, mostly the
+    first, which has seen no other word: all texts that begin alike would be one.
+    """
+    text, config = tokenizer.tokenise([TRIAL_TEXT]), cast("Any", model.config)
+    ids, mask = text["input_ids"], text["attention_mask"]
+    if mask.sum() < 2:
+        return "pooler"
+    other = ids.clone()
+    # one of the highest, for which some look instead
+    other[0, 1] = max({config.vocab_size - 2, config.vocab_size - 3} - {config.eos_token_id})
+    training = model.training
+    model.eval()
+    outputs = [model(input_ids=one, attention_mask=mask) for one in (ids, other)]
+    model.train(training)
+    states, pooled, last = ([pool(one, mask) for one in outputs] for pool in (_states, _pooler, _last))
+    causal = torch.equal(states[0][:, 0], states[1][:, 0])
+    takes_one = pooled[0].shape == last[0].shape and bool((states[0] == pooled[0][:, None]).all(dim=2).any())
+    return "last" if causal and takes_one and not all(map(torch.equal, pooled, last)) else "pooler"
+
+
+@torch.no_grad()
+def _sees_padding(tower: TextTower, tokenizer: Tokenizer) -> bool:
+    """Whether a text's features depend on how far it is padded: SigLIP's are those of the last place of all."""
+    text = tokenizer.tokenise(["a"])
+    cut = {name: ids[:, : int(text["attention_mask"].sum())] for name, ids in text.items()}
+    training = tower.training
+    tower.eval()
+    whole, short = tower(**text), tower(**cut)
+    tower.train(training)
+    return bool((whole - short).norm() > 1e-2 * whole.norm())
+
+
+def _states(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
+    return output.last_hidden_state
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class FolderTokenizer:
         self.length = length
         # the library sets padding and truncation anew for each call, which no other call may see
         self._alone = Lock()
-        self._engine = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._engine = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if self._engine.pad_token_id is None:
             raise wrong("tokenizer", "have a padding token", folder, "Set one and save the tokenizer again.")
 
@@ -201,8 +201,23 @@ TRAINERS = {"words": _train_words, "bpe": _train_bpe}
 def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:
     """The tokenizer of a folder: one that `save` wrote, or any that transformers can read.
 
-    `length` may be left out where the folder's own tells it.
+    `length` may be left out where the folder's own tells it. Raises ValueError where there is none, or a damaged one.
     """
+    try:
+        return _loaded(folder, length)
+    except ValueError as failure:
+        # its own sentence; the libraries' are of other kinds
+        if str(failure).startswith("`"):
+            raise
+        damage: Exception = failure
+    # tokenizers raises nothing more special
+    except Exception as failure:
+        damage = failure
+    said = " ".join(str(damage).split()).rstrip(".") or type(damage).__name__
+    raise wrong("tokenizer", "be one that can be read", f"{folder} ({said})", "Restore or replace it.") from damage
+
+
+def _loaded(folder: Path, length: int | None) -> Tokenizer:
     described = folder / "tokenizer.json"
     configured = folder / "tokenizer_config.json"
     if configured.is_file():

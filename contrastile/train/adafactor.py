@@ -7,13 +7,13 @@ relative to a parameter's size, no clipping of updates, momentum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from contrastile.train.moving import Moving
 from contrastile.train.sharded import like, whole
 
 # below this many rows or columns a matrix has its whole second moment
@@ -21,7 +21,7 @@ SMALLEST_FACTORED = 32
 EPS = 1e-30
 
 
-class Adafactor(Optimizer):
+class Adafactor(Moving):
     """For a gradient g at step t, with β₂(t) = min(beta2, 1 − t^beta2_decay):
 
         v ← β₂(t) v + (1 − β₂(t)) (g² + 1e-30)        of a matrix only its means by row r and by column c are kept,
@@ -54,31 +54,19 @@ class Adafactor(Optimizer):
         for group in self.param_groups:
             group["peak"] = group["lr"]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _move(parameter, parameter.grad.float(), self.state[parameter], group)
-        return loss
-
-
-def _move(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    state["step"] = state.get("step", 0) + 1
-    kept = min(beta2, 1 - state["step"] ** group["beta2_decay"])
-    update = gradient * _inverse_root(gradient.square() + EPS, state, kept)
-    if beta1 > 0:
-        momentum = state.setdefault("momentum", torch.zeros_like(gradient))
-        update = momentum.lerp_(update, 1 - beta1)
-    if group["weight_decay"]:
-        parameter.mul_(1 - group["lr"] / group["peak"] * group["weight_decay"])
-    parameter.sub_(group["lr"] * update)
+    def move(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """The formula above, in float32."""
+        gradient = gradient.float()
+        beta1, beta2 = group["betas"]
+        state["step"] = state.get("step", 0) + 1
+        kept = min(beta2, 1 - state["step"] ** group["beta2_decay"])
+        update = gradient * _inverse_root(gradient.square() + EPS, state, kept)
+        if beta1 > 0:
+            momentum = state.setdefault("momentum", torch.zeros_like(gradient))
+            update = momentum.lerp_(update, 1 - beta1)
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] / group["peak"] * group["weight_decay"])
+        parameter.sub_(group["lr"] * update)
 
 
 def _inverse_root(square: Tensor, state: dict[str, Any], kept: float) -> Tensor:

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
@@ -39,10 +39,10 @@ logger = logging.getLogger("contrastile")
 
 class DataSettings(Settings):
     """`source`: "glyphs", a tab-separated file with the columns filepath and title, or a collection: tar shards such as
-    "a/{000..099}.tar", parquet files, folders of pictures, several joined by "::".
+    "a/{000..099}.tar", parquet files, folders of pictures, several joined by "::", tables too.
 
-    A pair of a collection's source comes `weights` times an epoch, one number for each source; more than
-    `max_bad_fraction` bad pairs end the run; `augment` cuts out a random part of each picture.
+    A pair of a collection's source comes `weights` times an epoch, one number for each source; `augment` cuts out a
+    random part of each of its pictures. More than `max_bad_fraction` bad pairs end the run.
     Pictures become `image_size` pixels square, grey (1 channel) or in colour (3), and are kept under `cache`.
     `held_out` is the share kept from training, of the names or, for a table, of the pairs; `augment` bends them a bit.
     With `copies` an epoch has so many of each pair, each bent anew, in tar shards that are written on the way.
@@ -175,6 +175,9 @@ class Steps(Settings):
     optimizer's state ("shard": FSDP2).
     """
 
+    # a question may have negatives of its own
+    smallest_part: ClassVar[int] = 1
+
     examples: Many | None = None
     epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     minutes: Positive | None = None
@@ -198,6 +201,16 @@ class Steps(Settings):
     def _one_length(self) -> Steps:
         if (self.examples is None) == (self.epochs is None):
             raise ValueError("must have either examples or epochs, and not both")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_have_negatives(self) -> Steps:
+        smallest = min(size for _, size in self.batch)
+        if self.accumulate > 1 and self.accumulate * self.smallest_part > smallest:
+            reason = (
+                f"must leave parts of {self.smallest_part} at least; got {self.accumulate} of a batch of {smallest}"
+            )
+            raise ClashError("train.accumulate", reason)
         return self
 
     def batch_at(self, share: float) -> int:
@@ -229,6 +242,7 @@ class TrainSettings(Steps):
     )
     precision: Literal["float32", "float64", "bf16", "fp16"] = "float32"
     compile: bool = False
+    smallest_part: ClassVar[int] = 2
 
     @model_validator(mode="after")
     def _shards_are_not_compiled(self) -> TrainSettings:

@@ -26,7 +26,7 @@ from contrastile.data.class_folder import ClassFolder, open_class_folder
 from contrastile.data.classes import read_templates
 from contrastile.data.decoding import stretches
 from contrastile.data.pairs import Indices
-from contrastile.data.table import counted
+from contrastile.data.skipped import counted
 from contrastile.evaluate.retrieval import both_ways, chance
 from contrastile.evaluate.zeroshot import class_features, classified
 from contrastile.offload import settle

@@ -203,7 +203,10 @@ class Metrics:
         if there > state_dict["bytes"]:
             self._file.truncate(state_dict["bytes"])
         elif there < state_dict["bytes"] and not self._nowhere:
-            logger.warning("%s has lost lines from before the checkpoint", self._file.name)
+            # what follows begins on a line of its own
+            path = Path(self._file.name)
+            self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
+            logger.warning("%s has lost lines from before the checkpoint", path)
 
     def __enter__(self) -> Metrics:
         return self
@@ -219,6 +222,13 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last line cut short by a crash is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """The lines of a `metrics.jsonl`; a last one cut short by a crash, and any that is damaged, is left out."""
+    read, damaged = [], 0
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            read.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            damaged += 1
+    if damaged:
+        logger.warning("%d lines of %s are damaged and are left out", damaged, path)
+    return read

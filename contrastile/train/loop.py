@@ -245,7 +245,7 @@ class Training:
     def goes_on(self, signal: int | None) -> bool:
         """Whether there is another step: all ranks ask at once, and answer alike."""
         clock, trained = self.clock, self.trained
-        clock.now, trained.stopped_by = self.ranks.agree(len(self.sizes) + 1, clock.seconds(), signal)
+        clock.now, trained.stopped_by = self.ranks.agree(len(self.sizes) + 1, clock.seconds(), signal, self.job.stream)
         # one step at least, even where the first probe took all the time
         return trained.stopped_by is None and (not self.sizes or clock.share() < 1)
 

@@ -5,8 +5,14 @@ Within the first station of a run, beside `config.py`.
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Tag, ValidationInfo, field_validator, model_validator
@@ -14,6 +20,7 @@ from pydantic import AfterValidator, Field, Tag, ValidationInfo, field_validator
 from contrastile.train.settings import (
     ClashError,
     Count,
+    Positive,
     Settings,
     Width,
     files_matter,
@@ -37,6 +44,45 @@ class WordsTower(Settings):
     width: Width = 128
 
 
+def _for_each_channel(numbers: tuple[float, ...]) -> tuple[float, ...]:
+    if len(numbers) not in (1, 3):
+        raise ValueError(f"must be one number, or three; got {len(numbers)}")
+    return numbers
+
+
+OfChannels = Annotated[tuple[float, ...], AfterValidator(_for_each_channel)]
+OfChannelsAboveZero = Annotated[tuple[Positive, ...], AfterValidator(_for_each_channel)]
+
+
+def _read_config(path: str) -> Mapping[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError, RecursionError) as failure:
+        raise ValueError(f'must be a folder whose config.json can be read; got "{path}" ({failure})') from failure
+    if not isinstance(config, Mapping) or "model_type" not in config:
+        raise ValueError(f'must be a folder whose config.json has a model_type; got "{path}"')
+    return config
+
+
+def _check_type(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a model_type that transformers does not know, by the words in its own lists.
+
+    The library itself takes seconds to load. Where it is loaded, others may have told it of models of their own.
+    """
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None or "transformers" in sys.modules:
+        return
+    lists = [Path(spec.origin).parent / "models/auto" / name for name in ("auto_mappings.py", "configuration_auto.py")]
+    text = "".join(path.read_text(encoding="utf-8") for path in lists if path.is_file())
+    known = set(re.findall(r'"([a-z0-9._-]+)"', text))
+    kind = str(config["model_type"])
+    if known and kind not in known:
+        near = difflib.get_close_matches(kind, sorted(known), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f'must have a model_type that transformers knows; got "{kind}"{hint}')
+
+
 class TransformersModel(Settings):
     """A model of transformers: a local `folder` with its weights, or a `config` with its model_type, from scratch.
 
@@ -46,22 +92,26 @@ class TransformersModel(Settings):
     kind: Literal["transformers"] = "transformers"
     folder: str | None = None
     config: dict[str, Any] | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    mean: OfChannels | None = None
+    std: OfChannelsAboveZero | None = None
 
     @field_validator("folder")
     @classmethod
     def _folder_exists(cls, folder: str | None, info: ValidationInfo) -> str | None:
-        absent = folder is not None and not os.path.isfile(os.path.join(folder, "config.json"))
-        if absent and files_matter(info):
-            raise ValueError(f'must be a folder with a config.json; got "{folder}"')
+        if folder is not None and files_matter(info):
+            path = os.path.join(folder, "config.json")
+            if not os.path.isfile(path):
+                raise ValueError(f'must be a folder with a config.json; got "{folder}"')
+            _check_type(_read_config(path))
         return folder
 
     @field_validator("config")
     @classmethod
-    def _config_has_a_type(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _config_has_a_type(cls, config: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
         if config is not None and "model_type" not in config:
             raise ValueError('must have a model_type, such as "vit"')
+        if config is not None and files_matter(info):
+            _check_type(config)
         return config
 
     @model_validator(mode="after")
@@ -92,8 +142,8 @@ class FileModel(Settings):
     """
 
     checkpoint: str | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    mean: OfChannels | None = None
+    std: OfChannelsAboveZero | None = None
 
     @field_validator("checkpoint")
     @classmethod

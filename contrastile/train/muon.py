@@ -8,13 +8,14 @@ in shards, of which torch's would orthogonalise each alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from contrastile.train.moving import Moving
 from contrastile.train.sharded import like, whole
 
 # a x + b x xᵀx + c x xᵀx xᵀx brings every singular value up to 1 towards it, and so many times brings it there
@@ -48,7 +49,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-class Muon(Optimizer):
+class Muon(Moving):
     """For the gradient g [rows, columns] of a matrix:
 
         m ← momentum m + (1 − momentum) g
@@ -69,28 +70,15 @@ class Muon(Optimizer):
     def __init__(self, params: Iterable[Any], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move every matrix that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _move(parameter, parameter.grad, self.state[parameter], group)
-        return loss
-
-
-def _move(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    rate, momentum = group["lr"], group["momentum"]
-    if not state:
-        state["momentum_buffer"] = torch.zeros_like(gradient)
-    mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-    update = orthogonal(whole(gradient.lerp(mean, momentum))).to(parameter.dtype)
-    parameter.mul_(1 - rate * group["weight_decay"])
-    parameter.add_(like(update, parameter), alpha=-rate * (RMS * math.sqrt(max(parameter.shape))))
+    def move(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """The formula above."""
+        rate, momentum = group["lr"], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        update = orthogonal(whole(gradient.lerp(mean, momentum))).to(parameter.dtype)
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.add_(like(update, parameter), alpha=-rate * (RMS * math.sqrt(max(parameter.shape))))
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -108,7 +96,7 @@ def orthogonal(x: Tensor) -> Tensor:
     return x.T if tall else x
 
 
-class Together(Optimizer):
+class Together(Moving):
     """Several optimizers with parameters of their own, as one: their groups side by side, their states under one roof.
 
     >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -126,16 +114,10 @@ class Together(Optimizer):
         # the very groups of the members: who sets a rate here sets it there
         self.param_groups = [group for member in self.members.values() for group in member.param_groups]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def move_all(self) -> None:
+        """Each member its own."""
         for member in self.members.values():
             member.step()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Every member's, by its name."""

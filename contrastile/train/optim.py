@@ -78,7 +78,7 @@ def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
 def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSettings:
     """The same with `warmup` as a share of the run, where it is told in steps or epochs of `pairs`.
 
-    Raises ValueError where that is no shorter than the run.
+    Raises ValueError where that is no shorter than the run, or reaches into the cooldown.
     """
     examples, seen = train.length(pairs), 0
     if settings.warmup_epochs is not None:
@@ -88,6 +88,9 @@ def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSetti
     if seen >= examples:
         got = f"{seen:,} of {examples:,} examples"
         raise wrong("optim.warmup", "be shorter than the run", got, "Warm up over less, or train longer.")
+    if settings.schedule == "cooldown" and seen / examples + settings.cooldown > 1:
+        got = f"{settings.cooldown:g} behind a warm-up of {seen:,} of {examples:,} examples"
+        raise wrong("optim.cooldown", "leave the warm-up its share", got, "Make either shorter.")
     return settings.model_copy(update={"warmup": seen / examples}) if seen else settings
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from contrastile.train.settings import Count, Positive, Settings, Share, kind_or
+from contrastile.train.settings import ClashError, Count, Positive, Settings, Share, kind_or
 
 
 class OptimSettings(Settings):
@@ -39,8 +39,18 @@ class OptimSettings(Settings):
 
     @model_validator(mode="after")
     def _one_warmup(self) -> OptimSettings:
-        if self.warmup_steps is not None and self.warmup_epochs is not None:
-            raise ValueError("must have warmup_steps or warmup_epochs, and not both")
+        # a share of the default's is there in every recipe that was written out
+        share = self.warmup != type(self).model_fields["warmup"].default
+        if share + (self.warmup_steps is not None) + (self.warmup_epochs is not None) > 1:
+            raise ValueError("must have one of warmup, warmup_steps and warmup_epochs")
+        return self
+
+    @model_validator(mode="after")
+    def _the_rate_is_up_before_it_falls(self) -> OptimSettings:
+        in_shares = self.warmup_steps is None and self.warmup_epochs is None
+        if self.schedule == "cooldown" and in_shares and self.warmup + self.cooldown > 1:
+            reason = f"must leave the warm-up its share of {self.warmup:g}; got {self.cooldown:g}"
+            raise ClashError("optim.cooldown", reason)
         return self
 
     @model_validator(mode="after")

@@ -26,8 +26,8 @@ from contrastile._check import wrong
 from contrastile.cache import encode
 from contrastile.data.augment import prepare
 from contrastile.data.cache import cached_folder
-from contrastile.data.collection import check_bad
 from contrastile.data.pairs import Indices, PairSet
+from contrastile.data.skipped import check_bad
 from contrastile.train.checkpoint import Run
 from contrastile.train.feed import Materials
 from contrastile.train.log import progress

@@ -140,13 +140,21 @@ class Ranks:
             stream.skipped.update(one["skipped"])
             stream.seen += one["seen"]
 
-    def agree(self, step: int, seconds: float, signal: int | None) -> tuple[float, int | None]:
-        """Before a step: the first rank's clock, and the signal that any of them got."""
-        if self.size == 1:
-            return seconds, signal
-        here.begin(step)
-        statement = {"step": step, "seconds": seconds, "signal": signal}
-        stated = comm.agree(None, statement, free=("seconds", "signal"))
+    def agree(
+        self, step: int, seconds: float, signal: int | None, stream: Stream | None = None
+    ) -> tuple[float, int | None]:
+        """Before a step: the first rank's clock, and the signal that any of them got.
+
+        Raises ValueError, on all of them, where they have skipped too much of the stream together.
+        """
+        own = {"skipped": {}, "seen": 0} if stream is None else {"skipped": stream.skipped, "seen": stream.seen}
+        stated: list[dict[str, Any]] = [{"seconds": seconds, "signal": signal, **own}]
+        if self.size > 1:
+            here.begin(step)
+            stated = comm.agree(None, {"step": step, **stated[0]}, free=(*stated[0],))
+        if stream is not None:
+            skipped = sum((Counter(one["skipped"]) for one in stated), Counter[str]())
+            stream.check(skipped, sum(one["seen"] for one in stated))
         signals = [other["signal"] for other in stated if other["signal"] is not None]
         return stated[0]["seconds"], signals[0] if signals else None
 

@@ -23,7 +23,7 @@ class StopRequest:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is not None and not self._patient:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
         self.signal = self.signal or number
 
     def __enter__(self) -> StopRequest:
