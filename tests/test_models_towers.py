@@ -318,6 +318,11 @@ REFUSED = {
                                                      "hidden_dim": 32}, "pooling": "pooler"}},
         '`pooling` must be one that the model has; got pooler. This model has none: take "mean" or "cls".',
     ),
+    "a pooler that there is not, of a model with several ends of a text": (
+        {"text": {"kind": "transformers", "config": {"model_type": "llama", "eos_token_id": [1, 2], **TINY},
+                  "pooling": "pooler"}},
+        '`pooling` must be one that the model has; got pooler. This model has none: take "mean" or "cls".',
+    ),
     "pictures of another size": (
         {"image": library(**VIT["config"], image_size=64)},
         "`image_size` must be the 64 pixels of the image tower; got 32. Set data.image_size to it.",

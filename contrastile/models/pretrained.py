@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -266,13 +266,14 @@ def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
     CLIP's is the place of the token that ends a text. A tokenizer that writes none leaves it with another, mostly the
     first, which has seen no other word: all texts that begin alike would be one.
     """
-    text, config = tokenizer.tokenise([TRIAL_TEXT]), cast("Any", model.config)
+    text = tokenizer.tokenise([TRIAL_TEXT])
     ids, mask = text["input_ids"], text["attention_mask"]
     if mask.sum() < 2:
         return "pooler"
     other = ids.clone()
-    # one of the highest, for which some look instead
-    other[0, 1] = max({config.vocab_size - 2, config.vocab_size - 3} - {config.eos_token_id})
+    # one of the highest, for which some look instead, and none that ends a text, of which a model may have several
+    ends = torch.tensor(getattr(model.config, "eos_token_id", None) or []).flatten().tolist()
+    other[0, 1] = next(token for token in range(tokenizer.vocabulary_size - 2, -1, -1) if token not in ends)
     training = model.training
     model.eval()
     outputs = [model(input_ids=one, attention_mask=mask) for one in (ids, other)]
