@@ -20,8 +20,9 @@ import torch
 
 from contrastile.bench import loss as bench_loss
 from contrastile.bench.loss import SMALL_WORKSPACE, WORKSPACE, Bench
-from contrastile.bench.measure import Ledger, Machine, chip, versions
+from contrastile.bench.measure import Ledger, Machine
 from contrastile.bench.peers import Case
+from contrastile.train.provenance import signature
 
 PARTS = ("accuracy", "rates", "large")
 WORKSPACES = (WORKSPACE, SMALL_WORKSPACE, 32 * 2**20)
@@ -44,7 +45,7 @@ def main() -> None:
     bench_loss.PEERS = tuple(peer for peer in bench_loss.PEERS if peer.name in PEERS)
     device = torch.device("cuda")
     with Ledger(given.csv) if given.csv else nullcontext() as ledger:
-        _say(f"{chip(device)}; {versions(*PEERS)}")
+        _say(signature(device, *PEERS))
         bench = Bench(Machine.of(device, given.seconds), True, _say, ledger)
         for part in parts:
             started = time.perf_counter()

@@ -62,6 +62,9 @@ def test_every_way_is_run_with_every_seed_beside_bm25(tmp_path, four_fit):
     steps = [line for line in read_metrics(folder / "cached-45-1.jsonl") if line["kind"] == "step"]
     assert [line["batch"] for line in steps] == [45, 45]
     sizes = [row["way"] + row["queries"] for row in lines_of(folder / "updates.csv")]
+    assert all(
+        row["chip"] and row["versions"] for name in ("compare", "updates") for row in lines_of(folder / f"{name}.csv")
+    )
     assert sizes == ["plain2", "plain8", "accumulated2", "accumulated8", "cached2", "cached8"]
     assert (folder / "updates.svg").read_text().count("queries per update") == 1
 
@@ -272,7 +275,8 @@ def test_an_update_counts_when_it_is_made_again(tmp_path, monkeypatch):
 def test_a_failed_trial_is_counted_and_told(tmp_path):
     way, other = Way("sequential", 4, 1, 4, cached=False), Way("cached", 8, 1, 4, cached=True)
     found = {"held-out queries": dict.fromkeys(("@1", "@5", "@20", "nDCG@10"), 0.5)}
-    findings = Findings(tiny_retriever(tmp_path), MIB, {way: Update(0.5, MIB), other: Update(0.25, MIB)}, jobs=1)
+    updates, origin = {way: Update(0.5, MIB), other: Update(0.25, MIB)}, {"chip": "A GPU", "versions": "torch 2"}
+    findings = Findings(tiny_retriever(tmp_path), MIB, updates, 1, origin)
     findings.trials[:] = [
         Trial(other, 0, 5, 40, 0.1, 1.0, {}, "the loss must stay a finite number"),
         Trial(way, 0, 10, 40, 0.1, 1.0, found),
@@ -281,7 +285,7 @@ def test_a_failed_trial_is_counted_and_told(tmp_path):
     shown = tables(findings)
     assert "| sequential | 4 | 10 | 50.0 | 50.0 | 50.0 |  | 50.0 | 5.0 | 1 MiB |" in shown
     assert "| cached (1 of 2 failed) | 8 | 5 | 50.0 |" in shown
-    assert as_csv(findings).splitlines()[2].endswith("the loss must stay a finite number")
+    assert as_csv(findings).splitlines()[2].endswith("the loss must stay a finite number,A GPU,torch 2")
 
 
 def test_the_figure_has_a_line_for_each_way_and_the_same_bytes():

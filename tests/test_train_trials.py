@@ -16,6 +16,7 @@ from contrastile.train.compare_losses import WAYS, Difference, difference
 from contrastile.train.feed import open_materials
 from contrastile.train.log import read_metrics
 from contrastile.train.optim import learning_rate
+from contrastile.train.provenance import chip
 from contrastile.train.trials import Plan, Trial, make, portion
 
 
@@ -121,6 +122,8 @@ def test_on_two_ranks_all_ways_are_one(tmp_path, capfd, forked):
     with (folder / "compare.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["way"], row["seed"]) for row in rows] == [(way, seed) for seed in "01" for way in WAYS]
+    assert {row["chip"] for row in rows} == {chip(torch.device("cpu"))}
+    assert all(row["versions"].startswith("contrastile ") and len(row["date"]) == 10 for row in rows)
     curves = {}
     for path in folder.glob("*.jsonl"):
         curves[path.stem] = [line["loss"] for line in read_metrics(path) if line["kind"] == "step"]
@@ -276,4 +279,4 @@ def test_a_run_that_comes_to_nothing_is_told(tmp_path, monkeypatch):
     trial = make(Plan({"way": "x"}, recipe), open_materials(recipe), tmp_path, trials.Ranks())
     assert (trial.failed, trial.recall) == ("three steps in a row", {})
     assert trials.spread([trial], "faces") == "(1 failed)"
-    assert trials.as_csv([trial]).splitlines()[1] == "x,0,0,0,0.0,three steps in a row"
+    assert trials.as_csv([trial], {"chip": "A GPU"}).splitlines()[1] == "x,0,0,0,0.0,three steps in a row,A GPU"

@@ -16,14 +16,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import date
 
 import torch
 from torch import Tensor
 
 from contrastile.bench.gate import SAMPLE_ROWS, SUBJECTS, Distance, Gate, Sample, gate_rows, problem, step
-from contrastile.bench.measure import Ledger, Machine, Row, Step, Timing, chip, commit, versions
+from contrastile.bench.measure import Ledger, Machine, Row, Step, Timing
 from contrastile.bench.peers import DENSE, PEERS, Case, Contestant
+from contrastile.train.provenance import provenance
 
 OURS = "contrastile"
 # contrastile's workspaces on a GPU; a row at the first of them is not marked
@@ -122,10 +122,7 @@ class Line:
             effective_tflops=round(self.rate / 1e12, 4),
             ratio=round(self.rate / self.timing.product_rate, 4),
             peak_bytes=self.peak_bytes,
-            chip=chip(machine.device),
-            versions=versions(self.contestant.package or self.contestant.name),
-            date=date.today().isoformat(),
-            commit=commit(),
+            **provenance(machine.device, self.contestant.package or self.contestant.name),
         )
 
 

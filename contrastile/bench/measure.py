@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import csv
 import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
-from contrastile import __version__
 from contrastile._check import wrong
 from contrastile.train.memory import PeakMemory
 
@@ -209,29 +203,3 @@ def busy(device: torch.device) -> str | None:
     if device.type != "cpu" or load < cores / 2:
         return None
     return f"other programs keep {load:.1f} of {cores} cores busy: times will be long, and ratios wrong"
-
-
-def chip(device: torch.device) -> str:
-    """The device as a reader knows it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {device.type.upper()}, {torch.get_num_threads()} threads"
-
-
-def versions(*packages: str) -> str:
-    """What computed it; packages that are not installed are left out."""
-    known = {"contrastile": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    for package in ("triton", *packages):
-        with suppress(metadata.PackageNotFoundError):
-            known.setdefault(package, metadata.version(package))
-    return ", ".join(f"{package} {version}" for package, version in known.items())
-
-
-@cache
-def commit() -> str:
-    """The commit of the source, marked where the source differs from it; empty without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 
 import torch
@@ -23,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.bench.caches import PEERS
-from contrastile.bench.measure import Ledger, chip, commit, versions
+from contrastile.bench.measure import Ledger
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import OURS, PLAIN, Side, Task, Way
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
+from contrastile.train.provenance import provenance
 
 WAYS = {**PLAIN, **OURS, **PEERS}
 # others' gradients are shown, ours are judged
@@ -194,10 +194,7 @@ class StepBench:
             us_per_pair=round(pace, 2) if fits else None,
             ratio_to_plain=round(pace / plain, 4) if fits and plain else None,
             peak_bytes=peak if fits else None,
-            chip=chip(self.device),
-            versions=versions("transformers", way.package or way.impl),
-            date=date.today().isoformat(),
-            commit=commit(),
+            **provenance(self.device, "transformers", way.package or way.impl),
         )
 
     def _timed(self, way: Way, towers: Towers, pairs: Pairs, batch: int, sub_batch: int) -> tuple[float, int]:

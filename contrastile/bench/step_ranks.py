@@ -12,20 +12,20 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile.bench.measure import Ledger, chip, commit, versions
+from contrastile.bench.measure import Ledger
 from contrastile.bench.step import GATE_BATCH, GATE_SUB_BATCH, GATE_TOLERANCE, plain_in_parts, warm_loss
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import Task, cached
 from contrastile.cache import encode
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
+from contrastile.train.provenance import provenance
 
 TILES = {"cuda": "triton"}
 # milliseconds of a step; bytes of data, loss, backbone and the whole step at its peak
@@ -187,10 +187,7 @@ def _row(name: str, model: str, batch: int, task: Task, W: int, numbers: Numbers
         peak_bytes=peak,
         ms=None if ms is None else round(ms, 2),
         us_per_pair=None if ms is None else round(ms * 1e3 / batch, 2),
-        chip=chip(task.device),
-        versions=versions("transformers"),
-        date=date.today().isoformat(),
-        commit=commit(),
+        **provenance(task.device, "transformers"),
     )
 
 

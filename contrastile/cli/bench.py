@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from contrastile.bench.loss import Bench, suite
-    from contrastile.bench.measure import Ledger, Machine, busy, chip, versions
+    from contrastile.bench.measure import Ledger, Machine, busy
+    from contrastile.train.provenance import signature
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return _run_on_ranks(arguments)
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     cases = _cases(arguments, suite(device, quick=arguments.quick))
     seconds = arguments.seconds or (SECONDS_QUICK if arguments.quick else SECONDS)
     with Ledger(Path(arguments.csv)) if arguments.csv else nullcontext() as ledger:
-        print("\n".join(filter(None, (f"{chip(device)}; {versions()}", busy(device)))))
+        print("\n".join(filter(None, (signature(device), busy(device)))))
         bench = Bench(Machine.of(device, seconds), arguments.peers, lambda line: print(line, flush=True), ledger)
         if arguments.once:
             bench.head()
@@ -84,8 +85,9 @@ def _run_on_ranks(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from contrastile.bench.measure import Ledger, Machine, chip, versions
+    from contrastile.bench.measure import Ledger, Machine
     from contrastile.bench.ranks import ExchangeRow, RankBench, grouped, suite
+    from contrastile.train.provenance import signature
     from contrastile.train.ranks import Ranks
 
     device = torch.device(device_of(arguments.device))
@@ -102,7 +104,7 @@ def _run_on_ranks(arguments: argparse.Namespace) -> int:
         grouped(device),
         Ledger(Path(arguments.csv), ExchangeRow) if arguments.csv and first else nullcontext() as ledger,
     ):
-        say(f"{ranks.size} ranks on {chip(device)}; {versions()}")
+        say(f"{ranks.size} ranks on {signature(device)}")
         bench = RankBench(Machine.of(device, seconds), ranks, arguments.peers, say, ledger)
         bench.measure(cases)
     return 0 if bench.right else 1

@@ -85,9 +85,10 @@ def _alone(arguments: argparse.Namespace) -> bool:
 
     import torch
 
-    from contrastile.bench.measure import Ledger, busy, chip, versions
+    from contrastile.bench.measure import Ledger, busy
     from contrastile.bench.step import WAYS, StepBench, StepRow, standard, usual
     from contrastile.cli.bench import device_of
+    from contrastile.train.provenance import signature
 
     device = torch.device(device_of(arguments.device))
     models, batches = standard(device, quick=arguments.quick)
@@ -98,7 +99,7 @@ def _alone(arguments: argparse.Namespace) -> bool:
         plan = {batch: [name for name in names if name in known] for batch, names in plan.items()}
     seconds = arguments.seconds if arguments.seconds is not None else (SECONDS_QUICK if arguments.quick else SECONDS)
     with Ledger(Path(arguments.csv), StepRow) if arguments.csv else nullcontext() as ledger:
-        print("\n".join(filter(None, (f"{chip(device)}; {versions('transformers')}", busy(device)))))
+        print("\n".join(filter(None, (signature(device, "transformers"), busy(device)))))
         bench = StepBench(
             device,
             _dtype(arguments, device),

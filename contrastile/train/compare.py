@@ -9,7 +9,7 @@ namely what the sequential way took. Whatever comes out is written down.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
-from contrastile.train.facts import describe, versions
 from contrastile.train.feed import Materials
 from contrastile.train.folder import RECIPE, new_run
+from contrastile.train.provenance import provenance
 from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
     Comparison,
@@ -50,7 +50,8 @@ def compare_recipe(recipe: Recipe, runs: str | Path, *, seeds: int) -> Compariso
         folder.write_text(RECIPE, to_toml(recipe))
         # planned as they come: equal time is what the sequential way took
         made = one_by_one(_plans(recipe, materials, every_way, seeds, trials), materials, folder.path)
-        stopped_by = written_down(made, trials, folder, partial(page, recipe))
+        origin = provenance(choose_device(recipe.device))
+        stopped_by = written_down(made, trials, folder, partial(page, recipe), origin)
     return Comparison(folder.path, table(trials), stopped_by)
 
 
@@ -109,9 +110,8 @@ def table(trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-def page(recipe: Recipe, trials: Sequence[Trial]) -> str:
+def page(recipe: Recipe, trials: Sequence[Trial], origin: Mapping[str, str]) -> str:
     """compare.md: the table with what one must know to read it."""
-    computed = " · ".join(f"{name} {version}" for name, version in versions().items())
     seeds = len({trial.seed for trial in trials})
     return f"""# {recipe.name}: the same memory in four ways
 
@@ -123,5 +123,5 @@ Mean and standard deviation over {seeds} seed{"s" if seeds > 1 else ""}.
 
 {table(trials)}
 
-{describe(choose_device(recipe.device))} · {computed}
+{origin["chip"]} · {origin["versions"]}
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
-from contrastile.train.facts import describe, versions
 from contrastile.train.figures import COLOURS
 from contrastile.train.folder import RECIPE, new_run
+from contrastile.train.provenance import provenance
 from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
     Comparison,
@@ -55,7 +55,8 @@ def compare_batches(
         folder.write_text(RECIPE, to_toml(recipe))
         planned = plans(recipe, examples, batches, shares, rates, seeds)
         made = side_by_side(planned, folder.path, jobs=jobs, ranks=1)
-        stopped_by = written_down(made, trials, folder, partial(page, recipe), in_order)
+        origin = provenance(choose_device(recipe.device), processes=jobs)
+        stopped_by = written_down(made, trials, folder, partial(page, recipe), origin, in_order)
         if trials:
             folder.write_text(FIGURE, figure(in_order(trials)))
     return Comparison(folder.path, table(in_order(trials)), stopped_by)
@@ -175,9 +176,8 @@ def figure(trials: Sequence[Trial]) -> str:
     return page.getvalue()
 
 
-def page(recipe: Recipe, trials: Sequence[Trial]) -> str:
+def page(recipe: Recipe, trials: Sequence[Trial], origin: Mapping[str, str]) -> str:
     """compare.md: the tables with what one must know to read them."""
-    computed = " · ".join(f"{name} {version}" for name, version in versions().items())
     seeds = len({trial.seed for trial in trials})
     return f"""# {recipe.name}: accuracy against batch size
 
@@ -187,5 +187,5 @@ deviation over {seeds} seed{"s" if seeds > 1 else ""}. *Fixed* rate: {recipe.opt
 
 {table(trials)}
 
-{describe(choose_device(recipe.device))} · {computed}
+{origin["chip"]} · {origin["versions"]}
 """

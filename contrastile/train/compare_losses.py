@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,8 @@ from pathlib import Path
 from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
-from contrastile.train.facts import describe, versions
 from contrastile.train.folder import RECIPE, new_run
+from contrastile.train.provenance import provenance
 from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
     Comparison,
@@ -69,7 +69,8 @@ def compare_losses(recipe: Recipe, runs: str | Path, *, seeds: int, jobs: int, r
     with new_run(runs, f"{recipe.name}-losses") as folder:
         folder.write_text(RECIPE, to_toml(recipe))
         made = side_by_side(plans(recipe, seeds), folder.path, jobs=jobs, ranks=ranks)
-        stopped_by = written_down(made, trials, folder, partial(page, recipe, ranks=ranks), in_order)
+        origin = provenance(choose_device(recipe.device), processes=jobs * ranks)
+        stopped_by = written_down(made, trials, folder, partial(page, recipe, ranks=ranks), origin, in_order)
     return Comparison(folder.path, table(trials), stopped_by)
 
 
@@ -128,9 +129,8 @@ def table(trials: Sequence[Trial]) -> str:
     return "\n".join([line(heads), line(["---"] * len(heads)), *rows])
 
 
-def page(recipe: Recipe, trials: Sequence[Trial], ranks: int) -> str:
+def page(recipe: Recipe, trials: Sequence[Trial], origin: Mapping[str, str], ranks: int) -> str:
     """compare.md: the table with what one must know to read it."""
-    computed = " · ".join(f"{name} {version}" for name, version in versions().items())
     seeds = len({trial.seed for trial in trials})
     batches = ", ".join(f"{batch:,}" for _, batch in recipe.train.batch)
     return f"""# {recipe.name}: one loss in five ways
@@ -143,5 +143,5 @@ dense. *Tiled*: columns travel, blocks in tiles, Inf-CL's way. Differences from 
 
 {table(trials)}
 
-{describe(choose_device(recipe.device))} · {computed}
+{origin["chip"]} · {origin["versions"]}
 """

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -23,6 +21,7 @@ from contrastile.train.feed import Materials
 from contrastile.train.folder import FACTS, RunFolder
 from contrastile.train.guard import Guard
 from contrastile.train.memory import dense_need
+from contrastile.train.provenance import chip, versions
 from contrastile.train.state import Course
 
 
@@ -89,7 +88,7 @@ def run_facts(recipe: AnyRecipe, model: nn.Module, device: torch.device, trained
     return {
         "name": recipe.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "device": describe(device),
+        "device": chip(device),
         **asdict(trained),
         "versions": versions(),
         "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -122,17 +121,3 @@ def activations_per_pair(run: Run, materials: Materials) -> int:
     for buffer, value in kept:
         buffer.copy_(value)
     return found
-
-
-def describe(device: torch.device) -> str:
-    """The device as a reader knows it: its name, or the number of CPU threads in use."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{torch.get_num_threads()} of {os.cpu_count()} CPU cores"
-
-
-def versions() -> dict[str, str]:
-    """What computed it."""
-    from contrastile import __version__
-
-    return {"contrastile": __version__, "torch": torch.__version__, "Python": platform.python_version()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -137,24 +137,25 @@ def written_down(
     outcomes: Iterable[Outcome],
     trials: list[Trial],
     folder: RunFolder,
-    page: Callable[[Sequence[Trial]], str],
+    page: Callable[[Sequence[Trial], Mapping[str, str]], str],
+    origin: Mapping[str, str],
     in_order: Callable[[Sequence[Trial]], Sequence[Trial]] = list,
 ) -> int | None:
     """Every trial joins the others, and their results and their page are written again; the signal that stopped them.
 
-    `page` gets them `in_order`, as the lines of the results are.
+    `page` gets them `in_order`, as the lines of the results are, and both get their `origin`.
     """
     for outcome in outcomes:
         if isinstance(outcome, int):
             return outcome
         trials.append(outcome)
-        folder.write_text(RESULTS, as_csv(in_order(trials)))
-        folder.write_text(TABLE, page(in_order(trials)))
+        folder.write_text(RESULTS, as_csv(in_order(trials), origin))
+        folder.write_text(TABLE, page(in_order(trials), origin))
     return None
 
 
-def as_csv(trials: Sequence[Trial]) -> str:
-    """One line per trial, recall in a column per test."""
+def as_csv(trials: Sequence[Trial], origin: Mapping[str, str]) -> str:
+    """One line per trial, recall in a column per test, and where it comes from."""
     file = io.StringIO()
     rows: list[dict[str, Any]] = [
         {**trial.labels, "seed": trial.seed, "examples": trial.examples, "steps": trial.steps}
@@ -162,9 +163,9 @@ def as_csv(trials: Sequence[Trial]) -> str:
         for trial in trials
     ]
     names = list(dict.fromkeys(name for row in rows for name in row if name != "failed"))
-    writer = csv.DictWriter(file, [*names, "failed"], lineterminator="\n")
+    writer = csv.DictWriter(file, [*names, "failed", *origin], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({**row, **origin} for row in rows)
     return file.getvalue()
 
 

@@ -18,11 +18,13 @@ from pathlib import Path
 from contrastile._check import wrong
 from contrastile.data.bm25 import BM25
 from contrastile.train import crews
+from contrastile.train.checkpoint import choose_device
 from contrastile.train.facts import Trained
 from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.log import Metrics, clock, progress, size
 from contrastile.train.loop import train
 from contrastile.train.optim import rate_factor
+from contrastile.train.provenance import provenance
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.retriever.config import RetrieverRecipe
@@ -67,13 +69,14 @@ def compare_retriever(
     """
     _check(batches, seeds, jobs)
     recipe = _with_workspace(recipe, memory)
-    materials = open_text_materials(recipe)
+    materials, device = open_text_materials(recipe), choose_device(recipe.device)
     with new_run(runs, f"{recipe.name}-compare") as folder:
         folder.write_text(RECIPE, to_toml(recipe))
         every = ways(fitting_batch(recipe, materials, memory), batches, memory)
         if updates:
-            write_speeds(folder, speeds(recipe, materials, every[0].at_once, updates, told_at))
-        findings = Findings(recipe, memory, _timed(recipe, materials, every), jobs)
+            timed = speeds(recipe, materials, every[0].at_once, updates, told_at)
+            write_speeds(folder, timed, provenance(device))
+        findings = Findings(recipe, memory, _timed(recipe, materials, every), jobs, provenance(device, processes=jobs))
         plans = _plans(findings, materials, seeds)
         write(folder, findings)
         with progress(len(plans), "comparing", "runs") as bar:

@@ -9,12 +9,10 @@ import csv
 import io
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contrastile.train.checkpoint import choose_device
-from contrastile.train.facts import describe, versions
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import size
 from contrastile.train.retriever.config import RetrieverRecipe
@@ -62,6 +60,7 @@ class Findings:
     memory: int
     updates: dict[Way, Update]
     jobs: int
+    origin: Mapping[str, str]
     trials: list[Trial] = field(default_factory=list)
     bm25: Found = field(default_factory=dict)
 
@@ -72,12 +71,13 @@ def write(folder: RunFolder, findings: Findings) -> None:
     folder.write_text(TABLE, page(findings))
 
 
-def write_speeds(folder: RunFolder, found: Sequence[Speed]) -> None:
+def write_speeds(folder: RunFolder, found: Sequence[Speed], origin: Mapping[str, str]) -> None:
     """updates.csv and its figure."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["way", "queries", "seconds", "bytes"])
-    writer.writerows([one.way, one.batch, f"{one.update.seconds:.5f}", one.update.bytes] for one in found)
+    writer.writerow(["way", "queries", "seconds", "bytes", *origin])
+    for one in found:
+        writer.writerow([one.way, one.batch, f"{one.update.seconds:.5f}", one.update.bytes, *origin.values()])
     folder.write_text(SPEEDS, file.getvalue())
     try:
         folder.write_text(FIGURE, draw_speeds(found))
@@ -100,9 +100,9 @@ def as_csv(findings: Findings) -> str:
         rows.append({"way": "BM25", **_flat(findings.bm25)})
     names = list(dict.fromkeys(name for row in rows for name in row if name != "failed"))
     file = io.StringIO()
-    writer = csv.DictWriter(file, [*names, "failed"], lineterminator="\n")
+    writer = csv.DictWriter(file, [*names, "failed", *findings.origin], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({**row, **findings.origin} for row in rows)
     return file.getvalue()
 
 
@@ -149,7 +149,6 @@ def page(findings: Findings) -> str:
     rule = {"none": "", "sqrt": f" · √(batch / {optim.base_batch})", "linear": f" · batch / {optim.base_batch}"}
     rate = f"{optim.learning_rate:g}{rule[optim.rate_scaling]}"
     seeds = len({one.seed for one in findings.trials})
-    computed = " · ".join(f"{name} {version}" for name, version in versions().items())
     return f"""# {recipe.name}: the same memory in several ways
 
 *Sequential*: plain steps of {at_once} queries, the most of which fit into {size(findings.memory)} beside the weights
@@ -164,5 +163,5 @@ update adds to the weights at its peak, counted by torch, tensor by tensor.
 
 {tables(findings)}
 
-{describe(choose_device(recipe.device))} · trials {findings.jobs} at a time · {computed}
+{findings.origin["chip"]} · trials {findings.jobs} at a time · {findings.origin["versions"]}
 """

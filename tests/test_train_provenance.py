@@ -1,0 +1,56 @@
+"""What a file of results says of the machine: the same words wherever a number is written down."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from datetime import date
+
+import pytest
+import torch
+
+from contrastile.train import provenance as its
+from contrastile.train.provenance import chip, commit, provenance, signature, versions
+
+CPU = torch.device("cpu")
+
+
+def test_versions_name_what_is_installed_and_nothing_else():
+    said = versions("contrastile", "surely-not-installed")
+    assert [*said][:3] == ["contrastile", "torch", "python"]
+    assert said["torch"] == torch.__version__
+    assert "surely-not-installed" not in said
+
+
+def test_a_cpu_says_how_many_cores_work():
+    assert chip(CPU, processes=3).startswith(f"{torch.get_num_threads()} of {os.cpu_count()} CPU cores, ")
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "said"),
+    [("cuda", 1, "A GPU"), ("cuda", 2, "2 x A GPU"), ("cuda", 9, "4 x A GPU"), ("cuda:1", 9, "A GPU")],
+)
+def test_gpus_that_processes_share_out_are_counted(device, processes, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A GPU")
+    assert chip(torch.device(device), processes) == said
+
+
+def test_four_columns():
+    origin = provenance(CPU)
+    assert [*origin] == ["chip", "versions", "date", "commit"]
+    assert origin["date"] == date.today().isoformat()
+    assert signature(CPU) == f"{origin['chip']}; {origin['versions']}"
+
+
+def test_without_git_there_is_no_commit(monkeypatch):
+    def none(*_, **__):
+        raise FileNotFoundError("git")
+
+    commit.cache_clear()
+    monkeypatch.setattr(its.subprocess, "run", none)
+    assert commit() == ""
+    commit.cache_clear()
+    monkeypatch.undo()
+    assert commit() == "" or set(commit().removesuffix("-dirty")) <= set("0123456789abcdef")
+    assert its.subprocess is subprocess
