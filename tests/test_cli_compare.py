@@ -63,3 +63,34 @@ def test_every_way_is_run_both_ways_and_written_down(tmp_path, capsys):
     assert "| time | schedule |" in page
     assert "over 2 seeds" in page
     assert page.split("\n\n")[2] in capsys.readouterr().out
+
+
+def test_what_was_interrupted_goes_on(tmp_path, capsys):
+    runs, recipe = tmp_path / "runs", write_recipe(tmp_path)
+    command = ["compare", str(recipe), "train.examples=96", "--seeds", "1", "--runs", str(runs)]
+    assert main(command) == 0
+    folder = runs / "tiny-compare"
+    head, *lines = (folder / "compare.csv").read_text().splitlines()
+    # what is there is taken as it is; what was given up is made anew
+    lines[0] = lines[0].replace("examples,sequential,0,96,", "examples,sequential,0,960,")
+    (folder / "compare.csv").write_text("\n".join([head, *lines[:-3], ""]))
+    given_up = folder / "time-schedule-0.jsonl"
+    given_up.write_text('{"kind": "step", "of": "another run"}\n')
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 0
+    told = capsys.readouterr()
+    assert "| examples | sequential | 6 | 960 |" in told.out
+    assert "is now" not in told.err
+    with (folder / "compare.csv").open() as file:
+        trials = list(csv.DictReader(file))
+    assert [(line["budget"], line["way"]) for line in trials] == [
+        (budget, way) for budget in ("examples", "time") for way in ("sequential", "accumulated", "cached", "schedule")
+    ]
+    assert all(line["chip"] and line["versions"] for line in trials)
+    assert "another run" not in given_up.read_text()
+    # another recipe is another comparison
+    assert main([*command, "--resume", "optim.learning_rate=1e-4"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "`optim.learning_rate` must be what the run began with; got 0.0001. "
+        "It began with 0.003: take that again, or train anew, without --resume."
+    )

@@ -260,6 +260,28 @@ def test_any_process_of_a_crew_that_ends_is_an_error(tmp_path, monkeypatch):
         list(trials.side_by_side([Plan({"way": "x"}, tiny_recipe(tmp_path))], tmp_path, jobs=1, ranks=2))
 
 
+def test_more_seeds_are_added_to_those_made(tmp_path, capfd, forked):
+    grid = [
+        "train.examples=64",
+        "evaluate.every=1.0",
+        "device=cpu",
+        "--batches",
+        "16",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
+    command, found = ["compare", str(write_recipe(tmp_path)), *grid], []
+    # the last one has nothing left to make
+    for words in (["--seeds", "1"], ["--seeds", "2", "--resume"], ["--seeds", "2", "--resume"]):
+        assert main([*command, *words]) == 0
+        found.append((tmp_path / "runs" / "tiny-batches" / "compare.csv").read_text().splitlines())
+        table = capfd.readouterr().out
+    assert [len(lines) for lines in found] == [2, 3, 3]
+    assert found[0] == found[1][:2]
+    assert found[1] == found[2]
+    assert " ± " in table
+
+
 @pytest.mark.parametrize("what", [[], ["--losses"], ["--batches", "16"]])
 def test_copies_of_one_seed_are_not_for_several(tmp_path, capsys, what):
     words = ["compare", str(write_recipe(tmp_path)), "data.copies=3", "--runs", str(tmp_path / "runs"), *what]
@@ -279,4 +301,4 @@ def test_a_run_that_comes_to_nothing_is_told(tmp_path, monkeypatch):
     trial = make(Plan({"way": "x"}, recipe), open_materials(recipe), tmp_path, trials.Ranks())
     assert (trial.failed, trial.recall) == ("three steps in a row", {})
     assert trials.spread([trial], "faces") == "(1 failed)"
-    assert trials.as_csv([trial], {"chip": "A GPU"}).splitlines()[1] == "x,0,0,0,0.0,three steps in a row,A GPU"
+    assert trials.as_csv([trial]).splitlines()[1] == "x,0,0,0,0.0,three steps in a row,,,,"

@@ -39,6 +39,7 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, but where time is compared (default: 1)")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds each way is run with (default: 3)")
     parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where the results go (default: runs)")
+    parser.add_argument("--resume", action="store_true", help="go on with what was interrupted, or with more seeds")
     parser.add_argument("--memory", metavar="BYTES", help="of a retriever: what a plain step may take (default: 1GiB)")
     parser.add_argument("--updates", nargs="+", metavar="SIZE", help="of a retriever: time updates of these sizes")
     parser.set_defaults(verb=run)
@@ -61,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         comparison = _retriever(recipe, arguments)
     print(comparison.table)
     print(f"results: {comparison.folder}")
+    if comparison.stopped_by is not None:
+        print("to go on with it: the same command with --resume")
     return 0 if comparison.stopped_by is None else 128 + comparison.stopped_by
 
 
@@ -105,7 +108,7 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
     from contrastile.train.compare_batches import compare_batches
     from contrastile.train.compare_losses import compare_losses
 
-    many = {"seeds": arguments.seeds, "jobs": arguments.jobs}
+    many = {"seeds": arguments.seeds, "jobs": arguments.jobs, "resume": arguments.resume}
     if arguments.losses:
         ranks = 2 if arguments.ranks is None else arguments.ranks
         return compare_losses(recipe, arguments.runs, ranks=ranks, **many)
@@ -116,7 +119,7 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
             arguments.rates or ["fixed"],
         )
         return compare_batches(recipe, arguments.runs, batches=sizes, shares=shares, rates=rates, **many)
-    return compare_recipe(recipe, arguments.runs, seeds=arguments.seeds)
+    return compare_recipe(recipe, arguments.runs, seeds=arguments.seeds, resume=arguments.resume)
 
 
 def _retriever(recipe: RetrieverRecipe, arguments: argparse.Namespace) -> Comparison:
@@ -131,6 +134,7 @@ def _retriever(recipe: RetrieverRecipe, arguments: argparse.Namespace) -> Compar
         updates=_sizes("updates", arguments.updates or ()),
         seeds=arguments.seeds,
         jobs=arguments.jobs,
+        resume=arguments.resume,
     )
 
 

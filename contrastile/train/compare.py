@@ -9,7 +9,7 @@ namely what the sequential way took. Whatever comes out is written down.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,20 @@ from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.feed import Materials
-from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.provenance import provenance
-from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
     Comparison,
     Plan,
     Trial,
+    comparison,
+    computed,
     line,
     one_by_one,
     open_once,
+    read_back,
     spread,
     tests_of,
+    unmade,
     written_down,
 )
 
@@ -39,17 +41,20 @@ NO_END = 10**12
 BUDGETS = ("examples", "time")
 
 
-def compare_recipe(recipe: Recipe, runs: str | Path, *, seeds: int) -> Comparison:
-    """Run every way with every seed, at equal examples and at the time that the sequential way took on average."""
+def compare_recipe(recipe: Recipe, runs: str | Path, *, seeds: int, resume: bool = False) -> Comparison:
+    """Run every way with every seed, at equal examples and at the time that the sequential way took on average.
+
+    With `resume` an earlier comparison of this recipe goes on, and what it has made is not made again.
+    """
     if seeds < 1:
         raise wrong("seeds", "be at least 1", seeds, "Three show a spread.")
     every_way = ways(recipe)
     materials = open_once(recipe)
-    trials: list[Trial] = []
-    with new_run(runs, f"{recipe.name}-compare") as folder:
-        folder.write_text(RECIPE, to_toml(recipe))
+    with comparison(runs, recipe, "compare", resume=resume) as folder:
+        trials = read_back(folder)
         # planned as they come: equal time is what the sequential way took
-        made = one_by_one(_plans(recipe, materials, every_way, seeds, trials), materials, folder.path)
+        planned = unmade(_plans(recipe, materials, every_way, seeds, trials), trials)
+        made = one_by_one(planned, materials, folder.path)
         origin = provenance(choose_device(recipe.device))
         stopped_by = written_down(made, trials, folder, partial(page, recipe), origin)
     return Comparison(folder.path, table(trials), stopped_by)
@@ -84,8 +89,9 @@ def _plans(
             for seed in range(recipe.seed, recipe.seed + seeds):
                 length: dict[str, Any] = {"examples": examples, "minutes": None}
                 if budget == "time":
-                    taken = [trial.seconds for trial in trials if trial.labels["way"] == "sequential"]
-                    length = {"examples": NO_END, "minutes": statistics.mean(taken[:seeds]) / 60}
+                    kept = {"budget": "examples", "way": "sequential"}
+                    taken = [trial.seconds for trial in trials if trial.labels == kept]
+                    length = {"examples": NO_END, "minutes": statistics.mean(taken) / 60}
                 # the activations of one sub-batch, whatever the recipe can afford
                 settings = recipe.train.model_copy(update={"epochs": None, "retain": 1, **length, **change})
                 labels = {"budget": budget, "way": way}
@@ -110,7 +116,7 @@ def table(trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-def page(recipe: Recipe, trials: Sequence[Trial], origin: Mapping[str, str]) -> str:
+def page(recipe: Recipe, trials: Sequence[Trial]) -> str:
     """compare.md: the table with what one must know to read it."""
     seeds = len({trial.seed for trial in trials})
     return f"""# {recipe.name}: the same memory in four ways
@@ -123,5 +129,5 @@ Mean and standard deviation over {seeds} seed{"s" if seeds > 1 else ""}.
 
 {table(trials)}
 
-{origin["chip"]} · {origin["versions"]}
+{computed(trials)}
 """

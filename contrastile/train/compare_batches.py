@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,20 @@ from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.figures import COLOURS
-from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.provenance import provenance
-from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
     Comparison,
     Plan,
     Trial,
+    comparison,
+    computed,
     line,
     open_once,
+    read_back,
     side_by_side,
     spread,
     tests_of,
+    unmade,
     written_down,
 )
 
@@ -46,14 +48,17 @@ def compare_batches(
     rates: Sequence[str],
     seeds: int,
     jobs: int,
+    resume: bool = False,
 ) -> Comparison:
-    """Run every batch size on every share of the data by every rule, `jobs` runs at a time, seed after seed."""
+    """Run every batch size on every share of the data by every rule, `jobs` runs at a time, seed after seed.
+
+    With `resume` an earlier comparison of this recipe goes on, and what it has made is not made again.
+    """
     _check(batches, shares, rates, seeds)
     examples = recipe.train.length(len(open_once(recipe).pairs.splits["train"]))
-    trials: list[Trial] = []
-    with new_run(runs, f"{recipe.name}-batches") as folder:
-        folder.write_text(RECIPE, to_toml(recipe))
-        planned = plans(recipe, examples, batches, shares, rates, seeds)
+    with comparison(runs, recipe, "batches", resume=resume) as folder:
+        trials = read_back(folder)
+        planned = [*unmade(plans(recipe, examples, batches, shares, rates, seeds), trials)]
         made = side_by_side(planned, folder.path, jobs=jobs, ranks=1)
         origin = provenance(choose_device(recipe.device), processes=jobs)
         stopped_by = written_down(made, trials, folder, partial(page, recipe), origin, in_order)
@@ -176,7 +181,7 @@ def figure(trials: Sequence[Trial]) -> str:
     return page.getvalue()
 
 
-def page(recipe: Recipe, trials: Sequence[Trial], origin: Mapping[str, str]) -> str:
+def page(recipe: Recipe, trials: Sequence[Trial]) -> str:
     """compare.md: the tables with what one must know to read them."""
     seeds = len({trial.seed for trial in trials})
     return f"""# {recipe.name}: accuracy against batch size
@@ -187,5 +192,5 @@ deviation over {seeds} seed{"s" if seeds > 1 else ""}. *Fixed* rate: {recipe.opt
 
 {table(trials)}
 
-{origin["chip"]} · {origin["versions"]}
+{computed(trials)}
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,18 +16,20 @@ from pathlib import Path
 from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
-from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.provenance import provenance
-from contrastile.train.recipe import to_toml
 from contrastile.train.trials import (
     Comparison,
     Plan,
     Trial,
+    comparison,
+    computed,
     line,
     open_once,
+    read_back,
     side_by_side,
     spread,
     tests_of,
+    unmade,
     written_down,
 )
 
@@ -57,21 +59,25 @@ class Difference:
         return abs(self.mean) <= self.half < NARROW or (self.mean == 0 and self.half == 0)
 
 
-def compare_losses(recipe: Recipe, runs: str | Path, *, seeds: int, jobs: int, ranks: int) -> Comparison:
-    """Run every way with every seed on `ranks` ranks, `jobs` runs at a time."""
+def compare_losses(
+    recipe: Recipe, runs: str | Path, *, seeds: int, jobs: int, ranks: int, resume: bool = False
+) -> Comparison:
+    """Run every way with every seed on `ranks` ranks, `jobs` runs at a time.
+
+    With `resume` an earlier comparison of this recipe goes on, and what it has made is not made again.
+    """
     if seeds < 2:
         raise wrong("seeds", "be at least 2", seeds, "An interval needs a spread; five are usual.")
     if ranks < 2:
         raise wrong("ranks", "be at least 2", ranks, "On one process there is nothing to exchange.")
     # what is wrong with the data is told here, and the others find it ready
     open_once(recipe)
-    trials: list[Trial] = []
-    with new_run(runs, f"{recipe.name}-losses") as folder:
-        folder.write_text(RECIPE, to_toml(recipe))
-        made = side_by_side(plans(recipe, seeds), folder.path, jobs=jobs, ranks=ranks)
+    with comparison(runs, recipe, "losses", resume=resume) as folder:
+        trials = read_back(folder)
+        made = side_by_side([*unmade(plans(recipe, seeds), trials)], folder.path, jobs=jobs, ranks=ranks)
         origin = provenance(choose_device(recipe.device), processes=jobs * ranks)
         stopped_by = written_down(made, trials, folder, partial(page, recipe, ranks=ranks), origin, in_order)
-    return Comparison(folder.path, table(trials), stopped_by)
+    return Comparison(folder.path, table(in_order(trials)), stopped_by)
 
 
 def plans(recipe: Recipe, seeds: int) -> list[Plan]:
@@ -129,7 +135,7 @@ def table(trials: Sequence[Trial]) -> str:
     return "\n".join([line(heads), line(["---"] * len(heads)), *rows])
 
 
-def page(recipe: Recipe, trials: Sequence[Trial], origin: Mapping[str, str], ranks: int) -> str:
+def page(recipe: Recipe, trials: Sequence[Trial], ranks: int) -> str:
     """compare.md: the table with what one must know to read it."""
     seeds = len({trial.seed for trial in trials})
     batches = ", ".join(f"{batch:,}" for _, batch in recipe.train.batch)
@@ -143,5 +149,5 @@ dense. *Tiled*: columns travel, blocks in tiles, Inf-CL's way. Differences from 
 
 {table(trials)}
 
-{origin["chip"]} · {origin["versions"]}
+{computed(trials)}
 """

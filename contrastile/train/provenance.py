@@ -16,12 +16,15 @@ from pathlib import Path
 
 import torch
 
+# the columns
+ORIGIN = ("chip", "versions", "date", "commit")
+
 
 def provenance(device: torch.device, *packages: str, processes: int = 1) -> dict[str, str]:
-    """The columns chip, versions, date and commit."""
+    """The columns of `ORIGIN`, as of now."""
     computed = ", ".join(f"{package} {version}" for package, version in versions(*packages).items())
     today = date.today().isoformat()
-    return {"chip": chip(device, processes), "versions": computed, "date": today, "commit": commit()}
+    return dict(zip(ORIGIN, (chip(device, processes), computed, today, commit()), strict=True))
 
 
 def chip(device: torch.device, processes: int = 1) -> str:

@@ -11,6 +11,7 @@ import csv
 import io
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,17 +21,19 @@ import numpy as np
 
 from contrastile._check import wrong
 from contrastile.train import crews
-from contrastile.train.checkpoint import build_run
-from contrastile.train.config import Recipe
+from contrastile.train.checkpoint import build_run, same_recipe
+from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.evaluation import encode_held_out, evaluate
 from contrastile.train.facts import Trained
 from contrastile.train.feed import Materials, open_materials
-from contrastile.train.folder import RunFolder
+from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resumed_run
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, progress
 from contrastile.train.loop import train
 from contrastile.train.precomputed import precomputed
+from contrastile.train.provenance import ORIGIN
 from contrastile.train.ranks import Ranks
+from contrastile.train.recipe import to_toml
 
 RESULTS, TABLE = "compare.csv", "compare.md"
 
@@ -55,6 +58,8 @@ class Trial:
     seconds: float
     recall: dict[str, float] = field(default_factory=dict)
     failed: str = ""
+    # chip, versions, date and commit
+    origin: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,36 @@ def open_once(recipe: Recipe) -> Materials:
     return open_materials(recipe)
 
 
+@contextmanager
+def comparison(runs: str | Path, recipe: AnyRecipe, kind: str, *, resume: bool) -> Iterator[RunFolder]:
+    """The folder `<name>-<kind>`, with the recipe: a new one, or with `resume` an earlier one that began with it."""
+    name = f"{recipe.name}-{kind}"
+    begun = begun_run(runs, name) if resume else None
+    if begun is not None:
+        same_recipe(begun, recipe)
+    with resumed_run(begun) if begun is not None else new_run(runs, name) as folder:
+        if begun is None:
+            folder.write_text(RECIPE, to_toml(recipe))
+        yield folder
+
+
+def unmade(plans: Iterable[Plan], trials: Sequence[Trial]) -> Iterator[Plan]:
+    """The plans that none of the trials was made by, as they are now."""
+    made = [(trial.labels, trial.seed) for trial in trials]
+    return (plan for plan in plans if (plan.labels, plan.recipe.seed) not in made)
+
+
 def make(plan: Plan, materials: Materials, folder: Path, ranks: Ranks) -> Outcome | None:
     """Train and measure one plan; its metrics lie in `folder`. Of several ranks the first one has something to say."""
     recipe, trained, failed = plan.recipe, Trained(ranks=ranks.size), ""
     run = build_run(recipe, materials.tokenizer)
     job = ImageText(run, precomputed(run, portion(materials, plan.share)))
     name = "-".join([*plan.labels.values(), str(recipe.seed)]).replace(" ", "_")
-    with Metrics(folder / f"{name}.jsonl" if ranks.rank == 0 else None) as metrics, ranks.joined(job):
+    path = folder / f"{name}.jsonl" if ranks.rank == 0 else None
+    if path is not None:
+        # of a run that was given up
+        path.unlink(missing_ok=True)
+    with Metrics(path) as metrics, ranks.joined(job):
         try:
             train(job, metrics, trained, ranks=ranks)
         except FloatingPointError as failure:
@@ -121,6 +149,8 @@ def one_by_one(plans: Iterable[Plan], materials: Materials, folder: Path) -> Ite
 
 def side_by_side(plans: Sequence[Plan], folder: Path, *, jobs: int, ranks: int) -> Iterator[Outcome]:
     """Make every plan with `jobs` crews of `ranks` processes each; outcomes come as they are ready."""
+    if not plans:
+        return
     recipe = plans[0].recipe
     tasks, opening = [partial(_made, plan, folder) for plan in plans], partial(open_once, recipe)
     with progress(len(plans), "comparing", "runs") as bar:
@@ -137,36 +167,59 @@ def written_down(
     outcomes: Iterable[Outcome],
     trials: list[Trial],
     folder: RunFolder,
-    page: Callable[[Sequence[Trial], Mapping[str, str]], str],
+    page: Callable[[Sequence[Trial]], str],
     origin: Mapping[str, str],
     in_order: Callable[[Sequence[Trial]], Sequence[Trial]] = list,
 ) -> int | None:
     """Every trial joins the others, and their results and their page are written again; the signal that stopped them.
 
-    `page` gets them `in_order`, as the lines of the results are, and both get their `origin`.
+    `page` gets them `in_order`, as the lines of the results are; `origin` is that of those that come.
     """
     for outcome in outcomes:
         if isinstance(outcome, int):
             return outcome
-        trials.append(outcome)
-        folder.write_text(RESULTS, as_csv(in_order(trials), origin))
-        folder.write_text(TABLE, page(in_order(trials), origin))
+        trials.append(replace(outcome, origin=origin))
+        folder.write_text(RESULTS, as_csv(in_order(trials)))
+        folder.write_text(TABLE, page(in_order(trials)))
     return None
 
 
-def as_csv(trials: Sequence[Trial], origin: Mapping[str, str]) -> str:
+def as_csv(trials: Sequence[Trial]) -> str:
     """One line per trial, recall in a column per test, and where it comes from."""
     file = io.StringIO()
     rows: list[dict[str, Any]] = [
         {**trial.labels, "seed": trial.seed, "examples": trial.examples, "steps": trial.steps}
-        | {"seconds": trial.seconds, **trial.recall, "failed": trial.failed}
+        | {"seconds": trial.seconds, **trial.recall, "failed": trial.failed, **trial.origin}
         for trial in trials
     ]
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "failed"))
-    writer = csv.DictWriter(file, [*names, "failed", *origin], lineterminator="\n")
+    last = ["failed", *ORIGIN]
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in last))
+    writer = csv.DictWriter(file, [*names, *last], lineterminator="\n")
     writer.writeheader()
-    writer.writerows({**row, **origin} for row in rows)
+    writer.writerows(rows)
     return file.getvalue()
+
+
+def read_back(folder: RunFolder) -> list[Trial]:
+    """The trials that `as_csv` wrote; none where there is no such file."""
+    if not (folder / RESULTS).is_file():
+        return []
+    trials = []
+    with (folder / RESULTS).open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            names = [*row]
+            labels, tests = names[: names.index("seed")], names[names.index("seconds") + 1 : names.index("failed")]
+            took = int(row["examples"]), int(row["steps"]), float(row["seconds"])
+            recall = {test: float(row[test]) for test in tests if row[test]}
+            origin = {name: row[name] for name in ORIGIN}
+            own = {name: row[name] for name in labels}
+            trials.append(Trial(own, int(row["seed"]), *took, recall, row["failed"], origin))
+    return trials
+
+
+def computed(trials: Sequence[Trial]) -> str:
+    """Chips and versions of all trials, a line each."""
+    return "  \n".join(dict.fromkeys(f"{one.origin['chip']} · {one.origin['versions']}" for one in trials))
 
 
 def tests_of(trials: Sequence[Trial]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,21 +20,29 @@ from contrastile.data.bm25 import BM25
 from contrastile.train import crews
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.facts import Trained
-from contrastile.train.folder import RECIPE, new_run
 from contrastile.train.log import Metrics, clock, progress, size
 from contrastile.train.loop import train
 from contrastile.train.optim import rate_factor
 from contrastile.train.provenance import provenance
 from contrastile.train.ranks import Ranks
-from contrastile.train.recipe import to_toml
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import PARTS, Answered, answer, answer_all, evaluate, held_out
 from contrastile.train.retriever.feed import TextMaterials, open_text_materials
-from contrastile.train.retriever.findings import MEASURES, Findings, Found, Trial, Way, tables, write, write_speeds
+from contrastile.train.retriever.findings import (
+    MEASURES,
+    Findings,
+    Found,
+    Trial,
+    Way,
+    read_back,
+    tables,
+    write,
+    write_speeds,
+)
 from contrastile.train.retriever.job import Retrieval
 from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.retriever.updates import Update, fitting_batch, speeds, time_updates
-from contrastile.train.trials import Comparison
+from contrastile.train.trials import Comparison, comparison
 
 # of the memory given, what the loss may use, and the least that it needs
 LOSS_SHARE, LEAST_WORKSPACE = 16, 2**20
@@ -61,30 +69,34 @@ def compare_retriever(
     updates: Sequence[int] = (),
     seeds: int = 3,
     jobs: int = 1,
+    resume: bool = False,
 ) -> Comparison:
     """Every way with every seed, `jobs` at a time, beside BM25; before that, what an update takes, one by one.
 
     `memory`: bytes that a plain step of the sequential way may add to the model. `batches`: the sizes that are cached.
-    `updates`: the sizes whose update is timed for the figure, plain, accumulated and cached.
+    `updates`: the sizes whose update is timed for the figure, plain, accumulated and cached. With `resume` an earlier
+    comparison of this recipe goes on: updates are timed anew, and what it has trained is not trained again.
     """
     _check(batches, seeds, jobs)
     recipe = _with_workspace(recipe, memory)
     materials, device = open_text_materials(recipe), choose_device(recipe.device)
-    with new_run(runs, f"{recipe.name}-compare") as folder:
-        folder.write_text(RECIPE, to_toml(recipe))
+    with comparison(runs, recipe, "compare", resume=resume) as folder:
         every = ways(fitting_batch(recipe, materials, memory), batches, memory)
         if updates:
             timed = speeds(recipe, materials, every[0].at_once, updates, told_at)
             write_speeds(folder, timed, provenance(device))
         findings = Findings(recipe, memory, _timed(recipe, materials, every), jobs, provenance(device, processes=jobs))
+        earlier, found = read_back(folder, every)
+        findings.trials.extend(earlier)
+        findings.bm25.update(found)
         plans = _plans(findings, materials, seeds)
         write(folder, findings)
         with progress(len(plans), "comparing", "runs") as bar:
-            for outcome in _outcomes(plans, materials, folder.path, jobs):
+            for outcome in _outcomes(findings, plans, materials, folder.path):
                 if isinstance(outcome, int):
                     return Comparison(folder.path, tables(findings), outcome)
                 if isinstance(outcome, Trial):
-                    findings.trials.append(outcome)
+                    findings.trials.append(replace(outcome, origin=findings.origin))
                     bar.update(1)
                 else:
                     findings.bm25.update(outcome)
@@ -107,14 +119,16 @@ def _plans(findings: Findings, materials: TextMaterials, seeds: int) -> list[Pla
     recipe = findings.recipe
     queries = recipe.train.length(len(materials.texts.splits["train"]))
     slowest = sorted(findings.updates, key=lambda way: -findings.updates[way].seconds / way.batch)
-    total = sum(update.seconds * queries / way.batch for way, update in findings.updates.items())
-    said = f"{seeds * len(slowest)} runs of {queries:,} queries: about {clock(seeds * total)} one after the other"
-    sys.stderr.write(f"{said}\n")
-    return [
+    made = [(one.way, one.seed) for one in findings.trials]
+    plans = [
         Plan(way, told(recipe, way).model_copy(update={"seed": seed}))
         for seed in range(recipe.seed, recipe.seed + seeds)
         for way in slowest
+        if (way, seed) not in made
     ]
+    total = sum(findings.updates[plan.way].seconds * queries / plan.way.batch for plan in plans)
+    sys.stderr.write(f"{len(plans)} runs of {queries:,} queries: about {clock(total)} one after the other\n")
+    return plans
 
 
 def _check(batches: Sequence[int], seeds: int, jobs: int) -> None:
@@ -178,15 +192,18 @@ def told_at(recipe: RetrieverRecipe, name: str, batch: int, largest: int) -> Ret
     )
 
 
-def _outcomes(plans: Sequence[Plan], materials: TextMaterials, folder: Path, jobs: int) -> Iterator[Outcome]:
-    """BM25's row and every trial, as soon as they are there; several jobs are processes of their own."""
+def _outcomes(findings: Findings, plans: Sequence[Plan], materials: TextMaterials, folder: Path) -> Iterator[Outcome]:
+    """BM25's row, unless it is there, and every trial, as soon as they are; several jobs are processes of their own."""
+    recipe, jobs = findings.recipe, findings.jobs
     if jobs == 1:
-        yield bm25(plans[0].recipe, materials)
+        if not findings.bm25:
+            yield bm25(recipe, materials)
         for plan in plans:
             yield trial(plan, materials, folder)
         return
-    recipe = plans[0].recipe
-    tasks = [partial(_found_by_bm25, recipe), *(partial(_made, plan, folder) for plan in plans)]
+    tasks = [partial(_made, plan, folder) for plan in plans]
+    if not findings.bm25:
+        tasks.insert(0, partial(_found_by_bm25, recipe))
     yield from crews.side_by_side(tasks, partial(_as_they_are, materials), folder, jobs=jobs, device=recipe.device)
 
 
@@ -209,7 +226,10 @@ def trial(plan: Plan, materials: TextMaterials, folder: Path) -> Trial | int:
     """Train and measure one plan; its metrics lie in the folder."""
     way, recipe, trained, failed = plan.way, plan.recipe, Trained(), ""
     run = build_retriever_run(recipe, materials.tokenizer)
-    with Metrics(folder / f"{way.name}-{way.batch}-{recipe.seed}.jsonl") as metrics:
+    path = folder / f"{way.name}-{way.batch}-{recipe.seed}.jsonl"
+    # of a trial that was given up
+    path.unlink(missing_ok=True)
+    with Metrics(path) as metrics:
         try:
             train(Retrieval(run, materials), metrics, trained)
         except FloatingPointError as failure:

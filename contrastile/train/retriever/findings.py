@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from contrastile._check import wrong
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import size
+from contrastile.train.provenance import ORIGIN
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.updates import Speed, Update, draw_speeds
 from contrastile.train.trials import line
@@ -50,6 +52,8 @@ class Trial:
     seconds: float
     found: Found
     failed: str = ""
+    # chip, versions, date and commit
+    origin: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Findings:
     memory: int
     updates: dict[Way, Update]
     jobs: int
+    # of what is found out from now on
     origin: Mapping[str, str]
     trials: list[Trial] = field(default_factory=list)
     bm25: Found = field(default_factory=dict)
@@ -95,15 +100,44 @@ def as_csv(findings: Findings) -> str:
         row = {"way": one.way.name, "batch": one.way.batch, "seed": one.seed, "steps": one.steps}
         row |= {"queries": one.queries, "learning_rate": one.rate, "seconds": one.seconds}
         row |= {"update_seconds": round(update.seconds, 5), "update_bytes": update.bytes}
-        rows.append({**row, **_flat(one.found), "failed": one.failed})
+        rows.append({**row, **_flat(one.found), "failed": one.failed, **one.origin})
     if findings.bm25:
-        rows.append({"way": "BM25", **_flat(findings.bm25)})
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "failed"))
+        rows.append({"way": "BM25", **_flat(findings.bm25), **findings.origin})
+    last = ["failed", *ORIGIN]
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in last))
     file = io.StringIO()
-    writer = csv.DictWriter(file, [*names, "failed", *findings.origin], lineterminator="\n")
+    writer = csv.DictWriter(file, [*names, *last], lineterminator="\n")
     writer.writeheader()
-    writer.writerows({**row, **findings.origin} for row in rows)
+    writer.writerows(rows)
     return file.getvalue()
+
+
+def read_back(folder: RunFolder, ways: Sequence[Way]) -> tuple[list[Trial], Found]:
+    """The trials that `as_csv` wrote, and what BM25 found; nothing where there is no such file.
+
+    Raises ValueError where one of them is of none of the `ways`.
+    """
+    if not (folder / RESULTS).is_file():
+        return [], {}
+    trials, bm25, known = [], {}, {(way.name, str(way.batch)): way for way in ways}
+    with (folder / RESULTS).open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            names = [*row]
+            found: Found = {}
+            for name in names[: names.index("failed")]:
+                part, _, measure = name.rpartition(" ")
+                if measure in MEASURES and row[name]:
+                    found.setdefault(part, {})[measure] = float(row[name])
+            if row["way"] == "BM25":
+                bm25 = found
+                continue
+            if (way := known.get((row["way"], row["batch"]))) is None:
+                remedy = "Give the memory and the batches that it began with, or begin anew."
+                raise wrong("--resume", "find ways of this comparison", f"{row['way']} of {row['batch']}", remedy)
+            took = int(row["steps"]), int(row["queries"]), float(row["learning_rate"]), float(row["seconds"])
+            origin = {name: row[name] for name in ORIGIN}
+            trials.append(Trial(way, int(row["seed"]), *took, found, row["failed"], origin))
+    return trials, bm25
 
 
 def _flat(found: Found) -> dict[str, float]:
