@@ -25,7 +25,7 @@ from contrastile.first_pass import Job, differentiable
 from contrastile.fitting import fitted
 from contrastile.lengths import Cut, cut, cut_by_tokens
 from contrastile.offload import numbered, settle, stream
-from contrastile.reach import Autocast, RandomState, has_other_path, reach, refusing_batch_norm, sharing_casts, silent
+from contrastile.reach import Autocast, has_other_path, reach, refusing_batch_norm, sharing_casts, silent
 from contrastile.retention import AUTO, Graphs
 from contrastile.sums import Sums
 from contrastile.wrappers import Sharding, inside, refuse_bypass, unwrap
@@ -43,8 +43,9 @@ def encode(
 ) -> Any:
     """The features of a batch of any size, with the activations of one sub-batch at a time.
 
-    Naively `encoder(inputs)`, value and gradients, for every encoder that treats examples one by one. Dropout sees
-    the same random numbers in both passes.
+    Naively `encoder(inputs)`, value and gradients, for every encoder that treats examples one by one. What it draws
+    from torch, from Python's `random` and NumPy's, or from a generator that is a module's attribute is the same in both
+    passes.
 
     Arguments:
         encoder: a module, a method of one (`model.encode_image`), or any function that reaches one. A pair
@@ -187,7 +188,8 @@ class _Encode(torch.autograd.Function):
                 )
         sums = Sums(job.bounds, list(ctx.parameters), leaves, upstream)
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
-        after = RandomState.capture(*job.reached.devices)
+        drawn = {generator for state in ctx.kept.random for generator in state.process}
+        after = job.reached.random(process=drawn)
         try:
             with silent(ctx.parameters), job.sharding.holding_back():
                 done = _consume(job, ctx.kept.graphs, sums)

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from contrastile._check import wrong
 from contrastile.lengths import Cut
 from contrastile.offload import Bounds, host_room, on_accelerator, settle, stream
-from contrastile.reach import Autocast, RandomState, Reached, refusing_changes, refusing_state
+from contrastile.randomness import RandomState
+from contrastile.reach import Autocast, Reached, refusing_changes, refusing_state
 from contrastile.retention import AUTO, Graph, Graphs, Retention, later_bytes, with_room
 from contrastile.wrappers import Sharding
 
@@ -120,13 +121,15 @@ class Job:
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
         with torch.no_grad(), refusing_state(self.reached.modules), refusing_changes(leaves):
             for index, rows in enumerate(stream(values, self.bounds, self.device)):
-                kept.random.append(RandomState.capture(*self.reached.devices))
+                kept.random.append(self.reached.random(last=kept.random[-1] if kept.random else None))
                 if retention.tries(index):
                     outputs = self._keep_graph(index, rows, wanted, kept, retention)
                 else:
                     graph = grad and self.other_path
                     outputs = self._drop_graph(index, rows, wanted if graph else None, kept)
                 self._gather(gathered, outputs, self.bounds[index])
+        following = [*kept.random[1:], self.reached.random(last=kept.random[-1])]
+        kept.random = [state.drawn(after) for state, after in zip(kept.random, following, strict=True)]
         for device in {out.device for out in outputs if out is not None} if self.home else ():
             settle(device)
         return [_the_number(whole) if isinstance(whole, list) else whole for whole in gathered]

@@ -20,7 +20,6 @@ from contrastile import comm
 from contrastile.first_pass import Job, differentiable
 from contrastile.footprint import footprint
 from contrastile.offload import stream
-from contrastile.reach import RandomState
 from contrastile.retention import bytes_per_example, kept_bytes, later_bytes, spare_bytes
 from contrastile.sums import back_propagated
 
@@ -137,7 +136,7 @@ def fitted(
     if job.sharding.modules:
         # what one rank runs again, all would have to
         return run(size)
-    before = RandomState.capture(*job.reached.devices)
+    before = job.reached.random()
 
     def again(size: int) -> Result:
         before.restore()
@@ -178,7 +177,7 @@ def look(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:
 
     later = later_bytes(job.reached.parameters, sum(leaf.nbytes for leaf in differentiable(leaves)), (), 1)
     measure = kept_bytes if differentiates else footprint
-    before = RandomState.capture(*job.reached.devices)
+    before = job.reached.random()
     try:
         with job.sharding.gathered():
             return look_for_size(work, batch, job.device, measure=measure, later=later)

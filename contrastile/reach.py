@@ -7,9 +7,9 @@ examples, carry something from one to the next, and call a parameter's hooks for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from contrastile._check import wrong
 from contrastile.offload import stream
+from contrastile.randomness import PROCESS, Own, RandomState, Shared, own_generators
 
 # rows that show which modules and parameters a function reaches
 PROBE_ROWS = 2
@@ -48,6 +49,15 @@ class Reached:
             if x is not None
         ]
         return list(dict.fromkeys([self.device, *theirs]))
+
+    @cached_property
+    def generators(self) -> list[Own]:
+        """Those that the modules have for themselves."""
+        return own_generators(self.modules)
+
+    def random(self, last: RandomState | None = None, process: Iterable[Shared] = PROCESS) -> RandomState:
+        """Where all generators stand that running the encoder may touch."""
+        return RandomState.capture(*self.devices, own=self.generators, process=process, last=last)
 
 
 def reach(
@@ -88,11 +98,15 @@ def _trial(
 ) -> tuple[list[nn.Module], list[Tensor], bool]:
     """Modules that run, parameters reached, whether the outputs want gradients; the random numbers stay untouched."""
     ran: dict[int, nn.Module] = {}
+    owned: list[tuple[Own, Any]] = []
 
     def note(module: nn.Module, _: Any) -> None:
         if normalises_over_rows(module):
             refuse_batch_norm(module, "encoder")
-        ran[id(module)] = module
+        if id(module) not in ran:
+            ran[id(module)] = module
+            # before it draws from them
+            owned.extend((generator, generator.read()) for generator in own_generators([module]))
 
     # an encoder that writes over them spoils nothing
     few = [None if leaf is None else leaf.detach()[:PROBE_ROWS].clone() for leaf in leaves]
@@ -104,7 +118,7 @@ def _trial(
         outputs = [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
     finally:
         hook.remove()
-        states.restore()
+        replace(states, own=owned[::-1]).restore()
     reached = {id(leaf): leaf for leaf in graph_leaves(outputs)}
     for module in ran.values():
         reached |= {id(p): p for p in module.parameters()}
@@ -138,41 +152,6 @@ def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
             if following is not None and following not in seen:
                 seen.add(following)
                 pending.append(following)
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """The random numbers of the CPU and of the devices in use."""
-
-    cpu: Tensor
-    own: dict[torch.device, Tensor]
-
-    @classmethod
-    def capture(cls, *devices: torch.device | None) -> RandomState:
-        """As it is now; None is no device, such as the CPU itself."""
-        elsewhere = [device for device in devices if device is not None and device.type not in ("cpu", "meta")]
-        own = {device: torch.get_device_module(device).get_rng_state(device) for device in elsewhere}
-        return cls(torch.get_rng_state(), own)
-
-    def same(self, other: RandomState) -> bool:
-        """Whether nothing was drawn between two captures of the same devices."""
-        return torch.equal(self.cpu, other.cpu) and all(torch.equal(x, other.own[at]) for at, x in self.own.items())
-
-    def restore(self) -> None:
-        """From here on the same numbers are drawn as after the capture."""
-        torch.set_rng_state(self.cpu)
-        for device, state in self.own.items():
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
-def begin_random(device: torch.device | None, seed: int) -> None:
-    """Begins new random numbers on the CPU and on the device in use."""
-    torch.default_generator.manual_seed(seed)
-    if device is not None and device.type not in ("cpu", "meta"):
-        module = torch.get_device_module(device)
-        # mps is one, and has no context of its own
-        with getattr(module, "device", nullcontext)(device):
-            module.manual_seed(seed)
 
 
 @dataclass(frozen=True)

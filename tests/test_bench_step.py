@@ -47,7 +47,7 @@ def test_the_gate_sees_accumulation_and_says_that_it_is_another_gradient():
 
 
 def test_the_gate_sees_random_numbers_that_are_not_restored(monkeypatch):
-    monkeypatch.setattr("contrastile.reach.RandomState.restore", lambda self: None)
+    monkeypatch.setattr("contrastile.randomness.RandomState.restore", lambda self: None)
     monkeypatch.setattr("contrastile.bench.ways.set_random_state", lambda device, states: None)
     for name in ("by-hand", "retain-0"):
         assert gate("tiny", WAYS[name], CPU)[0] > 1e-2

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from contrastile import ClipLoss, cache, encode, fitting
-from contrastile.reach import RandomState, Reached
+from contrastile import ClipLoss, encode, fitting
+from contrastile.randomness import RandomState
+from contrastile.reach import Reached
 
 B, D_IN, D = 23, 6, 5
 
@@ -262,8 +263,8 @@ def test_random_numbers_are_kept_of_the_device_that_computes(
     tower: Tower, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[torch.device | None] = []
-    capture = cache.RandomState.capture
-    monkeypatch.setattr(cache.RandomState, "capture", lambda *devices: kept.extend(devices) or capture(*devices))
+    capture = RandomState.capture
+    monkeypatch.setattr(RandomState, "capture", lambda *at, **how: kept.extend(at) or capture(*at, **how))
     encoders: dict[str, Any] = {
         "module": tower,
         "method": tower.encode_both,
@@ -287,9 +288,9 @@ def test_random_numbers_are_kept_of_every_device_that_a_model_is_spread_over(
     )
     monkeypatch.setattr(torch, "get_device_module", lambda _: accelerator)
     before = RandomState.capture(first, torch.device("cpu"), second, None)
-    assert before.same(RandomState.capture(first, second))
+    assert before.same(RandomState.capture(first, second, last=before))
     states[second] = torch.tensor([3])
-    assert not before.same(RandomState.capture(first, second))
+    assert not before.same(RandomState.capture(first, second, last=before))
     torch.rand(1)
     before.restore()
     assert (states[first].item(), states[second].item()) == (1, 2)

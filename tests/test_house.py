@@ -16,7 +16,7 @@ FILES = sorted(path for path in ROOT.rglob("*.py"))
 
 # the ground's own storeys
 OF_RANKS = {"comm": {"rollcall"}, "in_step": {"rollcall", "comm"}}
-GROUND = {"_types", "_wrong", "_check", "rollcall", "comm", "in_step", "offload", "footprint"}
+GROUND = {"_types", "_wrong", "_check", "rollcall", "comm", "in_step", "offload", "footprint", "randomness"}
 BELOW = {
     "losses": GROUND,
     "reach": GROUND,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from contrastile.offload import free_memory, numbered, settle, stream
-from contrastile.reach import begin_random
+from contrastile.randomness import begin_random
 
 GROUP = "/sys/fs/cgroup/memory"
 

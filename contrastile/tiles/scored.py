@@ -30,10 +30,9 @@ from contrastile._check import wrong
 from contrastile._types import accumulator
 from contrastile.footprint import as_written, footprint
 from contrastile.losses.base import PairLoss, Side, Tile
+from contrastile.randomness import RandomState, Shared, begin_random
 from contrastile.reach import (
     Autocast,
-    RandomState,
-    begin_random,
     graph_leaves,
     has_other_path,
     refusing_batch_norm,
@@ -109,6 +108,8 @@ class Scorer:
     seed: int | None
     # what is computed without a graph may differ: statistics then come from scores with one
     other_path: bool
+    # beside torch's generators, those that it draws from
+    process: tuple[Shared, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]]) -> Scorer:
@@ -139,12 +140,12 @@ class Scorer:
                 refusing_changes(few[1].leaves, "k", "scorer"),
             ):
                 scores, leaves = blind.with_graph(*few)
-            drawn = not before.same(RandomState.capture(device))
+            after = RandomState.capture(device, last=before)
         finally:
             before.restore()
         blind._check(scores, few, leaves)
-        seed = int(torch.randint(2**62, ())) if drawn else None
-        return replace(blind, dtype=scores.dtype, seed=seed)
+        seed = None if before.same(after) else int(torch.randint(2**62, ()))
+        return replace(blind, dtype=scores.dtype, seed=seed, process=tuple(before.drawn(after).process))
 
     def _check(self, scores: Any, few: Sequence[Side], leaves: Sequence[Tensor]) -> None:
         expected = [len(side) for side in few]
@@ -302,7 +303,7 @@ class Scored(Eager):
         if self.scorer.seed is None:
             yield
             return
-        before = RandomState.capture(self.scorer.device)
+        before = RandomState.capture(self.scorer.device, process=self.scorer.process)
         try:
             yield
         finally:
@@ -312,7 +313,8 @@ class Scored(Eager):
         """The random numbers of this tile: the same whenever and in whatever order it is computed."""
         if self.scorer.seed is not None:
             words = f"{self.scorer.seed} {rows.start} {cols.start}".encode()
-            begin_random(self.scorer.device, int.from_bytes(hashlib.blake2b(words, digest_size=7).digest()))
+            seed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
+            begin_random(self.scorer.device, seed, self.scorer.process)
 
 
 # sides that were measured, by what they depend on
