@@ -24,6 +24,7 @@ from contrastile._check import one_of, present_device, wrong
 from contrastile.first_pass import Job, differentiable
 from contrastile.fitting import fitted
 from contrastile.lengths import Cut, cut, cut_by_tokens
+from contrastile.likeness import Likeness, hear
 from contrastile.offload import numbered, settle, stream
 from contrastile.reach import Autocast, has_other_path, reach, refusing_batch_norm, sharing_casts, silent
 from contrastile.retention import AUTO, Graphs
@@ -81,6 +82,7 @@ def encode(
     >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
     >>> features.sum().backward()
     """
+    hear()
     function, wrapper = unwrap(encoder)
     if not callable(function):
         raise wrong("encoder", "be callable", type(function).__name__, "Pass a module, a method of one, or a function.")
@@ -187,6 +189,7 @@ class _Encode(torch.autograd.Function):
                     "encoder", "have the parameters of the first pass", got, "Step the optimizer after backward."
                 )
         sums = Sums(job.bounds, list(ctx.parameters), leaves, upstream)
+        likeness = Likeness(ctx.kept.sketches, [*job.reached.dtypes, *job.autocast.dtypes])
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
         drawn = {generator for state in ctx.kept.random for generator in state.process}
         after = job.reached.random(process=drawn)
@@ -198,9 +201,10 @@ class _Encode(torch.autograd.Function):
                 with sharing_casts(job.device):
                     for index, rows in zip(again, places, strict=True):
                         ctx.kept.random[index].restore()
-                        job.with_room(ctx.kept.random[index], _replay, job, index, rows, ctx.wanted, sums)
+                        job.with_room(ctx.kept.random[index], _replay, job, index, rows, ctx.wanted, likeness, sums)
         finally:
             after.restore()
+        likeness.tell(job.name)
         if job.home:
             # autograd takes this for a node of the CPU, and would not let the parameters' stream wait for it
             settle(job.device)
@@ -225,9 +229,12 @@ def _consume(job: Job, graphs: Graphs, sums: Sums) -> set[int]:
     return done
 
 
-def _replay(job: Job, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool], sums: Sums) -> None:
+def _replay(
+    job: Job, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool], likeness: Likeness, sums: Sums
+) -> None:
     """Encodes a sub-batch again, as the first time, and back-propagates it."""
     with job.autocast.entered():
         outputs, inputs = job.run_with_graph(index, rows, wanted)
+    likeness.look(index, outputs, sums.upstream)
     sums.add(index, outputs, inputs)
     job.sharding.settle()

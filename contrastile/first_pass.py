@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from contrastile._check import wrong
 from contrastile.lengths import Cut
+from contrastile.likeness import Sketches
 from contrastile.offload import Bounds, host_room, on_accelerator, settle, stream
 from contrastile.randomness import RandomState
 from contrastile.reach import Autocast, Reached, refusing_changes, refusing_state
@@ -38,6 +39,7 @@ class Kept:
 
     graphs: Graphs
     random: list[RandomState] = field(default_factory=list)
+    sketches: Sketches = field(default_factory=Sketches)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ class Job:
     def device(self) -> torch.device | None:
         """Where the encoder computes."""
         return self.reached.device
+
+    @property
+    def name(self) -> str:
+        """What the encoder is called."""
+        encoder = self.encoder
+        while isinstance(encoder, partial):
+            encoder = encoder.func
+        return getattr(encoder, "__qualname__", type(encoder).__name__)
 
     @property
     def bounds(self) -> list[Bounds]:
@@ -128,6 +138,8 @@ class Job:
                     graph = grad and self.other_path
                     outputs = self._drop_graph(index, rows, wanted if graph else None, kept)
                 self._gather(gathered, outputs, self.bounds[index])
+                if grad:
+                    kept.sketches.keep(outputs)
         following = [*kept.random[1:], self.reached.random(last=kept.random[-1])]
         kept.random = [state.drawn(after) for state, after in zip(kept.random, following, strict=True)]
         for device in {out.device for out in outputs if out is not None} if self.home else ():

@@ -51,6 +51,11 @@ class Reached:
         return list(dict.fromkeys([self.device, *theirs]))
 
     @cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of all parameters."""
+        return {x.dtype for module in self.modules for x in module._parameters.values() if x is not None}
+
+    @cached_property
     def generators(self) -> list[Own]:
         """Those that the modules have for themselves."""
         return own_generators(self.modules)
@@ -159,6 +164,11 @@ class Autocast:
     """Autocast as it was when `encode` was called."""
 
     settings: list[dict[str, Any]]
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Those that are cast to."""
+        return [setting["dtype"] for setting in self.settings if setting["enabled"]]
 
     @classmethod
     def current(cls, device: torch.device | None) -> Autocast:

@@ -23,10 +23,11 @@ BELOW = {
     "lengths": GROUND,
     "retention": GROUND,
     "wrappers": GROUND,
+    "likeness": GROUND,
     "sums": GROUND | {"reach"},
-    "first_pass": GROUND | {"reach", "wrappers", "lengths", "retention"},
+    "first_pass": GROUND | {"reach", "wrappers", "lengths", "likeness", "retention"},
     "fitting": GROUND | {"reach", "retention", "first_pass", "sums"},
-    "cache": GROUND | {"reach", "wrappers", "lengths", "retention", "sums", "first_pass", "fitting"},
+    "cache": GROUND | {"reach", "wrappers", "lengths", "likeness", "retention", "sums", "first_pass", "fitting"},
     "models": GROUND,
     "data": GROUND,
 }
