@@ -8,12 +8,14 @@ calls only (`Looks`).
 from __future__ import annotations
 
 import itertools
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from contrastile._wrong import one_of as one_of
+from contrastile._wrong import whole_number as whole_number
 from contrastile._wrong import wrong as wrong
 
 # the types that features are computed with
@@ -178,7 +180,7 @@ def kept_in_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, 
 
 def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str | None = None) -> None:
     """x is a float, or a floating tensor of shape [] or [1] beside q or on the device that is computed on."""
-    if isinstance(x, bool) or not isinstance(x, (int, float, Tensor)):
+    if isinstance(x, bool) or not isinstance(x, (int, float, Tensor, Real)):
         raise wrong(
             name, "be a number or a tensor of shape [] or [1]", type(x).__name__, "Pass logit_scale.exp(), say."
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from inspect import signature
+from numbers import Real
 from typing import Any, get_args
 
 import torch
@@ -71,12 +72,14 @@ class Options:
         for name, words in WORDS.items():
             _check.one_of(name, getattr(self, name), words, "Leave it out for the default.")
         smoothing, workspace = self.label_smoothing, self.workspace
-        if not isinstance(smoothing, (int, float)) or not 0.0 <= smoothing < 1.0:
+        if not isinstance(smoothing, (int, float, Real)) or not 0.0 <= smoothing < 1.0:
             raise wrong("label_smoothing", "be at least 0 and below 1", repr(smoothing), "0.1 is usual.")
-        if workspace is not None and (not isinstance(workspace, (int, float)) or workspace < LEAST_WORKSPACE):
-            raise wrong(
-                "workspace", f"be at least {LEAST_WORKSPACE} bytes", repr(workspace), "Leave it out for the default."
-            )
+        if workspace is not None:
+            # 2e9 is a number of bytes too
+            count = int(workspace) if isinstance(workspace, float) and math.isfinite(workspace) else workspace
+            remedy, rule = "Leave it out for the default.", f"be at least {LEAST_WORKSPACE} bytes"
+            count = _check.whole_number("workspace", count, LEAST_WORKSPACE, remedy, rule=rule)
+            object.__setattr__(self, "workspace", count)
         if self.device is not None:
             _check.known_device(self.device, "where the features are")
 

@@ -262,7 +262,7 @@ def _as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> T
 
 def _said(x: Tensor | float | None) -> Any:
     """What a rank states of a number: its value, if it has not to be asked of the device."""
-    return "a tensor" if isinstance(x, Tensor) else x
+    return "a tensor" if isinstance(x, Tensor) else x if x is None else float(x)
 
 
 def _sides(

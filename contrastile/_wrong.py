@@ -6,6 +6,9 @@ torch is loaded. `_check.py`, the checks on tensors, hands it on to whoever has 
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 
 def wrong(name: str, rule: str, got: object, remedy: str) -> ValueError:
     """The house's error: what must hold, what was got, what to do.
@@ -20,3 +23,20 @@ def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> Non
     """A value is one of the words known."""
     if value not in known:
         raise wrong(name, f"be one of {', '.join(known)}", repr(value), remedy)
+
+
+def whole_number(name: str, value: Any, least: int, remedy: str, *, rule: str = "", most: int | None = None) -> int:
+    """A count as an int, whichever library it comes from: what `operator.index` takes, but for what is true or false.
+
+    `rule` says how it must be, where that is not only "a whole number of at least `least`".
+    """
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    # torch's truth values have an index too
+    truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    if found is None or truth or found < least or (most is not None and found > most):
+        got = repr(value) if found is None or truth else found
+        raise wrong(name, rule or f"be a whole number of at least {least}", got, remedy)
+    return found

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from contrastile._check import one_of, present_device, wrong
+from contrastile._check import one_of, present_device, whole_number, wrong
 from contrastile.first_pass import Job, differentiable
 from contrastile.fitting import fitted
 from contrastile.lengths import Cut, cut, cut_by_tokens
@@ -86,7 +86,10 @@ def encode(
     function, wrapper = unwrap(encoder)
     if not callable(function):
         raise wrong("encoder", "be callable", type(function).__name__, "Pass a module, a method of one, or a function.")
-    _check_sizes(sub_batch, sub_batch_tokens, retain)
+    if sub_batch is None and sub_batch_tokens is None:
+        raise wrong("sub_batch", "be given, or sub_batch_tokens", None, 'Say how much is encoded at once, or "auto".')
+    sub_batch, retain = _count("sub_batch", sub_batch, 1), _count("retain", retain, 0, (AUTO,))
+    sub_batch_tokens = _count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
     one_of("features", features, ("device", "host"), "The host has room for more.")
     leaves, structure = pytree.tree_flatten(_arguments(inputs))
     batch = _batch_size(leaves)
@@ -105,18 +108,12 @@ def encode(
     return pytree.tree_unflatten(found, job.output_structure[0])
 
 
-def _check_sizes(sub_batch: Any, sub_batch_tokens: Any, retain: Any) -> None:
-    if sub_batch is None and sub_batch_tokens is None:
-        raise wrong("sub_batch", "be given, or sub_batch_tokens", None, 'Say how much is encoded at once, or "auto".')
-    count = "Count examples, tokens, or sub-batches"
-    for name, value, least, words in (
-        ("sub_batch", sub_batch, 1, (None, AUTO)),
-        ("sub_batch_tokens", sub_batch_tokens, 1, (None,)),
-        ("retain", retain, 0, (AUTO,)),
-    ):
-        if value not in words and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            remedy = f'{count}, or say "auto".' if AUTO in words else f"{count}."
-            raise wrong(name, f"be a whole number of at least {least}", repr(value), remedy)
+def _count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:
+    """How many examples, tokens or sub-batches; or one of the words."""
+    if (value is None or isinstance(value, str)) and value in words:
+        return value
+    remedy = "Count examples, tokens, or sub-batches" + (', or say "auto".' if AUTO in words else ".")
+    return whole_number(name, value, least, remedy)
 
 
 def _device(device: torch.device | str | None) -> torch.device | None:

@@ -123,8 +123,8 @@ class Likeness:
         rows = torch.cat(parts)
         size = torch.linalg.vector_norm(rows, dtype=accumulator(rows.dtype)) / len(rows) ** 0.5
         allowed = tolerance([rows.dtype, *self.dtypes], accelerated=rows.device.type != "cpu")
-        each = torch._foreach_mul([gap for gap, _ in gaps], [n**-0.5 for _, n in gaps])
-        return torch.stack(each).max() / (allowed * size)
+        scaled = torch._foreach_mul([gap for gap, _ in gaps], [n**-0.5 for _, n in gaps])
+        return torch.stack(scaled).max() / (allowed * size)
 
 
 def _has_digits(out: Any) -> bool:

@@ -46,6 +46,8 @@ def test_the_gate_sees_accumulation_and_says_that_it_is_another_gradient():
     assert gate("tiny", WAYS["accumulation"], CPU)[0] > 0.1
 
 
+# which `encode` notices itself
+@pytest.mark.filterwarnings("ignore:`encoder` must give the same features in both passes")
 def test_the_gate_sees_random_numbers_that_are_not_restored(monkeypatch):
     monkeypatch.setattr("contrastile.randomness.RandomState.restore", lambda self: None)
     monkeypatch.setattr("contrastile.bench.ways.set_random_state", lambda device, states: None)

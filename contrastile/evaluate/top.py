@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastile._check import wrong
+from contrastile._check import whole_number
 from contrastile.evaluate.scores import check_features, row_tiles, score_tiles
 
 
@@ -26,8 +26,8 @@ def top(query: Tensor, key: Tensor, k: int) -> tuple[Tensor, Tensor]:
             [0, 1]])
     """
     check_features(query, key)
-    if not 1 <= k <= len(key):
-        raise wrong("k", f"be between 1 and the {len(key)} keys", k, "Ask for fewer, or give more keys.")
+    rule = f"be between 1 and the {len(key)} keys"
+    k = whole_number("k", k, 1, "Ask for fewer, or give more keys.", rule=rule, most=len(key))
     values = query.new_empty((len(query), k), dtype=torch.float32)
     indices = torch.empty((len(query), k), dtype=torch.int64, device=query.device)
     for place, rows in row_tiles(query):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile._check import wrong
+from contrastile._check import whole_number, wrong
 from contrastile.models.pretrained import Library, Tower, text_tower
 from contrastile.models.small import BagTower, WordsTower
 from contrastile.models.text import Tokenizer
@@ -72,9 +72,10 @@ class Retriever(nn.Module):
 
         Raises ValueError for more dimensions than there are features.
         """
-        if dimensions is not None and not 1 <= dimensions <= features.shape[1]:
-            remedy = "The first so many are kept."
-            raise wrong("dimensions", f"be between 1 and the {features.shape[1]} features", dimensions, remedy)
+        if dimensions is not None:
+            most, remedy = features.shape[1], "The first so many are kept."
+            rule = f"be between 1 and the {most} features"
+            dimensions = whole_number("dimensions", dimensions, 1, remedy, rule=rule, most=most)
         cut = features[:, :dimensions].float()
         return F.normalize(cut, dim=-1) if self.normalise else cut
 

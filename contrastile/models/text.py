@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from contrastile._check import wrong
+from contrastile._check import whole_number, wrong
 
 PAD, UNKNOWN = "[PAD]", "[UNK]"
 # what a text begins and ends with where it is read as CLIP does
@@ -52,9 +52,8 @@ class WordTokenizer:
     def __init__(self, described: str, *, length: int) -> None:
         from tokenizers import Tokenizer as Engine
 
-        if length < 1:
-            raise wrong("length", "be at least 1 token", length, "Titles of a few words need about 16.")
-        self.length = length
+        remedy, rule = "Titles of a few words need about 16.", "be at least 1 token"
+        self.length = length = whole_number("length", length, 1, remedy, rule=rule)
         self._engine = Engine.from_str(described)
         self._engine.enable_truncation(length)
         padded = self._engine.padding or {}
@@ -138,8 +137,8 @@ def train_tokenizer(titles: Iterable[str], *, kind: str = "words", size: int = 8
     """
     if kind not in TRAINERS:
         raise wrong("kind", f"be one of {', '.join(TRAINERS)}", kind, "Or load a tokenizer from a folder.")
-    if size < 3:
-        raise wrong("size", "be at least 3 words", size, "Two of them are for padding and for what is unknown.")
+    remedy = "Two of them are for padding and for what is unknown."
+    size = whole_number("size", size, 3, remedy, rule="be at least 3 words")
     return WordTokenizer(TRAINERS[kind](titles, size), length=length)
 
 

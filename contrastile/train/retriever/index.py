@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._check import wrong
+from contrastile._check import whole_number, wrong
 from contrastile.data.texts import Passage
 from contrastile.evaluate.top import top
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder
@@ -50,8 +50,7 @@ def encode_corpus(
     `corpus` and `made_by` say what the folder holds; a folder that holds something else is refused, and so is a corpus
     whose passages have changed. Passages behind those that it had are added.
     """
-    if shard < 1:
-        raise wrong("shard", "be at least 1 passage", shard, "65536 is usual.")
+    shard = whole_number("shard", shard, 1, "65536 is usual.", rule="be at least 1 passage")
     folder.mkdir(parents=True, exist_ok=True)
     place = RunFolder(folder)
     told: dict[str, Any] = {

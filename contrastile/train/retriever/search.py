@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from contrastile._check import wrong
+from contrastile._check import whole_number, wrong
 from contrastile.data.corpora import read_corpus
 from contrastile.data.entries import Tally
 from contrastile.data.texts import Passage
@@ -67,8 +67,7 @@ class Search:
 
     def ask(self, question: str, k: int = 5) -> list[tuple[float, Passage]]:
         """The `k` best passages with their scores, the best first."""
-        if k < 1:
-            raise wrong("k", "be at least 1", k, "It is how many passages are shown.")
+        k = whole_number("k", k, 1, "It is how many passages are shown.", rule="be at least 1")
         features = self.run.encode_query([question], dimensions=self.index.dimensions)
         scores, rows = self.index.search(features, k)
         found = zip(scores[0].tolist(), rows[0].tolist(), strict=True)
