@@ -24,5 +24,10 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type in which products are accumulated and statistics kept: float64 for float64, float32 for all others."""
+    """The type in which products are accumulated and statistics kept: float64 for float64, float32 for all others.
+
+    Of complex numbers, those made of these.
+    """
+    if dtype.is_complex:
+        return torch.complex128 if dtype == torch.complex128 else torch.complex64
     return torch.float64 if dtype == torch.float64 else torch.float32

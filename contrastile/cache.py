@@ -26,7 +26,7 @@ from contrastile.fitting import fitted
 from contrastile.lengths import Cut, cut, cut_by_tokens
 from contrastile.likeness import Likeness, hear
 from contrastile.offload import numbered, settle, stream
-from contrastile.reach import Autocast, has_other_path, reach, refusing_batch_norm, sharing_casts, silent
+from contrastile.reach import Autocast, has_other_path, in_modes, reach, refusing_batch_norm, sharing_casts, silent
 from contrastile.retention import AUTO, Graphs
 from contrastile.sums import Sums
 from contrastile.wrappers import Sharding, inside, refuse_bypass, unwrap
@@ -169,6 +169,9 @@ class _Encode(torch.autograd.Function):
         ctx.versions = [parameter._version for parameter in job.sharding.stored(ctx.parameters)]
         ctx.save_for_backward(*leaves)
         features = job.first_pass(leaves, ctx.kept, grad=True)
+        if (parameter := _written_over(job, ctx)) is not None:
+            got = f"one of shape {list(parameter.shape)} that it writes over, as Embedding(max_norm=...) does"
+            raise wrong("encoder", "leave its parameters as they are", got, "Change them after the optimizer's step.")
         ctx.mark_non_differentiable(
             *(out for out in features if out is not None and not (out.is_floating_point() or out.is_complex()))
         )
@@ -179,19 +182,17 @@ class _Encode(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         job: Job = ctx.job
         leaves: Sequence[Tensor | None] = ctx.saved_tensors
-        for parameter, version in zip(job.sharding.stored(ctx.parameters), ctx.versions, strict=True):
-            if parameter._version != version:
-                got = f"one of shape {list(parameter.shape)} that has changed since"
-                raise wrong(
-                    "encoder", "have the parameters of the first pass", got, "Step the optimizer after backward."
-                )
+        if (parameter := _written_over(job, ctx)) is not None:
+            got = f"one of shape {list(parameter.shape)} that has changed since"
+            raise wrong("encoder", "have the parameters of the first pass", got, "Step the optimizer after backward.")
         sums = Sums(job.bounds, list(ctx.parameters), leaves, upstream)
         likeness = Likeness(ctx.kept.sketches, [*job.reached.dtypes, *job.autocast.dtypes])
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
         drawn = {generator for state in ctx.kept.random for generator in state.process}
         after = job.reached.random(process=drawn)
         try:
-            with silent(ctx.parameters), job.sharding.holding_back():
+            modes = in_modes(job.reached.modules, ctx.kept.training)
+            with silent(ctx.parameters), job.sharding.holding_back(), modes:
                 done = _consume(job, ctx.kept.graphs, sums)
                 again = [index for index in range(len(job.bounds)) if index not in done]
                 places = stream(values, [job.bounds[index] for index in again], job.device)
@@ -206,6 +207,12 @@ class _Encode(torch.autograd.Function):
             # autograd takes this for a node of the CPU, and would not let the parameters' stream wait for it
             settle(job.device)
         return None, None, *sums.finish()
+
+
+def _written_over(job: Job, ctx: Any) -> Tensor | None:
+    """A parameter that somebody has changed since the first pass began."""
+    now = zip(job.sharding.stored(ctx.parameters), ctx.versions, strict=True)
+    return next((parameter for parameter, version in now if parameter._version != version), None)
 
 
 def _consume(job: Job, graphs: Graphs, sums: Sums) -> set[int]:

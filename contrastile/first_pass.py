@@ -21,7 +21,7 @@ from contrastile.lengths import Cut
 from contrastile.likeness import Sketches
 from contrastile.offload import Bounds, host_room, on_accelerator, settle, stream
 from contrastile.randomness import RandomState
-from contrastile.reach import Autocast, Reached, refusing_changes, refusing_state
+from contrastile.reach import Autocast, Reached, computing_weights, refusing_changes, refusing_state
 from contrastile.retention import AUTO, Graph, Graphs, Retention, later_bytes, with_room
 from contrastile.wrappers import Sharding
 
@@ -40,6 +40,8 @@ class Kept:
     graphs: Graphs
     random: list[RandomState] = field(default_factory=list)
     sketches: Sketches = field(default_factory=Sketches)
+    # of each module, whether it was in training mode
+    training: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class Job:
     def run(self, index: int, rows: Sequence[Tensor | None]) -> list[Any]:
         """What the encoder returns for a sub-batch."""
         args, kwargs = pytree.tree_unflatten(self.cut.trim(index, rows), self.structure)
-        outputs, structure = pytree.tree_flatten(self.encoder(*args, **kwargs))
+        with computing_weights():
+            outputs, structure = pytree.tree_flatten(self.encoder(*args, **kwargs))
         if not self.output_structure:
             self.output_structure.append(structure)
             self.tails.extend(out.shape[1:] if isinstance(out, Tensor) else None for out in outputs)
@@ -110,7 +113,8 @@ class Job:
         """Room for what a first pass keeps."""
         # what one rank runs again, all would have to
         yielding = self.retain == AUTO and not self.sharding.modules
-        return Kept(Graphs(len(self.bounds), self.device, yielding=yielding))
+        graphs = Graphs(len(self.bounds), self.device, yielding=yielding)
+        return Kept(graphs, training=[module.training for module in self.reached.modules])
 
     def with_room(self, random: RandomState, run: Callable[..., Result], *arguments: Any) -> Result:
         """run(), for which graphs give way where memory ends, unless other ranks would have to run again as well."""

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from contrastile._check import wrong
@@ -85,6 +87,9 @@ def reach(
         device = asked or next((parameter.device for parameter in found if parameter.requires_grad), inputs)
     if not torch.is_grad_enabled():
         return Reached(modules, [], device)
+    if any(map(is_lazy, found)):
+        remedy = "Run it once on a few rows first."
+        raise wrong("encoder", "know the shapes of its parameters", "one that is made when it runs", remedy)
     wanted = [parameter for parameter in found if parameter.requires_grad]
     partly_frozen = 0 < len(wanted) < len(found)
     if isinstance(owner, nn.Module):
@@ -120,7 +125,8 @@ def _trial(
     hook = register_module_forward_pre_hook(note)
     try:
         args, kwargs = pytree.tree_unflatten(rows, structure)
-        outputs = [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
+        with computing_weights():
+            outputs = [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
     finally:
         hook.remove()
         replace(states, own=owned[::-1]).restore()
@@ -128,6 +134,29 @@ def _trial(
     for module in ran.values():
         reached |= {id(p): p for p in module.parameters()}
     return list(ran.values()), list(reached.values()), any(out.requires_grad for out in outputs)
+
+
+@contextmanager
+def computing_weights() -> Iterator[None]:
+    """Weights that parametrizations make are made anew: `parametrize.cached()` would keep those without a graph."""
+    held, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = held
+
+
+@contextmanager
+def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator[None]:
+    """With each module in training mode or not, as it was; somebody may have changed that meanwhile."""
+    changed = [(module, was) for module, was in zip(modules, training, strict=True) if module.training != was]
+    for module, was in changed:
+        module.training = was
+    try:
+        yield
+    finally:
+        for module, was in changed:
+            module.training = not was
 
 
 def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:

@@ -7,7 +7,7 @@ kernels for all parameters, and nothing copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ def back_propagated(
     try:
         return torch.autograd.grad(outs, inputs, gradients, allow_unused=True)
     except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            rule, got = "compute in each call all that it differentiates", "a part of the graph that was made before"
+            remedy = "Compute that inside too, or pass it as an input, a row for each example."
+            raise wrong("encoder", rule, got, remedy) from error
         if "use_reentrant" not in str(error):
             raise
         rule = "checkpoint activations without entering autograd again"
@@ -62,19 +66,24 @@ class Sums:
         if not pairs:
             return
         outs, gradients = zip(*pairs, strict=True)
-        found = back_propagated(outs, [*self.parameters, *inputs], gradients)
+        # one that was frozen after the first pass gets none, as in plain autograd
+        places = [place for place, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        wanted = [self.parameters[place] for place in places]
+        if not wanted and not inputs:
+            return
+        found = back_propagated(outs, [*wanted, *inputs], gradients)
         # while the device still computes
         self._refuse_strangers(outs, inputs)
-        self._accumulate(found[: len(self.parameters)])
-        for whole, gradient in zip(self.inputs, found[len(self.parameters) :], strict=True):
+        self._accumulate(dict(zip(places, found, strict=False)))
+        for whole, gradient in zip(self.inputs, found[len(places) :], strict=True):
             if gradient is not None:
                 whole[start:stop] = gradient
 
-    def _accumulate(self, gradients: Sequence[Tensor | None]) -> None:
+    def _accumulate(self, gradients: Mapping[int, Tensor | None]) -> None:
         first: list[tuple[int, Tensor]] = []
         second: list[tuple[int, Tensor, Tensor]] = []
         later: list[tuple[Tensor, Tensor]] = []
-        for place, gradient in enumerate(gradients):
+        for place, gradient in gradients.items():
             if gradient is None:
                 continue
             total = self.totals[place]
