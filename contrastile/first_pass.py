@@ -21,7 +21,7 @@ from contrastile.lengths import Cut
 from contrastile.likeness import Sketches
 from contrastile.offload import Bounds, host_room, on_accelerator, settle, stream
 from contrastile.randomness import RandomState
-from contrastile.reach import Autocast, Reached, computing_weights, refusing_changes, refusing_state
+from contrastile.reach import Autocast, Reached, computing_weights, graph_leaves, refusing_changes, refusing_state
 from contrastile.retention import AUTO, Graph, Graphs, Retention, later_bytes, with_room
 from contrastile.wrappers import Sharding
 
@@ -133,7 +133,8 @@ class Job:
             retain, len(self.bounds), self.device, held=held, thrifty=thrifty, most=self.sharding.most
         )
         values = [None if leaf is None else leaf.detach() for leaf in leaves]
-        with torch.no_grad(), refusing_state(self.reached.modules), refusing_changes(leaves):
+        # where nothing wants a gradient as far as one sees, the caller's mode shows whether something does after all
+        with refusing_state(self.reached.modules), refusing_changes(leaves):
             for index, rows in enumerate(stream(values, self.bounds, self.device)):
                 kept.random.append(self.reached.random(last=kept.random[-1] if kept.random else None))
                 if retention.tries(index):
@@ -141,14 +142,23 @@ class Job:
                 else:
                     graph = grad and self.other_path
                     outputs = self._drop_graph(index, rows, wanted if graph else None, kept)
-                self._gather(gathered, outputs, self.bounds[index])
                 if grad:
                     kept.sketches.keep(outputs)
+                else:
+                    self._refuse_gradients(outputs)
+                self._gather(gathered, outputs, self.bounds[index])
         following = [*kept.random[1:], self.reached.random(last=kept.random[-1])]
         kept.random = [state.drawn(after) for state, after in zip(kept.random, following, strict=True)]
         for device in {out.device for out in outputs if out is not None} if self.home else ():
             settle(device)
         return [_the_number(whole) if isinstance(whole, list) else whole for whole in gathered]
+
+    def _refuse_gradients(self, outputs: Sequence[Any]) -> None:
+        """Raises where a gradient is wanted that nobody would compute."""
+        for leaf in graph_leaves([out for out in outputs if isinstance(out, Tensor) and out.requires_grad]):
+            got = f"one of shape {list(leaf.shape)} that only some examples reach, or that is elsewhere"
+            remedy = "Pass the module that holds them, or its method."
+            raise wrong("encoder", "own every parameter that it uses", got, remedy)
 
     def _drop_graph(
         self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool] | None, kept: Kept

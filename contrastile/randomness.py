@@ -81,7 +81,7 @@ class _NumPy:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two of NumPy's states are the same: numbers, words and arrays in dicts."""
+    """Whether two states of a generator are the same: numbers, words, arrays, and dicts of them."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
@@ -153,6 +153,10 @@ class RandomState:
             and all(torch.equal(x, other.devices[at]) for at, x in self.devices.items())
             and all(other.process.get(generator) is state for generator, state in self.process.items())
         )
+
+    def drew_own(self, before: RandomState) -> bool:
+        """Whether something was drawn from a module's own generators between two captures of them."""
+        return any(not _equal(now, was) for (_, now), (_, was) in zip(self.own, before.own, strict=True))
 
     def drawn(self, following: RandomState) -> RandomState:
         """Without those of the process that nobody drew from until the following capture, which knows this one."""

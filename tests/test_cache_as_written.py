@@ -266,6 +266,46 @@ def test_what_cannot_be_exact_is_refused(sentence: str) -> None:
     assert str(error.value) == sentence
 
 
+class Unregistered(nn.Module):
+    """Runs a layer that it does not know as its own: in a list, or as a bound method."""
+
+    def __init__(self, layer: nn.Module, *, own: bool) -> None:
+        super().__init__()
+        self.layers = [layer]
+        self.own = _linear(3, 3).requires_grad_(False) if own else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+class Late(nn.Module):
+    """A frozen trunk, and a trained part that only later examples reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = _linear().requires_grad_(False), _linear()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.trunk(x) if self.calls < 3 else self.head(x)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Unregistered(_linear(), own=True), lambda: Unregistered(_linear(), own=False), Late]
+)
+def test_a_gradient_that_nobody_would_compute_is_refused(make: Any) -> None:
+    """Its features would want none, and beside another tower nobody would notice."""
+    sentence = (
+        r"^`encoder` must own every parameter that it uses; got one of shape \[5(, 6)?\] that only some examples "
+        r"reach, or that is elsewhere\. Pass the module that holds them, or its method\.$"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        encode(make(), _x(), sub_batch=SUB)
+    with torch.no_grad():
+        assert encode(make(), _x(), sub_batch=SUB).shape == (B, D)
+
+
 def test_a_lazy_encoder_is_encoded_once_it_has_run() -> None:
     lazy = nn.LazyLinear(D).double()
     lazy(_x()[:2])

@@ -201,3 +201,25 @@ def test_a_learned_distance_may_draw_from_them(draw: str) -> None:
     drawn = random.random(), np.random.rand()
     _seed()
     assert drawn == (random.random(), np.random.rand())
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_learned_distance_that_draws_from_a_generator_of_its_own_is_refused(kind: str) -> None:
+    make, draw = OWN[kind]
+
+    class Drawing(nn.Module):
+        def __init__(self, draws: bool) -> None:
+            super().__init__()
+            self.generator, self.draws = make(), draws
+
+        def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+            return (draw(self.generator) if self.draws else 1.0) * rows @ columns.T
+
+    q = torch.randn(5, 4)
+    assert contrast(q, q, scorer=Drawing(False)) == contrast(q, q, scorer=Drawing(False))
+    sentence = (
+        r"^`scorer` must draw from torch's, Python's or NumPy's own generators; got one that is an attribute of "
+        r"a module\. A tile begins them anew each time it is computed\.$"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        contrast(q, q, scorer=Drawing(True))

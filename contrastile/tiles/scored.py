@@ -30,7 +30,7 @@ from contrastile._check import wrong
 from contrastile._types import accumulator
 from contrastile.footprint import as_written, footprint
 from contrastile.losses.base import PairLoss, Side, Tile
-from contrastile.randomness import RandomState, Shared, begin_random
+from contrastile.randomness import RandomState, Shared, begin_random, own_generators
 from contrastile.reach import (
     Autocast,
     graph_leaves,
@@ -130,7 +130,8 @@ class Scorer:
             for tensors, n in zip((rows[1], cols[1]), PROBE, strict=True)
             for first, *others in [[_few(x, n) for x in tensors]]
         ]
-        before = RandomState.capture(device)
+        generators = own_generators(modules)
+        before = RandomState.capture(device, own=generators)
         try:
             with (
                 as_written(),
@@ -140,9 +141,12 @@ class Scorer:
                 refusing_changes(few[1].leaves, "k", "scorer"),
             ):
                 scores, leaves = blind.with_graph(*few)
-            after = RandomState.capture(device, last=before)
+            after = RandomState.capture(device, own=generators, last=before)
         finally:
             before.restore()
+        if after.drew_own(before):
+            rule, got = "draw from torch's, Python's or NumPy's own generators", "one that is an attribute of a module"
+            raise wrong("scorer", rule, got, "A tile begins them anew each time it is computed.")
         blind._check(scores, few, leaves)
         seed = None if before.same(after) else int(torch.randint(2**62, ()))
         return replace(blind, dtype=scores.dtype, seed=seed, process=tuple(before.drawn(after).process))
