@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastile._check import FEATURES, wrong
 from contrastile._types import accumulator
@@ -102,14 +102,13 @@ class Likeness:
         device = found[0].device
         worst = torch.stack([each.to(device) for each in found]).nan_to_num(0.0).max()
         # the same words every time: Python tells them once
-        sentence = str(
-            wrong(
-                "encoder",
-                "give the same features in both passes",
-                f"{name}, which gave others in the second, so that the gradient is not that of the first",
-                "Draw random numbers from torch's, Python's or NumPy's generators, and keep nothing from call to call.",
-            )
+        rule = "give the same features in both passes"
+        got = f"{name}, which gave others in the second, so that the gradient is not that of the first"
+        remedy = (
+            "Draw random numbers from torch's, Python's or NumPy's generators, keep nothing from call to call, and "
+            "change nothing before the backward."
         )
+        sentence = str(wrong("encoder", rule, got, remedy))
         if device.type != "cuda":
             _say(worst, sentence)
             return
@@ -128,7 +127,9 @@ class Likeness:
 
 
 def _has_digits(out: Any) -> bool:
-    return isinstance(out, Tensor) and out.dtype in FEATURES and out.ndim > 0 and out.device.type != "meta"
+    """Whether these are rows of numbers that lie here; what is spread over ranks is not multiplied for this."""
+    plain = type(out) in (Tensor, nn.Parameter) and out.layout == torch.strided and out.device.type != "meta"
+    return plain and out.dtype in FEATURES and out.ndim > 0
 
 
 def hear() -> None:

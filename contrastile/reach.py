@@ -139,7 +139,11 @@ def _trial(
 @contextmanager
 def computing_weights() -> Iterator[None]:
     """Weights that parametrizations make are made anew: `parametrize.cached()` would keep those without a graph."""
-    held, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    held = parametrize._cache_enabled
+    if not held:
+        yield
+        return
+    parametrize._cache_enabled = 0
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ def _sentence(name: str) -> str:
     return (
         rf"^`encoder` must give the same features in both passes; got {name}, which gave others in the second, so that "
         r"the gradient is not that of the first\. Draw random numbers from torch's, Python's or NumPy's generators, "
-        r"and keep nothing from call to call\.$"
+        r"keep nothing from call to call, and change nothing before the backward\.$"
     )
 
 
@@ -202,7 +202,11 @@ def test_what_a_gpu_answers_later_is_said_at_the_next_call(monkeypatch: pytest.M
 
 
 def test_nothing_is_kept_of_outputs_without_digits() -> None:
-    sketches = Sketches()
-    sketches.keep([torch.zeros(3, 2), None, torch.ones(()), torch.ones(3, dtype=torch.int64), torch.ones(3) > 0])
-    assert [each is None for each in sketches.kept[0]] == [False, True, True, True, True]
+    class Spread(Tensor):
+        pass
+
+    rows, sketches = torch.zeros(3, 2), Sketches()
+    sketches.keep([rows, nn.Parameter(rows), None, torch.ones(()), torch.ones(3, dtype=torch.int64), rows > 0])
+    sketches.keep([rows.to_sparse(), rows.to("meta"), rows.as_subclass(Spread), rows.cfloat()])
+    assert [[each is not None for each in kept] for kept in sketches.kept] == [[True] * 2 + [False] * 4, [False] * 4]
     assert Likeness(sketches, []).tell("nobody") is None
