@@ -72,10 +72,11 @@ def encode(
 
     Returns what the encoder returns (tensor, tuple, dict, nested), each leaf for the whole batch. A tensor without
     axes, a bias say, must be the same number for every sub-batch, and comes back as that number.
+    Warns once where the second pass gives other features than the first; on a GPU in a later call.
     Raises ValueError for inputs that cannot be cut, for batch normalisation in training mode, whose statistics over a
     sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
-    their inputs, for the module inside a DistributedDataParallel, whose gradients would not be reduced, and for
-    `checkpoint(..., use_reentrant=True)`.
+    their inputs or parameters, for the module inside a DistributedDataParallel, whose gradients would not be reduced,
+    and for `checkpoint(..., use_reentrant=True)`.
 
     >>> from torch import nn
     >>> tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))

@@ -68,7 +68,7 @@ class Sketches:
     def _of_width(self, width: int, *kind: Any) -> Tensor:
         if (width, *kind) not in self._signs:
             dtype, device = kind
-            generator = torch.Generator().manual_seed(width)
+            generator = torch.Generator("cpu").manual_seed(width)
             coins = torch.randint(2, (PRODUCTS, width), generator=generator, dtype=dtype, device="cpu")
             # products are of the features' size, so that float16 holds them
             signs = coins.mul_(2).sub_(1).mul_(max(1, width) ** -0.5)

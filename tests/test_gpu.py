@@ -320,6 +320,28 @@ def test_encode_equals_the_plain_batch_wherever_inputs_wait(where: str) -> None:
     assert all(distance(a, b) <= 1e-6 for a, b in zip(found, plain, strict=True))
 
 
+class _Counting(nn.Module):
+    """Its features grow with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(16, 32), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (1 + 0.1 * self.calls)
+
+
+def test_another_second_pass_is_said_at_the_next_call_and_nobody_waits_for_it() -> None:
+    tower, x = _Counting(), torch.randn(70, 16)
+    for _ in range(2):
+        with _no_waiting():
+            encode(tower, x, sub_batch=16).sum().backward()
+        torch.cuda.synchronize()
+        with pytest.warns(UserWarning, match="must give the same features in both passes; got _Counting"):
+            encode(nn.Linear(16, 32), x, sub_batch=16)
+
+
 class _Unit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.normalize(x, dim=-1)
