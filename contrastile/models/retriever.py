@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._check import wrong
-from contrastile.models.pretrained import Library, Tower, text_tower
+from contrastile.models.base import Tower
+from contrastile.models.pretrained import Library, text_tower
 from contrastile.models.small import BagTower, WordsTower
 from contrastile.models.text import Tokenizer
 

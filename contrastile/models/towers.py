@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._check import wrong
+from contrastile.models.base import Tower, Whole
 from contrastile.models.locking import rest
 from contrastile.models.openclip import OpenClip, openclip_image, openclip_text, openclip_whole
-from contrastile.models.pretrained import Library, Tower, Whole, image_tower, text_tower, whole_model
+from contrastile.models.pretrained import Library, image_tower, text_tower, whole_model
 from contrastile.models.small import ConvTower, WordsTower
 from contrastile.models.text import Tokenizer
 from contrastile.models.timm_tower import Timm, timm_tower
