@@ -13,11 +13,12 @@ from tiny_runs import tiny_recipe, weights, write_pictures
 
 import contrastile
 from contrastile.train import loop
+from contrastile.train.clock import Clock
 from contrastile.train.facts import Trained
 from contrastile.train.feed import Batch
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
-from contrastile.train.loop import Clock, run_recipe, step
+from contrastile.train.loop import run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe

@@ -6,6 +6,7 @@ Under `pretrained.py`, `timm_tower.py` and `openclip.py`, which build the towers
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,19 @@ def width_of(tower: nn.Module, *inputs: Tensor) -> int:
         width = tower(*inputs).shape[1]
     tower.train(training)
     return int(width)
+
+
+def repeated(tower: nn.Module) -> list[nn.Module]:
+    """Parts that are made of others and stand in a row with more of their kind: blocks of attention, of convolutions.
+
+    In the order of their rows; what is inside of one comes behind it.
+    """
+    found: list[nn.Module] = []
+    for row in tower.modules():
+        if isinstance(row, (nn.ModuleList, nn.Sequential)):
+            kinds = Counter(type(part) for part in row)
+            found += [part for part in row if kinds[type(part)] > 1 and next(part.children(), None) is not None]
+    return found
 
 
 def refuse_other_pictures(
