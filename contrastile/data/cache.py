@@ -27,7 +27,7 @@ from contrastile.data.pairs import Labels, PairSet, Pictures
 
 logger = logging.getLogger("contrastile")
 
-# Raised whenever what is drawn or written changes, so that older folders are left alone.
+# raised whenever what is drawn or written changes, so that older folders are left alone
 FORMAT = 1
 IMAGES, LABELS, MANIFEST = "images.npy", "pairs.json", "manifest.json"
 

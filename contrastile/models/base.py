@@ -7,7 +7,7 @@ Under `pretrained.py`, `timm_tower.py` and `openclip.py`, which build the towers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from contrastile._check import wrong
 from contrastile.models.text import Tokenizer
+
+Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ class PixelTower(nn.Module):
         if pixels.shape[1] == 1:
             pixels = pixels.expand(-1, self.channels, -1, -1)
         return self.model((pixels - self.mean) / self.std)
+
+
+def completed(settings: Settings, defaults: Settings) -> dict[str, Any]:
+    """The settings, with the defaults of those that are not given; raises ValueError for a key that has none."""
+    unknown = sorted(set(settings) - set(defaults))
+    if unknown:
+        raise wrong("settings", f"have keys among {', '.join(defaults)}", ", ".join(unknown), "Leave the others out.")
+    return {**defaults, **settings}
 
 
 def width_of(tower: nn.Module, *inputs: Tensor) -> int:

@@ -23,10 +23,10 @@ from contrastile._check import wrong
 from contrastile.models.base import Tower, Whole, refuse_other_pictures, refuse_other_tokens, width_of
 from contrastile.models.text import Tokenizer
 
-# Tokens that a tower is tried with, to see how wide its features are; a text, to see where it looks for them.
+# tokens that a tower is tried with, to see how wide its features are; a text, to see where it looks for them
 TRIAL_LENGTH = 4
 TRIAL_TEXT = "a small red fox in the snow"
-# Weights of half precision would lose small updates; what an encoder computes with is `train.precision`'s to say. So
+# weights of half precision would lose small updates; what an encoder computes with is `train.precision`'s to say. So
 # whatever a folder or a configuration says, as this version of the library calls it or an older one:
 DTYPE = torch.float32
 DTYPE_NAMES = ("dtype", "torch_dtype")
@@ -124,7 +124,7 @@ def _mean(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if states.ndim == 4:
         return states.mean(dim=(2, 3))
-    # A model may merge or add places (patches, a class token); then there is no padding either.
+    # a model may merge or add places (patches, a class token); then there is no padding either
     if mask is None or mask.shape[1] != states.shape[1]:
         return states.mean(dim=1)
     weight = mask[..., None].to(states.dtype)
