@@ -33,7 +33,7 @@ from contrastile.tiles.base import Tiles
 from contrastile.tiles.dense import Dense
 from contrastile.tiles.eager import Eager
 
-log = logging.getLogger("contrastile")
+logger = logging.getLogger("contrastile")
 
 LEAST_WORKSPACE = 2**20
 WORDS = {
@@ -113,8 +113,13 @@ def choose_exchange(options: Options, loss: PairLoss, rows: Side, cols: Side, sa
 
 
 def automatic_exchange(shards: Shards, D: int, itemsize: int, device: torch.device) -> ExchangeName:
-    """Gather, where it takes no more than a sixteenth of the memory; else the ring."""
-    return "gather" if Gather.extra_bytes(shards, D, itemsize) <= device_memory(device) // 16 else "ring"
+    """Gather, where it takes no more than it may; else the ring."""
+    return "gather" if Gather.extra_bytes(shards, D, itemsize) <= gathering_allowed(device) else "ring"
+
+
+def gathering_allowed(device: torch.device) -> int:
+    """Bytes that "auto" lets a rank hold of what it gathers: a sixteenth of the memory."""
+    return device_memory(device) // 16
 
 
 def _statement(options: Options, loss: PairLoss, rows: Side, cols: Side) -> dict[str, Any]:
@@ -193,7 +198,7 @@ def _say_once(message: str) -> None:
 
 @cache
 def _log_once(message: str) -> None:
-    log.info(message)
+    logger.info(message)
 
 
 @cache

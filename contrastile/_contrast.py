@@ -54,7 +54,7 @@ def contrast(
         labels = torch.arange(len(q))
         (F.cross_entropy(x, labels) + F.cross_entropy(x.T, labels)) / 2
 
-    to the last bit that rounding leaves, in memory of one tile. Gradients reach q, k, scale and bias.
+    up to rounding, in the memory of a tile. Gradients reach q, k, negatives, scale and bias.
 
     Arguments:
         q, k: features, bf16, fp16, fp32 or fp64, used as given: normalise them first if the method wants that.
@@ -93,7 +93,10 @@ def contrast(
     `backend` and `exchange` are "auto" by default, which says once in the log what it took.
 
     Returns the loss, a scalar (or [N] with reduction="none") in float32, or float64 for float64 features.
-    Raises ValueError for anything that does not fit together, naming it, what it must be and what it is.
+    Raises ValueError for anything that does not fit together, naming it, what it must be and what it is; on all ranks
+    what one finds wrong, but for exchange="single". Where a rank is lost the others raise `LostRankError`, of
+    `contrastile.rollcall`. Features or a scale that are not finite give NaN, in the loss and in the gradients; so
+    does a bias, in a loss that it changes.
 
     >>> import torch.nn.functional as F
     >>> q, k = F.normalize(torch.randn(2, 6, 16), dim=-1)

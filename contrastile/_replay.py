@@ -22,7 +22,7 @@ from torch import Tensor
 
 from contrastile._sweep import Call, Gradients, at_once, forward_with_gradients
 
-log = logging.getLogger("contrastile")
+logger = logging.getLogger("contrastile")
 
 # pairs of a batch that is small: its strip of gradients, which a graph keeps, takes twice as many bytes
 MOST_PAIRS = 8192**2
@@ -116,7 +116,7 @@ def _graph(key: Any, call: Call, inputs: Sequence[Tensor | None], wanted: Sequen
         try:
             _graphs[key] = _Graph(call, inputs, wanted)
         except RuntimeError as error:
-            log.info("a small call is not replayed: %s", error)
+            logger.info("a small call is not replayed: %s", error)
             _calls[key] = NEVER
             return None
         if len(_graphs) > KEPT:

@@ -43,12 +43,12 @@ OF_GLOO = ("gloo", "pair closure")
 LISTEN = 0
 
 # by group: what has been posted and not waited for. It keeps the buffers alive, whatever becomes of the caller
-_under_way: dict[Any, Flight] = {}
+under_way: dict[Any, Flight] = {}
 # by group: the one beside it through which its ranks talk on the host
 _voices: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 # by group, see `in_step.py`: how many operations this rank has begun there, and the error of its own by which it left
-_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-_left: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+left: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def size(group: Any) -> int:
@@ -62,6 +62,7 @@ def size(group: Any) -> int:
 
 
 def rank(group: Any) -> int:
+    """This rank's number within the group; 0 without torch.distributed."""
     return dist.get_rank(group) if size(group) > 1 else 0
 
 
@@ -122,7 +123,7 @@ def _said_by_all(mine: Tensor, group: Any) -> Tensor:
     voice, device = _voice(group)
     with _apart(device):
         everyone = mine.new_empty(size(group) * len(mine), device=device)
-        with _together("agreement", group, voice):
+        with together("agreement", group, voice):
             _all_gather(everyone, mine.to(device), group=voice)
         return everyone.cpu()
 
@@ -134,9 +135,9 @@ def _voice(group: Any) -> tuple[Any, torch.device]:
     their devices have done all that was sent before, and the next step's kernels would come too late. So a group of
     all ranks gets another one beside it, which all ranks are here to make.
     """
-    group = _default(group)
+    group = resolved(group)
     if group not in _voices and not _speaks(group) and size(group) == dist.get_world_size():
-        with _together("first meeting", group):
+        with together("first meeting", group):
             _voices[group] = dist.new_group(timeout=_patience(group), backend="gloo")
             # some backends connect all ranks with the first operation, which may be one that a rank without rows skips
             dist.all_reduce(torch.zeros(1, device=_device(group)), group=group)
@@ -151,7 +152,7 @@ def _device(group: Any) -> torch.device:
 
 def hang_up(group: Any) -> None:
     """Closes this rank's connections on the host, so that whoever waits for it there, or here for another, wakes."""
-    group = _default(group)
+    group = resolved(group)
     for each in {group, _voices.get(group, group)}:
         rollcall.hang_up(each)
 
@@ -193,14 +194,14 @@ def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
 
 def begin_gather(each: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Flight:
     """`gather_rows` of several tensors, under way: what it brings is there after `wait`."""
-    group, largest = _default(group), max(sizes)
+    group, largest = resolved(group), max(sizes)
     sent = [_padded(_sendable(x), largest) for x in each]
     rooms = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
 
     def joined(arrived: list[Tensor]) -> list[Tensor]:
         return [_joined(room, sizes).view(x.dtype) for room, x in zip(arrived, each, strict=True)]
 
-    with _together("gather of rows", group):
+    with together("gather of rows", group):
         works = [
             _all_gather(room, x, group=group, async_op=True)
             for room, x in zip(rooms, sent, strict=True)
@@ -211,11 +212,11 @@ def begin_gather(each: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Fl
 
 def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Flight:
     """This rank's rows of Σ over ranks of x [Σ sizes, ...], under way."""
-    group, largest, what = _default(group), max(sizes), "sum of the ranks' parts"
+    group, largest, what = resolved(group), max(sizes), "sum of the ranks' parts"
     even = all(n == largest for n in sizes)
     parts = x if even else torch.cat([_padded(part, largest) for part in x.split(list(sizes))])
     mine, rows = x.new_empty((largest, *x.shape[1:])), sizes[rank(group)]
-    with _together(what, group):
+    with together(what, group):
         works = [_reduce_scatter(mine, parts, group=group, async_op=True)] if mine.numel() else []
     return _take_off(Flight(group, what, works, [mine], [parts], lambda arrived: [arrived[0][:rows]]))
 
@@ -229,7 +230,7 @@ def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
     leaving = [0 if other == me else n for other, n in enumerate(sizes)]
     arriving = [0 if other == me else sizes[me] for other in range(W)]
     room = x.new_empty(((W - 1) * sizes[me], *x.shape[1:]))
-    with _together("exchange of statistics", group):
+    with together("exchange of statistics", group):
         dist.all_to_all_single(room, x, arriving, leaving, group=group)
     return room.view(W - 1, sizes[me], *x.shape[1:])
 
@@ -243,15 +244,15 @@ def total(x: Tensor, group: Any) -> Tensor:
 
 def sum_into(x: Tensor, group: Any, what: str) -> None:
     """x becomes its sum over ranks."""
-    with _together(what, group):
+    with together(what, group):
         dist.all_reduce(x, group=group)
 
 
 def spread(x: Tensor, group: Any) -> None:
     """x becomes what it is on the group's first rank."""
     sent = x.contiguous()
-    with _together("broadcast", group):
-        dist.broadcast(sent, dist.get_global_rank(_default(group), 0), group=group)
+    with together("broadcast", group):
+        dist.broadcast(sent, dist.get_global_rank(resolved(group), 0), group=group)
     if sent is not x:
         x.copy_(sent)
 
@@ -278,7 +279,7 @@ def most(number: int, group: Any) -> int:
     voice, device = _voice(group)
     with _apart(device):
         largest = torch.tensor(number, device=device)
-        with _together("agreement on a number", group, voice):
+        with together("agreement on a number", group, voice):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=voice)
         return int(largest)
 
@@ -288,7 +289,7 @@ def held(group: Any) -> int:
 
     By the group's own `config.max_ctas`, or for all groups by NCCL_MAX_CTAS, which has the last word.
     """
-    group = _default(group)
+    group = resolved(group)
     if "nccl" not in dist.get_backend_config(group):
         return 0
     config = getattr(_options(group), "config", None)
@@ -315,9 +316,10 @@ class Flight:
     made: Callable[[list[Tensor]], list[Tensor]] = _as_it_came
 
     def wait(self) -> list[Tensor]:
-        if _under_way.pop(self.group, None) is not self:
+        """What has arrived. Raises RuntimeError where it was waited for before."""
+        if under_way.pop(self.group, None) is not self:
             raise _misused(f"a {self.operation} that was waited for already")
-        with _together(self.operation, self.group):
+        with together(self.operation, self.group):
             for work in self.works:
                 work.wait()
         self.leaving = []
@@ -332,10 +334,10 @@ def post(leaving: Tensor, arriving: Tensor, group: Any) -> Flight:
 
     Raises RuntimeError where something is under way in the group already.
     """
-    group = _default(group)
+    group = resolved(group)
     ranks, me = size(group), rank(group)
     operations = [(group.send, leaving, (me + 1) % ranks), (group.recv, arriving, (me - 1) % ranks)]
-    with _together(RING, group):
+    with together(RING, group):
         works = _carried_out([each for each in operations if each[1].numel()], group)
     return _take_off(Flight(group, RING, works, [arriving], [leaving]))
 
@@ -345,31 +347,31 @@ def _carried_out(operations: list[tuple[Callable[..., Any], Tensor, int]], group
     if not operations:
         return []
     device = operations[0][1].device
-    together = group._get_backend(device).supports_coalescing
-    if together:
+    coalesced = group._get_backend(device).supports_coalescing
+    if coalesced:
         group._start_coalescing(device)
     works = [operation([x], other, 0) for operation, x, other in operations]
-    return [group._end_coalescing(device)] if together else works
+    return [group._end_coalescing(device)] if coalesced else works
 
 
 def _take_off(flight: Flight) -> Flight:
-    _under_way[flight.group] = flight
+    under_way[flight.group] = flight
     return flight
 
 
 @contextmanager
-def _together(operation: str, group: Any, by: Any = None) -> Iterator[None]:
+def together(operation: str, group: Any, by: Any = None) -> Iterator[None]:
     """Around what all ranks of the group carry out: where it fails, the error says who, when and what.
 
     by: the group whose connections carry it, if that is another one.
     """
-    group = _default(group)
-    if group in _left:
+    group = resolved(group)
+    if group in left:
         rule, remedy = "be carried out by all ranks", "Start all ranks again."
-        raise LostRankError(str(wrong(operation, rule, f"this one, which left the others by {_left[group]}", remedy)))
-    if group in _under_way:
-        raise _misused(f"a {_under_way[group].operation} under way, which the {operation} would meet")
-    _begun[group] = _begun.get(group, 0) + 1
+        raise LostRankError(str(wrong(operation, rule, f"this one, which left the others by {left[group]}", remedy)))
+    if group in under_way:
+        raise _misused(f"a {under_way[group].operation} under way, which the {operation} would meet")
+    begun[group] = begun.get(group, 0) + 1
     here.operation = operation
     try:
         yield
@@ -400,7 +402,8 @@ def _misused(what: str) -> RuntimeError:
     return RuntimeError(str(wrong("group", "carry one exchange at a time", what, remedy)))
 
 
-def _default(group: Any) -> Any:
+def resolved(group: Any) -> Any:
+    """The group that is meant: the default one for None."""
     return dist.group.WORLD if group is None else group
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastile._choose import automatic_exchange, device_memory, offers
+from contrastile._choose import automatic_exchange, gathering_allowed, offers
 from contrastile._sweep import workspace_on
 from contrastile.exchange.base import Shards
+from contrastile.exchange.gather import Gather
 from contrastile.losses.base import PairLoss, Side
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -132,12 +133,11 @@ def tried(device: torch.device) -> str | None:
 
 def _auto(device: torch.device, ranks: int, batch: int, features: int) -> Found:
     """What "auto" takes on a device."""
-    backends = []
-    for name, loss in LOSSES.items():
-        for dtype in DTYPES:
-            backends.append(
-                {"loss": name, "dtype": str(dtype).removeprefix("torch."), **backend_of(loss, dtype, device)}
-            )
+    backends = [
+        {"loss": name, "dtype": str(dtype).removeprefix("torch."), **backend_of(loss, dtype, device)}
+        for name, loss in LOSSES.items()
+        for dtype in DTYPES
+    ]
     return {
         "device": str(device),
         "backends": backends,
@@ -160,8 +160,6 @@ def backend_of(loss: PairLoss, dtype: torch.dtype, device: torch.device) -> Foun
 
 def exchange_of(ranks: int, batch: int, features: int, itemsize: int, device: torch.device, *, each: int = 1) -> Found:
     """What "auto" takes between so many ranks, `each` example of the batch with so many keys; what gathering costs."""
-    from contrastile.exchange.gather import Gather
-
     if ranks == 1:
         return {"takes": "single", "ranks": 1}
     rows = tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
@@ -172,7 +170,7 @@ def exchange_of(ranks: int, batch: int, features: int, itemsize: int, device: to
         "batch": each * batch,
         "features": features,
         "gathered": Gather.extra_bytes(shards, features, itemsize),
-        "allowed": device_memory(device) // 16,
+        "allowed": gathering_allowed(device),
     }
 
 

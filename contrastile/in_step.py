@@ -30,29 +30,29 @@ def in_step(group: Any) -> Iterator[None]:
     except LostRankError:
         raise
     except Exception as error:
-        group = comm._default(group)
-        begun = comm._begun.get(group, 0)
+        group = comm.resolved(group)
+        begun = comm.begun.get(group, 0)
         if all_failed(f"operation {begun}", group):
             # what is tried again fails at another place, also where no operation comes before it
-            comm._begun[group] = begun + 1
+            comm.begun[group] = begun + 1
             _land(group)
         else:
             # what is under way stays where it is: its buffers may still be read
-            comm._left[group] = rollcall.farewell(error)
+            comm.left[group] = rollcall.farewell(error)
             comm.hang_up(group)
         raise
 
 
 def all_failed(place: str, group: Any) -> bool:
     """Whether all ranks of the group fail at this place, whose name it has once only."""
-    group = comm._default(group)
+    group = comm.resolved(group)
     return rollcall.all_fail(f"contrastile/{group.group_name}/{place}", dist.get_process_group_ranks(group))
 
 
 def _land(group: Any) -> None:
     """Nothing is under way any more, and nobody wants what was."""
-    flight = comm._under_way.pop(group, None)
+    flight = comm.under_way.pop(group, None)
     if flight is not None:
-        with comm._together(flight.operation, group):
+        with comm.together(flight.operation, group):
             for work in flight.works:
                 work.wait()

@@ -37,7 +37,6 @@ class _Loss(nn.Module):
         super().__init__()
         Options.of(how)
         self.how = how
-        self._lengths_seen = False
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.how.items())
@@ -52,27 +51,6 @@ class _Loss(nn.Module):
 
     def _tell_all(self, error: ValueError) -> None:
         tell_all(error, self.how.get("group"), self.how.get("exchange", "auto"))
-
-    def _look_at_lengths(self, *sides: Tensor) -> None:
-        """Says once, at the first call, that rows are not of unit length: the commonest slip with these losses."""
-        if self._lengths_seen or torch.compiler.is_compiling() or any(len(side) == 0 for side in sides):
-            return
-        if _check.captured(*sides):
-            return
-        self._lengths_seen = True
-        # a loss may be made anew at every step
-        if not _looks.one_more(*sides):
-            return
-        for side in sides:
-            lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)
-            if bool(((lengths - 1).abs() > LENGTH_TOLERANCE).any()):
-                # the same words every time, at the user's line: Python tells them once, whatever makes new losses
-                warnings.warn(
-                    f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
-                    "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
-                    stacklevel=5,
-                )
-                return
 
 
 class _PairedLoss(_Loss):
@@ -89,6 +67,7 @@ class _PairedLoss(_Loss):
         if how.get("label_smoothing"):
             # one that cannot be smoothed says so now
             self.pair_loss.smoothed(how["label_smoothing"])
+        self._lengths_seen = False
 
     @overload
     def forward(
@@ -146,6 +125,27 @@ class _PairedLoss(_Loss):
         )
         self._look_at_lengths(image_features, text_features)
         return {"contrastive_loss": loss} if output_dict else loss
+
+    def _look_at_lengths(self, *sides: Tensor) -> None:
+        """Says once, at the first call, that rows are not of unit length: the commonest slip with these losses."""
+        if self._lengths_seen or torch.compiler.is_compiling() or any(len(side) == 0 for side in sides):
+            return
+        if _check.captured(*sides):
+            return
+        self._lengths_seen = True
+        # a loss may be made anew at every step
+        if not _looks.one_more(*sides):
+            return
+        for side in sides:
+            lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)
+            if bool(((lengths - 1).abs() > LENGTH_TOLERANCE).any()):
+                # the same words every time, at the user's line: Python tells them once, whatever makes new losses
+                warnings.warn(
+                    f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
+                    "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
+                    stacklevel=5,
+                )
+                return
 
 
 class ClipLoss(_PairedLoss):

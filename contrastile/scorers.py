@@ -21,7 +21,7 @@ Tokens = Tensor | tuple[Tensor, Tensor | None]
 class Bilinear(nn.Module):
     """s_ij = q_iᵀ W k_j, with W [row_features, column_features]; it begins as the dot product.
 
-    Naively `q @ W @ k.T`.
+    Naively `q @ W @ k.T`. Raises ValueError for rows or columns of other sizes.
 
     >>> from contrastile import contrast
     >>> scorer = Bilinear(8, 6)
@@ -51,6 +51,8 @@ class PairMLP(nn.Module):
         row_features, column_features, hidden: the sizes.
         dropout: the share of the hidden layer that is dropped in training. Both passes draw the same numbers.
 
+    Raises ValueError for rows or columns of other sizes.
+
     >>> from contrastile import contrast
     >>> scorer = PairMLP(8, 6, hidden=16)
     >>> image, text = torch.randn(32, 8), torch.randn(32, 6)
@@ -79,7 +81,7 @@ class MaxSim(nn.Module):
 
     Called with token vectors [I, L, D] and [J, M, D], each alone or as (vectors, mask [I, L]), the mask true where
     there is a token. Padding neither asks nor answers; a column without any token scores 0. Vectors are used as
-    given: normalise them first, as ColBERT does.
+    given: normalise them first, as ColBERT does. Raises ValueError for other shapes, and for a mask that is not bool.
 
     >>> from contrastile import contrast
     >>> query = F.normalize(torch.randn(8, 5, 16), dim=-1).requires_grad_()

@@ -193,3 +193,17 @@ PROBLEMS = {
         siglip_ids_weights,
     )
 }
+
+
+# what a rank has of its own: by rows, and by keys
+ROW_OPTIONS = ("positives", "query_ids", "query_labels", "weights")
+COLUMN_OPTIONS = ("key_ids", "key_labels")
+
+
+def problems_of(name: str, shares: list[tuple[int, int]]) -> list[Problem]:
+    """Each rank's own problem, of so many rows and keys; ids and labels meet across ranks."""
+    problems = [PROBLEMS[name](N, M) for N, M in shares]
+    for problem in problems:
+        if name == "info_nce":
+            problem.tiled["positives"] = torch.arange(problem.N)
+    return problems

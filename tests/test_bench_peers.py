@@ -117,8 +117,8 @@ def test_who_cannot_run_says_why(settings, reason):
 
 
 def test_a_package_that_is_not_there_is_not_installed():
-    assert peers._not_installed("surely_not_installed") == "is not installed"
-    assert peers._not_installed("torch") is None
+    assert peers.not_installed("surely_not_installed") == "is not installed"
+    assert peers.not_installed("torch") is None
 
 
 def test_nobody_is_entered_for_a_loss_or_a_dtype_it_has_not():

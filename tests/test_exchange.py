@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from problems import PROBLEMS, Problem, distance
+from problems import COLUMN_OPTIONS, PROBLEMS, ROW_OPTIONS, Problem, distance, problems_of
 from ranks import Pool
 from torch import Tensor
 
@@ -28,17 +28,6 @@ SHARES = {
     4: [(6, 6), (7, 7), (2, 2), (6, 6)],
 }
 MORE_KEYS = {3: [(8, 12), (3, 3), (5, 20)]}
-ROW_OPTIONS = ("positives", "query_ids", "query_labels", "weights")
-COLUMN_OPTIONS = ("key_ids", "key_labels")
-
-
-def _shares(name: str, shares: list[tuple[int, int]]) -> list[Problem]:
-    """Each rank's own problem; ids and labels meet across ranks."""
-    problems = [PROBLEMS[name](N, M) for N, M in shares]
-    for problem in problems:
-        if name == "info_nce":
-            problem.tiled["positives"] = torch.arange(problem.N)
-    return problems
 
 
 def _tensors(problem: Problem, rank: int) -> dict[str, Tensor]:
@@ -47,7 +36,7 @@ def _tensors(problem: Problem, rank: int) -> dict[str, Tensor]:
 
 def _whole(name: str, shares: list[tuple[int, int]]) -> tuple[Problem, dict[str, Tensor]]:
     """The same batch in one process."""
-    problems = _shares(name, shares)
+    problems = problems_of(name, shares)
     tensors = [_tensors(problem, rank) for rank, problem in enumerate(problems)]
     options = dict(problems[0].tiled)
     offset = 0
@@ -69,7 +58,7 @@ def _whole(name: str, shares: list[tuple[int, int]]) -> tuple[Problem, dict[str,
 def _on_a_rank(
     rank: int, group: Any, name: str, shares: list[tuple[int, int]], how: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    problem = _shares(name, shares)[rank]
+    problem = problems_of(name, shares)[rank]
     return problem.by_tiles(_tensors(problem, rank), group=group, **how)
 
 
@@ -101,7 +90,7 @@ def test_as_one_process(pool: Pool, name: str, W: int, exchange: str) -> None:
 def _fused_on_a_rank(
     rank: int, group: Any, name: str, shares: list[tuple[int, int]], exchange: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    problem = _shares(name, shares)[rank]
+    problem = problems_of(name, shares)[rank]
     tensors = {key: x.detach().float().requires_grad_() for key, x in _tensors(problem, rank).items()}
     return problem.by_tiles(tensors, group=group, exchange=exchange, backend="triton")
 

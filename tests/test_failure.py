@@ -76,7 +76,7 @@ def _computes_until(path: Path) -> None:
 
 
 def _receive(other: int) -> None:
-    with comm._together("chain", None):
+    with comm.together("chain", None):
         dist.recv(torch.empty(1), other)
 
 
@@ -320,7 +320,7 @@ def _dropped(rank: int, group: Any) -> list[float]:
     comm.post(torch.full((1000,), float(rank)), torch.empty(1000), group)
     # what was posted lives on, though nobody here holds it
     trash = [torch.full((1000,), -1.0) for _ in range(100)]
-    (flight,) = comm._under_way.values()
+    (flight,) = comm.under_way.values()
     (arrived,) = flight.wait()
     return [*arrived.unique().tolist(), trash[0][0].item()]
 

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from gradient_table import shard
-from problems import Problem, distance
+from problems import COLUMN_OPTIONS, ROW_OPTIONS, distance, problems_of
 from ranks import Pool
-from scored import KINDS, PROBLEMS, by_tiles, gradients, leaves, numbers, scorer, sides
+from scored import KINDS, by_tiles, gradients, leaves, numbers, scorer, sides
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -23,23 +23,13 @@ from contrastile.scorers import Bilinear, PairMLP
 
 EXCHANGES = ["replicate", "gather", "ring"]
 SHARES = {1: [(13, 13)], 2: [(9, 9), (4, 4)], 3: [(8, 8), (0, 0), (11, 11)], 4: [(6, 9), (7, 7), (2, 5), (6, 6)]}
-ROW_OPTIONS = ("positives", "query_ids", "query_labels", "weights")
-COLUMN_OPTIONS = ("key_ids", "key_labels")
-
-
-def _problems(name: str, shares: list[tuple[int, int]]) -> list[Problem]:
-    problems = [PROBLEMS[name](N, M) for N, M in shares]
-    for problem in problems:
-        if name == "info_nce":
-            problem.tiled["positives"] = torch.arange(problem.N)
-    return problems
 
 
 def _on_a_rank(
     rank: int, group: Any, name: str, kind: str, shares: list[tuple[int, int]], how: dict[str, Any]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The loss, the gradients of this rank's features, and those of what all ranks share."""
-    problem = _problems(name, shares)[rank]
+    problem = problems_of(name, shares)[rank]
     module, (rows, cols), named = scorer(kind, problem.same), sides(kind, problem, seed=rank), numbers(problem)
     own, shared = leaves(rows, cols), [p for n, p in module.named_parameters() if "unused" not in n]
     loss = by_tiles(problem, module, rows, cols, named, group=group, **how)
@@ -49,7 +39,7 @@ def _on_a_rank(
 
 def _whole(name: str, kind: str, shares: list[tuple[int, int]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The same batch in one process."""
-    problems = _problems(name, shares)
+    problems = problems_of(name, shares)
     first = problems[0]
     parts = [sides(kind, problem, seed=rank) for rank, problem in enumerate(problems)]
     rows, cols = (pytree.tree_map(_joined, *each) for each in zip(*parts, strict=True))

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 import torch
-from test_train_resume import check_same, killed, left
-from tiny_runs import tiny_recipe, write_pictures, write_shards
+from test_train_resume import killed
+from tiny_runs import left, same_run, tiny_recipe, write_pictures, write_shards
 
 from contrastile.train import loop
 from contrastile.train.log import read_metrics
@@ -48,7 +48,7 @@ def test_killed_and_resumed_in_the_middle_of_an_epoch_it_is_the_same(undisturbed
     patience = 0.3
     while not killed(recipe, tmp_path, patience):
         patience *= 1.4
-    check_same(tmp_path / recipe.name, whole)
+    same_run(tmp_path / recipe.name, whole)
 
 
 def test_stopped_and_resumed_it_counts_on(tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_stopped_and_resumed_it_counts_on(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "step", stop)
     run_recipe(recipe, tmp_path / "runs")
     again = run_recipe(recipe, tmp_path / "runs", resume=True).folder
-    check_same(again, whole)
+    same_run(again, whole)
     counts = [json.loads((folder / "run.json").read_text())["skipped"] for folder in (whole, again)]
     assert counts[0] == counts[1]
     assert counts[0]["broken picture"] >= 2

@@ -15,8 +15,7 @@ import pytest
 from ranks import Pool
 from test_train_elsewhere import overrides
 from test_train_ranks import Launched, _main, _trained, _words
-from test_train_resume import check_same
-from tiny_runs import tiny_recipe
+from tiny_runs import same_run, tiny_recipe
 
 from contrastile.cli.main import main
 from contrastile.train import elsewhere, loop
@@ -164,4 +163,4 @@ def test_a_run_that_is_killed_while_it_measures_has_its_steps(tmp_path: Path) ->
     assert not (folder / "run.json").exists()
     with Launched(2, tmp_path, _main, [*_words(tmp_path, *words), "--resume"]) as launched:
         assert launched.codes() == [0, 0]
-    check_same(folder, whole)
+    same_run(folder, whole)

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_runs import tiny_recipe, write_pictures
+from tiny_runs import tiny_recipe, weights, write_pictures
 
 import contrastile
 from contrastile.train import loop
+from contrastile.train.clock import Clock
 from contrastile.train.facts import Trained
 from contrastile.train.feed import Batch
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
-from contrastile.train.loop import Clock, run_recipe, step
+from contrastile.train.loop import run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
@@ -37,12 +38,6 @@ def learned(tmp_path_factory):
     """The folder of a run that is long enough to learn something."""
     folder = tmp_path_factory.mktemp("learned")
     return run_recipe(tiny_recipe(folder, "train.examples=1440", "data.held_out=0.1"), folder / "runs").folder
-
-
-def weights(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
 
 
 def test_a_run_leaves_its_files_and_no_others(finished):

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_train_loop import weights
 from test_train_ranks import _steps, _trained
-from tiny_runs import tiny_recipe, write_shards
+from tiny_runs import tiny_recipe, weights, write_shards
 
 import contrastile
 from contrastile.models.small import ConvTower

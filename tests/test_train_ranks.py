@@ -21,11 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Pool
-from test_train_loop import weights
 from test_train_resume import DROPOUT
 from test_train_resume import SAVED as SAVED_EVERY_FOURTH
-from test_train_resume import check_same as same_run
-from tiny_runs import tiny_recipe, write_pictures, write_recipe, write_shards
+from tiny_runs import same_run, tiny_recipe, weights, write_pictures, write_recipe, write_shards
 from torch import nn
 
 import contrastile

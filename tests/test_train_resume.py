@@ -12,14 +12,14 @@ import traceback
 
 import pytest
 import torch
-from tiny_runs import tiny_recipe
+from tiny_runs import left, same_run, tiny_recipe
 
 from contrastile.cli.main import main
 from contrastile.train import image_text, loop
 from contrastile.train.feed import Feed
 from contrastile.train.folder import RunFolder, resumed_run
 from contrastile.train.image_text import ImageText
-from contrastile.train.log import MEASURED, Metrics, read_metrics
+from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe
 
 # dropout and augmentation are on, and a checkpoint is saved every fourth step
@@ -28,25 +28,6 @@ DROPOUT = (
     "num_attention_heads=2, intermediate_size=16, hidden_dropout_prob=0.2}}"
 )
 SAVED = ("train.examples=320", "train.batch=16", "save.steps=4")
-
-
-def left(folder):
-    """What a run leaves behind, without what the clock says."""
-    from safetensors.torch import load_file
-
-    lines = read_metrics(folder / "metrics.jsonl")
-    for line in lines:
-        for name in MEASURED:
-            line.pop(name, None)
-    return load_file(folder / "model.safetensors"), lines, (folder / "evaluation.json").read_text()
-
-
-def check_same(one, other):
-    weights, *rest = left(one)
-    others, *others_rest = left(other)
-    assert rest == others_rest
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +70,7 @@ def test_killed_at_thirty_random_moments_it_ends_as_if_nothing_had_happened(undi
             kills += 1
             # long enough to come a little further in the end
             patience *= 1.15
-        check_same(runs / recipe.name, whole)
+        same_run(runs / recipe.name, whole)
 
 
 class Killed(BaseException):
@@ -120,7 +101,7 @@ def test_lost_behind_any_step_it_goes_on_from_its_newest_checkpoint(undisturbed,
     outcome = run_recipe(recipe, tmp_path, resume=True)
     # only what came after the last checkpoint is done again
     assert len(count) == 20 - 4 * ((at - 1) // 4)
-    check_same(outcome.folder, whole)
+    same_run(outcome.folder, whole)
     assert outcome.examples == 320
     assert not (outcome.folder / "checkpoints").exists()
 
@@ -147,14 +128,14 @@ def test_asked_to_stop_it_finishes_its_step_saves_and_goes_on_from_there(undistu
     assert (outcome.folder / "checkpoints" / "step-000000006" / "manifest.json").is_file()
     real, count = loop.step, []
     monkeypatch.setattr(loop, "step", lambda *arguments: count.append(1) or real(*arguments))
-    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
     assert len(count) == 14
 
 
 def test_asked_to_stop_in_its_last_step_it_still_ends_the_same(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     assert stopped(recipe, tmp_path, monkeypatch, at=20).stopped_by == signal.SIGTERM
-    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +150,7 @@ def test_whatever_it_trains_with_it_goes_on_the_same(tmp_path, monkeypatch, over
     recipe = tiny_recipe(tmp_path, "train.examples=240", "train.batch=16", *overrides)
     whole = run_recipe(recipe, tmp_path / "whole").folder
     assert stopped(recipe, tmp_path / "runs", monkeypatch, at=7).stopped_by
-    check_same(run_recipe(recipe, tmp_path / "runs", resume=True).folder, whole)
+    same_run(run_recipe(recipe, tmp_path / "runs", resume=True).folder, whole)
 
 
 def test_asked_twice_it_stops_at_once(undisturbed, tmp_path, monkeypatch):
@@ -180,7 +161,7 @@ def test_asked_twice_it_stops_at_once(undisturbed, tmp_path, monkeypatch):
     folder = tmp_path / recipe.name
     # no weights that may be those of half a step
     assert not (folder / "model.safetensors").exists()
-    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
 def test_the_newest_checkpoint_damaged_the_one_before_is_used(undisturbed, tmp_path, monkeypatch, caplog):
@@ -188,7 +169,7 @@ def test_the_newest_checkpoint_damaged_the_one_before_is_used(undisturbed, tmp_p
     folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
     with (folder / "checkpoints" / "step-000000006" / "optimizer.safetensors").open("r+b") as file:
         file.truncate(100)
-    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
     assert "step-000000006 is damaged (the checksum of optimizer.safetensors does not agree)" in caplog.text
 
 
@@ -199,7 +180,7 @@ def test_a_failing_evaluation_is_an_error_after_which_nothing_is_lost(undisturbe
         with pytest.raises(OSError, match="no space"):
             run_recipe(recipe, tmp_path)
     monkeypatch.setattr(loop, "step", None)
-    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
 def test_a_failing_probe_and_full_metrics_do_not_touch_the_training(undisturbed, tmp_path, monkeypatch, caplog):
@@ -285,7 +266,7 @@ def test_a_run_on_a_full_disk_says_so_fails_at_its_end_and_loses_nothing(undistu
     assert (tmp_path / recipe.name / "model.safetensors").read_bytes() == before
     assert (kept / "manifest.json").is_file()
     assert main(["train", *words]) == 0
-    check_same(tmp_path / recipe.name, whole)
+    same_run(tmp_path / recipe.name, whole)
 
 
 class Broken:
@@ -309,7 +290,7 @@ def test_a_bar_that_nobody_reads_does_not_end_a_run(undisturbed, tmp_path, monke
         patched.setattr(sys, "stderr", Broken())
         patched.setattr("contrastile.train.log.LINE_EVERY", 0.0)
         outcome = run_recipe(recipe, tmp_path)
-    check_same(outcome.folder, whole)
+    same_run(outcome.folder, whole)
 
 
 def test_metrics_that_lost_lines_are_told(tmp_path, caplog):
@@ -363,7 +344,7 @@ def test_a_step_that_is_no_number_is_skipped_and_counted(tmp_path, monkeypatch):
 def test_resuming_what_never_began_begins_it(undisturbed, tmp_path):
     recipe, whole = undisturbed
     (tmp_path / recipe.name).mkdir()
-    check_same(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
     assert (tmp_path / f"{recipe.name}-1").is_dir()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_runs import same_run, weights
 from tiny_texts import tiny_retriever
 
 import contrastile
@@ -16,7 +17,7 @@ from contrastile.models.retriever import Retriever
 from contrastile.modules import InfoNCELoss
 from contrastile.train import loop
 from contrastile.train.load import load
-from contrastile.train.log import MEASURED, read_metrics
+from contrastile.train.log import read_metrics
 from contrastile.train.loop import evaluate_run, run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
@@ -50,12 +51,6 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     recipe = tiny_retriever(folder)
     return recipe, run_recipe(recipe, folder / "runs")
-
-
-def weights(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
 
 
 def made(recipe):
@@ -495,11 +490,5 @@ def test_stopped_and_resumed_it_is_the_same_bit_for_bit(tmp_path, monkeypatch, o
     assert run_recipe(recipe, tmp_path / "runs").stopped_by == signal.SIGTERM
     again = run_recipe(recipe, tmp_path / "runs", resume=True).folder
     assert len(steps) == 8
-    one, other = weights(whole), weights(again)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    lines = [read_metrics(folder / "metrics.jsonl") for folder in (whole, again)]
-    for line in (*lines[0], *lines[1]):
-        for name in MEASURED:
-            line.pop(name, None)
-    assert lines[0] == lines[1]
+    same_run(whole, again)
     assert not (again / "checkpoints").exists()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from test_train_ranks import Launched, _late_signal, _main, _steps
-from test_train_resume import check_same
 from test_train_retriever import bert
+from tiny_runs import same_run
 from tiny_texts import tiny_retriever, write_text_recipe
 
 import contrastile
@@ -84,7 +84,7 @@ def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_pat
     assert (folder / "checkpoints" / "step-000000003").is_dir()
     with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
         assert launched.codes() == [0, 0]
-    check_same(folder, whole)
+    same_run(folder, whole)
 
 
 def test_ranks_that_read_other_texts_are_refused(tmp_path: Path) -> None:

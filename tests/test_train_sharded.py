@@ -17,13 +17,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import Pool
-from test_train_loop import weights
 from test_train_ranks import SOON, Launched, _late_signal, _main, _spoilt, _steps, _trained, _words
 from test_train_resume import DROPOUT
-from test_train_resume import check_same as same_run
 from test_train_retriever import bert
 from test_train_retriever_ranks import _trained as _trained_retriever
-from tiny_runs import tiny_recipe, write_recipe
+from tiny_runs import same_run, tiny_recipe, weights, write_recipe
 from tiny_texts import tiny_retriever
 from torch import Tensor, nn
 from torch.optim import Optimizer

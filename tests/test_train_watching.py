@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_train_resume import Killed, check_same, left
-from tiny_runs import tiny_recipe
+from test_train_resume import Killed
+from tiny_runs import left, same_run, tiny_recipe
 from torch import nn
 
 from contrastile.train import live, loop, report
@@ -199,7 +199,7 @@ def test_wandb_hears_steps_and_probes_and_the_run_is_the_same(plain, tmp_path, m
     told = fake_wandb(monkeypatch)
     recipe, whole = plain
     folder = run_recipe(logged(recipe, wandb="letters"), tmp_path).folder
-    check_same(folder, whole)
+    same_run(folder, whole)
     ((name, steps),) = told.runs.items()
     (words,) = told.inits
     assert (words["project"], words["name"], words["resume"]) == ("letters", "tiny", "allow")
@@ -215,7 +215,7 @@ def test_wandb_hears_steps_and_probes_and_the_run_is_the_same(plain, tmp_path, m
 def test_wandb_away_changes_nothing_but_a_warning(plain, tmp_path, monkeypatch, caplog):
     fake_wandb(monkeypatch, fails_at=3)
     recipe, whole = plain
-    check_same(run_recipe(logged(recipe, wandb="letters"), tmp_path).folder, whole)
+    same_run(run_recipe(logged(recipe, wandb="letters"), tmp_path).folder, whole)
     assert [
         record.getMessage()
         for record in caplog.records
@@ -244,7 +244,7 @@ def test_a_resumed_run_goes_on_in_wandb_without_a_step_twice(plain, tmp_path, mo
             run_recipe(logged(recipe, wandb="letters"), tmp_path)
     # the third step is behind the last checkpoint and is taken again
     folder = run_recipe(logged(recipe, wandb="letters"), tmp_path, resume=True).folder
-    check_same(folder, whole)
+    same_run(folder, whole)
     assert [words["id"] for words in told.inits] == [next(iter(told.runs))] * 2
     (steps,) = told.runs.values()
     assert [step for step, values in steps.items() if "step/loss" in values] == [16, 32, 48, 64, 80, 96]
@@ -279,7 +279,7 @@ def test_a_resumed_run_goes_on_in_tensorboard_without_a_step_twice(plain, tmp_pa
         with pytest.raises(Killed):
             run_recipe(logged(recipe, tensorboard=True), tmp_path)
     folder = run_recipe(logged(recipe, tensorboard=True), tmp_path, resume=True).folder
-    check_same(folder, whole)
+    same_run(folder, whole)
     shown = files[str(folder / "tensorboard")]
     assert [step for step, _ in shown["step/loss"]] == [16, 32, 48, 64, 80, 96]
     assert [step for step, _ in shown["probe/recall/held_out/1"]] == [0, 48, 96]
@@ -302,7 +302,7 @@ def test_the_real_wandb_takes_it_without_a_server(plain, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     recipe, whole = plain
     folder = run_recipe(logged(recipe, wandb="letters"), tmp_path).folder
-    check_same(folder, whole)
+    same_run(folder, whole)
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
 
 
@@ -346,7 +346,7 @@ def test_the_report_is_there_while_the_run_trains(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "step", look)
     recipe, whole = plain
     folder = run_recipe(recipe, tmp_path).folder
-    check_same(folder, whole)
+    same_run(folder, whole)
     # a probe before the first step, and one in the middle
     assert [page.count("<svg") for page in pages] == [0, 0, 0, 6, 6, 6]
     assert all("This run is still training" in page and "<h2>Results" not in page for page in pages)
@@ -385,6 +385,6 @@ def test_a_report_that_fails_ends_nothing(plain, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(live, "write_report", fail_while_training)
     recipe, whole = plain
     folder = run_recipe(recipe, tmp_path).folder
-    check_same(folder, whole)
+    same_run(folder, whole)
     assert caplog.text.count("the report failed and is told nothing more") == 1
     assert left(folder)[1] == left(whole)[1]

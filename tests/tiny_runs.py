@@ -1,11 +1,18 @@
-"""A data set and a recipe so small that a whole run takes a second: eight letters in several sizes and places."""
+"""A data set and a recipe so small that a whole run takes a second: eight letters in several sizes and places.
+
+And what a run leaves behind, for tests that compare two.
+"""
 
 import tarfile
 from pathlib import Path
+from typing import Any
 
+import torch
 from PIL import Image, ImageDraw
+from torch import Tensor
 
 from contrastile.train.config import Recipe
+from contrastile.train.log import MEASURED, read_metrics
 from contrastile.train.recipe import load_recipe
 
 RECIPE = """
@@ -75,3 +82,28 @@ def write_shards(folder: Path, shards: int = 3) -> str:
                 for member in (path, title):
                     tar.add(member, arcname=member.name)
     return f"{folder}/{{00..{shards - 1:02}}}.tar"
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """Of a run, by their names."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def left(folder: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]], str]:
+    """Weights, metrics and results of a run, without what the clock says."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    for line in lines:
+        for name in MEASURED:
+            line.pop(name, None)
+    return weights(folder), lines, (folder / "evaluation.json").read_text()
+
+
+def same_run(one: Path, other: Path) -> None:
+    """Two runs left the same behind, bit for bit."""
+    tensors, *rest = left(one)
+    others, *others_rest = left(other)
+    assert rest == others_rest
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[name], others[name]) for name in tensors)

@@ -9,19 +9,14 @@ from __future__ import annotations
 from argparse import Namespace
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from contrastile.bench.peers import not_installed
 from contrastile.bench.ways import Task, Way
-
-
-def _dense(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-    logits, target = scale * images @ texts.T, torch.arange(len(images), device=images.device)
-    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+from contrastile.losses.dense import dense_clip
 
 
 class _Under(nn.Module):
@@ -42,7 +37,7 @@ def grad_cache(task: Task) -> Tensor:
 
     def loss(images: Tensor, texts: Tensor) -> Tensor:
         with task.autocast():
-            return _dense(images, texts, task.towers.logit_scale.exp())
+            return dense_clip(images, texts, task.towers.logit_scale.exp())
 
     towers = [_Under(tower, task) for tower, _ in task.sides]
     cache = import_module("grad_cache").GradCache(models=towers, chunk_sizes=task.sub_batch, loss_fn=loss)
@@ -132,24 +127,20 @@ def open_clip(task: Task) -> Tensor:
     return torch.zeros(())
 
 
-def _without(module: str) -> str | None:
-    return None if find_spec(module) else "is not installed"
-
-
 PEERS = {
-    "GradCache": Way("GradCache", "dense loss", grad_cache, missing=partial(_without, "grad_cache")),
+    "GradCache": Way("GradCache", "dense loss", grad_cache, missing=partial(not_installed, "grad_cache")),
     "sentence-transformers": Way(
         "sentence-transformers",
         "cached loss",
         cached_ranking,
-        missing=partial(_without, "sentence_transformers"),
+        missing=partial(not_installed, "sentence_transformers"),
     ),
     "open_clip": Way(
         "open_clip",
         "accum-freq",
         open_clip,
         replays=False,
-        missing=partial(_without, "open_clip_train"),
+        missing=partial(not_installed, "open_clip_train"),
         package="open_clip_torch",
     ),
 }

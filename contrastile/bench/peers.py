@@ -166,7 +166,8 @@ def _both(one_way: Loss) -> dict[str, Loss]:
     return {"clip": partial(_twice, one_way), "infonce": one_way}
 
 
-def _not_installed(module: str) -> str | None:
+def not_installed(module: str) -> str | None:
+    """Why what needs a module does not take part; None where it is there."""
     return None if find_spec(module) else "is not installed"
 
 
@@ -202,7 +203,7 @@ PEERS = (
         {"clip": _open_clip_alone, "siglip": _open_clip_siglip_alone},
         dtypes=HALVES,
         pair_bytes=TWICE_DENSE_BYTES,
-        missing=partial(_not_installed, "open_clip"),
+        missing=partial(not_installed, "open_clip"),
     ),
     Contestant(
         "linear_cross_entropy",
@@ -218,7 +219,7 @@ PEERS = (
         dtypes=HALVES,
         most_rows=2**16,
         only_on="cuda",
-        missing=partial(_not_installed, "cut_cross_entropy"),
+        missing=partial(not_installed, "cut_cross_entropy"),
     ),
     Contestant(
         "cut-cross-entropy",
@@ -227,7 +228,7 @@ PEERS = (
         dtypes=HALVES,
         most_rows=2**16,
         only_on="cuda",
-        missing=partial(_not_installed, "cut_cross_entropy"),
+        missing=partial(not_installed, "cut_cross_entropy"),
     ),
     Contestant(
         "inf-cl",
@@ -235,14 +236,14 @@ PEERS = (
         _both(_inf_one_way),
         most_rows=2**15,
         only_on="cuda",
-        missing=partial(_not_installed, "inf_cl"),
+        missing=partial(not_installed, "inf_cl"),
     ),
     Contestant(
         "siglip-kernel",
         "auto",
         {"siglip": _siglip_kernel},
         only_on="cuda",
-        missing=partial(_not_installed, "siglip_kernel"),
+        missing=partial(not_installed, "siglip_kernel"),
     ),
 )
 
@@ -255,7 +256,7 @@ def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
             "ring",
             _both(_inf_across),
             only_on="cuda",
-            missing=partial(_not_installed, "inf_cl"),
+            missing=partial(not_installed, "inf_cl"),
         ),
         Contestant(
             "open_clip",
@@ -267,7 +268,7 @@ def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
             dtypes=HALVES,
             # two matrices of a rank's rows and all columns, of a logit in 16 bits and its float32 gradient
             pair_bytes=max(1, 17 // world),
-            missing=partial(_not_installed, "open_clip"),
+            missing=partial(not_installed, "open_clip"),
             package="open_clip_torch",
         ),
     )

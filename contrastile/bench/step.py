@@ -25,6 +25,7 @@ from contrastile.bench.caches import PEERS
 from contrastile.bench.measure import Ledger
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import OURS, PLAIN, Side, Task, Way
+from contrastile.losses.dense import dense_clip
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
@@ -249,15 +250,18 @@ class StepBench:
             self.say(f"  {way.label}: {type(error).__name__}: {sentence}")
 
 
-def warm_loss(task: Task) -> None:
-    """The loss alone at the task's size: kernels are compiled at their first call."""
+def random_features(task: Task, rows: int) -> list[Tensor]:
+    """Unit features of both sides, as the towers would give them; leaves that want a gradient."""
     width = task.towers.shape.text["projection_dim"]
-    rows = min(task.batch, MOST_WARM_PAIRS)
-    q, k = (
+    return [
         F.normalize(torch.randn(rows, width, device=task.device), dim=-1).to(task.dtype).requires_grad_()
         for _ in range(2)
-    )
-    task.loss_of(q, k).backward()
+    ]
+
+
+def warm_loss(task: Task) -> None:
+    """The loss alone at the task's size: kernels are compiled at their first call."""
+    task.loss_of(*random_features(task, min(task.batch, MOST_WARM_PAIRS))).backward()
     task.towers.zero_grad()
 
 
@@ -303,9 +307,7 @@ def plain_in_parts(task: Task, sub_batch: int) -> Tensor:
         return torch.cat([tower(rows.to(task.device)) for rows in leaf.split(sub_batch)])
 
     images, texts = (features(side) for side in task.sides)
-    logits = task.towers.logit_scale.exp() * images @ texts.T
-    target = torch.arange(len(logits), device=task.device)
-    loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+    loss = dense_clip(images, texts, task.towers.logit_scale.exp())
     loss.backward()
     return loss.detach()
 

@@ -15,11 +15,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.bench.measure import Ledger
-from contrastile.bench.step import GATE_BATCH, GATE_SUB_BATCH, GATE_TOLERANCE, plain_in_parts, warm_loss
+from contrastile.bench.step import (
+    GATE_BATCH,
+    GATE_SUB_BATCH,
+    GATE_TOLERANCE,
+    plain_in_parts,
+    random_features,
+    warm_loss,
+)
 from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import Task, cached
 from contrastile.cache import encode
@@ -220,11 +226,7 @@ def _clear(task: Task) -> None:
 
 
 def _loss_bytes(task: Task) -> int:
-    width = task.towers.shape.text["projection_dim"]
-    q, k = (
-        F.normalize(torch.randn(task.batch, width, device=task.device), dim=-1).to(task.dtype).requires_grad_()
-        for _ in range(2)
-    )
+    q, k = random_features(task, task.batch)
     memory = PeakMemory(task.device)
     before = memory.start()
     task.loss_of(q, k).backward()

@@ -100,9 +100,8 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
         if getattr(arguments, name) is not None and not getattr(arguments, needed):
             raise wrong(f"--{name}", f"come with --{needed}", f"no --{needed}", "It belongs to that comparison.")
     if arguments.jobs > 1 and not arguments.losses and not arguments.batches:
-        raise ValueError(
-            f"`jobs` must be 1 where time is compared; got {arguments.jobs}. Runs side by side slow each other down."
-        )
+        remedy = "Runs side by side slow each other down."
+        raise wrong("jobs", "be 1 where time is compared", arguments.jobs, remedy)
 
     from contrastile.train.compare import compare_recipe
     from contrastile.train.compare_batches import compare_batches

@@ -121,6 +121,7 @@ def _tests(arguments: argparse.Namespace) -> list[Any]:
     """What the words ask to be measured on of pictures."""
     if arguments.texts is not None:
         return []
+    from contrastile._wrong import wrong
     from contrastile.train.evaluate_settings import RetrievalSettings, ZeroShotSettings
 
     tests: list[Any] = []
@@ -131,13 +132,11 @@ def _tests(arguments: argparse.Namespace) -> list[Any]:
         what = getattr(arguments, asked)
         if what is None and given:
             option = _flag(asked)
-            raise ValueError(
-                f"`--{next(iter(given))}` must come with {option}; got no {option}. Say what to measure on."
-            )
+            raise wrong(f"--{next(iter(given))}", f"come with {option}", f"no {option}", "Say what to measure on.")
         if what is not None:
             tests.append(settings(**{asked if asked == "captions" else "folder": what}, name=arguments.name, **given))
     if arguments.name is not None and len(tests) != 1:
-        raise ValueError(f"`--name` must come with one test; got {len(tests)}. Measure them one after the other.")
+        raise wrong("--name", "come with one test", len(tests), "Measure them one after the other.")
     return tests
 
 

@@ -1,1 +1,1 @@
-"""Where pairs come from: the built-in glyphs, one's own pictures, and the batches drawn from them."""
+"""Where pairs and texts come from: what is built in, one's own files and collections, the batches drawn from them."""

@@ -61,7 +61,7 @@ def augment(images: Tensor, generator: torch.Generator, how: Augmentation = Augm
 
 
 def draw(count: int, generator: torch.Generator, how: Augmentation = Augmentation()) -> Lots:
-    """Lots for `count` pictures."""
+    """Lots for `count` pictures, on the generator's device."""
     return Lots(_matrices(count, generator, how), _uniform(count, generator, 0.0, how.blur))
 
 

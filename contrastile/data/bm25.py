@@ -37,7 +37,10 @@ def words(text: str) -> list[str]:
 
 
 class BM25:
-    """Robertson's weighting of words in Lucene's form, with the usual k1 = 1.5 and b = 0.75."""
+    """Robertson's weighting of words in Lucene's form, with the usual k1 = 1.5 and b = 0.75. Needs bm25s.
+
+    A passage is found by the words of its title and its text.
+    """
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         self._engine = _library().BM25(method="lucene", k1=1.5, b=0.75)

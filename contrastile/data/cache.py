@@ -27,7 +27,7 @@ from contrastile.data.pairs import Labels, PairSet, Pictures
 
 logger = logging.getLogger("contrastile")
 
-# Raised whenever what is drawn or written changes, so that older folders are left alone.
+# raised whenever what is drawn or written changes, so that older folders are left alone
 FORMAT = 1
 IMAGES, LABELS, MANIFEST = "images.npy", "pairs.json", "manifest.json"
 
@@ -131,7 +131,7 @@ def _write_whole(folder: Path, settings: Mapping[str, Any], files: Sequence[str]
     beside.mkdir()
     try:
         make(beside)
-        sums = {name: _checksum(beside / name) for name in files}
+        sums = {name: checksum(beside / name) for name in files}
         manifest = {"format": FORMAT, "settings": settings, "sha256": sums}
         write_text(beside / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
         sync(beside)
@@ -158,7 +158,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -170,7 +171,7 @@ def _damage(folder: Path, files: Sequence[str]) -> str | None:
     try:
         sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
         for name in files:
-            if _checksum(folder / name) != sums[name]:
+            if checksum(folder / name) != sums[name]:
                 return f"the checksum of {name} does not agree"
     except FileNotFoundError as missing:
         return f"{Path(missing.filename).name} is missing"

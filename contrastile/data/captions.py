@@ -36,7 +36,8 @@ def open_captions(file: str | Path, *, images: str | Path | None = None, split: 
     images/filename; `split` is "test" unless it is given. Any other file is a table with the columns filepath and
     title, a line for each caption, and has no splits. `images`: the folder of the pictures; by default the file's own.
 
-    Raises ValueError for a file that is none of these, a split that it lacks, and pictures outside of the folder.
+    Raises ValueError for a file that is none of these, a split that it lacks, pictures outside of the folder, and fewer
+    than two pictures.
     """
     folder = Path(images) if images is not None else Path(file).parent
     if not folder.is_dir():

@@ -101,7 +101,10 @@ def _of_lines(text: str, path: str | Path) -> list[Class]:
 
 
 def read_mapping(path: str | Path) -> dict[str, list[int | str]]:
-    """From folder to the classes that are right for it, by number or by folder: a JSON object, such as ObjectNet's."""
+    """From folder to the classes that are right for it, by number or by folder: a JSON object, such as ObjectNet's.
+
+    Raises ValueError for a file that cannot be read or is none, and for a folder without classes.
+    """
     text = _text(path, "mapping")
     try:
         told = json.loads(text)
@@ -119,6 +122,8 @@ def read_mapping(path: str | Path) -> dict[str, list[int | str]]:
 
 def read_templates(name: str | Path) -> tuple[str, ...]:
     """A set of `TEMPLATES` by its name, or a file with one a line; the place of the name is `{}` or `{c}`.
+
+    Raises ValueError for a file that cannot be read or has none, and for a template with no such place, or two.
 
     >>> read_templates("plain")
     ('a photo of a {}.',)

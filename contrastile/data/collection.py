@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from contrastile._check import wrong
-from contrastile.data.cache import PictureWriter, cached_pairs
+from contrastile.data.cache import PictureWriter, cached_pairs, checksum
 from contrastile.data.crop import Crop
 from contrastile.data.decoding import GROUP, Made, Origin, Piece, Processes, Threads, cores
 from contrastile.data.pairs import Indices, Labels, PairSet, ProgressFactory, joined_ids, lot
@@ -348,14 +348,9 @@ def _is_whole(folder: Path, unpacked: Path) -> bool:
         told = json.loads((folder / TOLD).read_text(encoding="utf-8"))
         # those that were unpacked into the cache may have been removed there, others are looked for elsewhere
         there = all(os.path.isfile(path) for path in told["files"] if Path(path).parent == unpacked)
-        return there and all(_checksum(folder / name) == told["sha256"][name] for name in ARRAYS)
+        return there and all(checksum(folder / name) == told["sha256"][name] for name in ARRAYS)
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_index(folder: Path, sources: Sequence[Source], unpacked: Path, progress: ProgressFactory) -> None:
@@ -386,6 +381,6 @@ def _write_index(folder: Path, sources: Sequence[Source], unpacked: Path, progre
     ]
     for name, content in zip(ARRAYS, contents, strict=True):
         np.save(folder / name, content)
-    sums = {name: _checksum(folder / name) for name in ARRAYS}
+    sums = {name: checksum(folder / name) for name in ARRAYS}
     told = {"files": list(files), "parts": parts, "skipped": skipped, "sha256": sums}
     (folder / TOLD).write_text(json.dumps(told), encoding="utf-8")

@@ -16,7 +16,7 @@ from contrastile.data.pairs import Indices, Pictures
 
 DIGIT_NAMES = [unicodedata.name(digit) for digit in string.digits]
 
-# Where a printed digit stands in a glyph's picture: its height as a share of the picture, and its middle from the top.
+# where a printed digit stands in a glyph's picture: its height as a share of the picture, and its middle from the top
 HEIGHT, MIDDLE = 0.62, 0.46
 
 

@@ -37,11 +37,11 @@ from contrastile.data.pairs import (
 
 HELD_OUT_FACES = ("DejaVuSans-BoldOblique.ttf", "STIXGeneralItalic.ttf")
 
-# The em square as a share of the picture, and where the baseline lies, from the top: capitals and their accents fit.
+# the em square as a share of the picture, and where the baseline lies, from the top: capitals and their accents fit
 EM, BASELINE = 0.8, 0.75
-# Drawn larger, then averaged: at 32 pixels hinting would bend the shapes.
+# drawn larger, then averaged: at 32 pixels hinting would bend the shapes
 SUPERSAMPLING = 2
-# A word of a held-out name occurs in at least so many names of the training set.
+# a word of a held-out name occurs in at least so many names of the training set
 WORD_OCCURRENCES = 2
 
 
@@ -132,7 +132,7 @@ class Pen:
 
         self.size = size
         self.side = size * SUPERSAMPLING
-        # The other layout engine fails on some code points, and single characters need no shaping.
+        # the other layout engine fails on some code points, and single characters need no shaping
         self._font = ImageFont.truetype(face, round(EM * self.side), layout_engine=ImageFont.Layout.BASIC)
 
     def draw(self, character: str) -> Pictures | None:
@@ -146,7 +146,7 @@ class Pen:
             return None
         ink = ink.crop(box)
         x, y = self.side / 2 + left + box[0], BASELINE * self.side + top + box[1]
-        # One pixel of the small picture stays free all round.
+        # one pixel of the small picture stays free all round
         ratio = (self.side - 2 * SUPERSAMPLING) / max(ink.size)
         if ratio < 1:
             ink = ink.resize(

@@ -174,5 +174,5 @@ def groups_by_lot(titles: Sequence[str], ids: Indices) -> list[tuple[float, list
     return sorted(drawn)
 
 
-# What belongs beside the pictures of a source: titles, ids, splits, and the counts of what was skipped.
+# what belongs beside the pictures of a source: titles, ids, splits, and the counts of what was skipped
 Labels = tuple[list[str], Indices, dict[str, Indices], dict[str, int]]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("contrastile")
 
-# By the picture's header, before anything is decoded: a few bytes may promise gigabytes.
+# by the picture's header, before anything is decoded: a few bytes may promise gigabytes
 MOST_PIXELS = 64_000_000
 
 # what is decoded by Pillow itself; other formats may call programs of the machine
@@ -181,7 +181,7 @@ def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Boxes | None
                 raise Skipped("picture over 64 megapixels")
             if crop is not None:
                 return _part(image, shape, crop(*image.size))
-            # A JPEG can be decoded at a fraction of its size.
+            # a JPEG can be decoded at a fraction of its size
             image.draft(None, (2 * shape[1], 2 * shape[2]))
             return squared(image, shape)
     except FileNotFoundError as failure:
@@ -190,7 +190,7 @@ def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Boxes | None
         raise Skipped("picture over 64 megapixels") from failure
     except Skipped:
         raise
-    # A reader of pictures raises whatever a broken file leads it into.
+    # a reader of pictures raises whatever a broken file leads it into
     except Exception as failure:
         raise Skipped("broken picture") from failure
 

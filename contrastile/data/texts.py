@@ -95,7 +95,11 @@ def open_texts(
     "docstrings" are the functions of Python's library and of the installed `packages`. Of a file, `corpus` has further
     passages, and `test` is a second file, whose questions are the held-out part; else `held_out`, a share of the
     questions, is. `mined`: so many hard negatives of each training query are looked up with BM25 where the source has
-    none. A source may have `bad_rows`, a share of them, that cannot be used; they are counted in `skipped`.
+    none. A source may have `bad_rows`, a share of them, that cannot be used; they are counted in `skipped`. What is
+    made of "docstrings" is kept in a folder under `cache`.
+
+    Raises ValueError for a share that makes no sense, for `corpus` or `test` where they have no place, for a source
+    that cannot be read or has no questions, and for more bad rows than allowed.
     """
     from contrastile.data.bm25 import with_mined_negatives
     from contrastile.data.docstrings import open_docstrings

@@ -37,7 +37,8 @@ def _word() -> Any:
 def has_answer(text: str, answers: Sequence[str], match: str = "string") -> bool:
     """Whether one of `answers` is in `text`: as a sequence of words ("string"), or as a pattern ("regex").
 
-    What is no pattern is found nowhere, nor is an answer without a word, which DPR's own code finds everywhere.
+    What is no pattern is found nowhere, nor is an answer without a word, which DPR's own code finds everywhere. Raises
+    ValueError for another `match`.
 
     >>> has_answer("He was born in Ulm, Germany.", ["ulm"]), has_answer("He was born in Ulmenhof.", ["ulm"])
     (True, False)
@@ -72,7 +73,8 @@ def answer_hits(
 ) -> dict[int, float]:
     """The share of questions with an answer in one of their first k passages, for each k.
 
-    found: the texts found for each question, the best first. answers: each question's.
+    found: the texts found for each question, the best first. answers: each question's. match: as in `has_answer`.
+    Raises ValueError where these are not as many, or there are none.
 
     >>> answer_hits([["no", "yes it is"], ["no", "no"]], [["yes"], ["yes"]], ks=[1, 2])
     {1: 0.0, 2: 0.5}

@@ -53,7 +53,7 @@ def measure(run: Run, judgements: Judgements, names: Sequence[str] = USUAL) -> d
 
 
 def means(measured: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each measure over all queries.
+    """The mean of each measure over all queries. Raises ValueError where there are none.
 
     >>> means({"q": {"MAP": 1.0}, "r": {"MAP": 0.0}})
     {'MAP': 0.5}

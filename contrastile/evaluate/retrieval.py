@@ -27,8 +27,9 @@ def recall(
 ) -> dict[int, float]:
     """The share of queries with a right answer among their first k keys by dot product, for each k.
 
-    query `[N, D]`, key `[M, D]`: floating point, scores in float32. query_ids `[N]`, key_ids `[M]`: integers. A query
-    without any right key counts as not found. Raises ValueError for shapes that do not fit and for no queries.
+    query `[N, D]`, key `[M, D]`: floating point. query_ids `[N]`, key_ids `[M]`: integers. A query without any right
+    key counts as not found, equal scores as the top of this file says. Raises ValueError for shapes that do not fit,
+    for no queries or keys, and for a k below 1.
 
     >>> features = torch.eye(3)
     >>> recall(features, features.roll(1, dims=0), torch.arange(3), torch.tensor([2, 0, 0]), ks=[1])
@@ -46,7 +47,11 @@ def _share(found: Tensor, k: int, key: Tensor) -> float:
 def ranks(query: Tensor, key: Tensor, query_ids: Tensor, key_ids: Tensor) -> Tensor:
     """How many wrong keys score at least as high as the best right one: int64 `[N]`, 0 is best; M where none is right.
 
-    Not-a-number scores count as if they were high on wrong keys and low on right ones.
+    Not-a-number scores count as if they were high on wrong keys and low on right ones. Takes and raises what `recall`
+    does, but for the ks.
+
+    >>> ranks(torch.eye(2), torch.eye(2), torch.tensor([0, 1]), torch.tensor([0, 0]))
+    tensor([0, 2])
     """
     check_features(query, key)
     _check_ids(query, query_ids, "query")
@@ -84,6 +89,7 @@ def both_ways(image: Tensor, text: Tensor, owner: Tensor, *, ks: Sequence[int] =
     image `[N, D]`, text `[M, D]`, owner `[M]`: the row of the picture that a caption belongs to. `image_to_text_R@k`:
     the share of pictures with any of their captions among the first k; `text_to_image_R@k`: the share of captions whose
     picture is. `..._mean_rank`, `..._median_rank`: the place of the first right answer, from 1; the median's floor.
+    Raises ValueError as `recall` does.
 
     >>> both_ways(torch.eye(2), torch.eye(2)[[0, 1, 0]], torch.tensor([0, 1, 1]), ks=[1])["text_to_image_R@1"]
     0.6666666666666666
@@ -102,6 +108,8 @@ def both_ways(image: Tensor, text: Tensor, owner: Tensor, *, ks: Sequence[int] =
 
 def chance(query_ids: Tensor, key_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
     """The recall of an order drawn at random: the mean over queries of 1 − C(M − r, k) / C(M, k), r right keys of M.
+
+    Raises ValueError for no queries, and for a k below 1.
 
     >>> chance(torch.tensor([0, 1]), torch.tensor([0, 1, 2, 2]), ks=[1, 4])
     {1: 0.25, 4: 1.0}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastile._check import wrong
 
-# A tile of 1024 × 4096 scores is 16 MiB in float32.
+# a tile of 1024 × 4096 scores is 16 MiB in float32, and twice that where it is computed in float64
 ROWS, COLUMNS = 1024, 4096
 
 

@@ -24,7 +24,8 @@ def class_features(
     """Unit features `[classes, D]` of class names: the mean over `prompts` of the sentences' unit features.
 
     `encode(texts)` gives `[len(texts), D]`; each prompt has one `{}`, where the name goes. A class with several names
-    has a sentence for each of them in every prompt.
+    has a sentence for each of them in every prompt. Raises ValueError for a prompt with no place, or two, for the name,
+    and for a class without one.
 
     >>> class_features(["ZERO", "ONE"], encode=lambda texts: torch.ones(len(texts), 4), prompts=["{}", "DIGIT {}"])
     tensor([[0.5000, 0.5000, 0.5000, 0.5000],

@@ -29,7 +29,7 @@ def dense_softmax(
 
     positive, excluded: [N, M] bool; by default the diagonal, and nothing. A row's loss is the mean over its
     positives of −log p; rows without one leave the mean. Symmetric adds the transposed problem and halves the sum;
-    then weights [N] serve both directions.
+    then weights [N] serve both directions. A scalar, or [N] with reduction="none", in the type of the features.
 
     >>> q = F.normalize(torch.randn(4, 8), dim=-1)
     >>> dense_softmax(q, q, 10.0, symmetric=True) > 0
@@ -67,7 +67,14 @@ def dense_sigmoid(
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """SigLIP's loss: Σ_ij −log σ(z_ij (scale · ⟨q_i, k_j⟩ + bias)) / N with z = ±1 (Zhai et al. 2023, algorithm 1)."""
+    """SigLIP's loss: Σ_ij −log σ(z_ij (scale · ⟨q_i, k_j⟩ + bias)) / N with z = ±1 (Zhai et al. 2023, algorithm 1).
+
+    positive, excluded, weights: as in `dense_softmax`; pairs that are excluded leave the sum, and the divisor stays.
+
+    >>> q = F.normalize(torch.randn(4, 8), dim=-1)
+    >>> dense_sigmoid(q, q, 10.0, -10.0) > 0
+    tensor(True)
+    """
     if positive is None:
         positive = torch.eye(len(q), len(k), dtype=torch.bool, device=q.device)
     x = scale * (q @ k.T)

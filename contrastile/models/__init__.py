@@ -1,1 +1,1 @@
-"""The towers and their tokenizers: the small ones of the demo, and any that transformers can build."""
+"""The towers and their tokenizers: the small ones of the demos, and those of transformers, timm and open_clip."""

@@ -5,12 +5,12 @@ Within the second box of the flow, asked for by a recipe's `model.locked` and `m
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import dropwhile
 
 from torch import nn
 
 from contrastile._check import wrong
+from contrastile.models.base import repeated
 
 
 def lock(tower: nn.Module, side: str, unlocked: int = 0) -> None:
@@ -40,11 +40,7 @@ def lock(tower: nn.Module, side: str, unlocked: int = 0) -> None:
 
 def layers(tower: nn.Module) -> list[nn.Module]:
     """The smallest parts that are repeated and made of others, in their order: blocks of attention, of convolutions."""
-    found: set[nn.Module] = set()
-    for row in tower.modules():
-        if isinstance(row, (nn.ModuleList, nn.Sequential)):
-            kinds = Counter(type(part) for part in row)
-            found |= {part for part in row if kinds[type(part)] > 1 and next(part.children(), None) is not None}
+    found = set(repeated(tower))
     # one that holds others is a stage
     held = {part for part in found if any(inner in found for inner in part.modules() if inner is not part)}
     return [part for part in tower.modules() if part in found - held]

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._check import wrong
-from contrastile.models.pretrained import Tower, Whole, width_of
+from contrastile.models.base import PixelTower, Tower, Whole, refuse_other_pictures, refuse_other_tokens, width_of
 from contrastile.models.text import CLIP_ENDS, WordTokenizer, bpe_as_clip
-from contrastile.models.timm_tower import PixelTower
 from contrastile.models.weights import put_into, read_weights
 
 # of an open_clip model's file, what is neither side's
@@ -149,8 +148,7 @@ def openclip_whole(origin: OpenClip, *, image_size: int, channels: int, tokenize
 def _image(model: Any, origin: OpenClip, *, image_size: int, channels: int) -> Tower:
     shapes = origin.shapes()
     size = shapes["vision_cfg"].get("image_size", IMAGE_SIZE)
-    if size not in (image_size, [image_size, image_size]):
-        raise wrong("image_size", f"be the {size} pixels of the image tower", image_size, "Set data.image_size to it.")
+    refuse_other_pictures(image_size, channels, size=size)
     mean, std = origin.normalisation()
     tower = PixelTower(model.visual, 3, mean, std)
     width = width_of(tower, torch.zeros(1, channels, image_size, image_size))
@@ -161,13 +159,7 @@ def _text(model: Any, origin: OpenClip, tokenizer: Any) -> Tower:
     shapes = origin.shapes()
     vocabulary = shapes["text_cfg"].get("vocab_size", len(_clip_words()[0]))
     context = shapes["text_cfg"].get("context_length", CONTEXT)
-    if tokenizer.vocabulary_size > vocabulary:
-        remedy = "Use the tokenizer that the model was made with."
-        got = f"{tokenizer.vocabulary_size} for a text tower of {vocabulary}"
-        raise wrong("tokenizer", "have no more tokens than the text tower", got, remedy)
-    if tokenizer.length > context:
-        remedy = "Set model.tokenizer.length to it."
-        raise wrong("length", f"be at most the {context} tokens of the text tower", tokenizer.length, remedy)
+    refuse_other_tokens(tokenizer, vocabulary=vocabulary, longest=context)
     tower = OpenClipText(model.text, context, tokenizer.pad)
     trial = torch.full((1, 1), tokenizer.pad)
     return Tower(tower, width_of(tower, trial, torch.ones_like(trial)), {"config": shapes})

@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._check import wrong
+from contrastile.models.base import Tower, Whole, refuse_other_pictures, refuse_other_tokens, width_of
 from contrastile.models.text import Tokenizer
 
-# Tokens that a tower is tried with, to see how wide its features are; a text, to see where it looks for them.
+# tokens that a tower is tried with, to see how wide its features are; a text, to see where it looks for them
 TRIAL_LENGTH = 4
 TRIAL_TEXT = "a small red fox in the snow"
-# Weights of half precision would lose small updates; what an encoder computes with is `train.precision`'s to say. So
+# weights of half precision would lose small updates; what an encoder computes with is `train.precision`'s to say. So
 # whatever a folder or a configuration says, as this version of the library calls it or an older one:
 DTYPE = torch.float32
 DTYPE_NAMES = ("dtype", "torch_dtype")
@@ -119,20 +120,11 @@ def _refuse_another_dtype(told: Mapping[str, Any]) -> None:
             raise wrong("config", "have weights of float32", f'{name} = "{got}"', remedy)
 
 
-@dataclass(frozen=True)
-class Tower:
-    """A tower, the size of its features, and the settings that make its shapes again from no folder."""
-
-    module: nn.Module
-    features: int
-    settings: dict[str, Any]
-
-
 def _mean(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if states.ndim == 4:
         return states.mean(dim=(2, 3))
-    # A model may merge or add places (patches, a class token); then there is no padding either.
+    # a model may merge or add places (patches, a class token); then there is no padding either
     if mask is None or mask.shape[1] != states.shape[1]:
         return states.mean(dim=1)
     weight = mask[..., None].to(states.dtype)
@@ -200,16 +192,6 @@ class TextTower(nn.Module):
         return POOLINGS[self.pooling](output, attention_mask)
 
 
-def width_of(tower: nn.Module, *inputs: Tensor) -> int:
-    """How wide a tower's features are, whatever its configuration calls it; leaves weights and random numbers alone."""
-    training = tower.training
-    tower.eval()
-    with torch.no_grad():
-        width = tower(*inputs).shape[1]
-    tower.train(training)
-    return int(width)
-
-
 def _plain(config: Any) -> dict[str, Any]:
     """A configuration as a recipe holds it."""
     return json.loads(config.to_json_string(use_diff=True))
@@ -224,11 +206,7 @@ def image_tower(library: Library, *, image_size: int, channels: int) -> Tower:
 def _image(model: nn.Module, library: Library, *, image_size: int, channels: int) -> Tower:
     config: Any = model.config
     size = getattr(config, "image_size", None)
-    if size is not None and size not in (image_size, [image_size, image_size], (image_size, image_size)):
-        raise wrong("image_size", f"be the {size} pixels of the image tower", image_size, "Set data.image_size to it.")
-    if channels not in (1, config.num_channels):
-        remedy = "Set data.channels to it, or to 1."
-        raise wrong("channels", f"be the {config.num_channels} of the image tower", channels, remedy)
+    refuse_other_pictures(image_size, channels, size=size, colours=config.num_channels)
     mean, std = library.normalisation()
     tower = ImageTower(model, library.pooling, (mean, std))
     width = width_of(tower, torch.zeros(1, channels, image_size, image_size))
@@ -242,14 +220,8 @@ def text_tower(library: Library, *, tokenizer: Tokenizer) -> Tower:
 
 def _text(model: nn.Module, library: Library, tokenizer: Tokenizer) -> Tower:
     config: Any = model.config
-    if config.vocab_size < tokenizer.vocabulary_size:
-        remedy = "Use the tokenizer that the model was made with."
-        got = f"{tokenizer.vocabulary_size} for a text tower of {config.vocab_size}"
-        raise wrong("tokenizer", "have no more tokens than the text tower", got, remedy)
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and tokenizer.length > longest:
-        remedy = "Set model.tokenizer.length to it."
-        raise wrong("length", f"be at most the {longest} tokens of the text tower", tokenizer.length, remedy)
+    refuse_other_tokens(tokenizer, vocabulary=config.vocab_size, longest=longest)
     pooling = _pooling_of(model, tokenizer) if library.pooling == "pooler" else library.pooling
     tower = TextTower(model, pooling)
     if _sees_padding(tower, tokenizer):
@@ -298,19 +270,6 @@ def _sees_padding(tower: TextTower, tokenizer: Tokenizer) -> bool:
 
 def _states(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
     return output.last_hidden_state
-
-
-@dataclass(frozen=True)
-class Whole:
-    """The two towers of a CLIP or SigLIP and their projections; a folder's own scale and bias, None for a config."""
-
-    image: Tower
-    text: Tower
-    image_projection: nn.Module
-    text_projection: nn.Module
-    scale: float | None
-    bias: float | None
-    settings: dict[str, Any]
 
 
 def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: Tokenizer) -> Whole:

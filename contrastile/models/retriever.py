@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._check import whole_number, wrong
-from contrastile.models.pretrained import Library, Tower, text_tower
+from contrastile.models.base import Settings, Tower, completed
+from contrastile.models.pretrained import Library, text_tower
 from contrastile.models.small import BagTower, WordsTower
 from contrastile.models.text import Tokenizer
-
-Settings = Mapping[str, Any]
 
 
 class Retriever(nn.Module):
@@ -116,10 +115,7 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
     >>> model.encode_query(**tokenizer.tokenise(["a minimum", "a function"])).shape
     torch.Size([2, 8])
     """
-    complete = {**DEFAULTS, **settings}
-    unknown = sorted(set(complete) - set(DEFAULTS))
-    if unknown:
-        raise wrong("settings", f"have keys among {', '.join(DEFAULTS)}", ", ".join(unknown), "Leave the others out.")
+    complete = completed(settings, DEFAULTS)
     sides = [side for side in ("both", "query", "passage") if complete[side] is not None]
     if sides not in (["both"], ["query", "passage"]):
         got = ", ".join(sides) or "none"

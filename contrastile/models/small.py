@@ -69,7 +69,7 @@ class WordsTower(nn.Module):
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
         self.places = nn.Parameter(torch.empty(length, width))
-        # Small, so that a few hundred steps can move every word away from where it was thrown.
+        # small, so that a few hundred steps can move every word away from where it was thrown
         for table in (self.words.weight, self.places):
             nn.init.normal_(table, std=0.05)
         self.mix = nn.Linear(3 * width, width)

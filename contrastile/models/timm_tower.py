@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastile._check import wrong
-from contrastile.models.pretrained import Tower, width_of
+from contrastile.models.base import PixelTower, Tower, refuse_other_pictures, width_of
 from contrastile.models.weights import put_into, read_weights
 
 
@@ -39,28 +39,6 @@ class Timm:
             raise wrong("config", "leave weights to checkpoint", ", ".join(weights), "Name a file of tensors there.")
 
 
-class PixelTower(nn.Module):
-    """A model of pixels that ends in features; takes pixels in [0, 1], grey ones also where it expects colours."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, model: nn.Module, channels: int, mean: list[float], std: list[float]) -> None:
-        super().__init__()
-        self.model = model
-        self.channels = channels
-        for name, values in (("mean", mean), ("std", std)):
-            # one grey channel is normalised with the mean of the colours'
-            kept = values if len(values) == channels else [sum(values) / len(values)]
-            self.register_buffer(name, torch.tensor(kept).view(-1, 1, 1))
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """`[B, C, S, S]` to `[B, features]`."""
-        if pixels.shape[1] == 1:
-            pixels = pixels.expand(-1, self.channels, -1, -1)
-        return self.model((pixels - self.mean) / self.std)
-
-
 def timm_tower(origin: Timm, *, image_size: int, channels: int) -> Tower:
     """The model of that name, without its classifier.
 
@@ -78,12 +56,7 @@ def timm_tower(origin: Timm, *, image_size: int, channels: int) -> Tower:
     fixed = bool(known is not None and known.fixed_input_size)
     if fixed and "img_size" not in given:
         given["img_size"] = image_size if origin.checkpoint is None else known.input_size[-1]
-    if given.get("img_size", image_size) != image_size:
-        remedy = "Set data.image_size to it."
-        raise wrong("image_size", f"be the {given['img_size']} pixels of the image tower", image_size, remedy)
-    if channels not in (1, given["in_chans"]):
-        remedy = "Set data.channels to it, or to 1."
-        raise wrong("channels", f"be the {given['in_chans']} of the image tower", channels, remedy)
+    refuse_other_pictures(image_size, channels, size=given.get("img_size"), colours=given["in_chans"])
     model = timm.create_model(origin.name, pretrained=False, num_classes=0, **given)
     if origin.checkpoint is not None:
         put_into(model, _without_classifier(model, read_weights(origin.checkpoint)), origin.checkpoint)

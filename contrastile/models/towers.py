@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._check import wrong
+from contrastile.models.base import Settings, Tower, Whole, completed
 from contrastile.models.locking import rest
 from contrastile.models.openclip import OpenClip, openclip_image, openclip_text, openclip_whole
-from contrastile.models.pretrained import Library, Tower, Whole, image_tower, text_tower, whole_model
+from contrastile.models.pretrained import Library, image_tower, text_tower, whole_model
 from contrastile.models.small import ConvTower, WordsTower
 from contrastile.models.text import Tokenizer
 from contrastile.models.timm_tower import Timm, timm_tower
-
-Settings = Mapping[str, Any]
 
 
 class DualEncoder(nn.Module):
@@ -90,10 +89,7 @@ def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
     >>> model.encode_text(**tokenizer.tokenise(["LETTER A", "LETTER B"])).shape
     torch.Size([2, 64])
     """
-    complete = {**DEFAULTS, **settings}
-    unknown = sorted(set(complete) - set(DEFAULTS))
-    if unknown:
-        raise wrong("settings", f"have keys among {', '.join(DEFAULTS)}", ", ".join(unknown), "Leave the others out.")
+    complete = completed(settings, DEFAULTS)
     towers = _separate if complete["both"] is None else _whole
     return towers(complete, tokenizer)
 

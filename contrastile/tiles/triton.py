@@ -131,10 +131,6 @@ class Triton(Tiles):
     def stats_and_grads(
         self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | Turn | None
     ) -> tuple[Tensor, Tensor]:
-        """Both in one sweep of 6·N·M·D operations, for a loss whose pair gradients wait for no statistic: a sigmoid.
-
-        `rows` carry their coefficients already. Returns the statistics of the rows, and what `grads` does.
-        """
         if not len(rows) or not len(cols):
             return self.init(rows), self.no_pairs()
         row_stats = self._room(rows)

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import sha256
+from hashlib import file_digest
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,7 @@ class RunFolder:
     def checksum(self, name: str) -> str:
         """The SHA-256 of the file `name`."""
         with (self.path / name).open("rb") as file:
-            digest = sha256()
-            while block := file.read(1 << 20):
-                digest.update(block)
-        return digest.hexdigest()
+            return file_digest(file, "sha256").hexdigest()
 
 
 def finished_run(path: str | Path) -> RunFolder:

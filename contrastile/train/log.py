@@ -176,7 +176,7 @@ class Metrics:
         self._lost = 0
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one line; `kind` is "step", "skip", "probe" or "end"."""
+        """Append one line; `kind` is "step", "skip", "probe", "test" or "failure"."""
         line = (json.dumps({"kind": kind, **values}) + "\n").encode()
         end = os.fstat(self._file.fileno()).st_size
         try:

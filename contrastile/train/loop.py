@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from contrastile.data.batches import Batches
 from contrastile.in_step import all_failed
 from contrastile.train.average import Average
 from contrastile.train.checkpoint import begin_run, same_recipe, save_run
+from contrastile.train.clock import Clock
 from contrastile.train.facts import Trained, finished
 from contrastile.train.folder import (
     CHECKPOINTS,
@@ -340,37 +340,6 @@ class Training:
         elif self.ranks.size > 1 and self.job.tests():
             # measuring may take long, and is made again where it is interrupted
             self.ranks.save(checkpoints, len(self.sizes), self.clock.now, self.state)
-
-
-@dataclass
-class Clock:
-    """How much of a run is done: of its examples or of its minutes, whichever is further.
-
-    `now` is the time, in seconds of the run, at which the present step is planned: the same for all ranks.
-    """
-
-    examples: int
-    minutes: float | None
-    seen: int = 0
-    now: float = 0.0
-    began: float = field(default_factory=time.monotonic)
-
-    def go_on(self, seen: int, seconds: float) -> None:
-        """From where a checkpoint says that the run was."""
-        self.seen, self.now, self.began = seen, seconds, time.monotonic() - seconds
-
-    def seconds(self) -> float:
-        """Since the run began, without the time that it was interrupted for."""
-        return time.monotonic() - self.began
-
-    def share(self, ahead: float = 0.0) -> float:
-        """The share that is done, or will be when `ahead` more examples are seen."""
-        time_share = self.now / (60 * self.minutes) if self.minutes is not None else 0.0
-        return max((self.seen + ahead) / self.examples, time_share)
-
-    def expected(self) -> int:
-        """How many examples the run will have seen at its end if it goes on like this."""
-        return round(self.seen / min(self.share(), 1.0))
 
 
 def step(

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from contrastile import comm
 from contrastile._check import wrong
 from contrastile._types import Gradient
+from contrastile.models.base import repeated
 from contrastile.train.state import Parts, Stateful
 
 if TYPE_CHECKING:
@@ -115,12 +116,7 @@ def layers(tower: nn.Module) -> list[nn.Module]:
     """
     # the same weights in two places are gathered with what holds both
     uses = Counter(id(p) for _, p in tower.named_parameters(remove_duplicate=False))
-    found = []
-    for row in tower.modules():
-        if isinstance(row, (nn.ModuleList, nn.Sequential)):
-            kinds = Counter(type(part) for part in row)
-            found += [part for part in row if kinds[type(part)] > 1 and next(part.children(), None) is not None]
-    own = [part for part in found if all(uses[id(p)] == 1 for p in part.parameters())]
+    own = [part for part in repeated(tower) if all(uses[id(p)] == 1 for p in part.parameters())]
     # torch wants what is inside before what is around it
     return [part for part in dict.fromkeys(reversed(own)) if next(part.parameters(), None) is not None]
 
