@@ -218,7 +218,8 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe) -> None:
     now = _flat(recipe.model_dump(mode="json"))
     for key in sorted(began.keys() | now.keys()):
         if began.get(key) != now.get(key) and not key.startswith(FREE):
-            remedy = f"It began with {began.get(key)}: take that again, or train anew, without --resume."
+            again = f"contrastile train {folder / RECIPE} --runs {folder.path.parent} --resume"
+            remedy = f"It began with {began.get(key)}: go on with {again}, or train anew, without --resume."
             raise wrong(key, "be what the run began with", now.get(key), remedy)
 
 
