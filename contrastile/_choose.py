@@ -43,6 +43,14 @@ WORDS = {
     "reduction": get_args(Reduction),
 }
 
+# what other libraries' losses are told, and who says it here
+_RANKS = "Leave it out: a loss meets all ranks by itself, with gradients to all of them."
+_SCALE = "Pass the scale, 1 / temperature, in the call."
+ELSEWHERE = dict.fromkeys(
+    ("local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod", "dist_impl",
+     "gather_across_devices", "bidirectional"), _RANKS,
+) | {"temperature": _SCALE, "base_temperature": _SCALE, "scale": "Pass it in the call."}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Options:
@@ -64,7 +72,7 @@ class Options:
         if unknown:
             others = signature(function).parameters if function is not None else ()
             near = get_close_matches(unknown[0], [*cls.__dataclass_fields__, *others], n=1, cutoff=0.75)
-            remedy = f"Did you mean {near[0]}?" if near else "Check the spelling."
+            remedy = f"Did you mean {near[0]}?" if near else ELSEWHERE.get(unknown[0], "Check the spelling.")
             raise wrong("how", f"be made of {', '.join(cls.__dataclass_fields__)}", ", ".join(unknown), remedy)
         return cls(**how)
 

@@ -56,8 +56,9 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     if name == "forward":
         return module, wrapper
     if not isinstance(module, nn.Module) or not callable(getattr(module, str(name), None)):
-        got = f"({type(module).__name__}, {name!r})"
-        raise wrong("encoder", "be callable, or a module and the name of its method", got, "Check the name.")
+        got = f"({type(module).__name__}, {repr(name) if isinstance(name, str) else type(name).__name__})"
+        remedy = "Check the name, as in (model, 'encode_image')."
+        raise wrong("encoder", "be callable, or a module and the name of its method", got, remedy)
     if isinstance(module, _sharded_kind()) and not _registered(module, name):
         sys.modules["torch.distributed.fsdp"].register_fsdp_forward_method(module, name)
     return getattr(module, name), wrapper

@@ -43,6 +43,7 @@ def run(monkeypatch, *entered, cases=(CASE,), ledger=None):
     lines = []
     bench = Bench(machine(), peers=False, say=lines.append, ledger=ledger)
     bench.measure(cases)
+    assert "ratio: of torch.mm's rate" in lines[0]
     return [line for line in lines[2:] if not line.startswith("  times dense")], bench
 
 

@@ -95,6 +95,9 @@ SIZES = "must be whole numbers above 0, perhaps with a unit; got"
 # words that need no torch to be told wrong; {folder} has two runs, the file `file` and a recipe
 WORDS = {
     "evaluate {folder}/no": f"{RUN} ",
+    "evaluate {folder}/pictures/model.safetensors": (
+        '`run` must be a run\'s folder, or a file of rankings; got "{folder}/pictures/model.safetensors". Name the '
+    ),
     "evaluate {folder}/pictures --device tpu": '`--device` must be "auto", "cpu", "cuda" or "cuda:1"; got "tpu". ',
     "evaluate {folder}/texts --zero-shot {folder}": '{folder}/texts/recipe.toml: kind: must be "image-text" here; got',
     "evaluate {folder}/pictures --captions {folder}/file --index {folder}": (
@@ -260,7 +263,8 @@ def test_ctrl_c_keeps_the_run_and_says_how_to_go_on(tmp_path):
     assert "Traceback" not in complaint
     assert f"to evaluate it: contrastile evaluate {tmp_path}/runs/tiny" in said
     assert (tmp_path / "runs/tiny/model.safetensors").is_file()
-    assert "to go on with it: the same command with --resume" in said
+    again = f"contrastile train {tmp_path}/runs/tiny/recipe.toml --runs {tmp_path}/runs --resume"
+    assert f"to go on with it: the same command with --resume, or {again}\n" in said
 
 
 def test_resume_begins_goes_on_and_refuses_what_is_another_run(tmp_path, capsys):
@@ -272,10 +276,14 @@ def test_resume_begins_goes_on_and_refuses_what_is_another_run(tmp_path, capsys)
     assert main(words) == 0
     assert capsys.readouterr().out == first
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
+    # the folder's own recipe has all that the command said
+    assert main(["train", str(tmp_path / "runs/tiny/recipe.toml"), *words[3:]]) == 0
+    assert capsys.readouterr().out == first
     assert main([*words[:2], "seed=1", *words[2:]]) == 2
     assert capsys.readouterr().err.endswith(
         "`seed` must be what the run began with; got 1. "
-        "It began with 0: take that again, or train anew, without --resume.\n"
+        f"It began with 0: go on with contrastile train {tmp_path}/runs/tiny/recipe.toml --runs {tmp_path}/runs "
+        "--resume, or train anew, without --resume.\n"
     )
 
 

@@ -125,6 +125,7 @@ def test_a_table_must_be_whole(tmp_path):
     )
     path.write_text("file\ttitle\na.png\tone\n")
     assert refusal(path) == (
-        "`captions` must have the columns filepath and title; got ['file', 'title']. "
+        "`captions` must have a column filepath or file_name or image and one title or text or caption; "
+        "got ['file', 'title']. "
         "Name them in the first line, separated by tabs."
     )

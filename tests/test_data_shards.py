@@ -80,8 +80,9 @@ def test_sources_are_joined():
         ("{0..9999}{0..9999}.tar", 'must name at most 1,000,000 files; got 100,000,000 in "{0..9999}{0..9999}.tar"'),
         (
             "a.tar.gz",
-            'must end in .tsv, .tar or .parquet, or be a folder of pictures or "glyphs"; got "a.tar.gz"',
+            'must end in .tar, .parquet, .tsv or .csv, or be a folder of pictures or "glyphs"; got "a.tar.gz"',
         ),
+        ("shards/*.tar", 'must count its files, as in "shards/{000..099}.tar"; got "shards/*.tar"'),
     ],
 )
 def test_what_names_no_files_is_refused(text, sentence):
@@ -594,7 +595,19 @@ def test_a_folder_without_pictures_is_refused(tmp_path):
         opened(tmp_path / "empty", tmp_path)
     assert str(caught.value) == (
         f'`source` must hold at least two pairs that differ in their titles; got 0 pairs in "{tmp_path / "empty"}". '
-        "Name a folder with pictures below it, or shards of pairs."
+        "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
+    )
+
+
+def test_pictures_without_titles_are_told_where_these_come_from(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for number in range(4):
+        (tmp_path / f"pictures/{number}.jpg").write_bytes(jpeg(number))
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path / "pictures", tmp_path)
+    assert str(caught.value) == (
+        f'`source` must hold at least two pairs that differ in their titles; got 4 pairs in "{tmp_path / "pictures"}". '
+        "One is to be held out. In a folder a picture's title is the .txt beside it, or its folder's name."
     )
 
 

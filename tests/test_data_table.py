@@ -223,14 +223,15 @@ def test_unchanged_pictures_are_read_once(album, monkeypatch):
 def test_a_table_without_its_columns_is_refused(album):
     album.lines[0] = "file\tcaption"
     assert refusal(album) == (
-        "`source` must have the columns filepath and title; got ['file', 'caption']. "
+        "`source` must have a column filepath or file_name or image and one title or text or caption; "
+        "got ['file', 'caption']. "
         "Name them in the first line, separated by tabs."
     )
 
 
 def test_an_empty_table_is_refused(album):
     album.lines = []
-    assert refusal(album).startswith("`source` must have the columns filepath and title; got [].")
+    assert refusal(album).endswith("; got []. Name them in the first line, separated by tabs.")
 
 
 def test_a_table_with_nothing_to_compare_is_refused(album):
@@ -249,3 +250,30 @@ def test_a_table_that_is_not_there_is_refused(tmp_path):
     assert str(caught.value) == (
         f'`source` must be "glyphs" or a file that can be read; got {tmp_path / "none.tsv"}. No such file or directory.'
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "line"),
+    [
+        ("filepath,title", 'pictures/{n}.png,"shade, number {n}"'),
+        # open_clip's tables are called .csv and have tabs
+        ("filepath\ttitle", "pictures/{n}.png\tshade, number {n}"),
+        ("\ufefffile_name,text", 'pictures/{n}.png,"shade,\nnumber {n}"'),
+        ("caption,image", '"shade, number {n}",pictures/{n}.png'),
+    ],
+)
+def test_a_csv_file_is_a_table_too(album, first, line):
+    text = "\n".join([first, *(line.format(n=n) for n in range(20))])
+    (album.folder / "pairs.csv").write_text(text, encoding="utf-8")
+    pairs = open_pairs(str(album.folder / "pairs.csv"), cache=album.folder / "cache", image_size=8, channels=3)
+    assert pairs.titles == [f"shade, number {shade}" for shade in range(20)]
+    assert pairs.images[:, 0, 4, 4].tolist() == [shade * 10 for shade in range(20)]
+
+
+def test_bad_rows_of_a_csv_file_are_counted(album, caplog):
+    lines = [b"filepath,title", *(b"pictures/%d.png,shade %d" % (n, n) for n in range(18))]
+    lines += [b"pictures/18.png,two,many", b"pictures/19.png,\xff"]
+    (album.folder / "pairs.csv").write_bytes(b"\n".join(lines))
+    pairs = open_pairs(str(album.folder / "pairs.csv"), cache=album.folder / "cache", image_size=8, most_bad=0.2)
+    assert pairs.skipped == {"not UTF-8": 1, "wrong number of columns": 1}
+    assert len(pairs) == 18

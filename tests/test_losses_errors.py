@@ -168,7 +168,13 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         ClipLoss(device="gpu")
     ),
     "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
-    "local_loss. Check the spelling.": lambda: ClipLoss(local_loss=True),
+    "local_loss, rank. Leave it out: a loss meets all ranks by itself, with gradients to all of them.": lambda: (
+        ClipLoss(local_loss=True, rank=0)
+    ),
+    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
+    "temperature. Pass the scale, 1 / temperature, in the call.": lambda: NTXentLoss(temperature=0.5),
+    "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
+    "scale. Pass it in the call.": lambda: ClipLoss(scale=20.0),
     "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
     "chunk. Check the spelling.": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, chunk=8),
     "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "

@@ -11,7 +11,7 @@ from contrastile.train.log import LineBar, Metrics, clock, progress, read_metric
 
 def test_a_log_gets_a_line_at_the_end():
     stream = io.StringIO()
-    bar = LineBar(1000, "training", "pairs", stream)
+    bar = LineBar(1000, "training", "pairs", stream=stream)
     bar.update(600)
     bar.update(400, loss="1.5")
     bar.close()
@@ -23,7 +23,7 @@ def test_a_log_gets_a_line_at_the_end():
 def test_a_log_gets_a_line_now_and_then(monkeypatch):
     monkeypatch.setattr(log, "LINE_EVERY", 0.0)
     stream = io.StringIO()
-    bar = LineBar(1000, "training", "pairs", stream)
+    bar = LineBar(1000, "training", "pairs", stream=stream)
     bar.update(250)
     (line,) = stream.getvalue().splitlines()
     assert line.startswith("training  25% · 250 pairs · ")
@@ -32,17 +32,29 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch):
 
 def test_what_takes_seconds_each_is_told_so():
     stream = io.StringIO()
-    bar = LineBar(10, "comparing", "runs", stream)
+    bar = LineBar(10, "comparing", "runs", stream=stream)
     bar._began -= 9
     bar.update(3)
     bar.close()
     assert stream.getvalue() == "comparing  30% · 3 runs · 3 s each · 0:21 left\n"
 
 
+def test_what_was_done_before_is_no_speed():
+    stream = io.StringIO()
+    bar = LineBar(10, "training", "pairs", 5, stream)
+    bar._began -= 2
+    bar.update(1)
+    bar.close()
+    assert stream.getvalue() == "training  60% · 6 pairs · 2 s each · 0:08 left\n"
+    bar = LineBar(10, "training", "pairs", 10, stream)
+    bar.close()
+    assert stream.getvalue().endswith("training 100% · 10 pairs · 0 pairs/s · 0:00 taken\n")
+
+
 def test_an_estimate_may_change(monkeypatch):
     monkeypatch.setattr(log, "LINE_EVERY", 0.0)
     stream = io.StringIO()
-    LineBar(1000, "training", "pairs", stream).update(250, total=500)
+    LineBar(1000, "training", "pairs", stream=stream).update(250, total=500)
     assert stream.getvalue().startswith("training  50%")
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from tiny_runs import tiny_recipe, weights, write_pictures
 
 import contrastile
-from contrastile.train import loop
+from contrastile.train import figures, loop
 from contrastile.train.clock import Clock
 from contrastile.train.facts import Trained
 from contrastile.train.feed import Batch
@@ -124,6 +124,34 @@ def test_a_loaded_run_reads_pictures_and_texts(finished):
     texts = run.encode_text(["letter A left", "letter Q"])
     assert images.shape == texts.shape == (2, 16)
     assert torch.cat([images, texts]).norm(dim=-1).tolist() == pytest.approx([1.0] * 4)
+
+
+def test_one_picture_or_text_goes_into_a_list(finished):
+    _, outcome = finished
+    run = contrastile.load(outcome.folder, device="cpu")
+    picture = Image.new("L", (16, 16))
+    for call, sentence in {
+        lambda: run.encode_text("letter A"): (
+            "`texts` must be a list of texts; got str. Pass [text], where there is one only."
+        ),
+        lambda: run.encode_text([1]): "`texts` must be a list of texts; got one of int. Decode or convert them first.",
+        lambda: run.encode_image(picture): (
+            "`images` must be a list of pictures; got Image. Pass [picture], where there is one only."
+        ),
+        lambda: run.encode_image([picture, "b.png"]): (
+            "`images` must be a list of pictures; got one of str. Open files with PIL.Image.open."
+        ),
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value) == sentence
+
+
+@pytest.mark.drawn
+def test_a_curve_of_one_step_can_be_seen():
+    point = f"fill: {figures.COLOURS[0]}"
+    assert point in figures.curves({"loss": ([512], [1.2])}, title="Loss", stages=[])
+    assert point not in figures.curves({"loss": ([512, 600], [1.2, 1.1])}, title="Loss", stages=[])
 
 
 def test_pictures_and_their_bytes_are_encoded_alike(finished):

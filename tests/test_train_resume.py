@@ -15,7 +15,7 @@ import torch
 from tiny_runs import left, same_run, tiny_recipe
 
 from contrastile.cli.main import main
-from contrastile.train import image_text, loop
+from contrastile.train import image_text, log, loop
 from contrastile.train.feed import Feed
 from contrastile.train.folder import RunFolder, resumed_run
 from contrastile.train.image_text import ImageText
@@ -356,8 +356,20 @@ def test_another_recipe_is_refused(undisturbed, tmp_path, monkeypatch):
         run_recipe(other, tmp_path, resume=True)
     assert str(caught.value) == (
         "`optim.learning_rate` must be what the run began with; got 0.5. "
-        "It began with 0.003: take that again, or train anew, without --resume."
+        f"It began with 0.003: go on with contrastile train {tmp_path / recipe.name}/recipe.toml --runs {tmp_path} "
+        "--resume, or train anew, without --resume."
     )
+
+
+def test_what_is_resumed_is_no_speed_and_a_batch_beyond_the_data_is_told(tmp_path, monkeypatch, capsys, caplog):
+    recipe = tiny_recipe(tmp_path)
+    stopped(recipe, tmp_path, monkeypatch, at=3)
+    assert "train.batch is 48, of 18 pairs to train on: they come several times in a step" in caplog.text
+    capsys.readouterr()
+    begun = []
+    monkeypatch.setattr(log.LineBar, "close", lambda bar: begun.append((bar._what, bar._begun)))
+    run_recipe(recipe, tmp_path, resume=True)
+    assert ("training", 48) in begun
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):

@@ -197,6 +197,11 @@ def test_a_loaded_run_encodes_as_the_trained_one(finished):
     one = run.encode_passage(["def red_fox(): return house"], dimensions=4)
     assert one.shape == (1, 4)
     assert run.encode_query([]).shape[0] == 0
+    # it would be taken for its letters
+    with pytest.raises(ValueError, match=r"`texts` must be a list of texts; got str\. Pass \[text\], where there is"):
+        run.encode_query("where is the red fox house")
+    with pytest.raises(ValueError, match=r"`passages` must be a list of passages; got str\. Pass \[passage\], where"):
+        run.encode_passage("def red_fox(): return house")
     assert run.recipe == recipe
 
 

@@ -411,6 +411,7 @@ def _sentences(rank: int, group: Any) -> dict[str, str]:
         "no such method": (wrapped, "encode_sound"),
         "not a method": (wrapped, "sub_batch"),
         "not a module": ("model", "encode_image"),
+        "the other way round": ("encode_image", model),
         "not registered": flat.encode_image,
         "not registered, bound": partial(flat.encode_image),
         "part of a shard": flat.image,
@@ -434,6 +435,7 @@ NESTED = (
     "inside. Pass the DistributedDataParallel itself, or (it, 'method'); or shard with fully_shard (FSDP2)."
 )
 NAMES = "`encoder` must be callable, or a module and the name of its method; got "
+CHECK = ". Check the name, as in (model, 'encode_image')."
 UNKNOWN = (
     "`encoder` must be a forward method that FSDP2 knows; got encode_image of FSDPPair, which does not gather its "
     "parameters. Pass (module, 'encode_image')."
@@ -449,9 +451,10 @@ def test_what_would_not_be_reduced_is_refused(pool: Pool) -> None:
         "function around it": BYPASS,
         "holds a wrapper": NESTED,
         "holds a former one": NESTED.replace("runs DistributedDataParallel", "runs FullyShardedDataParallel"),
-        "no such method": NAMES + "(Pair, 'encode_sound'). Check the name.",
-        "not a method": NAMES + "(Pair, 'sub_batch'). Check the name.",
-        "not a module": NAMES + "(str, 'encode_image'). Check the name.",
+        "no such method": NAMES + "(Pair, 'encode_sound')" + CHECK,
+        "not a method": NAMES + "(Pair, 'sub_batch')" + CHECK,
+        "not a module": NAMES + "(str, 'encode_image')" + CHECK,
+        "the other way round": NAMES + "(str, Pair)" + CHECK,
         "not registered": UNKNOWN,
         "not registered, bound": UNKNOWN,
         "part of a shard": "`encoder` must be a module that FSDP2 shards, or its method; got a part of one, whose "

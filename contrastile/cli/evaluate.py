@@ -13,6 +13,8 @@ from typing import Any
 
 ZERO_SHOT, RETRIEVAL = ("classes", "templates", "mapping", "among"), ("images", "split")
 PICTURES, TEXTS = ("zero_shot", "captions", *ZERO_SHOT, "images"), ("corpus", "bad_rows")
+# files of runs, and of other trainers' runs, that nobody took for rankings
+NOT_RANKINGS = (".toml", ".safetensors", ".pt", ".pth", ".bin", ".json", ".jsonl", ".html")
 # what says how a run is measured
 OF_RUNS = ("index", "texts", "name", "split", *PICTURES, *TEXTS)
 
@@ -64,6 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     if tests and arguments.index is not None:
         raise wrong("--index", "be left out with tests on pictures", f'"{arguments.index}"', "It is a retriever's.")
     known_device(arguments.device)
+    if Path(arguments.run).suffix in NOT_RANKINGS and Path(arguments.run).is_file():
+        remedy = "Name the folder, such as runs/glyphs."
+        raise wrong("run", "be a run's folder, or a file of rankings", f'"{arguments.run}"', remedy)
     if Path(arguments.run).is_file() or arguments.measures is not None:
         remedy = "Name what is right, or a run's folder alone."
         raise wrong("--judgements", "be given with rankings and their measures", f'"{arguments.run}" alone', remedy)

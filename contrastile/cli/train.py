@@ -21,7 +21,7 @@ def add_to(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe before anything heavy is imported, then train."""
-    from contrastile.train.folder import make_runs
+    from contrastile.train.folder import RECIPE, make_runs
     from contrastile.train.recipe import load_any_recipe
 
     recipe = load_any_recipe(arguments.recipe, arguments.overrides)
@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if outcome.stopped_by is not None:
         print(f"stopped after {outcome.examples:,} {outcome.unit}; what was learned is in {outcome.folder}")
-        print("to go on with it: the same command with --resume")
+        again = f"contrastile train {outcome.folder / RECIPE} --runs {arguments.runs} --resume"
+        print(f"to go on with it: the same command with --resume, or {again}")
         print(f"to evaluate it: contrastile evaluate {outcome.folder}")
         return 128 + outcome.stopped_by
     print(outcome.table)

@@ -1,4 +1,4 @@
-"""Pictures to be found, and their captions, several each: the JSON of Karpathy's splits, or a tab-separated file.
+"""Pictures to be found, and their captions, several each: the JSON of Karpathy's splits, or a table.
 
 A source of evaluation alone, beside `class_folder.py`. Nothing is decoded here.
 """

@@ -46,6 +46,10 @@ MOST_HELD_OUT = 10_000
 # rows that are looked at for each of a batch in which no picture can be read
 TRIES = 10
 
+# what to do about a source that gives too little
+NOTHING_THERE = "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
+ONE_TITLE = "One is to be held out. In a folder a picture's title is the .txt beside it, or its folder's name."
+
 
 class Library(Protocol):
     """Whatever knows the titles of its rows and has their pictures."""
@@ -288,7 +292,7 @@ def open_collection(
     if len(np.unique(index.lots)) < 2:
         unread = f" and skipped {counted(index.skipped)}" if index.skipped else ""
         got = f'{len(index)} pairs in "{text}"{unread}'
-        remedy = "One is to be held out." if len(index) else "Name a folder with pictures below it, or shards of pairs."
+        remedy = ONE_TITLE if len(index) else NOTHING_THERE
         raise wrong("source", "hold at least two pairs that differ in their titles", got, remedy)
     aside = _held_out(index, held_out)
 

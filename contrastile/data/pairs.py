@@ -99,7 +99,7 @@ def open_pairs(
     seed: int = 0,
     progress: ProgressFactory | None = None,
 ) -> PairSet:
-    """The pairs of `source`: "glyphs", the path of a tab-separated file with the columns `filepath` and `title`, or a
+    """The pairs of `source`: "glyphs", the path of a table (.tsv, .csv) with the columns `filepath` and `title`, or a
     collection: tar shards, parquet files, several tables, folders of pictures, as `sources.py` reads them.
 
     The pictures are made once, `image_size` pixels square, with 1 channel (grey) or 3 (colour), and kept in a folder

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 from contrastile._check import wrong
 from contrastile.data.manifest import SIZES, SUMS, as_many_as_told, compare_sum, cut
 from contrastile.data.parquet import unpack
-from contrastile.data.sources import Source
+from contrastile.data.sources import TABLES, Source
 from contrastile.data.table import read_table
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
@@ -49,7 +49,7 @@ def find_pairs(source: Source, unpacked: Path) -> Iterator[Finding]:
     for path in map(Path, source.paths):
         if source.kind == "folder":
             yield from find_in_folder(path)
-        elif source.kind == ".tsv":
+        elif source.kind in TABLES:
             yield from find_in_table(path)
         elif source.kind == ".parquet":
             compare_sum(path)
@@ -63,7 +63,7 @@ def state(source: Source) -> list[Any]:
     paths = list(source.paths)
     if source.kind == "folder":
         paths = [str(path) for path in _files(Path(paths[0]), (*PICTURES, ".txt"))]
-    elif source.kind == ".tsv":
+    elif source.kind in TABLES:
         paths += [str(row[0]) for table in source.paths for row in read_table(Path(table)) if not isinstance(row, str)]
     return [source.kind, *map(_stat, paths)]
 
@@ -184,7 +184,7 @@ def _found(path: Path, offset: int, size: int, title: bytes) -> Finding:
 
 
 def find_in_table(table: Path) -> Iterator[Finding]:
-    """Every row of a tab-separated file, as `table.py` reads it."""
+    """Every row of a table, as `table.py` reads it."""
     for row in read_table(table):
         if isinstance(row, str):
             yield row

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-KINDS = (".tar", ".parquet", ".tsv")
+TABLES = (".tsv", ".csv")
+KINDS = (".tar", ".parquet", *TABLES)
 MOST_FILES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one kind: ".tar", ".parquet", ".tsv", or "folder" with the one path of a folder of pictures."""
+    """Files of one of the `KINDS`, or "folder" with the one path of a folder of pictures."""
 
     kind: str
     paths: tuple[str, ...]
@@ -26,7 +27,7 @@ class Source:
 
 def is_collection(source: str) -> bool:
     """Whether a text names shards, parquet files, folders or several tables, rather than the glyphs or one table."""
-    return source != "glyphs" and ("::" in source or "{" in source or not source.endswith(".tsv"))
+    return source != "glyphs" and ("::" in source or "{" in source or not source.endswith(TABLES))
 
 
 def read_source(text: str) -> list[Source]:
@@ -43,12 +44,16 @@ def read_source(text: str) -> list[Source]:
 def _one(part: str) -> Source:
     if not part.strip() or part.startswith("pipe:") or "://" in part:
         raise ValueError(f'must name files on this machine; got "{part}"')
+    if "*" in part and not os.path.exists(part):
+        # a pattern would stand for fewer files where one is lost
+        raise ValueError(f'must count its files, as in "shards/{{000..099}}.tar"; got "{part}"')
     paths = tuple(braces(part))
     for kind in KINDS:
         if part.endswith(kind):
             return Source(kind, paths)
-    if len(paths) > 1 or re.search(r"\.(gz|tgz|zip|csv|json|jsonl)$", part):
-        raise ValueError(f'must end in .tsv, .tar or .parquet, or be a folder of pictures or "glyphs"; got "{part}"')
+    if len(paths) > 1 or re.search(r"\.(gz|tgz|zip|json|jsonl)$", part):
+        ends = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        raise ValueError(f'must end in {ends}, or be a folder of pictures or "glyphs"; got "{part}"')
     return Source("folder", paths)
 
 

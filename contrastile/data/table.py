@@ -1,17 +1,21 @@
-"""One's own pictures: a tab-separated file of `filepath` and `title`.
+"""One's own pictures: a table of `filepath` and `title`.
 
 A source of the flow's first box. Every picture is decoded once, cut to a square in its middle and kept with the titles
 in a folder of the cache. What cannot be used is skipped and counted by its reason; too much of it is an error.
 
-The first line names the columns; there is no quoting; paths are relative to the file's own folder.
+The first line names the columns; paths are relative to the file's own folder. A .tsv file has tabs and no quoting; a
+.csv file has commas, or tabs where its first line has one, and fields may stand in quotes.
 """
 
 from __future__ import annotations
 
+import codecs
+import csv
 import hashlib
 import logging
 from collections import Counter
-from io import BytesIO
+from collections.abc import Iterator
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +47,9 @@ MOST_PIXELS = 64_000_000
 
 # what is decoded by Pillow itself; other formats may call programs of the machine
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+
+# what the columns may be called, the first of these that a table has; the titles' as in parquet files
+PLACES, TITLES = ("filepath", "file_name", "image"), ("title", "text", "caption")
 
 Row = tuple[Path, str]
 
@@ -89,24 +96,58 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
     Paths are relative to `folder`, by default the table's own; `name` is what errors call it.
     """
     try:
-        lines = table.read_bytes().splitlines()
+        content = table.read_bytes()
     except OSError as failure:
         rule = 'be "glyphs" or a file that can be read' if name == "source" else "be a file that can be read"
         raise wrong(name, rule, table, str(failure.strerror) + ".") from failure
-    columns = lines[0].decode("utf-8-sig", errors="replace").split("\t") if lines else []
-    if not {"filepath", "title"} <= set(columns):
-        remedy = "Name them in the first line, separated by tabs."
-        raise wrong(name, "have the columns filepath and title", columns, remedy)
-    where, what = columns.index("filepath"), columns.index("title")
+    lines = _comma_separated(content) if table.suffix == ".csv" else _tab_separated(content)
+    first = next(lines, [])
+    columns = first if isinstance(first, list) else []
+    where, what = (next((column for column in names if column in columns), None) for names in (PLACES, TITLES))
+    if where is None or what is None:
+        rule = f"have a column {' or '.join(PLACES)} and one {' or '.join(TITLES)}"
+        by = "commas or tabs" if table.suffix == ".csv" else "tabs"
+        raise wrong(name, rule, columns, f"Name them in the first line, separated by {by}.")
+    places = columns.index(where), columns.index(what)
     folder = folder or table.parent
-    return [_row(line, len(columns), where, what, folder) for line in lines[1:] if line.strip()]
+    return [_row(line, len(columns), *places, folder) for line in lines]
 
 
-def _row(line: bytes, width: int, where: int, what: int, folder: Path) -> Row | str:
-    try:
-        fields = line.decode("utf-8").split("\t")
-    except UnicodeDecodeError:
-        return "not UTF-8"
+def _tab_separated(content: bytes) -> Iterator[list[str] | str]:
+    """The fields of every line that is not empty, or why it has none."""
+    for number, line in enumerate(content.splitlines()):
+        if not number or line.strip():
+            try:
+                yield line.decode("utf-8-sig" if not number else "utf-8").split("\t")
+            except UnicodeDecodeError:
+                yield "not UTF-8"
+
+
+def _comma_separated(content: bytes) -> Iterator[list[str] | str]:
+    """Likewise of a .csv file, in which a field in quotes may go over several lines."""
+    text = content.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape")
+    tabs = "\t" in text.partition("\n")[0]
+    rows = csv.reader(StringIO(text, newline=""), delimiter="\t" if tabs else ",")
+    while True:
+        try:
+            fields = next(rows)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield "broken row"
+            continue
+        if fields:
+            yield fields if all(map(_readable, fields)) else "not UTF-8"
+
+
+def _readable(field: str) -> bool:
+    """Whether no byte of it was left over when it was decoded."""
+    return not any("\udc80" <= letter <= "\udcff" for letter in field)
+
+
+def _row(fields: list[str] | str, width: int, where: int, what: int, folder: Path) -> Row | str:
+    if isinstance(fields, str):
+        return fields
     if len(fields) != width:
         return "wrong number of columns"
     title = " ".join(fields[what].split())

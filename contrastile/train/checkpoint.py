@@ -47,6 +47,17 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     return torch.autocast(device.type, dtype=half, enabled=half is not None)
 
 
+def listed(name: str, given: Any, what: str, *kinds: type) -> list[Any]:
+    """The items of what was given, all of these kinds. A text alone would be taken for a list of its letters."""
+    if isinstance(given, (str, *kinds)):
+        raise wrong(name, f"be a list of {what}s", type(given).__name__, f"Pass [{what}], where there is one only.")
+    items = list(given)
+    if strange := next((item for item in items if not isinstance(item, kinds)), None):
+        remedy = "Open files with PIL.Image.open." if what == "picture" else "Decode or convert them first."
+        raise wrong(name, f"be a list of {what}s", f"one of {type(strange).__name__}", remedy)
+    return items
+
+
 @dataclass(frozen=True)
 class Run:
     """The towers of a run with what they need to see pictures and read texts.
@@ -67,7 +78,10 @@ class Run:
         """Pillow pictures of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
         data = self.recipe.data
         shape = (data.channels, data.image_size, data.image_size)
-        return torch.stack([torch.from_numpy(squared(image, shape)) for image in images])
+        from PIL.Image import Image as Picture
+
+        pictures = listed("images", images, "picture", Picture)
+        return torch.stack([torch.from_numpy(squared(picture, shape)) for picture in pictures])
 
     @torch.no_grad()
     def encode_image(self, images: Sequence[Image] | Tensor) -> Tensor:
@@ -82,6 +96,7 @@ class Run:
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         """Features `[n, D]`, float32 unit rows, of texts."""
+        texts = listed("texts", texts, "text", str)
         tokens, sub_batch = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.text
         return F.normalize(encode(self.model.encode_text, tokens, sub_batch=sub_batch).float(), dim=-1)
 
@@ -218,7 +233,8 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe) -> None:
     now = _flat(recipe.model_dump(mode="json"))
     for key in sorted(began.keys() | now.keys()):
         if began.get(key) != now.get(key) and not key.startswith(FREE):
-            remedy = f"It began with {began.get(key)}: take that again, or train anew, without --resume."
+            again = f"contrastile train {folder / RECIPE} --runs {folder.path.parent} --resume"
+            remedy = f"It began with {began.get(key)}: go on with {again}, or train anew, without --resume."
             raise wrong(key, "be what the run began with", now.get(key), remedy)
 
 

@@ -39,7 +39,9 @@ def curves(
     for name, (seen, values) in (under or {}).items():
         axes.plot(seen, values, color=FAINT, linewidth=1.2, linestyle=(0, (3, 2)), label=name)
     for (name, (seen, values)), colour in zip(lines.items(), COLOURS, strict=False):
-        axes.plot(seen, values, color=colour, linewidth=1.6, label=name, marker="o" if percent else "", markersize=3.5)
+        # one step makes no line
+        marker = "o" if percent or len(values) == 1 else ""
+        axes.plot(seen, values, color=colour, linewidth=1.6, label=name, marker=marker, markersize=3.5)
     # the first stage begins there; of a run of few steps its name would lie far outside
     axes.set_xlim(left=0)
     _mark_stages(axes, stages)

@@ -41,12 +41,14 @@ class NoBar:
 class TerminalBar:
     """A tqdm bar."""
 
-    def __init__(self, total: int, what: str, unit: str) -> None:
+    def __init__(self, total: int, what: str, unit: str, begun: int = 0) -> None:
         from tqdm import tqdm
 
         # a terminal that does not know its size is taken for one of 80 × 24; tqdm would show nothing
         columns, lines = shutil.get_terminal_size()
-        self._bar = tqdm(total=total, desc=what, unit=f" {unit}", unit_scale=True, ncols=columns - 1, nrows=lines)
+        self._bar = tqdm(
+            total=total, desc=what, unit=f" {unit}", unit_scale=True, ncols=columns - 1, nrows=lines, initial=begun
+        )
 
     def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
         if total is not None:
@@ -62,10 +64,10 @@ class TerminalBar:
 class LineBar:
     """A line at the start of a wait that lasts, another every `LINE_EVERY` seconds, and one at its end."""
 
-    def __init__(self, total: int, what: str, unit: str, stream: TextIO | None = None) -> None:
+    def __init__(self, total: int, what: str, unit: str, begun: int = 0, stream: TextIO | None = None) -> None:
         self._total, self._what, self._unit = total, what, unit
         self._stream = stream if stream is not None else sys.stderr
-        self._done = 0
+        self._done = self._begun = begun
         self._facts: dict[str, str] = {}
         self._began = self._spoke = time.monotonic()
 
@@ -83,8 +85,9 @@ class LineBar:
         self._spoke = time.monotonic()
         seconds = max(self._spoke - self._began, 1e-9)
         share = self._done / max(self._total, 1)
-        rate = self._done / seconds
-        left = f"{clock((self._total - self._done) / rate)} left" if 0 < share < 1 else f"{clock(seconds)} taken"
+        # what an earlier process did took none of this one's time
+        rate = (self._done - self._begun) / seconds
+        left = f"{clock((self._total - self._done) / rate)} left" if rate and share < 1 else f"{clock(seconds)} taken"
         facts = [f"{name} {value}" for name, value in self._facts.items()]
         line = [
             f"{self._what} {share:4.0%}",
@@ -118,15 +121,16 @@ class Patient:
 
 
 @contextmanager
-def progress(total: int, what: str, unit: str) -> Iterator[Bar]:
+def progress(total: int, what: str, unit: str, begun: int = 0) -> Iterator[Bar]:
     """Show a wait of `total` units: `with progress(54_000, "rendering", "pictures") as bar: ... bar.update(1)`.
 
-    Of the ranks that torchrun starts, the first one alone shows it.
+    `begun` of them were done before, and count for no speed. Of the ranks that torchrun starts, the first one alone
+    shows it.
     """
     if os.environ.get("RANK", "0") != "0":
         yield NoBar()
         return
-    bar = Patient((TerminalBar if sys.stderr.isatty() else LineBar)(total, what, unit))
+    bar = Patient((TerminalBar if sys.stderr.isatty() else LineBar)(total, what, unit, begun))
     try:
         yield bar
     finally:

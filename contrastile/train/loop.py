@@ -232,14 +232,17 @@ class Training:
             self.probe()
         self.batches = Batches(self.job.rows, sizes=self.sizes, seed=self.recipe.seed, step=len(self.sizes))
         self.clock.go_on(sum(self.sizes), self.course.seconds)
+        most, rows = max(size for _, size in self.recipe.train.batch), len(self.job.rows)
+        if most > rows and self.ranks.rank == 0:
+            told = "train.batch is %d, of %d %s to train on: they come several times in a step. Less makes more steps"
+            logger.warning(told, most, rows, self.job.unit)
         self.trained.note(self.course, self.guard)
         self.model.train()
 
     @contextmanager
     def shown(self) -> Iterator[Bar]:
         """A bar that stands where the run does."""
-        with progress(self.clock.examples, "training", self.job.unit) as bar:
-            bar.update(self.clock.seen)
+        with progress(self.clock.examples, "training", self.job.unit, self.clock.seen) as bar:
             yield bar
 
     def goes_on(self, signal: int | None) -> bool:

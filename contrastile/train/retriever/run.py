@@ -20,7 +20,7 @@ from contrastile.data.pairs import silent
 from contrastile.data.texts import Passage
 from contrastile.models.retriever import Retriever, build_retriever
 from contrastile.models.text import Tokenizer, load_tokenizer
-from contrastile.train.checkpoint import autocast, checked_towers, choose_device, load_weights
+from contrastile.train.checkpoint import autocast, checked_towers, choose_device, listed, load_weights
 from contrastile.train.folder import RECIPE, finished_run
 from contrastile.train.log import progress
 from contrastile.train.recipe import load_retriever_recipe
@@ -53,13 +53,14 @@ class RetrieverRun:
 
     def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Tensor:
         """Features `[n, D]`, float32, of questions; their first `dimensions` only where that is given."""
-        asked = (query_text(text, self.recipe.data) for text in texts)
+        asked = (query_text(text, self.recipe.data) for text in listed("texts", texts, "text", str))
         store = TokenStore.of(asked, self.tokenizer, self.recipe.model.tokenizer.query_length)
         return self.encode_tokens("query", store, dimensions=dimensions)
 
     def encode_passage(self, passages: Sequence[Passage | str], *, dimensions: int | None = None) -> Tensor:
         """Features `[n, D]`, float32, of passages or of plain texts."""
-        given = [passage if isinstance(passage, Passage) else Passage("", passage) for passage in passages]
+        several = listed("passages", passages, "passage", Passage, str)
+        given = [passage if isinstance(passage, Passage) else Passage("", passage) for passage in several]
         return self.encode_tokens("passage", passage_tokens(given, self.tokenizer, self.recipe), dimensions=dimensions)
 
     @torch.no_grad()

@@ -1,0 +1,370 @@
+"""What the page for users of other libraries says: its code runs, and comes to what it takes the place of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import contrastile
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SupConLoss, encode
+
+PAGE = (Path(contrastile.__file__).parent.parent / "docs" / "coming_from.md").read_text(encoding="utf-8")
+N = 6
+
+
+def blocks(heading: str) -> list[str]:
+    """The code under a heading of the page."""
+    (part,) = (part for part in re.split(r"^#+ ", PAGE, flags=re.MULTILINE) if part.startswith(f"{heading}\n"))
+    return re.findall(r"^```python\n(.*?)^```", part, re.DOTALL | re.MULTILINE)
+
+
+def run(code: str, **names: Any) -> dict[str, Any]:
+    """The names that a block leaves, begun with these."""
+    exec(compile(code, "coming_from.md", "exec"), names)
+    return names
+
+
+def gradients(*modules: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{place}.{name}": torch.zeros_like(p) if p.grad is None else p.grad
+        for place, module in enumerate(modules)
+        for name, p in module.named_parameters()
+    }
+
+
+def same(found: tuple[Tensor, dict[str, Tensor]], truth: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-11)
+
+
+class Clip(nn.Module):
+    """Two towers with the face of open_clip's models."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.visual = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
+        self.words = nn.Embedding(20, 4)
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+        self.logit_bias = nn.Parameter(torch.tensor(-5.0)) if bias else None
+
+    def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
+        features: Tensor = self.visual(images)
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def encode_text(self, texts: Tensor, normalize: bool = False) -> Tensor:
+        features = self.words(texts).mean(1)
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
+        image, text = self.encode_image(images, normalize=True), self.encode_text(texts, normalize=True)
+        found = {"image_features": image, "text_features": text, "logit_scale": self.logit_scale.exp()}
+        return found if self.logit_bias is None else {**found, "logit_bias": self.logit_bias}
+
+
+def clip_formula(image: Tensor, text: Tensor, scale: Tensor | float) -> Tensor:
+    logits, diagonal = scale * image @ text.T, torch.arange(len(image))
+    return (F.cross_entropy(logits, diagonal) + F.cross_entropy(logits.T, diagonal)) / 2
+
+
+def siglip_formula(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    z = 2 * torch.eye(len(image)) - 1
+    return -F.logsigmoid(z * (scale * image @ text.T + bias)).sum() / len(image)
+
+
+def clip_truth(model: Clip, images: Tensor, texts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    out = model(images, texts)
+    formula = clip_formula if model.logit_bias is None else siglip_formula
+    loss = formula(*out.values())
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def open_clip_steps(rank: int, group: Any, place: int) -> None:
+    W = dist.get_world_size(group)
+    torch.manual_seed(1)
+    truth = Clip(bias=place == 2).double()
+    model = DistributedDataParallel(deepcopy(truth), process_group=group)
+    for _ in range(2):
+        images, texts = torch.randn(W * N, 5, dtype=torch.float64), torch.randint(0, 20, (W * N, 3))
+        mine = slice(rank * N, rank * N + N)
+        for each in (truth, model):
+            each.zero_grad()
+        left = run(blocks("OpenCLIP")[place], model=model, images=images[mine], texts=texts[mine])
+        same((left["total_loss"].detach(), gradients(model.module)), clip_truth(truth, images, texts))
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), truth.parameters(), strict=True):
+                p -= p.grad
+                q.copy_(p)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_open_clips_loop(pool: Pool, place: int) -> None:
+    # the page's code knows the default group alone
+    pool.check(open_clip_steps, 4, place)
+
+
+def accumulated(model: Clip, images: Tensor, texts: Tensor, parts: int) -> None:
+    """As open_clip's loop has it with --accum-freq: every part again, beside what the others gave before."""
+    with torch.no_grad():
+        before = [model(*part) for part in zip(images.chunk(parts), texts.chunk(parts), strict=True)]
+    for place, part in enumerate(zip(images.chunk(parts), texts.chunk(parts), strict=True)):
+        now = model(*part)
+        both = [
+            torch.cat([*(out[side] for out in before[:place]), now[side], *(out[side] for out in before[place + 1 :])])
+            for side in ("image_features", "text_features")
+        ]
+        ClipLoss()(*both, now["logit_scale"]).backward()
+
+
+def test_open_clips_accumulation_counts_the_scale_several_times() -> None:
+    truth = Clip(bias=False).double()
+    model, images, texts = deepcopy(truth), torch.randn(N, 5, dtype=torch.float64), torch.randint(0, 20, (N, 3))
+    loss, wanted = clip_truth(truth, images, texts)
+    accumulated(model, images, texts, 3)
+    same((loss, gradients(model)), (loss, {**wanted, "0.logit_scale": 3 * wanted["0.logit_scale"]}))
+
+
+def test_open_clips_own_losses() -> None:
+    theirs = pytest.importorskip("open_clip.loss")
+    image, text = F.normalize(torch.randn(2, N, 8, dtype=torch.float64), dim=-1)
+    out = {"image_features": image, "text_features": text, "logit_scale": torch.tensor(10.0)}
+    for kind, more in (("ClipLoss", {}), ("SigLipLoss", {"logit_bias": torch.tensor(-5.0)})):
+        for dictionary in (False, True):
+            how = {**out, **more, "output_dict": dictionary}
+            torch.testing.assert_close(getattr(contrastile, kind)()(**how), getattr(theirs, kind)()(**how))
+
+
+# --- texts
+
+
+class Bert(nn.Module):
+    """The face of a transformers model; with dropout, to be drawn alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = (
+            nn.Embedding(20, 32),
+            nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.2), nn.Linear(32, 32)),
+        )
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        return BaseModelOutput(last_hidden_state=self.mix(self.words(input_ids)) * attention_mask[..., None])
+
+
+def batch(rows: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(0, 20, (rows, 5)), "attention_mask": torch.ones(rows, 5, dtype=torch.int64)}
+
+
+def caching() -> Any:
+    return pytest.importorskip("grad_cache").GradCache
+
+
+@pytest.mark.parametrize("theirs", [None, caching], ids=["formula", "grad_cache"])
+def test_grad_caches_step(theirs: Callable[[], Any] | None) -> None:
+    models = [Bert(), Bert()]
+    queries, passages, positives = batch(N), batch(2 * N), torch.arange(0, 2 * N, 2)
+    ours = deepcopy(models)
+    if theirs is None:
+        for model in (*models, *ours):
+            model.eval()
+        query, passage = (
+            model(**x).last_hidden_state[:, 0] for model, x in zip(models, (queries, passages), strict=True)
+        )
+        loss = F.cross_entropy(query @ passage.T, positives)
+        loss.backward()
+    else:
+
+        def formula(query: Tensor, passage: Tensor) -> Tensor:
+            return F.cross_entropy(query @ passage.T, positives)
+
+        torch.manual_seed(3)
+        cache = theirs()(models, [4, 8], formula, get_rep_fn=lambda out: out.last_hidden_state[:, 0])
+        loss = cache(queries, passages)
+        torch.manual_seed(3)
+    names = {"query_model": ours[0], "passage_model": ours[1], "queries": queries, "passages": passages}
+    left = run(blocks("GradCache")[0], **names)
+    found = (left["loss"].detach(), gradients(*ours))
+    torch.testing.assert_close(found, (loss.detach(), gradients(*models)), rtol=1e-4, atol=1e-6)
+
+
+def test_grad_caches_inputs() -> None:
+    pair = nn.Bilinear(3, 3, 2)
+    x, y = torch.randn(2, N, 3)
+    torch.testing.assert_close(encode(pair, (x, y), sub_batch=4), pair(x, y))
+    torch.testing.assert_close(encode(lambda x1, x2: pair(x1, input2=x2), (x, y), sub_batch=4), pair(x, y))
+    # a list is one argument
+    with pytest.raises(TypeError, match="input2"):
+        encode(pair, [x, y], sub_batch=4)
+
+
+def test_the_order_of_hard_negatives() -> None:
+    query, right, wrong = torch.randn(3, N, 4)
+    together = torch.stack([right, wrong], dim=1).flatten(0, 1)
+    expected = F.cross_entropy(query @ torch.cat([right, wrong]).T, torch.arange(N))
+    torch.testing.assert_close(InfoNCELoss()(query, torch.cat([right, wrong]), 1.0), expected)
+    asked = InfoNCELoss()(query, together, 1.0, positives=torch.arange(0, 2 * N, 2))
+    torch.testing.assert_close(asked, expected)
+    assert not torch.isclose(InfoNCELoss()(query, together, 1.0), expected)
+
+
+class Sentences(nn.Module):
+    """The face of a SentenceTransformer: a dictionary in, with more than tensors, and one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = Bert().eval()
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        tokens = {name: features[name] for name in ("input_ids", "attention_mask")}
+        states = self.bert(**tokens).last_hidden_state
+        return {**features, "token_embeddings": states, "sentence_embedding": states.mean(1)}
+
+    def __getitem__(self, place: int) -> nn.Module:
+        return [self.bert][place]
+
+    def get_embedding_dimension(self) -> int:
+        return 32
+
+
+def ranking(anchor: Tensor, keys: Tensor) -> Tensor:
+    scores = 20.0 * F.normalize(anchor, dim=-1) @ F.normalize(keys, dim=-1).T
+    return F.cross_entropy(scores, torch.arange(len(anchor)))
+
+
+def test_a_loss_for_the_trainer_of_sentence_transformers() -> None:
+    model = Sentences()
+    ours = deepcopy(model)
+    columns = [{**batch(N), "modality": "text"} for _ in range(3)]
+    anchor, *others = (model(column)["sentence_embedding"] for column in columns)
+    truth = sum(ranking(anchor[:, :d], torch.cat(others)[:, :d]) for d in (32, 8))
+    truth.backward()
+    made = run(blocks("sentence-transformers")[0])["CachedRanking"](ours, sub_batch=4, dimensions=(32, 8))
+    loss = made(columns, None)
+    loss.backward()
+    found = (loss.detach(), gradients(ours))
+    torch.testing.assert_close(found, (truth.detach(), gradients(model)), rtol=1e-4, atol=1e-6)
+
+
+def test_sentence_transformers_own_losses() -> None:
+    losses = pytest.importorskip("sentence_transformers.losses")
+    model = Sentences()
+    ours, columns = deepcopy(model), [batch(N) for _ in range(3)]
+    cached = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
+    truth = losses.MatryoshkaLoss(model, cached, [32, 8])([dict(column) for column in columns], None)
+    truth.backward()
+    loss = run(blocks("sentence-transformers")[0])["CachedRanking"](ours, sub_batch=4, dimensions=(32, 8))(columns)
+    loss.backward()
+    found = (loss.detach(), gradients(ours))
+    torch.testing.assert_close(found, (truth.detach(), gradients(model)), rtol=1e-4, atol=1e-6)
+
+
+def test_equal_texts_are_not_negatives_of_each_other() -> None:
+    query, key, ids = torch.randn(N, 4), torch.randn(N, 4), torch.tensor([0, 1, 2, 0, 4, 5])
+    scores = query @ key.T
+    scores[0, 3] = scores[3, 0] = -torch.inf
+    found = InfoNCELoss()(query, key, 1.0, query_ids=ids, key_ids=ids)
+    torch.testing.assert_close(found, F.cross_entropy(scores, torch.arange(N)))
+
+
+# --- pictures alone
+
+
+class Simple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.head(self.trunk(pictures))
+
+
+def simclr(z: Tensor, temperature: float) -> Tensor:
+    scores = (z @ z.T / temperature).fill_diagonal_(-torch.inf)
+    return F.cross_entropy(scores, torch.arange(len(z)).roll(len(z) // 2))
+
+
+def supcon(z: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """The paper's equation 2, for the anchors that have a positive."""
+    itself = torch.eye(len(z), dtype=torch.bool)
+    logits = (z @ z.T / temperature).masked_fill(itself, -torch.inf).log_softmax(dim=1)
+    positive = (labels[:, None] == labels) & ~itself
+    rows = logits.masked_fill(~positive, 0).sum(1) / positive.sum(1)
+    return -rows[positive.any(1)].mean()
+
+
+@pytest.fixture
+def views() -> dict[str, Tensor]:
+    a, b = torch.randn(2, N, 3, 6, 6, dtype=torch.float64)
+    return {"view_a": a, "view_b": b, "labels": torch.tensor([0, 0, 1, 1, 1, 2])}
+
+
+def test_simclr_and_supcon(views: dict[str, Tensor]) -> None:
+    model = Simple().double()
+    truth = deepcopy(model)
+    left = run(blocks("SimCLR and SupCon")[0], model=model, **views)
+    z = F.normalize(truth(torch.cat([views["view_a"], views["view_b"]])), dim=-1)
+    wanted = simclr(z, 0.5), supcon(z, views["labels"].repeat(2), 0.07)
+    for found, each in zip((left["loss"], left["supervised"]), wanted, strict=True):
+        model.zero_grad()
+        truth.zero_grad()
+        found.backward(retain_graph=True)
+        each.backward(retain_graph=True)
+        same((found.detach(), gradients(model)), (each.detach(), gradients(truth)))
+
+
+def test_supcons_other_arguments() -> None:
+    features, labels = F.normalize(torch.randn(N, 3, 4, dtype=torch.float64), dim=-1), torch.arange(N)
+    flat = features.flatten(0, 1)
+    # no labels, more than two views
+    torch.testing.assert_close(SupConLoss()(features, labels, 10.0), supcon(flat, labels.repeat_interleave(3), 0.1))
+    # a label that no other has leaves the mean
+    few = torch.tensor([0, 0, 1, 1, 2, 3])
+    torch.testing.assert_close(SupConLoss()(features[:, 0], few, 10.0), supcon(features[:, 0], few, 0.1))
+
+
+def test_pytorch_metric_learnings_losses() -> None:
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    a, b = F.normalize(torch.randn(2, N, 4), dim=-1)
+    labels = torch.arange(N).repeat(2)
+    torch.testing.assert_close(
+        NTXentLoss()(a, b, 1 / 0.3), losses.NTXentLoss(temperature=0.3)(torch.cat([a, b]), labels)
+    )
+    found = SupConLoss()(torch.stack([a, b], dim=1), torch.arange(N) // 2, 1 / 0.3)
+    truth = losses.SupConLoss(temperature=0.3)(torch.cat([a, b]), (torch.arange(N) // 2).repeat(2))
+    torch.testing.assert_close(found, truth)
+
+
+def test_a_trunk_is_cached_before_a_head_with_batch_normalisation(views: dict[str, Tensor]) -> None:
+    model = Simple().double()
+    truth = deepcopy(model)
+    with pytest.raises(ValueError, match="BatchNorm1d in training mode"):
+        encode(model, views["view_a"], sub_batch=4)
+    left = run(blocks("Batch normalisation")[0], trunk=model.trunk, head=model.head, **views)
+    loss = simclr(F.normalize(truth(torch.cat([views["view_a"], views["view_b"]])), dim=-1), 0.5)
+    loss.backward()
+    same((left["loss"].detach(), gradients(model)), (loss.detach(), gradients(truth)))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(truth.named_buffers()), rtol=1e-9, atol=1e-11)
+
+
+def test_kept_statistics_can_be_cached(views: dict[str, Tensor]) -> None:
+    model = Simple().double().train()
+    run(blocks("Batch normalisation")[1], model=model)
+    encode(model, views["view_a"], sub_batch=4).square().sum().backward()
+    found = gradients(model)
+    model.zero_grad()
+    model(views["view_a"]).square().sum().backward()
+    torch.testing.assert_close(found, gradients(model))
+    assert model.head[1].weight.grad.abs().sum() > 0
