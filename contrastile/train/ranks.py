@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -134,7 +134,9 @@ class Ranks:
         """The first rank counts what all of them skipped so far, the others count anew."""
         if self.size == 1 or stream is None:
             return
-        stated = comm.agree(None, {"skipped": stream.skipped, "seen": stream.seen}, free=("skipped", "seen"))
+        self._count(stream, comm.agree(None, _counts(stream), free=("skipped", "seen")))
+
+    def _count(self, stream: Stream, stated: Sequence[Mapping[str, Any]]) -> None:
         stream.skipped, stream.seen = Counter(), 0
         for one in stated if self.rank == 0 else ():
             stream.skipped.update(one["skipped"])
@@ -145,16 +147,21 @@ class Ranks:
     ) -> tuple[float, int | None]:
         """Before a step: the first rank's clock, and the signal that any of them got.
 
-        Raises ValueError, on all of them, where they have skipped too much of the stream together.
+        Raises ValueError, on all of them, where they have skipped too much of the stream together; their counts are
+        handed in by then.
         """
-        own = {"skipped": {}, "seen": 0} if stream is None else {"skipped": stream.skipped, "seen": stream.seen}
-        stated: list[dict[str, Any]] = [{"seconds": seconds, "signal": signal, **own}]
+        stated: list[dict[str, Any]] = [{"seconds": seconds, "signal": signal, **_counts(stream)}]
         if self.size > 1:
             here.begin(step)
             stated = comm.agree(None, {"step": step, **stated[0]}, free=(*stated[0],))
         if stream is not None:
             skipped = sum((Counter(one["skipped"]) for one in stated), Counter[str]())
-            stream.check(skipped, sum(one["seen"] for one in stated))
+            try:
+                stream.check(skipped, sum(one["seen"] for one in stated))
+            except ValueError:
+                # the first one is about to write down what came of the run
+                self._count(stream, stated)
+                raise
         signals = [other["signal"] for other in stated if other["signal"] is not None]
         return stated[0]["seconds"], signals[0] if signals else None
 
@@ -182,6 +189,11 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def _counts(stream: Stream | None) -> dict[str, Any]:
+    """What this rank skipped of a stream, and of how many pairs."""
+    return {"skipped": {}, "seen": 0} if stream is None else {"skipped": stream.skipped, "seen": stream.seen}
 
 
 def _statement(job: Job[Any]) -> dict[str, str | int]:
