@@ -1,6 +1,7 @@
 """The command line: light until a verb runs, one line per mistake, exit codes that scripts can rely on."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -317,3 +318,49 @@ def test_a_wrong_word_is_one_line_with_the_help_to_look_at(
     assert line.startswith(said)
     assert line.endswith(f". See: {said.split(':')[0]} --help\n")
     assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("answer", ["pass", "raise ImportError('cannot load module more than once per process')"])
+def test_ctrl_c_while_a_library_loads_ends_quietly_whatever_the_library_makes_of_it(tmp_path, answer):
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    sum(range(100))\n"
+        f"except KeyboardInterrupt:\n    {answer}\n"
+    )
+    root = os.path.dirname(os.path.dirname(contrastile.__file__))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    words = [sys.executable, "-m", "contrastile", "doctor"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_ctrl_c_is_left_alone_where_somebody_ignores_it_and_within_a_verb_it_is_pythons(monkeypatch):
+    from contrastile import __main__ as process
+
+    monkeypatch.setattr(entry, "main", lambda: signal.getsignal(signal.SIGINT) is process._stop)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert not process.command()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        assert process.command()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_outside_of_a_verb_is_one_word_too(monkeypatch, capsys):
+    from contrastile import __main__ as process
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry, "main", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert process.command() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "stopped\n"
