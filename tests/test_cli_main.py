@@ -364,3 +364,40 @@ def test_ctrl_c_outside_of_a_verb_is_one_word_too(monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--batches 64 --rates cube", "`rates` must be among fixed, sqrt, linear; got ['cube']. Such as fixed sqrt."),
+        ("--batches 64 --data 2", "`data` must be shares above 0, up to 1; got [2.0]. Such as 0.1 0.3 1.0."),
+        ("--batches 1 64", "`batches` must be sizes of at least 2; got [1, 64]. Such as 256 1024 4096."),
+        (
+            "train.batch=16",
+            "`train.batch` must have a size above train.sub_batch.image; got 16 and 16. There is nothing to compare.",
+        ),
+        (
+            "--losses data.copies=3",
+            "`data.copies` must be 1 for a comparison, whose seeds share their data; got 3. "
+            "Pictures are bent anew in every run without it.",
+        ),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_told_before_anything_heavy_is_loaded(tmp_path, words, sentence):
+    runs = ["--runs", str(tmp_path / "runs")]
+    code, said, complaint, loaded, _ = loaded_by("compare", str(write_recipe(tmp_path)), *runs, *words.split())
+    assert (code, said, complaint, loaded) == (2, "", f"{sentence}\n", [])
+
+
+def test_a_retrievers_sizes_likewise(tmp_path):
+    (tmp_path / "r.toml").write_text(TEXTS)
+    words = ["compare", str(tmp_path / "r.toml"), "evaluate.bm25=false", "--runs", str(tmp_path / "runs")]
+    code, _, complaint, loaded, _ = loaded_by(*words, "--batches", "512", "128")
+    assert (code, loaded) == (2, [])
+    assert complaint == "`batches` must be rising sizes of at least 2; got [512, 128]. Such as 128 512 4096.\n"
+
+
+@pytest.mark.parametrize("name", ["seconds", "longest", "within"])
+def test_less_than_no_time_is_refused(capsys, name):
+    assert main(["bench", "step", f"--{name}", "-1"]) == 2
+    assert capsys.readouterr().err == f"`{name}` must be at least 0; got -1.0. Leave it out for the default.\n"
