@@ -30,6 +30,7 @@ from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.models.towers import DualEncoder, build_model
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.folder import FACTS, RECIPE, WEIGHTS, RunFolder, finished_run
+from contrastile.train.idle import idle_keys
 from contrastile.train.recipe import load_any_recipe, load_recipe, to_toml
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ class Run:
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         """Features `[n, D]`, float32 unit rows, of texts."""
-        tokens, sub_batch = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.text
-        return F.normalize(encode(self.model.encode_text, tokens, sub_batch=sub_batch).float(), dim=-1)
+        tokens, cut = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.of_texts()
+        return F.normalize(encode(self.model.encode_text, tokens, **cut).float(), dim=-1)
 
 
 def load(run: str | Path, *, device: str = "auto") -> Run:
@@ -216,7 +217,9 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe) -> None:
     """Raises ValueError where a run began with another recipe, but for what changes nothing that is learned."""
     began = _flat(load_any_recipe(folder / RECIPE, files=False).model_dump(mode="json"))
     now = _flat(recipe.model_dump(mode="json"))
-    for key in sorted(began.keys() | now.keys()):
+    # what nothing reads is the same whatever it says
+    idle = {rule.key for rule in idle_keys(recipe)}
+    for key in sorted((began.keys() | now.keys()) - idle):
         if began.get(key) != now.get(key) and not key.startswith(FREE):
             remedy = f"It began with {began.get(key)}: take that again, or train anew, without --resume."
             raise wrong(key, "be what the run began with", now.get(key), remedy)

@@ -8,6 +8,7 @@ alone writes and shows. One process is a rank without others, and nothing here c
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ from contrastile.train.watch import Watch
 
 if TYPE_CHECKING:
     from contrastile.train.job import Job
+
+logger = logging.getLogger("contrastile")
 
 # for how long ranks that have opened their data wait for one that has not
 LOADING = timedelta(hours=1)
@@ -73,10 +76,12 @@ class Ranks:
     @contextmanager
     def joined(self, job: Job[Any]) -> Iterator[None]:
         """Together with the others, all with the first one's weights; an error, where a rank is lost or not alike."""
+        run = job.run
         if self.size == 1:
+            if run.recipe.train.parallel == "shard":
+                logger.warning('train.parallel = "shard" has no effect on one process: it has all of the weights')
             yield
             return
-        run = job.run
         timeout = timedelta(seconds=run.recipe.train.timeout)
         store = self._met(timeout)
         on_gpu = run.device.type == "cuda"

@@ -20,6 +20,8 @@ from contrastile.models.retriever import Retriever
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import InfoNCELoss
 from contrastile.retention import bytes_per_example
+from contrastile.train.checkpoint import choose_device
+from contrastile.train.described import describe_models
 from contrastile.train.facts import Trained, kept_at_once, run_facts
 from contrastile.train.folder import RunFolder
 from contrastile.train.job import Measure
@@ -55,6 +57,9 @@ class Retrieval:
     @classmethod
     def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
         """The job that a recipe describes; a tokenizer is trained where none has `begun`."""
+        # first: a device that is not there, or a model that does not fit, costs nothing
+        choose_device(recipe.device)
+        describe_models(recipe)
         length = recipe.model.tokenizer.length
         tokenizer = load_tokenizer(begun.path, length=length) if begun is not None else None
         materials = open_text_materials(recipe, tokenizer)
