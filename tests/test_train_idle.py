@@ -164,7 +164,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     for name in ("x.tsv", "q.jsonl", "c.tsv", "t.tsv", "m/tokenizer.json", "beir/corpus.jsonl", "beir/queries.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text("filepath\ttitle\n")
     (tmp_path / "beir/qrels").mkdir()
     (tmp_path / "beir/qrels/test.tsv").write_text("")
     return tmp_path

@@ -8,6 +8,7 @@ import torch
 from tiny_runs import tiny_recipe
 from tiny_texts import tiny_retriever
 
+from contrastile.data import sources
 from contrastile.models.text import train_tokenizer
 from contrastile.train import image_text
 from contrastile.train.image_text import ImageText
@@ -120,6 +121,16 @@ MISTAKES = {
         f"{STEPS}[[evaluate.retrieval]]\ncaptions = 'x.toml'\nsplit = 'test'",
         'evaluate.retrieval.0.split: must be left out with a table: only Karpathy\'s JSON has splits; got "test"',
     ),
+    "a table of other columns": (
+        f"{STEPS}[data]\nsource = 'other.tsv'",
+        "data.source: must have the columns filepath and title in the first line, between tabs; "
+        'got ["file", "caption"]',
+    ),
+    "among several": (
+        f"{STEPS}[data]\nsource = 'm::other.tsv'",
+        "data.source: must have the columns filepath and title in the first line, between tabs; "
+        'got ["file", "caption"]',
+    ),
     "a bound with its commas": (
         f"{TEXTS}[loss]\nworkspace = 10",
         "loss.workspace: must be at least 1,048,576; got 10",
@@ -135,6 +146,7 @@ def here(tmp_path, monkeypatch):
     described = {"model_type": "bert", "hidden_size": 24, "max_position_embeddings": 40}
     (tmp_path / "m/config.json").write_text(json.dumps(described))
     (tmp_path / "m/tokenizer.json").write_text("{}")
+    (tmp_path / "other.tsv").write_text("file\tcaption\r\nx\ty\r\n")
     return tmp_path
 
 
@@ -228,3 +240,16 @@ def test_a_retrievers_likewise(tmp_path, monkeypatch):
         with pytest.raises(ValueError) as caught:
             Retrieval.open(tiny_retriever(tmp_path, model, word))
         assert str(caught.value) == f"{line} Change it, or the model."
+
+
+def test_a_table_that_cannot_be_read_is_one_line(here, monkeypatch):
+    (here / "x.toml").write_text(f"{STEPS}[data]\nsource = 'other.tsv'\n")
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(sources, "open", refused, raising=False)
+    with pytest.raises(RecipeError) as caught:
+        load_any_recipe("x.toml")
+    said = 'data.source: must be a table that can be read; got "other.tsv" (Permission denied)'
+    assert str(caught.value) == f"x.toml: {said}"

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from contrastile.data.sources import is_collection, missing, read_source
+from contrastile.data.sources import columns, is_collection, missing, read_source
 from contrastile.train.evaluate_settings import EvaluateSettings
 from contrastile.train.model_settings import ModelSettings
 from contrastile.train.optim_settings import AdamWSettings, AnyOptim, OptimSettings
@@ -87,6 +87,11 @@ class DataSettings(Settings):
             if source == absent[0] and not os.path.splitext(source)[1]:
                 raise ValueError(f'must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "{source}"')
             raise ValueError(f'no such file "{absent[0]}"')
+        tables = [path for one in read_source(source) if one.kind == ".tsv" for path in one.paths]
+        # of many the first one
+        if tables and files_matter(info) and not {"filepath", "title"} <= set(found := columns(tables[0])):
+            got = json.dumps(found, ensure_ascii=False)
+            raise ValueError(f"must have the columns filepath and title in the first line, between tabs; got {got}")
         return source
 
     @field_validator("weights")
