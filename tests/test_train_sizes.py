@@ -10,7 +10,7 @@ from tiny_texts import tiny_retriever
 
 from contrastile.data import sources
 from contrastile.models.text import train_tokenizer
-from contrastile.train import image_text
+from contrastile.train import image_text, settings
 from contrastile.train.image_text import ImageText
 from contrastile.train.recipe import RecipeError, load_any_recipe
 from contrastile.train.retriever import job
@@ -253,3 +253,46 @@ def test_a_table_that_cannot_be_read_is_one_line(here, monkeypatch):
         load_any_recipe("x.toml")
     said = 'data.source: must be a table that can be read; got "other.tsv" (Permission denied)'
     assert str(caught.value) == f"x.toml: {said}"
+
+
+PACKAGES = {
+    "adapters": (
+        f"{TEXTS}[model]\nboth = {{kind = 'transformers', config = {{model_type = 'bert'}}}}\nlora = {{rank = 2}}",
+        "peft",
+        "model.lora: needs the package peft, which is not installed; run: pip install peft",
+    ),
+    "texts in parquet": (
+        f"{TEXTS}[data]\nsource = 'q.parquet'",
+        "pyarrow",
+        'data.source: needs the package pyarrow, which is not installed; run: pip install "contrastile[data]"',
+    ),
+    "a collection in parquet": (
+        f"{STEPS}[data]\nsource = 'q.parquet'",
+        "pyarrow",
+        'data.source: needs the package pyarrow, which is not installed; run: pip install "contrastile[data]"',
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", PACKAGES)
+def test_a_package_that_comes_late_is_missed_at_once(here, monkeypatch, asked):
+    text, package, line = PACKAGES[asked]
+    (here / "q.parquet").write_bytes(b"")
+    (here / "x.toml").write_text(f"{text}\n" + "[evaluate]\nbm25 = false\n" * ("retriever" in text))
+    monkeypatch.setattr(settings, "find_spec", lambda name: None if name == package else object())
+    with pytest.raises(RecipeError) as caught:
+        load_any_recipe("x.toml")
+    assert str(caught.value) == f"x.toml: {line}"
+
+
+def test_answers_need_their_package_before_the_first_step(tmp_path, monkeypatch):
+    recipe = tiny_retriever(tmp_path)
+    monkeypatch.setattr(job, "find_spec", lambda name: object())
+    Retrieval.open(recipe)
+    monkeypatch.setattr(job, "find_spec", lambda name: None)
+    with pytest.raises(ValueError) as caught:
+        Retrieval.open(recipe)
+    assert str(caught.value) == (
+        "`evaluate.match` must have the package regex to look for answers; got none. "
+        'Run: pip install "contrastile[search]"'
+    )

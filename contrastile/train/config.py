@@ -87,6 +87,8 @@ class DataSettings(Settings):
             if source == absent[0] and not os.path.splitext(source)[1]:
                 raise ValueError(f'must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "{source}"')
             raise ValueError(f'no such file "{absent[0]}"')
+        if files_matter(info) and any(one.kind == ".parquet" for one in read_source(source)):
+            installed("pyarrow", '"contrastile[data]"')
         tables = [path for one in read_source(source) if one.kind == ".tsv" for path in one.paths]
         # of many the first one
         if tables and files_matter(info) and not {"filepath", "title"} <= set(found := columns(tables[0])):

@@ -67,6 +67,8 @@ class TextDataSettings(Settings):
             known = '"docstrings" or ' if info.field_name == "source" else ""
             raise ValueError(f'must be {known}a file or folder; there is no "{path}"')
         folder = Path(path).expanduser()
+        if files_matter(info) and folder.suffix == ".parquet":
+            installed("pyarrow", '"contrastile[data]"')
         if files_matter(info) and folder.is_dir() and info.field_name == "test":
             raise ValueError(f'must be a file of questions; got the folder "{path}"')
         if files_matter(info) and folder.is_dir() and info.field_name == "source":
@@ -270,8 +272,10 @@ class RetrieverRecipe(AnyRecipe):
             if tokens is not None and tokens < longest:
                 rule = f"must be at least model.tokenizer.{length}, the tokens of one text; got {tokens} and {longest}"
                 raise ClashError(f"train.sub_batch.{side}_tokens", rule)
-        # both come late: after all texts were read, and after the training
+        # they come late: after all texts were read, or after the training
         for key, asked in {"data.mined": self.data.mined > 0, "evaluate.bm25": self.evaluate.bm25}.items():
             if asked and files_matter(info):
                 installed("bm25s", '"contrastile[search]"', key)
+        if self.model.lora is not None and files_matter(info):
+            installed("peft", "peft", "model.lora")
         return self

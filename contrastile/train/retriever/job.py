@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
+from contrastile._check import wrong
 from contrastile.cache import encode
 from contrastile.data.pairs import Indices
 from contrastile.models.retriever import Retriever
@@ -63,6 +65,10 @@ class Retrieval:
         length = recipe.model.tokenizer.length
         tokenizer = load_tokenizer(begun.path, length=length) if begun is not None else None
         materials = open_text_materials(recipe, tokenizer)
+        if find_spec("regex") is None and any(query.answers for query in materials.texts.queries):
+            # after the training it would be late
+            remedy = 'Run: pip install "contrastile[search]"'
+            raise wrong("evaluate.match", "have the package regex to look for answers", "none", remedy)
         return cls(build_retriever_run(recipe, materials.tokenizer), materials)
 
     @classmethod
