@@ -226,6 +226,17 @@ def test_what_a_recipe_writes_has_no_idle_key_and_is_read_back(here):
     assert load_any_recipe("x.toml") == recipe
 
 
+def test_what_an_earlier_version_wrote_into_a_runs_folder_is_taken(here, caplog):
+    (here / "recipe.toml").write_text(f"{STEPS}[optim]\ncooldown = 0.2\nfinal = 0.0\n")
+    (here / "metrics.jsonl").write_text("")
+    assert load_any_recipe("recipe.toml").optim.cooldown == 0.2
+    assert caplog.messages == [
+        'recipe.toml: optim.cooldown is left out: it has no effect with optim.schedule = "cosine"'
+    ]
+    with pytest.raises(RecipeError, match=r"^optim\.cooldown=0\.3: optim\.cooldown: has no effect"):
+        load_any_recipe("recipe.toml", ["optim.cooldown=0.3"])
+
+
 WORDS = [
     "loss.exchange=replicate loss.backend=dense",
     "loss.exchange=gather loss.backend=dense",

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from contrastile.train.config import AnyRecipe, Recipe
+from contrastile.train.folder import METRICS
 from contrastile.train.idle import idle_keys
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.settings import ClashError
@@ -203,11 +204,14 @@ def _validated(
 def _without_idle(tables: Tables, origin: str, origins: Mapping[str, str], recipe: type[AnyRecipe]) -> None:
     """Leaves out what overrides made idle in the file; raises `RecipeError` for what else is idle."""
     known = _validated(tables, origin, origins, recipe, False)
+    # an earlier version wrote every key into a run's folder
+    of_a_run = (Path(origin).parent / METRICS).is_file()
     for rule in idle_keys(known):
         if _found(rule.key, tables) is None:
             continue
         blamed = _blamed(rule.key, origins)
-        if blamed is not None or not any(_touched(by, origins) for by in (rule.by, *rule.others)):
+        touched = of_a_run or any(_touched(by, origins) for by in (rule.by, *rule.others))
+        if blamed is not None or not touched:
             raise RecipeError(f"{blamed or origin}: {rule.key}: {rule.reason(known)}")
         _leave_out(rule.key, tables, origin, rule.reason(known).partition(";")[0])
 
