@@ -273,7 +273,7 @@ def _pictures(recipe: Any) -> tuple[torch.nn.Module, list[Tower], int]:
     def text(count: int) -> Tensor:
         return run.model.encode_text(**run.tokenizer.tokenise([""] * count))
 
-    texts = cut.text if cut.text_tokens is None else cut.text_tokens // recipe.model.tokenizer.length
+    texts = cut.texts_at_once(recipe.model.tokenizer.length)
     with run.autocast():
         towers = [Tower("image", 1, cut.image, _weighed(image)), Tower("text", 1, texts, _weighed(text))]
         return run.model, towers, text(1).shape[1]

@@ -1,6 +1,7 @@
 """The command line: light until a verb runs, one line per mistake, exit codes that scripts can rely on."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -325,3 +326,86 @@ def test_a_wrong_word_is_one_line_with_the_help_to_look_at(
     assert line.startswith(said)
     assert line.endswith(f". See: {said.split(':')[0]} --help\n")
     assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("answer", ["pass", "raise ImportError('cannot load module more than once per process')"])
+def test_ctrl_c_while_a_library_loads_ends_quietly_whatever_the_library_makes_of_it(tmp_path, answer):
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    sum(range(100))\n"
+        f"except KeyboardInterrupt:\n    {answer}\n"
+    )
+    root = os.path.dirname(os.path.dirname(contrastile.__file__))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    words = [sys.executable, "-m", "contrastile", "doctor"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_ctrl_c_is_left_alone_where_somebody_ignores_it_and_within_a_verb_it_is_pythons(monkeypatch):
+    from contrastile import __main__ as process
+
+    monkeypatch.setattr(entry, "main", lambda: signal.getsignal(signal.SIGINT) is process._stop)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert not process.command()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        assert process.command()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_outside_of_a_verb_is_one_word_too(monkeypatch, capsys):
+    from contrastile import __main__ as process
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry, "main", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert process.command() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--batches 64 --rates cube", "`rates` must be among fixed, sqrt, linear; got ['cube']. Such as fixed sqrt."),
+        ("--batches 64 --data 2", "`data` must be shares above 0, up to 1; got [2.0]. Such as 0.1 0.3 1.0."),
+        ("--batches 1 64", "`batches` must be sizes of at least 2; got [1, 64]. Such as 256 1024 4096."),
+        (
+            "train.batch=16",
+            "`train.batch` must have a size above train.sub_batch.image; got 16 and 16. There is nothing to compare.",
+        ),
+        (
+            "--losses data.copies=3",
+            "`data.copies` must be 1 for a comparison, whose seeds share their data; got 3. "
+            "Pictures are bent anew in every run without it.",
+        ),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_told_before_anything_heavy_is_loaded(tmp_path, words, sentence):
+    runs = ["--runs", str(tmp_path / "runs")]
+    code, said, complaint, loaded, _ = loaded_by("compare", str(write_recipe(tmp_path)), *runs, *words.split())
+    assert (code, said, complaint, loaded) == (2, "", f"{sentence}\n", [])
+
+
+def test_a_retrievers_sizes_likewise(tmp_path):
+    (tmp_path / "r.toml").write_text(TEXTS)
+    words = ["compare", str(tmp_path / "r.toml"), "evaluate.bm25=false", "--runs", str(tmp_path / "runs")]
+    code, _, complaint, loaded, _ = loaded_by(*words, "--batches", "512", "128")
+    assert (code, loaded) == (2, [])
+    assert complaint == "`batches` must be rising sizes of at least 2; got [512, 128]. Such as 128 512 4096.\n"
+
+
+@pytest.mark.parametrize("name", ["seconds", "longest", "within"])
+def test_less_than_no_time_is_refused(capsys, name):
+    assert main(["bench", "step", f"--{name}", "-1"]) == 2
+    assert capsys.readouterr().err == f"`{name}` must be at least 0; got -1.0. Leave it out for the default.\n"

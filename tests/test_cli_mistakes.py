@@ -124,7 +124,7 @@ MISTAKES = {
     ),
     "a rate scaled by no batch": (
         f"{STEPS}[optim]\nrate_scaling = 'sqrt'",
-        "optim: must have rate_scaling and base_batch together: the batch that learning_rate is meant for",
+        'optim.base_batch: must be given with optim.rate_scaling = "sqrt": the batch of that rate',
     ),
     "fewer tokens than one title has": (
         f"{STEPS}sub_batch = {{text_tokens = 8}}",
@@ -189,7 +189,7 @@ MISTAKES = {
     ),
     "features beyond reason": (
         f"{STEPS}[model]\nfeatures = 99999999",
-        "model.features: must be at most 1.04858e+06; got 99999999",
+        "model.features: must be at most 1,048,576; got 99999999",
     ),
     "unlocked layers of a tower that learns": (
         f"{STEPS}[model]\nlocked = ['image']\nunlocked = {{text = 1}}",

@@ -169,5 +169,5 @@ def test_of_a_recipe_they_are_not_cropped(tmp_path, monkeypatch):
 @pytest.mark.parametrize("word", ["data.source={}/pictures", "data.augment=false"])
 def test_copies_are_of_what_is_wholly_there_and_bent(tmp_path, word):
     (tmp_path / "pictures").mkdir()
-    with pytest.raises(ValueError, match="data: must have copies only of glyphs or a table, and with augment"):
+    with pytest.raises(ValueError, match=r"data\.copies: must be 1 but for glyphs or a table, with "):
         tiny_recipe(tmp_path, "data.copies=2", word.format(tmp_path))

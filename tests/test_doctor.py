@@ -117,7 +117,7 @@ def test_a_recipes_run_is_foreseen(tmp_path, capsys):
 
 RETRIEVER = """
 kind = "retriever"
-data = {positives = 2, negatives = 3}
+data = {positives = 2, negatives = 3, mined = 3}
 model = {tokenizer = {length = 64, query_length = 16}}
 train = {examples = 100, batch = 63, sub_batch = {query = 8, passage_tokens = 1280}}
 """

@@ -72,7 +72,9 @@ def test_other_libraries_are_asked_in_their_way():
 
 
 def test_a_tower_that_cannot_is_refused(tmp_path):
-    recipe = tiny_recipe(tmp_path, "model.checkpointing=['image']")
+    recipe = tiny_recipe(tmp_path)
+    # of a tower that the recipe knows to have none it would be told before
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpointing": ("image",)})})
     with pytest.raises(ValueError) as caught:
         build_run(recipe, open_materials(recipe).tokenizer)
     assert str(caught.value) == (

@@ -437,6 +437,9 @@ def test_what_ranks_skip_together_stops_them_all(tmp_path: Path) -> None:
         assert launched.codes() == [2, 2]
     for rank in range(2):
         assert "`source` must have at most 10.0% bad pairs; got 2 of " in launched.said(rank)
+    # both ranks' are counted, beside the one that was held out
+    folder = tmp_path / "runs" / "tiny"
+    assert json.loads((folder / "run.json").read_text())["skipped"] == {"broken picture": 3}
 
 
 def test_the_curve_from_shards_is_that_of_one_process(tmp_path: Path) -> None:

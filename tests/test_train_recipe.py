@@ -117,7 +117,7 @@ def test_a_mistake_in_the_train_section_is_one_line(recipe_file, tmp_path, train
             'data.source: must be "docstrings" or a file or folder; there is no "mine.jsonl"',
         ),
         (
-            "kind = 'retriever'\n[data]\ncorpus = 'docstrings'",
+            "kind = 'retriever'\n[data]\nsource = 'x.toml'\ncorpus = 'docstrings'",
             'data.corpus: must be a file or folder; there is no "docstrings"',
         ),
         ("kind = 'retriever'\n[data]\npositives = 0", "data.positives: must be at least 1; got 0"),

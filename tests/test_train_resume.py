@@ -16,6 +16,7 @@ from tiny_runs import left, same_run, tiny_recipe
 
 from contrastile.cli.main import main
 from contrastile.train import image_text, log, loop
+from contrastile.train.checkpoint import same_recipe
 from contrastile.train.feed import Feed
 from contrastile.train.folder import RunFolder, resumed_run
 from contrastile.train.image_text import ImageText
@@ -346,6 +347,18 @@ def test_resuming_what_never_began_begins_it(undisturbed, tmp_path):
     (tmp_path / recipe.name).mkdir()
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
     assert (tmp_path / f"{recipe.name}-1").is_dir()
+
+
+def test_what_nothing_reads_may_be_another(undisturbed, tmp_path, monkeypatch):
+    recipe, _ = undisturbed
+    stopped(recipe, tmp_path, monkeypatch, at=2)
+    same_recipe(RunFolder(tmp_path / recipe.name), _with_optim(recipe, cooldown=0.5))
+    with pytest.raises(ValueError, match=r"`optim\.schedule` must be what the run began with; got cooldown"):
+        same_recipe(RunFolder(tmp_path / recipe.name), _with_optim(recipe, schedule="cooldown"))
+
+
+def _with_optim(recipe, **change):
+    return recipe.model_copy(update={"optim": recipe.optim.model_copy(update=change)})
 
 
 def test_another_recipe_is_refused(undisturbed, tmp_path, monkeypatch):

@@ -25,7 +25,9 @@ def shipped(name, folder, *overrides):
     recipe = load_any_recipe(RECIPES / f"{name}.toml")
     sides = [side for side in ("both", "query", "passage") if getattr(recipe.model, side) is not None]
     small = [f"model.{side}.config.{key}={value}" for side in sides for key, value in SMALL.items()]
-    data = [f"data.source={folder}/train.json", f"data.cache={folder}/cache", "data.mined=0", "data.held_out=0.2"]
+    data = [f"data.source={folder}/train.json", f"data.cache={folder}/cache", "data.mined=0"]
+    if not any(word.startswith("data.test=") for word in overrides):
+        data.append("data.held_out=0.2")
     text = ["model.tokenizer.size=120", "model.tokenizer.length=24", "model.tokenizer.query_length=10"]
     return load_any_recipe(RECIPES / f"{name}.toml", [*small, *data, *text, *overrides])
 

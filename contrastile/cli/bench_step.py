@@ -63,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise wrong(
             "sub_batch", "be a whole number of at least 1", arguments.sub_batch, "Leave it out for the model's."
         )
+    for name in ("seconds", "longest", "within"):
+        if (got := getattr(arguments, name)) is not None and not got >= 0:
+            raise wrong(name, "be at least 0", got, "Leave it out for the default.")
     _batches(arguments)
     across = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if across and (

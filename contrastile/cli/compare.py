@@ -103,6 +103,17 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
         remedy = "Runs side by side slow each other down."
         raise wrong("jobs", "be 1 where time is compared", arguments.jobs, remedy)
 
+    from contrastile.train.asked import a_grid, large_and_small, one_set_of_data
+
+    # a mistake is told before anything heavy is imported
+    one_set_of_data(recipe)
+    sizes, shares = _sizes("batches", arguments.batches or ()), arguments.data or [1.0]
+    rates = arguments.rates or ["fixed"]
+    if arguments.batches:
+        a_grid(sizes, shares, rates)
+    elif not arguments.losses:
+        large_and_small(recipe)
+
     from contrastile.train.compare import compare_recipe
     from contrastile.train.compare_batches import compare_batches
     from contrastile.train.compare_losses import compare_losses
@@ -112,24 +123,24 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
         ranks = 2 if arguments.ranks is None else arguments.ranks
         return compare_losses(recipe, arguments.runs, ranks=ranks, **many)
     if arguments.batches:
-        sizes, shares, rates = (
-            _sizes("batches", arguments.batches),
-            arguments.data or [1.0],
-            arguments.rates or ["fixed"],
-        )
         return compare_batches(recipe, arguments.runs, batches=sizes, shares=shares, rates=rates, **many)
     return compare_recipe(recipe, arguments.runs, seeds=arguments.seeds, resume=arguments.resume)
 
 
 def _retriever(recipe: RetrieverRecipe, arguments: argparse.Namespace) -> Comparison:
     from contrastile.cli.bench import number
+    from contrastile.train.asked import rising_sizes
+
+    batches = _sizes("batches", arguments.batches or BATCHES)
+    rising_sizes(batches)
+
     from contrastile.train.retriever.compare import compare_retriever
 
     return compare_retriever(
         recipe,
         arguments.runs,
         memory=number("memory", arguments.memory or MEMORY),
-        batches=_sizes("batches", arguments.batches or BATCHES),
+        batches=batches,
         updates=_sizes("updates", arguments.updates or ()),
         seeds=arguments.seeds,
         jobs=arguments.jobs,

@@ -30,6 +30,8 @@ TRIAL_TEXT = "a small red fox in the snow"
 # whatever a folder or a configuration says, as this version of the library calls it or an older one:
 DTYPE = torch.float32
 DTYPE_NAMES = ("dtype", "torch_dtype")
+# a folder's own code is not run, and nobody is asked whether it may
+HERE = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,20 @@ class Library:
 
     def build(self, **unless_given: Any) -> nn.Module:
         """The model; `unless_given` completes a configuration, and is ignored by a folder."""
-        from transformers import AutoConfig, AutoModel
+        from transformers import AutoModel
 
         if self.folder is not None:
-            # a folder's own code is not run, and nobody is asked whether it may
-            here = {"local_files_only": True, "trust_remote_code": False}
-            return AutoModel.from_pretrained(self.folder, **here, dtype=DTYPE)
+            return AutoModel.from_pretrained(self.folder, **HERE, dtype=DTYPE)
+        config = self.described(**unless_given)
+        with _describing(config.model_type):
+            return AutoModel.from_config(config, dtype=DTYPE)
+
+    def described(self, **unless_given: Any) -> Any:
+        """The configuration that the model is built with, complete; raises ValueError where the library has none."""
+        from transformers import AutoConfig
+
+        if self.folder is not None:
+            return AutoConfig.from_pretrained(self.folder, **HERE)
         described = {**unless_given, **(self.config or {})}
         kind = described.pop("model_type")
         with _describing(kind):
@@ -77,8 +87,7 @@ class Library:
         if "transformers_version" not in described:
             refuse_unknown({key: value for key, value in described.items() if key not in unless_given}, config)
             _refuse_another_dtype(described)
-        with _describing(kind):
-            return AutoModel.from_config(config, dtype=DTYPE)
+        return config
 
     def normalisation(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of the pixels, one per channel or one for all."""
@@ -209,7 +218,14 @@ def _image(model: nn.Module, library: Library, *, image_size: int, channels: int
     refuse_other_pictures(image_size, channels, size=size, colours=config.num_channels)
     mean, std = library.normalisation()
     tower = ImageTower(model, library.pooling, (mean, std))
-    width = width_of(tower, torch.zeros(1, channels, image_size, image_size))
+    try:
+        width = width_of(tower, torch.zeros(1, channels, image_size, image_size))
+    # a model of texts has an error of its own for pictures
+    except (ValueError, TypeError) as failure:
+        if str(failure).startswith("`"):
+            raise
+        got = f"{type(model).__name__} ({' '.join(str(failure).split())})"
+        raise wrong("image", "be a model of pictures", got, "Name another model_type or folder.") from failure
     return Tower(tower, width, {"config": _plain(config), "pooling": library.pooling, "mean": mean, "std": std})
 
 

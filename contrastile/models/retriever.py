@@ -24,8 +24,8 @@ from contrastile.models.text import Tokenizer
 class Retriever(nn.Module):
     """Features of queries and of passages, as the encoders give them, and the scale of their comparison.
 
-    `logit_scale` is the logarithm of the scale, shape `[]`. `settings` are those with which `build_retriever` makes the
-    same shapes again, from no folder.
+    `logit_scale` is the logarithm of the scale, shape `[]`. `features`: how many there are. `settings` are those with
+    which `build_retriever` makes the same shapes again, from no folder.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Retriever(nn.Module):
         scale: float,
         learn_scale: bool,
         normalise: bool,
+        features: int,
         settings: dict[str, Any],
     ) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Retriever(nn.Module):
         # "both", or "query" and "passage"
         self.encoders = nn.ModuleDict(dict(encoders))
         self.logit_scale = nn.Parameter(torch.tensor(math.log(scale)), requires_grad=learn_scale)
-        self.normalise = normalise
+        self.normalise, self.features = normalise, features
         self.settings = settings
 
     def encode_query(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -129,6 +130,7 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
         scale=complete["scale"],
         learn_scale=complete["learn_scale"],
         normalise=complete["normalise"],
+        features=widths.pop(),
         settings={**complete, **{side: tower.settings for side, tower in towers.items()}},
     )
 

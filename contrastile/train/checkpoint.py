@@ -30,6 +30,7 @@ from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.models.towers import DualEncoder, build_model
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.folder import FACTS, RECIPE, WEIGHTS, RunFolder, finished_run
+from contrastile.train.idle import idle_keys
 from contrastile.train.recipe import load_any_recipe, load_recipe, to_toml
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ class Run:
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         """Features `[n, D]`, float32 unit rows, of texts."""
         texts = listed("texts", texts, "text", str)
-        tokens, sub_batch = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.text
-        return F.normalize(encode(self.model.encode_text, tokens, sub_batch=sub_batch).float(), dim=-1)
+        tokens, cut = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.of_texts()
+        return F.normalize(encode(self.model.encode_text, tokens, **cut).float(), dim=-1)
 
 
 def load(run: str | Path, *, device: str = "auto") -> Run:
@@ -231,7 +232,9 @@ def same_recipe(folder: RunFolder, recipe: AnyRecipe) -> None:
     """Raises ValueError where a run began with another recipe, but for what changes nothing that is learned."""
     began = _flat(load_any_recipe(folder / RECIPE, files=False).model_dump(mode="json"))
     now = _flat(recipe.model_dump(mode="json"))
-    for key in sorted(began.keys() | now.keys()):
+    # what nothing reads is the same whatever it says
+    idle = {rule.key for rule in idle_keys(recipe)}
+    for key in sorted((began.keys() | now.keys()) - idle):
         if began.get(key) != now.get(key) and not key.startswith(FREE):
             again = f"contrastile train {folder / RECIPE} --runs {folder.path.parent} --resume"
             remedy = f"It began with {began.get(key)}: go on with {again}, or train anew, without --resume."

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from contrastile._check import wrong
+from contrastile.train.asked import large_and_small
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.feed import Materials
@@ -62,21 +63,13 @@ def compare_recipe(recipe: Recipe, runs: str | Path, *, seeds: int, resume: bool
 
 def ways(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """The four ways as changes of `[train]`: the small batch is a sub-batch, the large one the recipe's largest."""
-    small = recipe.train.sub_batch.image
-    large = _large(recipe)
-    if large <= small:
-        got = f"{large} and {small}"
-        raise wrong("train.batch", "have a size above train.sub_batch.image", got, "There is nothing to compare.")
+    large, small = large_and_small(recipe)
     return {
         "sequential": {"batch": ((0.0, small),), "accumulate": 1},
         "accumulated": {"batch": ((0.0, large),), "accumulate": -(-large // small)},
         "cached": {"batch": ((0.0, large),), "accumulate": 1},
         "schedule": {"batch": recipe.train.batch, "accumulate": 1},
     }
-
-
-def _large(recipe: Recipe) -> int:
-    return max(batch for _, batch in recipe.train.batch)
 
 
 def _plans(
@@ -122,7 +115,7 @@ def page(recipe: Recipe, trials: Sequence[Trial]) -> str:
     return f"""# {recipe.name}: the same memory in four ways
 
 Every way keeps the activations of one sub-batch of {recipe.train.sub_batch.image}. *Sequential*: batches of that size.
-*Accumulated*: large batches of {_large(recipe):,} in parts of that size, each with its own
+*Accumulated*: large batches of {large_and_small(recipe)[0]:,} in parts of that size, each with its own
 negatives only. *Cached*: the same large batches with all their negatives, by the gradient cache. *Schedule*: the
 recipe's own. Learning rate and everything else are the recipe's. Equal time: what the sequential way took on average.
 Mean and standard deviation over {seeds} seed{"s" if seeds > 1 else ""}.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from contrastile._check import wrong
+from contrastile.train.asked import RATES, a_grid
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.figures import COLOURS
@@ -35,8 +36,6 @@ from contrastile.train.trials import (
 )
 
 FIGURE = "compare.svg"
-# rules of the learning rate, and what they are called in a recipe
-RATES = {"fixed": "none", "sqrt": "sqrt", "linear": "linear"}
 
 
 def compare_batches(
@@ -54,7 +53,9 @@ def compare_batches(
 
     With `resume` an earlier comparison of this recipe goes on, and what it has made is not made again.
     """
-    _check(batches, shares, rates, seeds)
+    if seeds < 1:
+        raise wrong("seeds", "be at least 1", seeds, "Three show a spread.")
+    a_grid(batches, shares, rates)
     examples = recipe.train.length(len(open_once(recipe).pairs.splits["train"]))
     with comparison(runs, recipe, "batches", resume=resume) as folder:
         trials = read_back(folder)
@@ -65,17 +66,6 @@ def compare_batches(
         if trials:
             folder.write_text(FIGURE, figure(in_order(trials)))
     return Comparison(folder.path, table(in_order(trials)), stopped_by)
-
-
-def _check(batches: Sequence[int], shares: Sequence[float], rates: Sequence[str], seeds: int) -> None:
-    if seeds < 1:
-        raise wrong("seeds", "be at least 1", seeds, "Three show a spread.")
-    if not batches or min(batches) < 1:
-        raise wrong("batches", "be sizes of at least 1", list(batches), "Such as 256 1024 4096.")
-    if not shares or not all(0 < share <= 1 for share in shares):
-        raise wrong("data", "be shares above 0, up to 1", list(shares), "Such as 0.1 0.3 1.0.")
-    if not rates or not RATES.keys() >= set(rates):
-        raise wrong("rates", f"be among {', '.join(RATES)}", list(rates), "Such as fixed sqrt.")
 
 
 def plans(

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from contrastile.data.sources import is_collection, missing, read_source
+from contrastile.data.sources import columns, is_collection, missing, read_source
 from contrastile.train.evaluate_settings import EvaluateSettings
 from contrastile.train.model_settings import ModelSettings
 from contrastile.train.optim_settings import AdamWSettings, AnyOptim, OptimSettings
@@ -33,6 +33,7 @@ from contrastile.train.settings import (
     installed,
     kind_or,
 )
+from contrastile.train.sizes import fit_pictures
 
 logger = logging.getLogger("contrastile")
 
@@ -61,7 +62,8 @@ class DataSettings(Settings):
     @model_validator(mode="after")
     def _copies_are_bent(self) -> DataSettings:
         if self.copies > 1 and (is_collection(self.source) or not self.augment):
-            raise ValueError("must have copies only of glyphs or a table, and with augment")
+            reason = f"must be 1 but for glyphs or a table, with data.augment; got {self.copies}"
+            raise ClashError("data.copies", reason)
         return self
 
     @field_validator("channels", mode="before")
@@ -85,6 +87,13 @@ class DataSettings(Settings):
             if source == absent[0] and not os.path.splitext(source)[1]:
                 raise ValueError(f'must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "{source}"')
             raise ValueError(f'no such file "{absent[0]}"')
+        if files_matter(info) and any(one.kind == ".parquet" for one in read_source(source)):
+            installed("pyarrow", '"contrastile[data]"')
+        tables = [path for one in read_source(source) if one.kind == ".tsv" for path in one.paths]
+        # of many the first one
+        if tables and files_matter(info) and not {"filepath", "title"} <= set(found := columns(tables[0])):
+            got = json.dumps(found, ensure_ascii=False)
+            raise ValueError(f"must have the columns filepath and title in the first line, between tabs; got {got}")
         return source
 
     @field_validator("weights")
@@ -144,6 +153,14 @@ class SubBatch(Settings):
     image: Count = 256
     text: Count = 256
     text_tokens: Count | None = None
+
+    def of_texts(self) -> dict[str, Any]:
+        """What `encode` is told of texts."""
+        return {"sub_batch": self.text} if self.text_tokens is None else {"sub_batch_tokens": self.text_tokens}
+
+    def texts_at_once(self, length: int) -> int:
+        """So many texts of `length` tokens are encoded together."""
+        return self.text if self.text_tokens is None else max(1, self.text_tokens // length)
 
 
 def _constant_schedule(batch: Any) -> Any:
@@ -206,6 +223,10 @@ class Steps(Settings):
     @model_validator(mode="after")
     def _parts_have_negatives(self) -> Steps:
         smallest = min(size for _, size in self.batch)
+        if smallest < self.smallest_part:
+            raise ClashError(
+                "train.batch", f"must be at least {self.smallest_part}: one pair has no negatives; got {smallest}"
+            )
         if self.accumulate > 1 and self.accumulate * self.smallest_part > smallest:
             reason = (
                 f"must leave parts of {self.smallest_part} at least; got {self.accumulate} of a batch of {smallest}"
@@ -347,6 +368,8 @@ class Recipe(AnyRecipe):
     @model_validator(mode="after")
     def _sections_fit_together(self, info: ValidationInfo) -> Recipe:
         fit_together(self.device, self.loss, self.optim, self.train, info)
+        if files_matter(info):
+            fit_pictures(self.data, self.model)
         if self.model.precompute and self.data.augment:
             raise ClashError("data.augment", "must be false with model.precompute: each picture is seen once; got true")
         tokens, length = self.train.sub_batch.text_tokens, self.model.tokenizer.length

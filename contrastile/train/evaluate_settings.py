@@ -52,6 +52,14 @@ class ZeroShotSettings(Settings):
     def _templates_are_there(cls, templates: str, info: ValidationInfo) -> str:
         return templates if templates in TEMPLATES else _there(templates, info, or_else=f"{_quoted(TEMPLATES)} or ")
 
+    @model_validator(mode="after")
+    def _there_are_classes(self, info: ValidationInfo) -> ZeroShotSettings:
+        if files_matter(info):
+            with os.scandir(self.folder) as entries:
+                if not any(entry.is_dir() for entry in entries):
+                    raise ValueError(f'must have a folder with a sub-folder for each class; "{self.folder}" has none')
+        return self
+
 
 class RetrievalSettings(Settings):
     """Find captions by pictures and pictures by captions: Karpathy's JSON, or a tab-separated file.
@@ -73,6 +81,13 @@ class RetrievalSettings(Settings):
     @classmethod
     def _file_is_there(cls, file: str, info: ValidationInfo) -> str:
         return _there(file, info)
+
+    @field_validator("split")
+    @classmethod
+    def _tables_have_no_splits(cls, split: str | None, info: ValidationInfo) -> str | None:
+        if split is not None and files_matter(info) and not info.data.get("captions", ".json").endswith(".json"):
+            raise ValueError(f'must be left out with a table: only Karpathy\'s JSON has splits; got "{split}"')
+        return split
 
     @field_validator("images")
     @classmethod

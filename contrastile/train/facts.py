@@ -117,7 +117,8 @@ def activations_per_pair(run: Run, materials: Materials) -> int:
     # an empty picture is no part of the statistics that a tower keeps of what it sees
     kept = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
     with run.autocast():
-        found = bytes_per_example(image, sub_batch.image) + bytes_per_example(text, sub_batch.text)
+        texts = sub_batch.texts_at_once(run.recipe.model.tokenizer.length)
+        found = bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts)
     for buffer, value in kept:
         buffer.copy_(value)
     return found

@@ -20,8 +20,9 @@ from contrastile.data.pairs import Indices
 from contrastile.models.text import load_tokenizer
 from contrastile.models.towers import DualEncoder
 from contrastile.modules import ClipLoss, SigLipLoss
-from contrastile.train.checkpoint import Run, build_run, fingerprint, load
+from contrastile.train.checkpoint import Run, build_run, choose_device, fingerprint, load
 from contrastile.train.config import Recipe
+from contrastile.train.described import describe_models
 from contrastile.train.elsewhere import Test, measure_all, measures, named, open_test
 from contrastile.train.evaluation import Row, encode_held_out, evaluate, probe
 from contrastile.train.facts import Trained, facts, facts_so_far
@@ -58,7 +59,9 @@ class ImageText:
     @classmethod
     def open(cls, recipe: Recipe, begun: RunFolder | None = None) -> Self:
         """The job that a recipe describes; a tokenizer is trained where none has `begun`."""
-        # first, so that a mistake in their files costs nothing
+        # first: a device that is not there, a model that does not fit, or a mistake in the tests' files, costs nothing
+        choose_device(recipe.device)
+        describe_models(recipe)
         tests = [open_test(test) for test in named(recipe.evaluate)]
         materials = open_materials(recipe, load_tokenizer(begun.path) if begun is not None else None)
         run = build_run(recipe, materials.tokenizer)
@@ -145,16 +148,9 @@ def batch_loss(run: Run, loss: Loss, batch: Batch) -> Tensor:
     """The loss of a batch of any size; activations are kept of the retained sub-batches, or of one at a time."""
     model, settings = run.model, run.recipe.train
     size = settings.sub_batch
-    texts, tokens = (size.text, None) if size.text_tokens is None else (None, size.text_tokens)
     with run.autocast():
         # with a sub-batch retained, a batch that fits into one is encoded once, in the plain way
         image = encode(model.encode_image, batch.pixels, sub_batch=size.image, retain=settings.retain)
-        text = encode(
-            model.encode_text,
-            batch.tokens,
-            sub_batch=texts,
-            sub_batch_tokens=tokens,
-            retain=settings.retain,
-        )
+        text = encode(model.encode_text, batch.tokens, **size.of_texts(), retain=settings.retain)
     image, text = (F.normalize(side.to(model.logit_scale.dtype), dim=-1) for side in (image, text))
     return loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=batch.ids.to(run.device))

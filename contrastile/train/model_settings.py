@@ -54,7 +54,8 @@ OfChannels = Annotated[tuple[float, ...], AfterValidator(_for_each_channel)]
 OfChannelsAboveZero = Annotated[tuple[Positive, ...], AfterValidator(_for_each_channel)]
 
 
-def _read_config(path: str) -> Mapping[str, Any]:
+def read_config(path: str) -> Mapping[str, Any]:
+    """A model's config.json; raises ValueError where that is none."""
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
@@ -83,17 +84,19 @@ def _check_type(config: Mapping[str, Any]) -> None:
         raise ValueError(f'must have a model_type that transformers knows; got "{kind}"{hint}')
 
 
-class TransformersModel(Settings):
-    """A model of transformers: a local `folder` with its weights, or a `config` with its model_type, from scratch.
+class OfPixels(Settings):
+    """What sees pictures: `mean` and `std` are what pixels are normalised with; the model's own where left out."""
 
-    `mean` and `std` are what pixels are normalised with; a folder's own where they are left out.
-    """
+    mean: OfChannels | None = None
+    std: OfChannelsAboveZero | None = None
+
+
+class TransformersModel(Settings):
+    """A model of transformers: a local `folder` with its weights, or a `config` with its model_type, from scratch."""
 
     kind: Literal["transformers"] = "transformers"
     folder: str | None = None
     config: dict[str, Any] | None = None
-    mean: OfChannels | None = None
-    std: OfChannelsAboveZero | None = None
 
     @field_validator("folder")
     @classmethod
@@ -102,7 +105,7 @@ class TransformersModel(Settings):
             path = os.path.join(folder, "config.json")
             if not os.path.isfile(path):
                 raise ValueError(f'must be a folder with a config.json; got "{folder}"')
-            _check_type(_read_config(path))
+            _check_type(read_config(path))
         return folder
 
     @field_validator("config")
@@ -137,13 +140,10 @@ def own_tokenizer(encoders: Sequence[Any], tokenizer: str | None) -> None:
 class FileModel(Settings):
     """What models of other libraries share: random weights, or those of a local `checkpoint`.
 
-    It is safetensors, or tensors that torch.save wrote. `mean` and `std` are what pixels are normalised with; the
-    model's own where they are left out.
+    It is safetensors, or tensors that torch.save wrote.
     """
 
     checkpoint: str | None = None
-    mean: OfChannels | None = None
-    std: OfChannelsAboveZero | None = None
 
     @field_validator("checkpoint")
     @classmethod
@@ -158,7 +158,7 @@ class FileModel(Settings):
         return self.checkpoint is not None
 
 
-class TimmTower(FileModel):
+class TimmTower(FileModel, OfPixels):
     """An image model of timm, by its `name` there; `config` are further arguments of timm.create_model."""
 
     kind: Literal["timm"] = "timm"
@@ -194,17 +194,29 @@ class OpenClipModel(FileModel):
         return self
 
 
+class OpenClipOfPixels(OpenClipModel, OfPixels):
+    """The whole of it, or its side of pictures."""
+
+
 class TransformersTower(TransformersModel):
     """One side alone: its features are the mean over its places, its first place ("cls") or its own pooler's."""
 
     pooling: Literal["mean", "cls", "pooler"] = "mean"
 
 
+class TransformersOfPixels(TransformersTower, OfPixels):
+    """The side of pictures."""
+
+
+class TransformersWhole(TransformersModel, OfPixels):
+    """Both sides of a CLIP or SigLIP, which have poolers of their own."""
+
+
 AnyImageTower = Annotated[
     Annotated[ConvTower, Tag("conv")]
-    | Annotated[TransformersTower, Tag("transformers")]
+    | Annotated[TransformersOfPixels, Tag("transformers")]
     | Annotated[TimmTower, Tag("timm")]
-    | Annotated[OpenClipModel, Tag("open_clip")],
+    | Annotated[OpenClipOfPixels, Tag("open_clip")],
     kind_or("conv"),
 ]
 AnyTextTower = Annotated[
@@ -214,7 +226,7 @@ AnyTextTower = Annotated[
     kind_or("words"),
 ]
 AnyWhole = Annotated[
-    Annotated[TransformersModel, Tag("transformers")] | Annotated[OpenClipModel, Tag("open_clip")],
+    Annotated[TransformersWhole, Tag("transformers")] | Annotated[OpenClipOfPixels, Tag("open_clip")],
     kind_or("transformers"),
 ]
 

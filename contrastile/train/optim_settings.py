@@ -55,10 +55,9 @@ class OptimSettings(Settings):
 
     @model_validator(mode="after")
     def _scaling_has_a_base(self) -> OptimSettings:
-        if (self.rate_scaling == "none") != (self.base_batch is None):
-            raise ValueError(
-                "must have rate_scaling and base_batch together: the batch that learning_rate is meant for"
-            )
+        if self.rate_scaling != "none" and self.base_batch is None:
+            reason = f'must be given with optim.rate_scaling = "{self.rate_scaling}": the batch of that rate'
+            raise ClashError("optim.base_batch", reason)
         return self
 
 

@@ -8,9 +8,10 @@ alone writes and shows. One process is a rank without others, and nothing here c
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,8 @@ from contrastile.train.watch import Watch
 
 if TYPE_CHECKING:
     from contrastile.train.job import Job
+
+logger = logging.getLogger("contrastile")
 
 # for how long ranks that have opened their data wait for one that has not
 LOADING = timedelta(hours=1)
@@ -73,10 +76,12 @@ class Ranks:
     @contextmanager
     def joined(self, job: Job[Any]) -> Iterator[None]:
         """Together with the others, all with the first one's weights; an error, where a rank is lost or not alike."""
+        run = job.run
         if self.size == 1:
+            if run.recipe.train.parallel == "shard":
+                logger.warning('train.parallel = "shard" has no effect on one process: it has all of the weights')
             yield
             return
-        run = job.run
         timeout = timedelta(seconds=run.recipe.train.timeout)
         store = self._met(timeout)
         on_gpu = run.device.type == "cuda"
@@ -134,7 +139,9 @@ class Ranks:
         """The first rank counts what all of them skipped so far, the others count anew."""
         if self.size == 1 or stream is None:
             return
-        stated = comm.agree(None, {"skipped": stream.skipped, "seen": stream.seen}, free=("skipped", "seen"))
+        self._count(stream, comm.agree(None, _counts(stream), free=("skipped", "seen")))
+
+    def _count(self, stream: Stream, stated: Sequence[Mapping[str, Any]]) -> None:
         stream.skipped, stream.seen = Counter(), 0
         for one in stated if self.rank == 0 else ():
             stream.skipped.update(one["skipped"])
@@ -145,16 +152,21 @@ class Ranks:
     ) -> tuple[float, int | None]:
         """Before a step: the first rank's clock, and the signal that any of them got.
 
-        Raises ValueError, on all of them, where they have skipped too much of the stream together.
+        Raises ValueError, on all of them, where they have skipped too much of the stream together; their counts are
+        handed in by then.
         """
-        own = {"skipped": {}, "seen": 0} if stream is None else {"skipped": stream.skipped, "seen": stream.seen}
-        stated: list[dict[str, Any]] = [{"seconds": seconds, "signal": signal, **own}]
+        stated: list[dict[str, Any]] = [{"seconds": seconds, "signal": signal, **_counts(stream)}]
         if self.size > 1:
             here.begin(step)
             stated = comm.agree(None, {"step": step, **stated[0]}, free=(*stated[0],))
         if stream is not None:
             skipped = sum((Counter(one["skipped"]) for one in stated), Counter[str]())
-            stream.check(skipped, sum(one["seen"] for one in stated))
+            try:
+                stream.check(skipped, sum(one["seen"] for one in stated))
+            except ValueError:
+                # the first one is about to write down what came of the run
+                self._count(stream, stated)
+                raise
         signals = [other["signal"] for other in stated if other["signal"] is not None]
         return stated[0]["seconds"], signals[0] if signals else None
 
@@ -182,6 +194,11 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def _counts(stream: Stream | None) -> dict[str, Any]:
+    """What this rank skipped of a stream, and of how many pairs."""
+    return {"skipped": {}, "seen": 0} if stream is None else {"skipped": stream.skipped, "seen": stream.seen}
 
 
 def _statement(job: Job[Any]) -> dict[str, str | int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from contrastile.train.config import AnyRecipe, Recipe
+from contrastile.train.folder import METRICS
+from contrastile.train.idle import idle_keys
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.settings import ClashError
+
+logger = logging.getLogger("contrastile")
 
 Tables = dict[str, Any]
 
@@ -30,13 +35,18 @@ INSTEAD = {
     "examples": ("epochs",),
     "epochs": ("examples",),
     "warmup": ("warmup_steps", "warmup_epochs"),
-    "warmup_steps": ("warmup_epochs",),
-    "warmup_epochs": ("warmup_steps",),
+    "warmup_steps": ("warmup", "warmup_epochs"),
+    "warmup_epochs": ("warmup", "warmup_steps"),
     "folder": ("config",),
     "config": ("folder",),
     "both": ("image", "text", "query", "passage"),
-    "query": ("both",),
-    "passage": ("both",),
+    # an encoder, or how many texts it sees at once
+    "query": ("both", "query_tokens"),
+    "passage": ("both", "passage_tokens"),
+    "text": ("text_tokens",),
+    "text_tokens": ("text",),
+    "query_tokens": ("query",),
+    "passage_tokens": ("passage",),
 }
 
 RULES = {
@@ -52,10 +62,10 @@ RULES = {
     "model_type": "must be a table of keys",
     "dict_type": "must be a table of keys",
     "literal_error": "must be {expected}",
-    "greater_than": "must be greater than {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than": "must be less than {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
 }
 
 
@@ -85,8 +95,10 @@ def load_retriever_recipe(path: str | Path, overrides: Sequence[str] = (), *, fi
 def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe | RetrieverRecipe:
     """The recipe at `path` with `overrides` ("optim.learning_rate=1e-3") put over it, checked.
 
-    An override that excludes what the file says, as `train.examples` does `train.epochs`, takes its place. With `files`
-    the files and folders that it names must be there.
+    An override that excludes what the file says, as `train.examples` does `train.epochs`, takes its place; what it
+    leaves without effect in the file, as `optim.schedule` may `optim.cooldown`, is left out with a warning. With
+    `files`, for a recipe that is to be run, the files and folders that it names must be there, and every key that it
+    has must have an effect.
 
     Raises `RecipeError` with one line such as
     `recipes/x.toml: optim.learning_rte: unknown key (did you mean optim.learning_rate?)`.
@@ -164,12 +176,68 @@ def _checked(tables: Tables, origin: str, origins: Mapping[str, str], files: boo
     if not isinstance(kind, str) or kind not in KINDS:
         known = ", ".join(f"'{name}'" for name in KINDS)
         raise RecipeError(f"{origins.get('kind', origin)}: kind: must be one of {known}; got {_shown(kind)}")
+    if files:
+        _without_idle(tables, origin, origins, KINDS[kind])
+    return _validated(tables, origin, origins, KINDS[kind], files)
+
+
+def _validated(
+    tables: Tables, origin: str, origins: Mapping[str, str], recipe: type[AnyRecipe], files: bool
+) -> AnyRecipe:
     try:
-        return KINDS[kind].model_validate(_frozen(tables), context={"files": files})
+        return recipe.model_validate(_frozen(tables), context={"files": files})
     except ValidationError as error:
-        # an unknown key first: it is often why another one is missing
-        mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] != "extra_forbidden")
-        raise RecipeError(_one_line(mistakes[0], tables, origin, origins, KINDS[kind])) from None
+        mistakes = error.errors()
+    for mistake in mistakes:
+        key = ".".join(_place(mistake, tables))
+        # the file's keys of a kind that an override replaces
+        another = mistake["type"] == "extra_forbidden" and key in known_keys(recipe)
+        by = f"{key.rpartition('.')[0]}.kind"
+        if another and by in origins and _blamed(key, origins) is None:
+            _leave_out(key, tables, origin, f"has no effect with {by} = {_shown(_found(by, tables))}")
+            return _validated(tables, origin, origins, recipe, files)
+    # an unknown key first: it is often why another one is missing
+    mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
+    raise RecipeError(_one_line(mistakes[0], tables, origin, origins, recipe))
+
+
+def _without_idle(tables: Tables, origin: str, origins: Mapping[str, str], recipe: type[AnyRecipe]) -> None:
+    """Leaves out what overrides made idle in the file; raises `RecipeError` for what else is idle."""
+    known = _validated(tables, origin, origins, recipe, False)
+    # an earlier version wrote every key into a run's folder
+    of_a_run = (Path(origin).parent / METRICS).is_file()
+    for rule in idle_keys(known):
+        if _found(rule.key, tables) is None:
+            continue
+        blamed = _blamed(rule.key, origins)
+        touched = of_a_run or any(_touched(by, origins) for by in (rule.by, *rule.others))
+        if blamed is not None or not touched:
+            raise RecipeError(f"{blamed or origin}: {rule.key}: {rule.reason(known)}")
+        _leave_out(rule.key, tables, origin, rule.reason(known).partition(";")[0])
+
+
+def _touched(key: str, origins: Collection[str]) -> bool:
+    """Whether an override set a key, the table it lies in, or something within it."""
+    return any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in origins)
+
+
+def _found(key: str, tables: Tables) -> Any:
+    """What stands under a dotted key; None where nothing does."""
+    found: Any = tables
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def _leave_out(key: str, tables: Tables, origin: str, why: str) -> None:
+    section, _, last = key.rpartition(".")
+    _found(section, tables).pop(last)
+    logger.warning("%s: %s is left out: it %s", origin, key, why)
+
+
+def _blamed(key: str, origins: Mapping[str, str]) -> str | None:
+    """The override that set a key, or the table that it lies in."""
+    return next((text for name, text in origins.items() if f"{key}.".startswith(f"{name}.")), None)
 
 
 def _frozen(value: Any) -> Any:
@@ -185,8 +253,7 @@ def _one_line(
     place = _place(error, tables)
     key = ".".join(place)
     # an override is to blame for the key that it set, for what lies in it and for the section it stands in
-    related = (text for name, text in origins.items() if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."))
-    blamed = next(related, origin)
+    blamed = next((text for name, text in origins.items() if _touched(key, [name])), origin)
     return f"{blamed}: {key}: {_reason(error, place, recipe)}"
 
 
@@ -218,8 +285,14 @@ def _reason(error: ErrorDetails, place: Sequence[str], recipe: type[AnyRecipe]) 
         return str(context["error"])
     if kind == "union_tag_invalid":
         return f"must be one of {context['expected_tags']}; got {_shown(context['tag'])}"
+    context = {name: _bound(value) for name, value in context.items()}
     rule = RULES[kind].format(**context) if kind in RULES else error["msg"][:1].lower() + error["msg"][1:]
     return f"{rule}; got {_shown(error['input'])}"
+
+
+def _bound(value: Any) -> Any:
+    """A number as people write it."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else value
 
 
 def _shown(value: Any) -> str:
@@ -266,8 +339,12 @@ def _sections(field: FieldInfo) -> Iterator[type[BaseModel]]:
 
 
 def to_toml(recipe: AnyRecipe) -> str:
-    """The recipe with every default filled in, as TOML that `load_recipe` reads back to an equal recipe."""
-    return "\n".join(_table_lines(recipe.model_dump(mode="json", exclude_none=True), "")).lstrip("\n") + "\n"
+    """The recipe with every default that counts filled in, as TOML that `load_recipe` reads back to an equal recipe."""
+    tables = recipe.model_dump(mode="json", exclude_none=True)
+    for rule in idle_keys(recipe):
+        section, _, last = rule.key.rpartition(".")
+        _found(section, tables).pop(last, None)
+    return "\n".join(_table_lines(tables, "")).lstrip("\n") + "\n"
 
 
 def _table_lines(table: Mapping[str, Any], path: str) -> Iterator[str]:

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from contrastile._check import wrong
 from contrastile.train import crews
+from contrastile.train.asked import one_set_of_data
 from contrastile.train.checkpoint import build_run, same_recipe
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.evaluation import encode_held_out, evaluate
@@ -77,9 +77,7 @@ Outcome = Trial | int
 
 def open_once(recipe: Recipe) -> Materials:
     """What all runs of a comparison learn from, whatever their seeds; raises ValueError where each seed has its own."""
-    if recipe.data.copies > 1:
-        remedy = "Pictures are bent anew in every run without it."
-        raise wrong("data.copies", "be 1 for a comparison, whose seeds share their data", recipe.data.copies, remedy)
+    one_set_of_data(recipe)
     return open_materials(recipe)
 
 

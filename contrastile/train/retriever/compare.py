@@ -18,6 +18,7 @@ from pathlib import Path
 from contrastile._check import wrong
 from contrastile.data.bm25 import BM25
 from contrastile.train import crews
+from contrastile.train.asked import rising_sizes
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.facts import Trained
 from contrastile.train.log import Metrics, clock, progress, size
@@ -132,8 +133,7 @@ def _plans(findings: Findings, materials: TextMaterials, seeds: int) -> list[Pla
 
 
 def _check(batches: Sequence[int], seeds: int, jobs: int) -> None:
-    if not batches or min(batches) < 2 or list(batches) != sorted(set(batches)):
-        raise wrong("batches", "be rising sizes of at least 2", list(batches), "Such as 128 512 4096.")
+    rising_sizes(batches)
     if seeds < 1:
         raise wrong("seeds", "be at least 1", seeds, "Three show a spread.")
     if jobs < 1:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
@@ -15,7 +17,21 @@ from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationInfo
 from contrastile.train.config import AnyRecipe, LossSettings, SaveSettings, Steps, fit_together
 from contrastile.train.model_settings import TransformersModel, WordsTower, own_tokenizer
 from contrastile.train.optim_settings import AdamWSettings, AnyOptim
-from contrastile.train.settings import Count, Settings, Share, Width, files_matter, holds_tokenizer, installed, kind_or
+from contrastile.train.settings import (
+    ClashError,
+    Count,
+    Settings,
+    Share,
+    Width,
+    files_matter,
+    holds_tokenizer,
+    installed,
+    kind_or,
+)
+from contrastile.train.sizes import fit_texts
+
+# the files of a folder of questions, passages and judgements
+BEIR = ("corpus.jsonl", "queries.jsonl", "qrels/*.tsv")
 
 
 class TextDataSettings(Settings):
@@ -50,7 +66,27 @@ class TextDataSettings(Settings):
         if files_matter(info) and not os.path.exists(os.path.expanduser(path)):
             known = '"docstrings" or ' if info.field_name == "source" else ""
             raise ValueError(f'must be {known}a file or folder; there is no "{path}"')
+        folder = Path(path).expanduser()
+        if files_matter(info) and folder.suffix == ".parquet":
+            installed("pyarrow", '"contrastile[data]"')
+        if files_matter(info) and folder.is_dir() and info.field_name == "test":
+            raise ValueError(f'must be a file of questions; got the folder "{path}"')
+        if files_matter(info) and folder.is_dir() and info.field_name == "source":
+            absent = [name for name in BEIR if next(folder.glob(name), None) is None]
+            if absent:
+                raise ValueError(
+                    f'must be a folder in BEIR\'s format, with {", ".join(BEIR)}; "{path}" has no {absent[0]}'
+                )
         return path
+
+    @field_validator("packages")
+    @classmethod
+    def _packages_are_there(cls, packages: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if info.data.get("source") == "docstrings" and files_matter(info):
+            for name in packages:
+                if not name.isidentifier() or find_spec(name) is None:
+                    raise ValueError(f'must be installed packages; got "{name}"')
+        return packages
 
 
 class BagTower(Settings):
@@ -229,8 +265,17 @@ class RetrieverRecipe(AnyRecipe):
     @model_validator(mode="after")
     def _sections_fit_together(self, info: ValidationInfo) -> RetrieverRecipe:
         fit_together(self.device, self.loss, self.optim, self.train, info)
-        # both come late: after all texts were read, and after the training
+        if files_matter(info):
+            fit_texts(self.model)
+        for side, length in (("query", "query_length"), ("passage", "length")) if files_matter(info) else ():
+            tokens, longest = getattr(self.train.sub_batch, f"{side}_tokens"), getattr(self.model.tokenizer, length)
+            if tokens is not None and tokens < longest:
+                rule = f"must be at least model.tokenizer.{length}, the tokens of one text; got {tokens} and {longest}"
+                raise ClashError(f"train.sub_batch.{side}_tokens", rule)
+        # they come late: after all texts were read, or after the training
         for key, asked in {"data.mined": self.data.mined > 0, "evaluate.bm25": self.evaluate.bm25}.items():
             if asked and files_matter(info):
                 installed("bm25s", '"contrastile[search]"', key)
+        if self.model.lora is not None and files_matter(info):
+            installed("peft", "peft", "model.lora")
         return self

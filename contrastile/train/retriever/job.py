@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
+from contrastile._check import wrong
 from contrastile.cache import encode
 from contrastile.data.pairs import Indices
 from contrastile.models.retriever import Retriever
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import InfoNCELoss
 from contrastile.retention import bytes_per_example
+from contrastile.train.checkpoint import choose_device
+from contrastile.train.described import describe_models
 from contrastile.train.facts import Trained, kept_at_once, run_facts
 from contrastile.train.folder import RunFolder
 from contrastile.train.job import Measure
@@ -55,9 +59,16 @@ class Retrieval:
     @classmethod
     def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
         """The job that a recipe describes; a tokenizer is trained where none has `begun`."""
+        # first: a device that is not there, or a model that does not fit, costs nothing
+        choose_device(recipe.device)
+        describe_models(recipe)
         length = recipe.model.tokenizer.length
         tokenizer = load_tokenizer(begun.path, length=length) if begun is not None else None
         materials = open_text_materials(recipe, tokenizer)
+        if find_spec("regex") is None and any(query.answers for query in materials.texts.queries):
+            # after the training it would be late
+            remedy = 'Run: pip install "contrastile[search]"'
+            raise wrong("evaluate.match", "have the package regex to look for answers", "none", remedy)
         return cls(build_retriever_run(recipe, materials.tokenizer), materials)
 
     @classmethod

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from contrastile._check import wrong
 from contrastile.cache import encode
 from contrastile.data.pairs import silent
 from contrastile.data.texts import Passage
@@ -97,6 +98,9 @@ def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> Retrie
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
     model = build_retriever(encoder_settings(recipe), tokenizer=tokenizer)
+    # not every width is known before there are encoders
+    if (most := max(recipe.model.dimensions, default=0)) > model.features:
+        raise wrong("model.dimensions", f"be at most the {model.features} features there are", most, "Leave it out.")
     return RetrieverRun(recipe, model.to(device), tokenizer, device)
 
 
