@@ -148,6 +148,8 @@ def _batch_size(leaves: Sequence[Any]) -> int:
         if leaf is not None and (not isinstance(leaf, Tensor) or leaf.ndim == 0):
             got = "a tensor without axes" if isinstance(leaf, Tensor) else type(leaf).__name__
             remedy = "Convert arrays with torch.as_tensor; bind other arguments with functools.partial."
+            if isinstance(leaf, str):
+                remedy = "Tokenise texts first; bind other arguments with functools.partial."
             raise wrong("inputs", "be tensors whose first axis is the batch", got, remedy)
         if leaf is not None:
             sizes.append(len(leaf))

@@ -268,11 +268,14 @@ def normalises_over_rows(module: nn.Module) -> bool:
 
 def refuse_batch_norm(module: nn.Module, name: str) -> NoReturn:
     """Raises ValueError: the statistics of parts are not those of the batch."""
+    remedy = "Put it in eval mode, or take GroupNorm or LayerNorm."
+    if name == "encoder":
+        remedy += " Or call the encoder itself, or cache only the part before it."
     raise wrong(
         name,
         "treat examples one by one",
         f"{type(module).__name__} in training mode, whose statistics over a sub-batch are not those of the batch",
-        "Put it in eval mode, or take GroupNorm or LayerNorm.",
+        remedy,
     )
 
 

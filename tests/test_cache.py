@@ -415,7 +415,9 @@ BAD = {
     "`retain` must be a whole number of at least 0; got -1.": lambda t: encode(t, _inputs(), sub_batch=4, retain=-1),
     "`inputs` must be tensors whose first axis is the batch; got ndarray. Convert arrays with torch.as_tensor; bind "
     "other arguments with functools.partial.": lambda t: encode(t, _inputs().numpy(), sub_batch=4),
-    "`inputs` must be tensors whose first axis is the batch; got str.": lambda t: encode(t, ("a",), sub_batch=4),
+    "`inputs` must be tensors whose first axis is the batch; got str. Tokenise texts first; bind other": lambda t: (
+        encode(t, ("a",), sub_batch=4)
+    ),
     "`inputs` must be tensors whose first axis is the batch; got a tensor without": lambda t: encode(
         t, torch.tensor(1.0), sub_batch=4
     ),
@@ -464,8 +466,9 @@ def test_batch_norm_beside_the_encoder_or_in_eval_mode_is_no_reason(tower: Tower
 def test_batch_norm_behind_a_function_is_refused_before_it_learns(grad: bool) -> None:
     normed = nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4))
     sentence = "`encoder` must treat examples one by one; got BatchNorm1d in training mode"
-    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=sentence):
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=sentence) as caught:
         encode(lambda x: normed(x), torch.randn(8, D_IN), sub_batch=4)
+    assert str(caught.value).endswith("Or call the encoder itself, or cache only the part before it.")
     assert not normed[1].running_mean.any()
 
 

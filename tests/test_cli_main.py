@@ -124,7 +124,7 @@ WORDS = {
     ),
     "search {folder}/texts hello --index {folder}/x": "contrastile encode {folder}/texts --out {folder}/x\n",
     "search {folder}/texts _": "`question` must have words; got none. ",
-    "encode {folder}/pictures": '{folder}/pictures/recipe.toml: kind: must be "retriever" here; got "image-text"',
+    "encode {folder}/pictures": 'got "image-text"; pictures and texts are encoded in Python: contrastile.load(run).',
     "encode {folder}/texts {folder}/no.jsonl": '`corpus` must be a file or folder; got "{folder}/no.jsonl". ',
     "encode {folder}/texts --shard 0": "`--shard` must be at least 1; got 0. ",
     "encode {folder}/texts --dimensions 0": "`--dimensions` must be at least 1; got 0. ",

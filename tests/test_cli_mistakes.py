@@ -40,7 +40,7 @@ MISTAKES = {
     "a missing table": (f"{STEPS}[data]\nsource = 'no.tsv'", 'data.source: no such file "no.tsv"'),
     "a missing folder": (
         f"{STEPS}[data]\nsource = 'no/pictures'",
-        'data.source: must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "no/pictures"',
+        'data.source: must be "glyphs", a .tsv, .csv, .tar or .parquet file, or a folder; got "no/pictures"',
     ),
     "missing shards": (
         f"{STEPS}[data]\nsource = 'no/{{000..009}}.tar'",

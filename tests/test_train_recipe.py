@@ -49,7 +49,7 @@ def complaint(*overrides, path="x.toml"):
         ("[data]\nsource = 3", "data.source: must be a text in quotes; got 3"),
         (
             "[data]\nsource = 'mnist'",
-            'data.source: must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "mnist"',
+            'data.source: must be "glyphs", a .tsv, .csv, .tar or .parquet file, or a folder; got "mnist"',
         ),
         ("[data]\nsource = 'mine.tsv'", 'data.source: no such file "mine.tsv"'),
         ("[model.image]\nkind = 'transformers'", "model.image: must have either folder or config, and not both"),
@@ -63,6 +63,8 @@ def complaint(*overrides, path="x.toml"):
         ),
         ("[trian]\nexamples = 3", "trian: unknown key (did you mean train?)"),
         ("learning_rate = 1.0", "learning_rate: unknown key (did you mean optim.learning_rate?)"),
+        ("lr = 1.0", "lr: unknown key (did you mean optim.learning_rate?)"),
+        ("batch_size = 8", "batch_size: unknown key (did you mean train.batch?)"),
         ("zzz = 1.0", "zzz: unknown key"),
         ("seed = -1", "seed: must be at least 0; got -1"),
         ("device = 'tpu'", 'device: must be "auto", "cpu", "cuda" or "cuda:1"; got "tpu"'),
@@ -187,6 +189,14 @@ def test_broken_toml_is_one_line(recipe_file, tmp_path):
 def test_bytes_that_are_no_text_are_one_line(recipe_file, tmp_path):
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
     assert complaint() == "x.toml: not a text in UTF-8"
+
+
+@pytest.mark.parametrize("bytes_of", [b"filepath\ttitle\n", b"\xff\xd8"])
+def test_data_given_as_a_recipe_are_told_where_they_go(tmp_path, monkeypatch, bytes_of):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.tsv").write_bytes(bytes_of)
+    how = "a recipe is a TOML file that names its data: contrastile train RECIPE data.source=mine.tsv"
+    assert complaint(path="mine.tsv") == f"mine.tsv: not a recipe; {how}"
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ logger = logging.getLogger("contrastile")
 
 
 class DataSettings(Settings):
-    """`source`: "glyphs", a tab-separated file with the columns filepath and title, or a collection: tar shards such as
-    "a/{000..099}.tar", parquet files, folders of pictures, several joined by "::", tables too.
+    """`source`: "glyphs", a table (.tsv or .csv) with the columns filepath and title, or a collection: tar shards such
+    as "a/{000..099}.tar", parquet files, folders of pictures, several joined by "::", tables too.
 
     A pair of a collection's source comes `weights` times an epoch, one number for each source; `augment` cuts out a
     random part of each of its pictures. More than `max_bad_fraction` bad pairs end the run.
@@ -85,7 +85,7 @@ class DataSettings(Settings):
             absent = [source] if source != "glyphs" and not os.path.isfile(source) else []
         if absent and files_matter(info):
             if source == absent[0] and not os.path.splitext(source)[1]:
-                raise ValueError(f'must be "glyphs", a .tsv, .tar or .parquet file, or a folder; got "{source}"')
+                raise ValueError(f'must be "glyphs", a .tsv, .csv, .tar or .parquet file, or a folder; got "{source}"')
             raise ValueError(f'no such file "{absent[0]}"')
         if files_matter(info) and any(one.kind == ".parquet" for one in read_source(source)):
             installed("pyarrow", '"contrastile[data]"')

@@ -62,7 +62,7 @@ class ZeroShotSettings(Settings):
 
 
 class RetrievalSettings(Settings):
-    """Find captions by pictures and pictures by captions: Karpathy's JSON, or a tab-separated file.
+    """Find captions by pictures and pictures by captions: Karpathy's JSON, or a table (.tsv or .csv).
 
     `split`: of the JSON, "test" without. `images`: the folder of the pictures; the file's own without.
     """

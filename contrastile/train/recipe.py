@@ -49,6 +49,22 @@ INSTEAD = {
     "passage_tokens": ("passage",),
 }
 
+# what other programs call a key
+CALLED = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "src": "source",
+    "path": "source",
+    "batch_size": "batch",
+    "micro_batch_size": "sub_batch",
+    "mini_batch_size": "sub_batch",
+    "accum_freq": "accumulate",
+    "gradient_accumulation_steps": "accumulate",
+    "max_epochs": "epochs",
+    "temperature": "scale",
+    "embed_dim": "features",
+}
+
 RULES = {
     "string_type": "must be a text in quotes",
     "int_type": "must be a whole number",
@@ -88,7 +104,8 @@ def load_retriever_recipe(path: str | Path, overrides: Sequence[str] = (), *, fi
     """The recipe of a retriever at `path`, likewise."""
     recipe = load_any_recipe(path, overrides, files=files)
     if not isinstance(recipe, RetrieverRecipe):
-        raise RecipeError(f'{path}: kind: must be "retriever" here; got "{recipe.kind}"')
+        encoded = "; pictures and texts are encoded in Python: contrastile.load(run).encode_image([picture])"
+        raise RecipeError(f'{path}: kind: must be "retriever" here; got "{recipe.kind}"{encoded}')
     return recipe
 
 
@@ -124,9 +141,12 @@ def read_tables(origin: str) -> Tables:
         raise RecipeError(f"{origin}: no such file{forgotten}") from None
     except OSError as error:
         raise RecipeError(f"{origin}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise RecipeError(f"{origin}: not a text in UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if not origin.endswith(".toml"):
+            how = f"a recipe is a TOML file that names its data: contrastile train RECIPE data.source={origin}"
+            raise RecipeError(f"{origin}: not a recipe; {how}") from None
+        if isinstance(error, UnicodeDecodeError):
+            raise RecipeError(f"{origin}: not a text in UTF-8") from None
         raise RecipeError(f"{origin}: not valid TOML: {error}") from None
 
 
@@ -309,10 +329,11 @@ def _did_you_mean(place: Sequence[str], recipe: type[AnyRecipe]) -> str:
         return " with this kind"
     section = ".".join(place[:-1])
     siblings = [key for key in known if key.rpartition(".")[0] == section]
-    same = [key for key in known if key.rpartition(".")[2] == place[-1]]
+    word = CALLED.get(place[-1], place[-1])
+    same = [key for key in known if key.rpartition(".")[2] == word]
     for candidates in (same, siblings, known):
         by_word = {key.rpartition(".")[2]: key for key in reversed(candidates)}
-        near = difflib.get_close_matches(place[-1], by_word, n=1, cutoff=0.7)
+        near = difflib.get_close_matches(word, by_word, n=1, cutoff=0.7)
         if near:
             return f" (did you mean {by_word[near[0]]}?)"
     return ""
