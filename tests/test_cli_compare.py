@@ -92,5 +92,6 @@ def test_what_was_interrupted_goes_on(tmp_path, capsys):
     assert main([*command, "--resume", "optim.learning_rate=1e-4"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         "`optim.learning_rate` must be what the run began with; got 0.0001. "
-        "It began with 0.003: take that again, or train anew, without --resume."
+        f"It began with 0.003: go on with contrastile compare {folder}/recipe.toml --runs {runs} --resume, "
+        "or compare anew, without --resume."
     )

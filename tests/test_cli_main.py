@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from tiny_runs import write_recipe
@@ -340,7 +341,9 @@ def test_ctrl_c_while_a_library_loads_ends_quietly_whatever_the_library_makes_of
     root = os.path.dirname(os.path.dirname(contrastile.__file__))
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
     words = [sys.executable, "-m", "contrastile", "doctor"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    # what runs behind a script ignores Ctrl-C, and so would what it starts
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, preexec_fn=heard)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 

@@ -339,7 +339,7 @@ def test_agreements_wait_for_no_work_of_the_device(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(comm, "size", lambda group: 2)
     monkeypatch.setattr(comm, "_apart", apart)
-    monkeypatch.setattr(comm, "_together", lambda *_: nullcontext())
+    monkeypatch.setattr(comm, "together", lambda *_: nullcontext())
     monkeypatch.setattr(comm, "_voice", lambda group: (group, torch.device("cpu")))
     monkeypatch.setattr(comm.dist, "all_reduce", lambda *_, **__: depths.append(depth[0]))
     monkeypatch.setattr(comm, "_all_gather", gather)

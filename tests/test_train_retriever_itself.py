@@ -41,9 +41,7 @@ def beir(folder, *, more=(), judged_itself=()):
 
 
 def recipe_of(tmp_path, folder, *overrides):
-    return tiny_retriever(
-        tmp_path, f"data.source={folder}", "train.examples=32", "train.batch=8", "data.negatives=1", *overrides
-    )
+    return tiny_retriever(tmp_path, f"data.source={folder}", "train.examples=32", "train.batch=8", *overrides)
 
 
 def test_the_passage_of_a_questions_id_is_itself_unless_it_is_judged_right(tmp_path, caplog):
@@ -77,7 +75,7 @@ def test_a_question_is_not_mined_as_its_own_negative(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_question_is_no_negative_of_itself_in_a_batch(tmp_path, size):
-    recipe = recipe_of(tmp_path, beir(tmp_path / "set"), "data.mined=1")
+    recipe = recipe_of(tmp_path, beir(tmp_path / "set"), "data.mined=1", "data.negatives=1")
     job = Retrieval.open(recipe)
     shares = [job.parts(torch.from_numpy(job.rows), 1, Ranks(rank, size))[0] for rank in range(size)]
     keys = torch.cat([share.key_ids for share in shares])

@@ -228,16 +228,16 @@ def fingerprint(pairs: PairSet, tokens: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def same_recipe(folder: RunFolder, recipe: AnyRecipe) -> None:
-    """Raises ValueError where a run began with another recipe, but for what changes nothing that is learned."""
+def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train") -> None:
+    """Raises ValueError where `verb` began with another recipe, but for what changes nothing that is learned."""
     began = _flat(load_any_recipe(folder / RECIPE, files=False).model_dump(mode="json"))
     now = _flat(recipe.model_dump(mode="json"))
     # what nothing reads is the same whatever it says
     idle = {rule.key for rule in idle_keys(recipe)}
     for key in sorted((began.keys() | now.keys()) - idle):
         if began.get(key) != now.get(key) and not key.startswith(FREE):
-            again = f"contrastile train {folder / RECIPE} --runs {folder.path.parent} --resume"
-            remedy = f"It began with {began.get(key)}: go on with {again}, or train anew, without --resume."
+            again = f"contrastile {verb} {folder / RECIPE} --runs {folder.path.parent} --resume"
+            remedy = f"It began with {began.get(key)}: go on with {again}, or {verb} anew, without --resume."
             raise wrong(key, "be what the run began with", now.get(key), remedy)
 
 

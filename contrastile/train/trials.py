@@ -87,7 +87,7 @@ def comparison(runs: str | Path, recipe: AnyRecipe, kind: str, *, resume: bool) 
     name = f"{recipe.name}-{kind}"
     begun = begun_run(runs, name) if resume else None
     if begun is not None:
-        same_recipe(begun, recipe)
+        same_recipe(begun, recipe, "compare")
     with resumed_run(begun) if begun is not None else new_run(runs, name) as folder:
         if begun is None:
             folder.write_text(RECIPE, to_toml(recipe))
