@@ -218,8 +218,11 @@ def test_an_error_of_one_rank_ends_the_others_with_its_words(
         sentence = (
             f"must be carried out by all ranks; got no answer from rank 1, which left by {kind.__name__}: no room, "
         )
-        for rank in (0, 2):
-            assert f"{sentence}on rank {rank} in step " in launched.said(rank)
+        assert f"{sentence}on rank 0 in step " in launched.said(0)
+        # the store goes with rank 0, and may be gone before this one has read who left: then it is sent there
+        gone = "must be carried out by all ranks; got no answer from rank 0, which keeps the store, on rank 2 in step "
+        said = launched.said(2)
+        assert f"{sentence}on rank 2 in step " in said or (gone in said and "See what rank 0 said last" in said)
         assert "no room" in launched.said(1)
         assert "must be carried out" not in launched.said(1)
 
