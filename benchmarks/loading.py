@@ -55,7 +55,6 @@ held_out = 0.002
 cache = "{cache}"
 
 [model]
-features = 512
 tokenizer = {{ size = 1000, length = 77 }}
 
 [model.both]

@@ -1,6 +1,8 @@
 """Recipes: every mistake is one line with its origin, key and reason; what is written reads back the same."""
 
+import runpy
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -352,3 +354,12 @@ def test_known_keys_reach_into_unions():
     from contrastile.train.config import Recipe
 
     assert {"optim.betas", "optim.beta2_decay", "model.image.width", "train.sub_batch.text"} <= set(known_keys(Recipe))
+
+
+def test_the_recipe_that_loading_is_measured_with_is_one(tmp_path):
+    source = Path(__file__).parent.parent / "benchmarks" / "loading.py"
+    recipe = runpy.run_path(str(source))["RECIPE"]
+    (tmp_path / "a.tar").touch()
+    path = tmp_path / "loading.toml"
+    path.write_text(recipe.format(shards=tmp_path / "a.tar", cache=tmp_path, batch=64, minutes=1.0))
+    assert load_recipe(path).train.batch == ((0.0, 64),)
