@@ -61,7 +61,8 @@ def draw(source: Path, target: Path) -> None:
             batches, times, memory = zip(*points, strict=True)
             ours = name.startswith("contrastile")
             style = {
-                "marker": "o",
+                # ten colours; who comes later differs by the marker
+                "marker": "os^"[place // 10 % 3],
                 "ms": 4,
                 "lw": 2 if ours else 1,
                 "ls": "-" if ours else "--",
