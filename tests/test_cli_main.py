@@ -146,6 +146,12 @@ WORDS = {
     "bench loss --seconds 0": "`seconds` must be above 0; got 0.0. ",
     "bench step --sizes abc": f"`sizes` {SIZES} 'abc'. ",
     "bench step --figure x.foo --csv x.csv": '`figure` must end in .svg, .png, .pdf; got "x.foo". ',
+    "bench loss --csv {folder}/x.toml/x.csv": "`csv` must be a file, or where one can be made; got ",
+    "bench step --csv {folder}/x.toml/x.csv": "`csv` must be a file, or where one can be made; got ",
+    "bench step --csv {folder}": '`csv` must be a file that can be written to; got "{folder}". ',
+    "bench step --csv {folder}/x.csv --figure {folder}/x.toml/x.svg": "`figure` must be a file, or where one can be ",
+    "encode {folder}/texts --out {folder}/x.toml/x": "`--out` must be a folder, or where one can be made; got ",
+    "compare {folder}/x.toml --runs {folder}/x.toml/x": "`--runs` must be a folder, or where one can be made; got ",
     "train x=1": "x=1: no such file; a recipe comes before key=value, ",
     "train {folder}/x.toml --runs {folder}/x.toml": "`--runs` must be a folder, or where one can be made; got ",
 }

@@ -31,7 +31,7 @@ def add_to(verbs: Any) -> None:
         description="Without sizes, features, dtype, losses or workspace: everything that this device is judged by. "
         "Under torchrun, the exchanges between its ranks.",
     )
-    parser.add_argument("--csv", metavar="FILE", help="write rows there, behind those that it has")
+    parser.add_argument("--csv", metavar="FILE", help="write rows there, behind those that it has; its folder is made")
     parser.add_argument("--sizes", nargs="+", metavar="B", help="rows, such as 64k or 1M")
     parser.add_argument("--features", nargs="+", type=int, metavar="D", help="features per row")
     parser.add_argument("--dtype", help="bf16, fp16, fp32 or fp64")
@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # a mistake is told before anything heavy is imported
     _words(arguments)
+    places(arguments, "csv")
 
     import torch
 
@@ -108,6 +109,16 @@ def _run_on_ranks(arguments: argparse.Namespace) -> int:
         bench = RankBench(Machine.of(device, seconds), ranks, arguments.peers, say, ledger)
         bench.measure(cases)
     return 0 if bench.right else 1
+
+
+def places(arguments: argparse.Namespace, *names: str) -> None:
+    """Where results go is there, before there are any; of several ranks the first one writes them."""
+    from contrastile.train.folder import make_way
+
+    if int(os.environ.get("RANK", "0")) == 0:
+        for name in names:
+            if path := getattr(arguments, name):
+                make_way(name, path)
 
 
 def device_of(name: str) -> str:

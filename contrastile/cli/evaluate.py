@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise wrong(_flag(idle), "be left out with --judgements", getattr(arguments, idle), remedy)
         return _measure(arguments.run, arguments.judgements, arguments.measures)
 
-    from contrastile.train.folder import RECIPE, finished_run
+    from contrastile.train.folder import RECIPE, finished_run, make_folder
     from contrastile.train.recipe import load_any_recipe, load_recipe, load_retriever_recipe
     from contrastile.train.settings import known_device
 
@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = finished_run(arguments.run)
     load = load_retriever_recipe if texts else load_recipe if tests else load_any_recipe
     load(folder / RECIPE, files=False)
+    make_folder("run", folder.path)
 
     if texts:
         from contrastile.train.retriever.elsewhere import evaluate_texts
