@@ -6,13 +6,16 @@ import subprocess
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_runs import write_recipe
 
 import contrastile
 from contrastile.cli import main as entry
 from contrastile.cli.main import main
+from contrastile.train import settings
 
 TEXTS = """
 kind = "retriever"
@@ -169,6 +172,55 @@ def test_a_wrong_word_is_one_line_before_torch_is_loaded(words, tmp_path):
     assert (code, said, [name for name in loaded if name == "torch"]) == (2, "", [])
     assert WORDS[words].format(folder=tmp_path) in complaint
     assert complaint.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="this torch knows GPUs")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train {folder}/x.toml device=cuda",
+        "compare {folder}/x.toml device=cuda:1",
+        "evaluate {folder} --device cuda",
+        "encode {folder} --device cuda",
+        "search {folder} --device cuda",
+        "bench loss --device cuda",
+        "bench step --device cuda",
+    ],
+)
+def test_a_gpu_without_a_torch_for_it_is_one_line_before_torch_is_loaded(words, tmp_path):
+    (tmp_path / "x.toml").write_text("[train]\nexamples = 10\n")
+    code, said, complaint, loaded, _ = loaded_by(*words.format(folder=tmp_path).split())
+    assert (code, said, [name for name in loaded if name == "torch"]) == (2, "", [])
+    alone = 'device: must be "auto" or "cpu": the torch that is installed is for CPUs alone; got'
+    told = (
+        f'device=cuda: {alone} "cuda"\n',
+        f'device=cuda:1: {alone} "cuda:1"\n',
+        '`--device` must be "auto" or "cpu" with a torch for CPUs alone; got "cuda". Install one for CUDA.\n',
+        "`device` must be one that torch sees; got cuda. Install torch for CUDA, or take cpu.\n",
+    )
+    assert complaint in told
+
+
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", True),
+        ("cuda = None\nhip = None\n", True),
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", False),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n", False),
+        ("# rewritten\n", False),
+        (None, False),
+    ],
+)
+def test_what_torch_is_built_for_is_read_off_its_file(text, alone, tmp_path, monkeypatch):
+    if text is not None:
+        (tmp_path / "version.py").write_text(text)
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(settings, "find_spec", lambda name: spec)
+    # which is asked itself
+    assert not settings.for_cpus_alone()
+    monkeypatch.setattr(settings, "sys", SimpleNamespace(modules={}))
+    assert settings.for_cpus_alone() is alone
 
 
 def test_a_reader_that_goes_ends_the_command_quietly(tmp_path):

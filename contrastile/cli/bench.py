@@ -123,22 +123,35 @@ def places(arguments: argparse.Namespace, *names: str) -> None:
 
 def device_of(name: str) -> str:
     """ "cpu" or "cuda"; "auto" is the better one that is there."""
-    from contrastile._wrong import one_of, wrong
-
-    one_of("device", name, ("auto", "cpu", "cuda"), "Leave it out for the default.")
-
     import torch
 
-    if name == "cuda" and not torch.cuda.is_available():
-        raise wrong("device", "be one that torch sees", "cuda", "Install torch for CUDA, or take cpu.")
+    if known_device(name) == "cuda" and not torch.cuda.is_available():
+        raise _unseen()
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def known_device(name: str) -> str:
+    """A device as the bench names it; torch says later whether it is there, where that takes torch to know."""
+    from contrastile._wrong import one_of
+    from contrastile.train.settings import for_cpus_alone
+
+    one_of("device", name, ("auto", "cpu", "cuda"), "Leave it out for the default.")
+    if name == "cuda" and for_cpus_alone():
+        raise _unseen()
+    return name
+
+
+def _unseen() -> ValueError:
+    from contrastile._wrong import wrong
+
+    return wrong("device", "be one that torch sees", "cuda", "Install torch for CUDA, or take cpu.")
 
 
 def _words(arguments: argparse.Namespace) -> None:
     """Raises ValueError where a word that needs no torch to be read is none."""
-    from contrastile._wrong import one_of, wrong
+    from contrastile._wrong import wrong
 
-    one_of("device", arguments.device, ("auto", "cpu", "cuda"), "Leave it out for the default.")
+    known_device(arguments.device)
     if arguments.seconds is not None and arguments.seconds <= 0:
         raise wrong("seconds", "be above 0", arguments.seconds, "Leave it out for the default.")
     if min(arguments.features or (1,)) < 1:

@@ -56,8 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     from importlib.util import find_spec
 
     from contrastile._wrong import wrong
-    from contrastile.cli.bench import places
+    from contrastile.cli.bench import known_device, places
 
+    known_device(arguments.device)
     if arguments.figure and not arguments.csv:
         raise wrong("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
     if arguments.figure and not arguments.figure.endswith(FIGURES):
