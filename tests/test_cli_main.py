@@ -104,6 +104,19 @@ WORDS = {
         '`run` must be a run\'s folder, or a file of rankings; got "{folder}/pictures/model.safetensors". Name the '
     ),
     "evaluate {folder}/pictures --device tpu": '`--device` must be "auto", "cpu", "cuda" or "cuda:1"; got "tpu". ',
+    "evaluate {folder}/pictures --zero-shot {folder}/no": (
+        '`--zero-shot` must be a folder; there is no "{folder}/no".\n'
+    ),
+    "evaluate {folder}/pictures --zero-shot {folder}/texts": (
+        '`--zero-shot` must have a folder with a sub-folder for each class; "{folder}/texts" has none.\n'
+    ),
+    "evaluate {folder}/pictures --zero-shot {folder}": (
+        '`--zero-shot` must have a folder with pictures (.jpg, .jpeg, .png, .webp) of each class; "{folder}" has none'
+    ),
+    "evaluate {folder}/pictures --captions {folder}/no": '`--captions` must be a file; there is no "{folder}/no".\n',
+    "evaluate {folder}/pictures --captions {folder}/x.toml --images {folder}/no": (
+        '`--images` must be a folder; there is no "{folder}/no".\n'
+    ),
     "evaluate {folder}/texts --zero-shot {folder}": '{folder}/texts/recipe.toml: kind: must be "image-text" here; got',
     "evaluate {folder}/pictures --captions {folder}/file --index {folder}": (
         '`--index` must be left out with tests on pictures; got "{folder}". '

@@ -262,6 +262,20 @@ def test_a_folder_that_holds_no_model_is_one_line(recipe_file, monkeypatch, text
     assert str(caught.value).startswith(f"x.toml: model.image.folder: {reason}")
 
 
+def test_class_folders_without_pictures_are_one_line(recipe_file):
+    recipe_file.write_text(f"{STEPS}[evaluate]\nzero_shot = [{{folder = 'val'}}]\n")
+    pictures = "pictures (.jpg, .jpeg, .png, .webp) of each class"
+    for folder, missing in (("", "a sub-folder for each class"), ("cat", pictures), ("dog/deep", pictures)):
+        (recipe_file.parent / "val/.cache" / folder).mkdir(parents=True)
+        (recipe_file.parent / "val" / folder).mkdir(parents=True, exist_ok=True)
+        with pytest.raises(RecipeError) as caught:
+            load_any_recipe("x.toml")
+        line = f'x.toml: evaluate.zero_shot.0: must have a folder with {missing}; "val" has none'
+        assert str(caught.value) == line
+    (recipe_file.parent / "val/dog/deep/a.JPG").touch()
+    assert load_any_recipe("x.toml").evaluate.zero_shot[0].folder == "val"
+
+
 def test_the_command_says_that_line_and_leaves_with_2(recipe_file, capsys):
     text, line = MISTAKES["a negative rate"]
     recipe_file.write_text(text)
