@@ -267,6 +267,13 @@ def test_a_broken_pipe_elsewhere_is_told(monkeypatch, capsys):
         (FileNotFoundError(2, "No such file", "x"), 2, "[Errno 2] No such file: 'x'"),
         (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),
         (FloatingPointError("the loss must stay finite"), 1, "the loss must stay finite"),
+        (MemoryError("Unable to allocate 12.0 TiB"), 1, "memory ran out: Unable to allocate 12.0 TiB"),
+        (torch.OutOfMemoryError("CUDA out of\nmemory."), 1, "memory ran out: CUDA out of memory."),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            1,
+            "memory ran out: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
+        ),
         (
             ModuleNotFoundError("No module named 'jinja2'", name="jinja2"),
             2,
@@ -291,6 +298,15 @@ def test_an_error_is_one_line_and_a_code(error, code, sentence, monkeypatch, cap
     monkeypatch.setattr(entry.evaluate, "run", fail)
     assert main(["evaluate", "runs/x"]) == code
     assert capsys.readouterr().err == f"{sentence}\n"
+
+
+def test_an_error_of_nobodys_making_keeps_its_trace(monkeypatch):
+    def fail(_):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(entry.evaluate, "run", fail)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        main(["evaluate", "runs/x"])
 
 
 def test_an_error_can_be_traced(monkeypatch):
