@@ -108,7 +108,7 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
         remedy = "Runs side by side slow each other down."
         raise wrong("jobs", "be 1 where time is compared", arguments.jobs, remedy)
 
-    from contrastile.train.asked import a_grid, large_and_small, one_set_of_data
+    from contrastile.train.asked import a_grid, large_and_small, one_set_of_data, set_itself
 
     # a mistake is told before anything heavy is imported
     one_set_of_data(recipe)
@@ -118,6 +118,8 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
         a_grid(sizes, shares, rates)
     elif not arguments.losses:
         large_and_small(recipe)
+    comparison = "compare --losses" if arguments.losses else "compare --batches" if arguments.batches else "compare"
+    set_itself(comparison, recipe, arguments.recipe, arguments.overrides)
 
     from contrastile.train.compare import compare_recipe
     from contrastile.train.compare_batches import compare_batches
@@ -134,10 +136,11 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
 
 def _retriever(recipe: RetrieverRecipe, arguments: argparse.Namespace) -> Comparison:
     from contrastile.cli.bench import number
-    from contrastile.train.asked import rising_sizes
+    from contrastile.train.asked import rising_sizes, set_itself
 
     batches = _sizes("batches", arguments.batches or BATCHES)
     rising_sizes(batches)
+    set_itself("compare of retrievers", recipe, arguments.recipe, arguments.overrides)
 
     from contrastile.train.retriever.compare import compare_retriever
 
