@@ -23,7 +23,7 @@ import torch
 from contrastile import _check, comm
 from contrastile._check import wrong
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
-from contrastile.exchange.base import Exchange, Shards
+from contrastile.exchange.base import Exchange, Shards, held_each
 from contrastile.exchange.gather import Gather
 from contrastile.exchange.replicate import Replicate
 from contrastile.exchange.ring import Ring
@@ -114,15 +114,15 @@ def choose_exchange(options: Options, loss: PairLoss, rows: Side, cols: Side, sa
     _check.not_empty(sum(shards.rows))
     if name == "auto":
         D = max(sum(math.prod(x.shape[1:]) for x in side.leaves) for side in (rows, cols))
-        itemsize = max(x.element_size() for side in (rows, cols) for x in side.leaves)
-        name = automatic_exchange(shards, D, itemsize, rows.features.device)
+        dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=held_each)
+        name = automatic_exchange(shards, D, dtype, rows.features.device)
         _say_once(f"exchange: {name}")
     return EXCHANGES[name](options.gradient, shards)
 
 
-def automatic_exchange(shards: Shards, D: int, itemsize: int, device: torch.device) -> ExchangeName:
+def automatic_exchange(shards: Shards, D: int, dtype: torch.dtype, device: torch.device) -> ExchangeName:
     """Gather, where it takes no more than it may; else the ring."""
-    return "gather" if Gather.extra_bytes(shards, D, itemsize) <= gathering_allowed(device) else "ring"
+    return "gather" if Gather.extra_bytes(shards, D, dtype) <= gathering_allowed(device) else "ring"
 
 
 def gathering_allowed(device: torch.device) -> int:

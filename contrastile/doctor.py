@@ -141,7 +141,7 @@ def _auto(device: torch.device, ranks: int, batch: int, features: int) -> Found:
     return {
         "device": str(device),
         "backends": backends,
-        "exchange": exchange_of(ranks, batch, features, 4, device),
+        "exchange": exchange_of(ranks, batch, features, torch.float32, device),
         "workspace": workspace_on(device, None),
         "room": spare_bytes(device),
     }
@@ -158,18 +158,20 @@ def backend_of(loss: PairLoss, dtype: torch.dtype, device: torch.device) -> Foun
     return {"takes": None, "declined": declined}
 
 
-def exchange_of(ranks: int, batch: int, features: int, itemsize: int, device: torch.device, *, each: int = 1) -> Found:
+def exchange_of(
+    ranks: int, batch: int, features: int, dtype: torch.dtype, device: torch.device, *, each: int = 1
+) -> Found:
     """What "auto" takes between so many ranks, `each` example of the batch with so many keys; what gathering costs."""
     if ranks == 1:
         return {"takes": "single", "ranks": 1}
     rows = tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks))
     shards = Shards(None, 0, rows, tuple(each * count for count in rows))
     return {
-        "takes": automatic_exchange(shards, features, itemsize, device),
+        "takes": automatic_exchange(shards, features, dtype, device),
         "ranks": ranks,
         "batch": each * batch,
         "features": features,
-        "gathered": Gather.extra_bytes(shards, features, itemsize),
+        "gathered": Gather.extra_bytes(shards, features, dtype),
         "allowed": gathering_allowed(device),
     }
 
@@ -229,6 +231,7 @@ def _of_recipe(recipe: Any, ranks: int) -> Found:
     kind = getattr(recipe.loss, "kind", "infonce")
     loss = LOSSES.get(kind, Softmax())
     backend, exchange = recipe.loss.backend, recipe.loss.exchange
+    dtype = torch.float64 if recipe.train.precision == "float64" else torch.float32
     return {
         "name": recipe.name,
         "device": str(device),
@@ -244,10 +247,10 @@ def _of_recipe(recipe: Any, ranks: int) -> Found:
         "fitting": graphs if needed <= room else int(graphs * room / needed),
         "retain": recipe.train.retain,
         "matrix": 4 * largest * largest * keys,
-        "backend": backend_of(loss, torch.float32, device) if backend == "auto" else {"takes": backend, "declined": {}},
+        "backend": backend_of(loss, dtype, device) if backend == "auto" else {"takes": backend, "declined": {}},
         "exchange": {"takes": exchange}
         if exchange != "auto"
-        else exchange_of(ranks, largest, features, 4, device, each=keys),
+        else exchange_of(ranks, largest, features, dtype, device, each=keys),
         "workspace": workspace_on(device, None),
     }
 

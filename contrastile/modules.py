@@ -1,8 +1,8 @@
 """The five losses by name: what a training script writes.
 
 Each only says, in the words of `_contrast.py`, which rows meet which columns and what a positive is. They compute
-with features as given: normalise first where the method wants it (a CLIP-like loss says once if rows are not of unit
-length).
+with features as given: normalise first where the method wants it (all but InfoNCE, whose products may be any, say once
+if rows are not of unit length).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
-# how far from 1 a row's length may be before a CLIP-like loss says so
+# how far from 1 a row's length may be before a loss of cosines says so
 LENGTH_TOLERANCE = 0.05
 _looks = _check.Looks()
 
@@ -53,7 +53,36 @@ class _Loss(nn.Module):
         tell_all(error, self.how.get("group"), self.how.get("exchange", "auto"))
 
 
-class _PairedLoss(_Loss):
+class _UnitLoss(_Loss):
+    """A loss of rows of unit length, whose products are cosines; it computes with others, and says so."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self._lengths_seen = False
+
+    def _look_at_lengths(self, *sides: Tensor) -> None:
+        """Says once, at the first call, that rows are not of unit length: the commonest slip with these losses."""
+        if self._lengths_seen or torch.compiler.is_compiling() or any(len(side) == 0 for side in sides):
+            return
+        if _check.captured(*sides):
+            return
+        self._lengths_seen = True
+        # a loss may be made anew at every step
+        if not _looks.one_more(*sides):
+            return
+        for side in sides:
+            lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)
+            if bool(((lengths - 1).abs() > LENGTH_TOLERANCE).any()):
+                # the same words every time, at the user's line: Python tells them once, whatever makes new losses
+                warnings.warn(
+                    f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
+                    "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
+                    stacklevel=5,
+                )
+                return
+
+
+class _PairedLoss(_UnitLoss):
     """A loss of images and texts that come in pairs."""
 
     pair_loss: PairLoss
@@ -67,7 +96,6 @@ class _PairedLoss(_Loss):
         if how.get("label_smoothing"):
             # one that cannot be smoothed says so now
             self.pair_loss.smoothed(how["label_smoothing"])
-        self._lengths_seen = False
 
     @overload
     def forward(
@@ -125,27 +153,6 @@ class _PairedLoss(_Loss):
         )
         self._look_at_lengths(image_features, text_features)
         return {"contrastive_loss": loss} if output_dict else loss
-
-    def _look_at_lengths(self, *sides: Tensor) -> None:
-        """Says once, at the first call, that rows are not of unit length: the commonest slip with these losses."""
-        if self._lengths_seen or torch.compiler.is_compiling() or any(len(side) == 0 for side in sides):
-            return
-        if _check.captured(*sides):
-            return
-        self._lengths_seen = True
-        # a loss may be made anew at every step
-        if not _looks.one_more(*sides):
-            return
-        for side in sides:
-            lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)
-            if bool(((lengths - 1).abs() > LENGTH_TOLERANCE).any()):
-                # the same words every time, at the user's line: Python tells them once, whatever makes new losses
-                warnings.warn(
-                    f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
-                    "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
-                    stacklevel=5,
-                )
-                return
 
 
 class ClipLoss(_PairedLoss):
@@ -252,7 +259,7 @@ class InfoNCELoss(_Loss):
         )
 
 
-class SupConLoss(_Loss):
+class SupConLoss(_UnitLoss):
     """Supervised contrastive learning (Khosla et al. 2020, equation 2): every other example of the label is a
     positive.
 
@@ -264,7 +271,7 @@ class SupConLoss(_Loss):
     `contrast` tells; returns and raises what `ClipLoss` does.
 
     Arguments of the call:
-        features: [N, D], or [N, views, D] for several views of each example.
+        features: [N, D], or [N, views, D] for several views of each example; rows of unit length.
         labels: [N] integers.
         scale: a number, or a tensor of shape [] or [1].
 
@@ -290,12 +297,14 @@ class SupConLoss(_Loss):
         if features.ndim == 3:
             labels = labels.repeat_interleave(features.shape[1])
             features = features.flatten(0, 1)
-        return self._contrast(
+        loss = self._contrast(
             features, features, scale=scale, loss=Softmax(exclude_self=True), query_labels=labels, key_labels=labels
         )
+        self._look_at_lengths(features)
+        return loss
 
 
-class NTXentLoss(_Loss):
+class NTXentLoss(_UnitLoss):
     """SimCLR's normalised-temperature cross-entropy (Chen et al. 2020, equation 1).
 
     Every view is compared with the 2N − 1 others; its positive is the other view of the same example. Naively
@@ -332,4 +341,6 @@ class NTXentLoss(_Loss):
         views = torch.cat([view_a, view_b])
         N = len(view_a)
         other = torch.arange(2 * N, device=views.device).roll(N)
-        return self._contrast(views, views, scale=scale, loss=Softmax(exclude_self=True), positives=Sound(other))
+        loss = self._contrast(views, views, scale=scale, loss=Softmax(exclude_self=True), positives=Sound(other))
+        self._look_at_lengths(view_a, view_b)
+        return loss

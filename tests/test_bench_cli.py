@@ -71,7 +71,7 @@ def test_nothing_named_is_the_whole_list():
 
 
 def test_a_table_and_a_file(tmp_path, capsys):
-    path = tmp_path / "rows.csv"
+    path = tmp_path / "made" / "with" / "rows.csv"
     assert main([*SMALL, "--seconds", "0.01", "--csv", str(path)]) == 0
     said = capsys.readouterr().out
     with path.open() as file:

@@ -217,7 +217,7 @@ def test_what_is_measured_unasked():
 
 
 def test_a_table_a_file_and_a_figure(tmp_path, capsys):
-    rows, picture = tmp_path / "rows.csv", tmp_path / "figure.svg"
+    rows, picture = tmp_path / "made" / "rows.csv", tmp_path / "made" / "too" / "figure.svg"
     words = ["--models", "tiny", "--sizes", "8", "24", "--ways", "plain", "retain-0", "--seconds", "0.01"]
     assert main(["bench", "step", "--device", "cpu", *words, "--csv", str(rows), "--figure", str(picture)]) == 0
     said = capsys.readouterr().out
@@ -267,6 +267,13 @@ def test_a_figure_needs_rows(tmp_path, capsys):
         draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
     assert main(["bench", "step", "--figure", "x.svg"]) == 2
     assert capsys.readouterr().err == "`figure` must come with csv, whose rows it draws; got none. Add --csv FILE.\n"
+
+
+def test_a_figure_that_nothing_can_draw_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "step", "--csv", str(tmp_path / "x.csv"), "--figure", str(tmp_path / "x.svg")]) == 2
+    assert capsys.readouterr().err == '`matplotlib` is not installed; run: pip install "contrastile[train]"\n'
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_does_not_hold_under_torchrun_is_refused(monkeypatch, capsys):

@@ -6,13 +6,16 @@ import subprocess
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_runs import write_recipe
 
 import contrastile
 from contrastile.cli import main as entry
 from contrastile.cli.main import main
+from contrastile.train import settings
 
 TEXTS = """
 kind = "retriever"
@@ -101,6 +104,19 @@ WORDS = {
         '`run` must be a run\'s folder, or a file of rankings; got "{folder}/pictures/model.safetensors". Name the '
     ),
     "evaluate {folder}/pictures --device tpu": '`--device` must be "auto", "cpu", "cuda" or "cuda:1"; got "tpu". ',
+    "evaluate {folder}/pictures --zero-shot {folder}/no": (
+        '`--zero-shot` must be a folder; there is no "{folder}/no".\n'
+    ),
+    "evaluate {folder}/pictures --zero-shot {folder}/texts": (
+        '`--zero-shot` must have a folder with a sub-folder for each class; "{folder}/texts" has none.\n'
+    ),
+    "evaluate {folder}/pictures --zero-shot {folder}": (
+        '`--zero-shot` must have a folder with pictures (.jpg, .jpeg, .png, .webp) of each class; "{folder}" has none'
+    ),
+    "evaluate {folder}/pictures --captions {folder}/no": '`--captions` must be a file; there is no "{folder}/no".\n',
+    "evaluate {folder}/pictures --captions {folder}/x.toml --images {folder}/no": (
+        '`--images` must be a folder; there is no "{folder}/no".\n'
+    ),
     "evaluate {folder}/texts --zero-shot {folder}": '{folder}/texts/recipe.toml: kind: must be "image-text" here; got',
     "evaluate {folder}/pictures --captions {folder}/file --index {folder}": (
         '`--index` must be left out with tests on pictures; got "{folder}". '
@@ -146,6 +162,12 @@ WORDS = {
     "bench loss --seconds 0": "`seconds` must be above 0; got 0.0. ",
     "bench step --sizes abc": f"`sizes` {SIZES} 'abc'. ",
     "bench step --figure x.foo --csv x.csv": '`figure` must end in .svg, .png, .pdf; got "x.foo". ',
+    "bench loss --csv {folder}/x.toml/x.csv": "`csv` must be a file, or where one can be made; got ",
+    "bench step --csv {folder}/x.toml/x.csv": "`csv` must be a file, or where one can be made; got ",
+    "bench step --csv {folder}": '`csv` must be a file that can be written to; got "{folder}". ',
+    "bench step --csv {folder}/x.csv --figure {folder}/x.toml/x.svg": "`figure` must be a file, or where one can be ",
+    "encode {folder}/texts --out {folder}/x.toml/x": "`--out` must be a folder, or where one can be made; got ",
+    "compare {folder}/x.toml --runs {folder}/x.toml/x": "`--runs` must be a folder, or where one can be made; got ",
     "train x=1": "x=1: no such file; a recipe comes before key=value, ",
     "train {folder}/x.toml --runs {folder}/x.toml": "`--runs` must be a folder, or where one can be made; got ",
 }
@@ -163,6 +185,55 @@ def test_a_wrong_word_is_one_line_before_torch_is_loaded(words, tmp_path):
     assert (code, said, [name for name in loaded if name == "torch"]) == (2, "", [])
     assert WORDS[words].format(folder=tmp_path) in complaint
     assert complaint.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="this torch knows GPUs")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train {folder}/x.toml device=cuda",
+        "compare {folder}/x.toml device=cuda:1",
+        "evaluate {folder} --device cuda",
+        "encode {folder} --device cuda",
+        "search {folder} --device cuda",
+        "bench loss --device cuda",
+        "bench step --device cuda",
+    ],
+)
+def test_a_gpu_without_a_torch_for_it_is_one_line_before_torch_is_loaded(words, tmp_path):
+    (tmp_path / "x.toml").write_text("[train]\nexamples = 10\n")
+    code, said, complaint, loaded, _ = loaded_by(*words.format(folder=tmp_path).split())
+    assert (code, said, [name for name in loaded if name == "torch"]) == (2, "", [])
+    alone = 'device: must be "auto" or "cpu": the torch that is installed is for CPUs alone; got'
+    told = (
+        f'device=cuda: {alone} "cuda"\n',
+        f'device=cuda:1: {alone} "cuda:1"\n',
+        '`--device` must be "auto" or "cpu" with a torch for CPUs alone; got "cuda". Install one for CUDA.\n',
+        "`device` must be one that torch sees; got cuda. Install torch for CUDA, or take cpu.\n",
+    )
+    assert complaint in told
+
+
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", True),
+        ("cuda = None\nhip = None\n", True),
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", False),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n", False),
+        ("# rewritten\n", False),
+        (None, False),
+    ],
+)
+def test_what_torch_is_built_for_is_read_off_its_file(text, alone, tmp_path, monkeypatch):
+    if text is not None:
+        (tmp_path / "version.py").write_text(text)
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(settings, "find_spec", lambda name: spec)
+    # which is asked itself
+    assert not settings.for_cpus_alone()
+    monkeypatch.setattr(settings, "sys", SimpleNamespace(modules={}))
+    assert settings.for_cpus_alone() is alone
 
 
 def test_a_reader_that_goes_ends_the_command_quietly(tmp_path):
@@ -196,6 +267,13 @@ def test_a_broken_pipe_elsewhere_is_told(monkeypatch, capsys):
         (FileNotFoundError(2, "No such file", "x"), 2, "[Errno 2] No such file: 'x'"),
         (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),
         (FloatingPointError("the loss must stay finite"), 1, "the loss must stay finite"),
+        (MemoryError("Unable to allocate 12.0 TiB"), 1, "memory ran out: Unable to allocate 12.0 TiB"),
+        (torch.OutOfMemoryError("CUDA out of\nmemory."), 1, "memory ran out: CUDA out of memory."),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            1,
+            "memory ran out: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
+        ),
         (
             ModuleNotFoundError("No module named 'jinja2'", name="jinja2"),
             2,
@@ -220,6 +298,15 @@ def test_an_error_is_one_line_and_a_code(error, code, sentence, monkeypatch, cap
     monkeypatch.setattr(entry.evaluate, "run", fail)
     assert main(["evaluate", "runs/x"]) == code
     assert capsys.readouterr().err == f"{sentence}\n"
+
+
+def test_an_error_of_nobodys_making_keeps_its_trace(monkeypatch):
+    def fail(_):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(entry.evaluate, "run", fail)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        main(["evaluate", "runs/x"])
 
 
 def test_an_error_can_be_traced(monkeypatch):

@@ -106,6 +106,19 @@ MISTAKES = {
         f"{STEPS}[model]\nboth = {{config = {{model_type = 'clipp'}}}}",
         'model.both.config: must have a model_type that transformers knows; got "clipp" (did you mean clip?)',
     ),
+    "a key that no model has": (
+        f"{STEPS}[model]\nimage = {{kind = 'transformers', config = {{model_type = 'vit', hiden_size = 32}}}}",
+        "model.image.config: must have keys that transformers reads; got hiden_size (did you mean hidden_size?)",
+    ),
+    "a key that no model has on one side": (
+        f"{STEPS}[model]\nboth = {{config = {{model_type = 'clip', text_config = {{max_position_embedings = 9}}}}}}",
+        "model.both.config: must have keys that transformers reads; got max_position_embedings "
+        "(did you mean max_position_embeddings?)",
+    ),
+    "a retriever's key that no model has": (
+        f"kind = 'retriever'\n{STEPS}[model.both]\nkind = 'transformers'\nconfig = {{model_type = 'bert', zzz = 1}}",
+        "model.both.config: must have keys that transformers reads; got zzz",
+    ),
     "two means for three channels": (
         f"{STEPS}[model]\nboth = {{config = {{model_type = 'clip'}}, mean = [0.5, 0.5]}}",
         "model.both.mean: must be one number, or three; got 2",
@@ -260,6 +273,32 @@ def test_a_folder_that_holds_no_model_is_one_line(recipe_file, monkeypatch, text
     with pytest.raises(RecipeError) as caught:
         load_any_recipe("x.toml")
     assert str(caught.value).startswith(f"x.toml: model.image.folder: {reason}")
+
+
+def test_configurations_that_transformers_wrote_or_another_model_reads_are_taken(recipe_file, monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    pytest.importorskip("transformers")
+    for config in (
+        "model_type = 'vit', zzz = 1, transformers_version = '4.9'",
+        "model_type = 'vit', vocab_size = 9, id2label = {0 = 'zzz'}, attn_implementation = 'eager'",
+    ):
+        monkeypatch.delitem(sys.modules, "transformers", raising=False)
+        recipe_file.write_text(f"{STEPS}[model]\nimage = {{kind = 'transformers', config = {{{config}}}}}\n")
+        assert load_recipe("x.toml").model.image.config["model_type"] == "vit"
+
+
+def test_class_folders_without_pictures_are_one_line(recipe_file):
+    recipe_file.write_text(f"{STEPS}[evaluate]\nzero_shot = [{{folder = 'val'}}]\n")
+    pictures = "pictures (.jpg, .jpeg, .png, .webp) of each class"
+    for folder, missing in (("", "a sub-folder for each class"), ("cat", pictures), ("dog/deep", pictures)):
+        (recipe_file.parent / "val/.cache" / folder).mkdir(parents=True)
+        (recipe_file.parent / "val" / folder).mkdir(parents=True, exist_ok=True)
+        with pytest.raises(RecipeError) as caught:
+            load_any_recipe("x.toml")
+        line = f'x.toml: evaluate.zero_shot.0: must have a folder with {missing}; "val" has none'
+        assert str(caught.value) == line
+    (recipe_file.parent / "val/dog/deep/a.JPG").touch()
+    assert load_any_recipe("x.toml").evaluate.zero_shot[0].folder == "val"
 
 
 def test_the_command_says_that_line_and_leaves_with_2(recipe_file, capsys):

@@ -10,8 +10,6 @@ from contrastile import doctor
 from contrastile._choose import choose_tiles
 from contrastile.cli.main import main
 from contrastile.doctor import StandIn, backend_of, broken, examine, exchange_of, told, tried, usable_cpus
-from contrastile.exchange.base import Shards
-from contrastile.exchange.gather import Gather
 from contrastile.losses.base import Side
 from contrastile.losses.softmax import Softmax
 
@@ -55,12 +53,14 @@ def test_reasons_are_told(monkeypatch):
     assert found == {"takes": "eager", "declined": {"triton": "no kernel for torch.float64"}}
 
 
-def test_the_exchange_follows_the_memory(monkeypatch):
-    rows = (34, 33, 33)
-    needed = Gather.extra_bytes(Shards(None, 0, rows, rows), 8, 4)
+@pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 6), (torch.float32, 8), (torch.float64, 16)])
+def test_the_exchange_follows_the_memory(monkeypatch, dtype, each):
+    """What is gathered is a feature and its accumulator, which is float64 for float64."""
+    needed = 100 * 8 * each
     for memory, name in ((16 * needed, "gather"), (16 * needed - 16, "ring")):
         monkeypatch.setattr("contrastile._choose.device_memory", lambda device, memory=memory: memory)
-        assert exchange_of(3, 100, 8, 4, CPU)["takes"] == name
+        found = exchange_of(3, 100, 8, dtype, CPU)
+        assert (found["takes"], found["gathered"]) == (name, needed)
 
 
 def test_a_container_counts_for_less(tmp_path):
@@ -113,6 +113,15 @@ def test_a_recipes_run_is_foreseen(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "loss: backend dense; exchange ring: the recipe says so" in said
     assert "batch 48:\n    image: 48 a rank in sub-batches of 16: " in said
+
+
+def test_a_recipe_in_float64_gathers_twice_the_bytes(tmp_path, capsys):
+    path, gathered = write_recipe(tmp_path), []
+    for precision in ("float32", "float64"):
+        words = ["device=cpu", f"train.precision={precision}", "--ranks", "2", "--json"]
+        assert main(["doctor", str(path), *words]) == 0
+        gathered.append(json.loads(capsys.readouterr().out)["recipe"]["exchange"]["gathered"])
+    assert gathered[1] == 2 * gathered[0] > 0
 
 
 RETRIEVER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from problems import COLUMN_OPTIONS, PROBLEMS, ROW_OPTIONS, Problem, distance, p
 from ranks import Pool
 from torch import Tensor
 
-from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, comm, contrast
+from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, _choose, comm, contrast
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -246,6 +247,24 @@ def test_what_a_class_finds_wrong_on_one_rank_is_raised_on_all(pool: Pool, name:
     first, second = pool.run(_of_a_class, 2, name)
     assert first == second
     assert first.startswith("rank 1: `")
+
+
+def _taken(rank: int, group: Any, dtype: torch.dtype, memory: int) -> tuple[str, bool]:
+    """What "auto" takes on a device of so much memory, for 2 x 8 pairs of 4 features; and whether it computes."""
+    taken, known = [], _choose.automatic_exchange
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_choose, "device_memory", lambda device: memory)
+        patch.setattr(_choose, "automatic_exchange", lambda *given: taken.append(known(*given)) or taken[0])
+        q = torch.ones(8, 4, dtype=dtype)
+        value = contrast(q, q, scale=1.0, group=group, workspace=2**20)
+    return taken[0], bool((value - math.log(16)).abs() < 1e-2)
+
+
+@pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 6), (torch.float32, 8), (torch.float64, 16)])
+def test_auto_counts_an_accumulator_in_its_own_type(pool: Pool, dtype: torch.dtype, each: int) -> None:
+    enough = 16 * (16 * 4 * each)
+    assert pool.run(_taken, 2, dtype, enough) == [("gather", True)] * 2
+    assert pool.run(_taken, 2, dtype, enough - 16) == [("ring", True)] * 2
 
 
 def _shouted(rank: int, group: Any) -> str:

@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from problems import distance
 from torch import Tensor
 
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast
+import contrastile
+from contrastile import (
+    ClipLoss,
+    InfoNCELoss,
+    NTXentLoss,
+    SigLipLoss,
+    SupConLoss,
+    _check,
+    contrast,
+    modules,
+)
 from contrastile.losses.dense import dense_sigmoid, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -145,7 +155,7 @@ def test_a_query_to_which_no_key_counts_takes_no_part(backend: str) -> None:
     gradients, exact = (torch.autograd.grad(value, (q, k)) for value in (loss, truth))
     assert all(distance(g, e) <= 1e-5 for g, e in zip(gradients, exact, strict=True))
     # an example that is alone is compared with nothing
-    alone = torch.randn(1, 8, dtype=dtype, requires_grad=True)
+    alone = F.normalize(torch.randn(1, 8, dtype=dtype), dim=-1).requires_grad_()
     value = SupConLoss(backend=backend, reduction="sum")(alone, torch.tensor([3]), 1.0)
     assert value == 0
     assert (torch.autograd.grad(value, alone)[0] == 0).all()
@@ -164,7 +174,7 @@ def test_ids_of_any_integers_leave_negatives_to_nobody(dtype: torch.dtype) -> No
 
 def test_a_batch_without_any_positive_has_no_mean() -> None:
     labels = torch.arange(5)
-    assert SupConLoss()(torch.randn(5, 8), labels, 1.0).isnan()
+    assert SupConLoss()(F.normalize(torch.randn(5, 8), dim=-1), labels, 1.0).isnan()
 
 
 def test_negatives_are_keys_of_every_query() -> None:
@@ -232,15 +242,49 @@ def test_autocast_is_not_followed() -> None:
     assert all(torch.equal(x, y) for x, y in zip(plain, under, strict=True))
 
 
-def test_rows_that_are_not_of_unit_length_are_said_once() -> None:
-    loss = ClipLoss()
-    with pytest.warns(UserWarning, match="rows of length"):
-        loss(torch.randn(4, 8), torch.randn(4, 8), 1.0)
+# a call of each loss of cosines
+OF_COSINES = {
+    "ClipLoss": lambda loss, a, b: loss(a, b, 1.0),
+    "SigLipLoss": lambda loss, a, b: loss(a, b, 1.0, -1.0),
+    "NTXentLoss": lambda loss, a, b: loss(a, b, 1.0),
+    "SupConLoss": lambda loss, a, b: loss(torch.stack([a, b], dim=1), torch.arange(len(a)) // 2, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", OF_COSINES)
+def test_rows_that_are_not_of_unit_length_are_said_once(name: str) -> None:
+    loss, call, long = getattr(contrastile, name)(), OF_COSINES[name], torch.randn(2, 4, 8)
+    with pytest.warns(UserWarning, match="rows of length") as told:
+        call(loss, *long)
+    assert [(str(one.message), one.filename) for one in told] == [
+        (f"{name} got rows of length other than 1; it computes with features as given. Normalise them first, with "
+         "torch.nn.functional.normalize(x, dim=-1).", __file__)
+    ]  # fmt: skip
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        loss(torch.randn(4, 8), torch.randn(4, 8), 1.0)
-        InfoNCELoss()(torch.randn(4, 8), torch.randn(4, 8), 1.0)
+        call(loss, *long)
+        call(type(loss)(), *F.normalize(long, dim=-1))
+        InfoNCELoss()(*long, 1.0)
     assert not said
+
+
+@pytest.mark.parametrize("name", OF_COSINES)
+def test_lengths_on_a_gpu_are_read_in_few_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's tensors are taken for a GPU's, in a process that has read none yet."""
+    looked, rows = [], F.normalize(torch.randn(2, 4, 8), dim=-1)
+    monkeypatch.setattr(_check, "waits", lambda x: True)
+    monkeypatch.setattr(_check, "captured", lambda *x: False)
+    monkeypatch.setattr(modules, "_looks", _check.Looks())
+    lengths = torch.linalg.vector_norm
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda *x, **how: looked.append(0) or lengths(*x, **how))
+    kept = getattr(contrastile, name)()
+    for _ in range(3):
+        OF_COSINES[name](kept, *rows)
+    sides = len(looked)
+    assert sides in (1, 2)
+    for _ in range(_check.MOST_LOOKS + 2):
+        OF_COSINES[name](type(kept)(), *rows)
+    assert len(looked) == sides * _check.MOST_LOOKS
 
 
 def test_no_second_order_by_mistake() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,7 +50,7 @@ def _leaves(n: int = 5) -> list[Tensor]:
 
 
 def test_a_loss_that_makes_its_positives_reads_none() -> None:
-    a, b = torch.randn(2, 6, 4)
+    a, b = F.normalize(torch.randn(2, 6, 4), dim=-1)
     assert _reads(lambda: NTXentLoss()(a, b, 2.0)) == 0
     # so that a count of 0 says something
     q, k, scale = _leaves()
@@ -62,7 +63,7 @@ def test_a_compiled_loss_that_makes_its_positives_reads_none(monkeypatch: pytest
     monkeypatch.setattr(_check, "in_range", lambda positives, keys: looked.append(keys))
     loss = torch.compile(lambda a, b: NTXentLoss()(a, b, 2.0), backend="eager", fullgraph=True)
     listed = torch.compile(lambda q, k, p: InfoNCELoss()(q, k, 2.0, positives=p), backend="eager", fullgraph=True)
-    a, b = torch.randn(2, 6, 4)
+    a, b = F.normalize(torch.randn(2, 6, 4), dim=-1)
     assert torch.equal(loss(a, b), NTXentLoss()(a, b, 2.0))
     assert looked == []
     listed(a, b, torch.arange(6))

@@ -146,7 +146,7 @@ def test_by_the_command_on_these_alone(finished, tmp_path, capsys):
         (["--zero-shot", "x", "--captions", "y", "--name", "z"],
          "`--name` must come with one test; got 2. Measure them one after the other."),
         (["--zero-shot", "nowhere"],
-         "`folder` must be a folder that can be read; got nowhere. No such file or directory."),
+         '`--zero-shot` must be a folder; there is no "nowhere".'),
     ],
 )  # fmt: skip
 def test_words_that_do_not_fit_are_refused(finished, capsys, words, sentence):

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from contrastile.train.folder import RunFolder, finished_run, make_runs, new_run
+from contrastile.cli.main import main
+from contrastile.train.folder import RunFolder, finished_run, make_folder, make_way, new_run
 
 
 def test_a_second_run_moves_the_first_aside(tmp_path, caplog):
@@ -95,4 +96,29 @@ def test_runs_that_cannot_be_made_are_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"`--runs` must be a folder, or where one can be made; got .*Not a directory\."
     ):
-        make_runs(tmp_path / "file" / "runs")
+        make_folder("--runs", tmp_path / "file" / "runs")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_there_is_anything_to_write(tmp_path, monkeypatch):
+    make_way("csv", tmp_path / "some" / "where" / "x.csv")
+    assert [path.name for path in (tmp_path / "some").rglob("*")] == ["where"]
+    with pytest.raises(ValueError, match=r"`csv` must be a file that can be written to; got .*some\"\. Name another"):
+        make_way("csv", tmp_path / "some")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"`csv` must be a file, or where one can be made; got .*x\.csv\"\. Not a dir"):
+        make_way("csv", tmp_path / "file" / "some" / "x.csv")
+    # the file that is there is not touched
+    make_way("csv", tmp_path / "file")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for path in (tmp_path / "file", tmp_path / "x.csv"):
+        with pytest.raises(ValueError, match="`csv` must be a file that can be written to"):
+            make_way("csv", path)
+
+
+def test_a_run_that_cannot_be_written_to_is_not_measured(tmp_path, monkeypatch, capsys):
+    for name, content in (("recipe.toml", "[train]\nexamples = 10\n"), ("model.safetensors", ""), ("run.json", "{}")):
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert main(["evaluate", str(tmp_path)]) == 2
+    told = f'`run` must be a folder that can be written to; got "{tmp_path}". Name another one.\n'
+    assert capsys.readouterr().err == told

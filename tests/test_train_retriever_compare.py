@@ -21,6 +21,7 @@ from contrastile.train.retriever.findings import Findings, Trial, Way, as_csv, t
 from contrastile.train.retriever.job import Retrieval
 from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.retriever.updates import Speed, Update, by_length, draw_speeds, fitting_batch, time_updates
+from contrastile.train.trials import Comparison
 
 MIB = 2**20
 
@@ -329,6 +330,32 @@ def test_the_command_compares_retrievers(tmp_path, four_fit, capsys):
     rows = (tmp_path / "runs" / "tiny-compare" / "recipe.toml").read_text()
     assert f"workspace = {4 * MIB}" in rows
     assert not (tmp_path / "runs" / "tiny-compare" / "updates.csv").exists()
+
+
+def test_a_comparison_without_bm25_has_no_row_of_it(tmp_path, four_fit, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "BM25", None)
+    words = ["train.examples=32", "evaluate.bm25=false", "--memory", "64MiB", "--batches", "8", "--seeds", "1"]
+    assert main(["compare", str(write_text_recipe(tmp_path)), *words, "--runs", str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr().out
+    assert "| accumulated | 8 | 4 |" in said
+    assert "BM25" not in said
+
+
+def test_what_the_comparison_sets_itself_is_said_of_a_recipe_and_refused_of_an_override(
+    tmp_path, caplog, capsys, monkeypatch
+):
+    monkeypatch.setattr(compare, "compare_retriever", lambda *_, **__: Comparison(tmp_path, "made", None))
+    recipe, runs = write_text_recipe(tmp_path), ["--runs", str(tmp_path / "runs")]
+    assert main(["compare", str(recipe), *runs]) == 0
+    keys = "train.batch, train.sub_batch, train.retain, evaluate.every"
+    assert caplog.messages == [f"{recipe}: compare of retrievers sets {keys} itself, whatever is said there"]
+    capsys.readouterr()
+    for word in ("train.sub_batch.query=4", "evaluate.every=0.2", "train.accumulate=2", "train.minutes=1.0"):
+        assert main(["compare", str(recipe), word, *runs]) == 2
+        key = word.partition("=")[0].removesuffix(".query")
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            f"{word}: {key}: has no effect: compare of retrievers sets it itself; leave it out"
+        )
 
 
 def test_each_kind_of_recipe_has_its_own_options(tmp_path, capsys):

@@ -9,8 +9,9 @@ from tiny_runs import tiny_recipe
 from tiny_texts import tiny_retriever
 
 from contrastile.data import sources
+from contrastile.models import small
 from contrastile.models.text import train_tokenizer
-from contrastile.train import image_text, settings
+from contrastile.train import image_text, settings, sizes
 from contrastile.train.image_text import ImageText
 from contrastile.train.recipe import RecipeError, load_any_recipe
 from contrastile.train.retriever import job
@@ -199,6 +200,44 @@ def test_a_model_of_texts_for_pictures_has_its_sentence(tmp_path):
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     with pytest.raises(ValueError, match=r"^`image` must be a model of pictures; got BertModel \(You must specify"):
         image_tower(Library(config={"model_type": "bert", "vocab_size": 9, **small}), image_size=8, channels=1)
+
+
+TOO_LARGE = {
+    "pictures": (
+        f"{STEPS}[model.image]\nwidth = 1000000",
+        "model.image.width",
+        "1000000, for 1,408,159.7 GiB at",
+    ),
+    "texts": (f"{STEPS}[model.text]\nwidth = 1000000", "model.text.width", "1000000, for 11,175.9 GiB at least"),
+    "features": (f"{STEPS}[model]\nfeatures = 1048576", "model.features", "1048576, for 8.0 GiB at least"),
+    "a retriever's": (f"{TEXTS}[model.passage]\nwidth = 600000\n[model.query]", "model.passage.width", "600000, for "),
+    "its features": (f"{TEXTS}[model]\nfeatures = 1048576\nboth = {{width = 9000}}", "model.features", "1048576, for "),
+}
+
+
+@pytest.mark.parametrize("mistake", TOO_LARGE)
+def test_a_model_that_no_memory_can_hold_is_one_line(tmp_path, monkeypatch, mistake):
+    monkeypatch.setattr(sizes, "host_memory", lambda: 8 * 2**30 - 1)
+    text, key, got = TOO_LARGE[mistake]
+    (tmp_path / "x.toml").write_text(text + "\n")
+    with pytest.raises(RecipeError) as caught:
+        load_any_recipe(tmp_path / "x.toml")
+    told = f"{tmp_path}/x.toml: {key}: must make weights that fit into the 8.0 GiB of this machine; got {got}"
+    assert str(caught.value).startswith(told)
+    # a run that was made elsewhere can still be read
+    assert load_any_recipe(tmp_path / "x.toml", files=False).name == "x"
+
+
+def test_weights_are_counted_as_the_towers_have_them():
+    made = {
+        "conv": small.ConvTower(channels=1, width=96),
+        "words": small.WordsTower(vocabulary=8, length=2, width=96),
+        "bag": small.BagTower(vocabulary=8, width=96),
+    }
+    assert made.keys() == sizes.GROWTH.keys()
+    for kind, (squares, outputs) in sizes.GROWTH.items():
+        assert squares * 96**2 <= sum(x.numel() for x in made[kind].parameters()) <= 1.1 * squares * 96**2
+        assert made[kind].features == outputs * 96
 
 
 TRANSFORMERS = {

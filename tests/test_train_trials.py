@@ -11,13 +11,14 @@ import torch
 from tiny_runs import tiny_recipe, write_recipe
 
 from contrastile.cli.main import main
-from contrastile.train import compare_batches, compare_losses, crews, trials
+from contrastile.train import compare, compare_batches, compare_losses, crews, trials
 from contrastile.train.compare_losses import WAYS, Difference, difference
 from contrastile.train.feed import open_materials
 from contrastile.train.log import read_metrics
 from contrastile.train.optim import learning_rate
 from contrastile.train.provenance import chip
-from contrastile.train.trials import Plan, Trial, make, portion
+from contrastile.train.recipe import load_recipe, to_toml
+from contrastile.train.trials import Comparison, Plan, Trial, make, portion
 
 
 def loss_trial(way, seed, recall, **others):
@@ -280,6 +281,46 @@ def test_more_seeds_are_added_to_those_made(tmp_path, capfd, forked):
     assert found[0] == found[1][:2]
     assert found[1] == found[2]
     assert " ± " in table
+
+
+SET = {
+    "compare": ([], ["train.accumulate=2", "train.minutes=1.0", "train.retain=0"]),
+    "compare --losses": (["--losses"], ["loss.backend=dense", "loss.exchange=ring", "train.minutes=1.0"]),
+    "compare --batches": (
+        ["--batches", "16"],
+        ["train.batch=32", "train.minutes=1.0", "optim.rate_scaling=sqrt", "optim.base_batch=32"],
+    ),
+}
+
+
+@pytest.mark.parametrize("comparison", SET)
+def test_what_a_comparison_sets_itself_is_said_of_a_recipe_and_refused_of_an_override(
+    tmp_path, capsys, caplog, monkeypatch, comparison
+):
+    for module, name in ((compare, "recipe"), (compare_losses, "losses"), (compare_batches, "batches")):
+        monkeypatch.setattr(module, f"compare_{name}", lambda *_, **__: Comparison(tmp_path, "made", None))
+    options, words = SET[comparison]
+    recipe = write_recipe(tmp_path)
+    rest = ["--runs", str(tmp_path / "runs"), *options]
+    beside = [word for word in words if word.startswith("optim")]
+    for word in words:
+        more = [] if word not in beside else [one for one in beside if one != word]
+        assert main(["compare", str(recipe), word, *more, *rest]) == 2
+        first = word if word not in beside else beside[0]
+        line = f"{first}: {first.partition('=')[0]}: has no effect: {comparison} sets it itself; leave it out"
+        assert capsys.readouterr().err.splitlines()[-1] == line
+    recipe.write_text(to_toml(load_recipe(recipe, words)))
+    caplog.clear()
+    assert main(["compare", str(recipe), *rest]) == 0
+    keys = ", ".join(word.partition("=")[0] for word in words)
+    assert [one for one in caplog.messages if "itself" in one] == [
+        f"{recipe}: {comparison} sets {keys} itself, whatever is said there"
+    ]
+    # what is the default, or what the comparison says too, is nothing lost
+    recipe.write_text(to_toml(load_recipe(write_recipe(tmp_path), ["train.retain=1", "train.batch=256"])))
+    caplog.clear()
+    assert main(["compare", str(recipe), *rest]) == 0
+    assert not [one for one in caplog.messages if "itself" in one]
 
 
 @pytest.mark.parametrize("what", [[], ["--losses"], ["--batches", "16"]])

@@ -31,7 +31,7 @@ def add_to(verbs: Any) -> None:
         description="Without sizes, features, dtype, losses or workspace: everything that this device is judged by. "
         "Under torchrun, the exchanges between its ranks.",
     )
-    parser.add_argument("--csv", metavar="FILE", help="write rows there, behind those that it has")
+    parser.add_argument("--csv", metavar="FILE", help="write rows there, behind those that it has; its folder is made")
     parser.add_argument("--sizes", nargs="+", metavar="B", help="rows, such as 64k or 1M")
     parser.add_argument("--features", nargs="+", type=int, metavar="D", help="features per row")
     parser.add_argument("--dtype", help="bf16, fp16, fp32 or fp64")
@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # a mistake is told before anything heavy is imported
     _words(arguments)
+    places(arguments, "csv")
 
     import torch
 
@@ -110,24 +111,47 @@ def _run_on_ranks(arguments: argparse.Namespace) -> int:
     return 0 if bench.right else 1
 
 
+def places(arguments: argparse.Namespace, *names: str) -> None:
+    """Where results go is there, before there are any; of several ranks the first one writes them."""
+    from contrastile.train.folder import make_way
+
+    if int(os.environ.get("RANK", "0")) == 0:
+        for name in names:
+            if path := getattr(arguments, name):
+                make_way(name, path)
+
+
 def device_of(name: str) -> str:
     """ "cpu" or "cuda"; "auto" is the better one that is there."""
-    from contrastile._wrong import one_of, wrong
-
-    one_of("device", name, ("auto", "cpu", "cuda"), "Leave it out for the default.")
-
     import torch
 
-    if name == "cuda" and not torch.cuda.is_available():
-        raise wrong("device", "be one that torch sees", "cuda", "Install torch for CUDA, or take cpu.")
+    if known_device(name) == "cuda" and not torch.cuda.is_available():
+        raise _unseen()
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def known_device(name: str) -> str:
+    """A device as the bench names it; torch says later whether it is there, where that takes torch to know."""
+    from contrastile._wrong import one_of
+    from contrastile.train.settings import for_cpus_alone
+
+    one_of("device", name, ("auto", "cpu", "cuda"), "Leave it out for the default.")
+    if name == "cuda" and for_cpus_alone():
+        raise _unseen()
+    return name
+
+
+def _unseen() -> ValueError:
+    from contrastile._wrong import wrong
+
+    return wrong("device", "be one that torch sees", "cuda", "Install torch for CUDA, or take cpu.")
 
 
 def _words(arguments: argparse.Namespace) -> None:
     """Raises ValueError where a word that needs no torch to be read is none."""
-    from contrastile._wrong import one_of, wrong
+    from contrastile._wrong import wrong
 
-    one_of("device", arguments.device, ("auto", "cpu", "cuda"), "Leave it out for the default.")
+    known_device(arguments.device)
     if arguments.seconds is not None and arguments.seconds <= 0:
         raise wrong("seconds", "be above 0", arguments.seconds, "Leave it out for the default.")
     if min(arguments.features or (1,)) < 1:

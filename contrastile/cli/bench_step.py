@@ -45,7 +45,7 @@ def add_to(kinds: Any) -> None:
     parser.add_argument(
         "--within", type=float, default=math.inf, help="seconds for all: what would take longer is left out"
     )
-    parser.add_argument("--csv", metavar="FILE", help="write rows there, behind those that it has")
+    parser.add_argument("--csv", metavar="FILE", help="write rows there, behind those that it has; its folder is made")
     parser.add_argument("--figure", metavar="FILE", help="draw the rows of --csv: svg, png or pdf")
     parser.add_argument("--quick", action="store_true", help="one model, one size")
     parser.set_defaults(verb=run)
@@ -53,8 +53,12 @@ def add_to(kinds: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, printing each result when it is there; 1 if a way of ours was wrong or failed."""
-    from contrastile._wrong import wrong
+    from importlib.util import find_spec
 
+    from contrastile._wrong import wrong
+    from contrastile.cli.bench import known_device, places
+
+    known_device(arguments.device)
     if arguments.figure and not arguments.csv:
         raise wrong("figure", "come with csv, whose rows it draws", "none", "Add --csv FILE.")
     if arguments.figure and not arguments.figure.endswith(FIGURES):
@@ -72,6 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
         idle := [name for name in ALONE if getattr(arguments, name) not in (None, False, math.inf, LONGEST)]
     ):
         raise wrong(idle[0], "be left out under torchrun", getattr(arguments, idle[0]), "Run one process with it.")
+    if arguments.figure and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(name="matplotlib")
+    places(arguments, "csv", "figure")
     # plain steps fill the memory with tensors of all sizes, and must not fail because of gaps
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     right = _across_ranks(arguments) if across else _alone(arguments)

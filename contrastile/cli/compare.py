@@ -38,7 +38,12 @@ def add_to(verbs: Any) -> None:
     parser.add_argument("--ranks", type=int, help="processes of a run of --losses (default: 2)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, but where time is compared (default: 1)")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds each way is run with (default: 3)")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where the results go (default: runs)")
+    parser.add_argument(
+        "--runs",
+        default="runs",
+        metavar="FOLDER",
+        help="where the results go, made if missing (default: runs)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on with what was interrupted, or with more seeds")
     parser.add_argument("--memory", metavar="BYTES", help="of a retriever: what a plain step may take (default: 1GiB)")
     parser.add_argument("--updates", nargs="+", metavar="SIZE", help="of a retriever: time updates of these sizes")
@@ -48,12 +53,12 @@ def add_to(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe before anything heavy is imported, then compare."""
     from contrastile.train.config import Recipe
-    from contrastile.train.folder import make_runs
+    from contrastile.train.folder import make_folder
     from contrastile.train.recipe import load_any_recipe
 
     _words(arguments)
     recipe = load_any_recipe(arguments.recipe, arguments.overrides)
-    make_runs(arguments.runs)
+    make_folder("--runs", arguments.runs)
     if isinstance(recipe, Recipe):
         _only(arguments, OF_RETRIEVERS, "a retriever")
         comparison = _pictures(recipe, arguments)
@@ -103,7 +108,7 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
         remedy = "Runs side by side slow each other down."
         raise wrong("jobs", "be 1 where time is compared", arguments.jobs, remedy)
 
-    from contrastile.train.asked import a_grid, large_and_small, one_set_of_data
+    from contrastile.train.asked import a_grid, large_and_small, one_set_of_data, set_itself
 
     # a mistake is told before anything heavy is imported
     one_set_of_data(recipe)
@@ -113,6 +118,8 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
         a_grid(sizes, shares, rates)
     elif not arguments.losses:
         large_and_small(recipe)
+    comparison = "compare --losses" if arguments.losses else "compare --batches" if arguments.batches else "compare"
+    set_itself(comparison, recipe, arguments.recipe, arguments.overrides)
 
     from contrastile.train.compare import compare_recipe
     from contrastile.train.compare_batches import compare_batches
@@ -129,10 +136,11 @@ def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
 
 def _retriever(recipe: RetrieverRecipe, arguments: argparse.Namespace) -> Comparison:
     from contrastile.cli.bench import number
-    from contrastile.train.asked import rising_sizes
+    from contrastile.train.asked import rising_sizes, set_itself
 
     batches = _sizes("batches", arguments.batches or BATCHES)
     rising_sizes(batches)
+    set_itself("compare of retrievers", recipe, arguments.recipe, arguments.overrides)
 
     from contrastile.train.retriever.compare import compare_retriever
 

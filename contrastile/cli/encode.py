@@ -15,7 +15,7 @@ def add_to(verbs: Any) -> None:
         nargs="?",
         help="a BEIR folder, .jsonl, .tsv, or a folder of code (default: the run's own)",
     )
-    parser.add_argument("--out", metavar="FOLDER", help="where the index goes (default: RUN/index)")
+    parser.add_argument("--out", metavar="FOLDER", help="where the index goes, made if missing (default: RUN/index)")
     parser.add_argument("--shard", type=int, default=65_536, metavar="N", help="passages a file (default: 65536)")
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N features only")
     parser.add_argument(
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from contrastile._wrong import wrong
-    from contrastile.train.folder import RECIPE, finished_run
+    from contrastile.train.folder import RECIPE, finished_run, make_folder
     from contrastile.train.recipe import load_retriever_recipe
     from contrastile.train.settings import known_device
 
@@ -47,9 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.corpus is not None and not Path(arguments.corpus).exists():
         raise wrong("corpus", "be a file or folder", f'"{arguments.corpus}"', "Check its path.")
 
+    out = Path(arguments.out) if arguments.out else folder / "index"
+    make_folder("--out", out)
+
     from contrastile.train.retriever.search import encode_source
 
-    out = Path(arguments.out) if arguments.out else folder / "index"
     index = encode_source(
         folder,
         arguments.corpus,

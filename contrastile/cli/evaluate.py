@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise wrong(_flag(idle), "be left out with --judgements", getattr(arguments, idle), remedy)
         return _measure(arguments.run, arguments.judgements, arguments.measures)
 
-    from contrastile.train.folder import RECIPE, finished_run
+    from contrastile.train.folder import RECIPE, finished_run, make_folder
     from contrastile.train.recipe import load_any_recipe, load_recipe, load_retriever_recipe
     from contrastile.train.settings import known_device
 
@@ -76,6 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = finished_run(arguments.run)
     load = load_retriever_recipe if texts else load_recipe if tests else load_any_recipe
     load(folder / RECIPE, files=False)
+    make_folder("run", folder.path)
+    for test in tests:
+        _look(test)
 
     if texts:
         from contrastile.train.retriever.elsewhere import evaluate_texts
@@ -143,6 +146,19 @@ def _tests(arguments: argparse.Namespace) -> list[Any]:
     if arguments.name is not None and len(tests) != 1:
         raise wrong("--name", "come with one test", len(tests), "Measure them one after the other.")
     return tests
+
+
+def _look(test: Any) -> None:
+    """Raises ValueError where what a test on pictures names is not there."""
+    from pydantic import ValidationError
+
+    try:
+        type(test).model_validate(test.model_dump(), context={"files": True})
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        key = str(next(iter(mistake["loc"]), "folder"))
+        option = "--zero-shot" if key == "folder" else _flag(key)
+        raise ValueError(f"`{option}` {mistake['ctx']['error']}.") from None
 
 
 def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int:

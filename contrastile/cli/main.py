@@ -1,7 +1,8 @@
 """The command `contrastile`: reads its arguments, calls a verb, turns errors into one line and an exit code.
 
 The outermost layer of the house. Nothing heavy is imported until a verb runs. Exit codes: 0 done, 1 the machine failed
-(a full disk), 2 the user is asked to change something, 130 stopped by Ctrl-C (143 by SIGTERM), 141 nobody reads on.
+(a full disk, no memory), 2 the user is asked to change something, 130 stopped by Ctrl-C (143 by SIGTERM), 141 nobody
+reads on.
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.traceback:
             raise
         return _say(str(error), 1)
+    except (RuntimeError, MemoryError) as error:
+        if chosen.traceback or not _of_memory(error):
+            raise
+        return _say(f"memory ran out: {' '.join(str(error).split())}", 1)
 
 
 def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -97,6 +102,12 @@ def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespa
     if more:
         chosen.overrides = [*chosen.overrides, *more]
     return chosen
+
+
+def _of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Whether there was no room, on the host or on a GPU: torch has an error of its own for the latter alone."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
 def _nobody_reads() -> bool:

@@ -14,19 +14,24 @@ def add_to(verbs: Any) -> None:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="such as train.minutes=2 or loss.kind=siglip"
     )
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders go (default: runs)")
+    parser.add_argument(
+        "--runs",
+        default="runs",
+        metavar="FOLDER",
+        help="where run folders go, made if missing (default: runs)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on where the run of that name was interrupted")
     parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the recipe before anything heavy is imported, then train."""
-    from contrastile.train.folder import RECIPE, make_runs
+    from contrastile.train.folder import RECIPE, make_folder
     from contrastile.train.recipe import load_any_recipe
 
     recipe = load_any_recipe(arguments.recipe, arguments.overrides)
     if os.environ.get("RANK", "0") == "0":
-        make_runs(arguments.runs)
+        make_folder("--runs", arguments.runs)
 
     from contrastile.train.loop import run_recipe
 

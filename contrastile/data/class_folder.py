@@ -21,7 +21,7 @@ import numpy.typing as npt
 from contrastile._check import wrong
 from contrastile.data.classes import Class, read_classes, read_mapping
 from contrastile.data.pairs import Indices
-from contrastile.data.shards import PICTURES
+from contrastile.data.sources import PICTURES
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from typing import Any, BinaryIO, NamedTuple
 from contrastile._check import wrong
 from contrastile.data.manifest import SIZES, SUMS, as_many_as_told, compare_sum, cut
 from contrastile.data.parquet import unpack
-from contrastile.data.sources import TABLES, Source
+from contrastile.data.sources import PICTURES, TABLES, Source
 from contrastile.data.table import read_table
 
-PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 # a picture of 64 megapixels is smaller in any format, and a title is no book
 MOST_BYTES, LONGEST_TITLE = 1 << 28, 1 << 16
 # two empty records end a tar file, and tools fill it up to a whole number of larger ones

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 TABLES = (".tsv", ".csv")
 KINDS = (".tar", ".parquet", *TABLES)
 MOST_FILES = 1_000_000

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from contrastile import comm
-from contrastile._types import Gradient
+from contrastile._types import Gradient, accumulator
 from contrastile.in_step import in_step
 from contrastile.losses.base import Side
 from contrastile.tiles.base import Tiles
@@ -84,7 +84,7 @@ class Exchange(ABC):
 
     @classmethod
     @abstractmethod
-    def extra_bytes(cls, shards: Shards, D: int, itemsize: int) -> int:
+    def extra_bytes(cls, shards: Shards, D: int, dtype: torch.dtype) -> int:
         """Bytes that a rank holds beside its own features, gradients and workspace, at the worst moment."""
 
     def total(self, here: Tensor) -> Tensor:
@@ -102,6 +102,11 @@ class Exchange(ABC):
     def gradient_factor(self) -> int:
         """What the wrapper's averaging will divide by."""
         return len(self.shards) if self.gradient == "mean" else 1
+
+
+def held_each(dtype: torch.dtype) -> int:
+    """Bytes of a feature that is here from another rank, and of its gradient, which is accumulated."""
+    return dtype.itemsize + accumulator(dtype).itemsize
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 The decomposition of DisCo-CLIP (Chen et al. 2023, equations 5 to 8) and of OpenCLIP's local loss with gathered
 gradients, with the columns' statistics from the same sweep. Simple, and as fast as the ring where b · D · (bytes of
-a feature + 4) fit. What travels is hidden behind the pairs that need nobody: in the forward a rank begins with its own
-columns, while the others' are on their way; in the backward it ends with them, while the others' gradients are. The
-columns stay from the one to the other.
+a feature and of its accumulator) fit. What travels is hidden behind the pairs that need nobody: in the forward a rank
+begins with its own columns, while the others' are on their way; in the backward it ends with them, while the others'
+gradients are. The columns stay from the one to the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastile import comm
-from contrastile.exchange.base import Exchange, Shards, gather_side
+from contrastile.exchange.base import Exchange, Shards, gather_side, held_each
 from contrastile.losses.base import Side
 from contrastile.tiles.base import Tiles
 
@@ -63,8 +63,8 @@ class Gather(Exchange):
         return row_stats, self._gradients(tiles, rows, cols, u, v, sweep)
 
     @classmethod
-    def extra_bytes(cls, shards: Shards, D: int, itemsize: int) -> int:
-        return sum(shards.cols) * D * (itemsize + 4)
+    def extra_bytes(cls, shards: Shards, D: int, dtype: torch.dtype) -> int:
+        return sum(shards.cols) * D * held_each(dtype)
 
     def _gradients(
         self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None, sweep: Sweep

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from contrastile import comm
-from contrastile.exchange.base import Exchange, Shards, gather_side
+from contrastile.exchange.base import Exchange, Shards, gather_side, held_each
 from contrastile.losses.base import Side
 from contrastile.tiles.base import Tiles
 
@@ -63,8 +63,8 @@ class Replicate(Exchange):
         return row_stats, pair_sum / len(self.shards)
 
     @classmethod
-    def extra_bytes(cls, shards: Shards, D: int, itemsize: int) -> int:
-        return (sum(shards.rows) + sum(shards.cols)) * D * (itemsize + 4)
+    def extra_bytes(cls, shards: Shards, D: int, dtype: torch.dtype) -> int:
+        return (sum(shards.rows) + sum(shards.cols)) * D * held_each(dtype)
 
     def _mine(self, side: Side) -> slice:
         return slice(side.start, side.start + len(side))

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from contrastile import comm
-from contrastile.exchange.base import Exchange, Shards
+from contrastile.exchange.base import Exchange, Shards, held_each
 from contrastile.losses.base import Side
 from contrastile.tiles.base import Tiles, Turn
 
@@ -91,8 +91,8 @@ class Ring(Exchange):
         return row_stats, self._gradients(tiles, cols, v, sweep)
 
     @classmethod
-    def extra_bytes(cls, shards: Shards, D: int, itemsize: int) -> int:
-        return 2 * max(shards.cols) * D * (itemsize + 4)
+    def extra_bytes(cls, shards: Shards, D: int, dtype: torch.dtype) -> int:
+        return 2 * max(shards.cols) * D * held_each(dtype)
 
     def _gradients(self, tiles: Tiles, cols: Side, v: Tensor | None, sweep: Callable[[Side, Any], Tensor]) -> Tensor:
         pair_sum = tiles.no_pairs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from contrastile.exchange.base import Exchange, Shards
@@ -27,6 +28,6 @@ class Single(Exchange):
         return tiles.stats_and_grads(rows, cols, u, v)
 
     @classmethod
-    def extra_bytes(cls, shards: Shards, D: int, itemsize: int) -> int:
-        del shards, D, itemsize
+    def extra_bytes(cls, shards: Shards, D: int, dtype: torch.dtype) -> int:
+        del shards, D, dtype
         return 0

@@ -5,13 +5,53 @@ Beside the comparisons, which ask the same again where they are called from Pyth
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 from contrastile._wrong import wrong
-from contrastile.train.config import Recipe
+from contrastile.train.config import AnyRecipe, Recipe
+from contrastile.train.idle import value_of
+from contrastile.train.recipe import touched
+
+logger = logging.getLogger("contrastile")
 
 # rules of the learning rate, and what they are called in a recipe
 RATES = {"fixed": "none", "sqrt": "sqrt", "linear": "linear"}
+# the keys of a recipe that each comparison sets itself: to one value in all runs, or to one after the other
+MANY = object()
+SETS: dict[str, dict[str, Any]] = {
+    "compare": {"train.accumulate": MANY, "train.minutes": MANY, "train.retain": 1},
+    "compare --losses": {"loss.backend": MANY, "loss.exchange": MANY, "train.minutes": None},
+    "compare --batches": {
+        "train.batch": MANY, "train.minutes": None, "optim.rate_scaling": MANY, "optim.base_batch": MANY
+    },
+    "compare of retrievers": {
+        "train.batch": MANY, "train.sub_batch": MANY, "train.accumulate": MANY, "train.retain": MANY,
+        "train.minutes": None, "evaluate.every": 1.0,
+    },
+}  # fmt: skip
+
+
+def set_itself(comparison: str, recipe: AnyRecipe, origin: str, overrides: Sequence[str]) -> None:
+    """Says in a line which keys of the recipe at `origin` the comparison sets to something else.
+
+    Raises ValueError for the first one that an override asked for.
+    """
+    lost = []
+    for key, value in SETS[comparison].items():
+        section, _, name = key.rpartition(".")
+        table = value_of(recipe, section)
+        got, default = getattr(table, name), type(table).model_fields[name].default
+        if name not in table.model_fields_set or got == value:
+            continue
+        if asked := next((one for one in overrides if touched(key, [one.partition("=")[0].strip()])), None):
+            raise ValueError(f"{asked}: {key}: has no effect: {comparison} sets it itself; leave it out")
+        # a run's folder has the defaults written out
+        if got != default:
+            lost.append(key)
+    if lost:
+        logger.warning("%s: %s sets %s itself, whatever is said there", origin, comparison, ", ".join(lost))
 
 
 def one_set_of_data(recipe: Recipe) -> None:

@@ -30,6 +30,7 @@ from contrastile.train.settings import (
     Settings,
     Share,
     files_matter,
+    for_cpus_alone,
     installed,
     kind_or,
 )
@@ -332,9 +333,11 @@ class AnyRecipe(Settings):
 
     @field_validator("device")
     @classmethod
-    def _device_is_known(cls, device: str) -> str:
+    def _device_is_known(cls, device: str, info: ValidationInfo) -> str:
         if not DEVICE.fullmatch(device):
             raise ValueError(f"must {DEVICES}; got {json.dumps(device)}")
+        if device.startswith("cuda") and files_matter(info) and for_cpus_alone():
+            raise ValueError(f'must be "auto" or "cpu": the torch that is installed is for CPUs alone; got "{device}"')
         return device
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from contrastile.data.sources import PICTURES
 from contrastile.data.templates import TEMPLATES
 from contrastile.train.settings import Count, Settings, files_matter
 
@@ -56,8 +57,12 @@ class ZeroShotSettings(Settings):
     def _there_are_classes(self, info: ValidationInfo) -> ZeroShotSettings:
         if files_matter(info):
             with os.scandir(self.folder) as entries:
-                if not any(entry.is_dir() for entry in entries):
-                    raise ValueError(f'must have a folder with a sub-folder for each class; "{self.folder}" has none')
+                classes = [entry.path for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+            if not classes:
+                raise ValueError(f'must have a folder with a sub-folder for each class; "{self.folder}" has none')
+            if not any(map(_has_pictures, classes)):
+                kinds = ", ".join(PICTURES)
+                raise ValueError(f'must have a folder with pictures ({kinds}) of each class; "{self.folder}" has none')
         return self
 
 
@@ -93,6 +98,10 @@ class RetrievalSettings(Settings):
     @classmethod
     def _folder_is_there(cls, folder: str | None, info: ValidationInfo) -> str | None:
         return None if folder is None else _there(folder, info, is_folder=True)
+
+
+def _has_pictures(folder: str) -> bool:
+    return any(name.lower().endswith(PICTURES) for _, _, files in os.walk(folder) for name in files)
 
 
 def _there(path: str, info: ValidationInfo, *, is_folder: bool = False, or_else: str = "") -> str:

@@ -94,7 +94,7 @@ def finished_run(path: str | Path) -> RunFolder:
 def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
     """An empty `runs/<name>`, held by this process alone; an earlier run of that name is moved aside first."""
     path = Path(runs) / name
-    make_runs(runs)
+    make_folder("--runs", runs)
     if path.exists():
         with _held(path):
             aside = path.rename(free_name(path))
@@ -104,16 +104,31 @@ def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
         yield RunFolder(path)
 
 
-def make_runs(runs: str | Path) -> None:
-    """The folder of all runs is there, and can be written to."""
+def make_folder(asked: str, path: str | Path) -> None:
+    """The folder that `asked` names is there, its parents too, and can be written to; else it is named in an error.
+
+    Every verb calls this, or `make_way`, before anything is loaded: what was computed must have a place to go.
+    """
+    _made(asked, "a folder, or where one can be made", path, Path(path))
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise wrong(asked, "be a folder that can be written to", f'"{path}"', "Name another one.")
+
+
+def make_way(asked: str, path: str | Path) -> None:
+    """The file that `asked` names can be written: its folder is there, and no folder has its name."""
+    path = Path(path)
+    _made(asked, "a file, or where one can be made", path, path.parent)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise wrong(asked, "be a file that can be written to", f'"{path}"', "Name another one.")
+
+
+def _made(asked: str, what: str, path: str | Path, folder: Path) -> None:
     try:
-        Path(runs).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise
-        raise wrong("--runs", "be a folder, or where one can be made", f'"{runs}"', f"{error.strerror}.") from None
-    if not os.access(runs, os.W_OK | os.X_OK):
-        raise wrong("--runs", "be a folder that can be written to", f'"{runs}"', "Name another one.")
+        raise wrong(asked, f"be {what}", f'"{path}"', f"{error.strerror}.") from None
 
 
 def begun_run(runs: str | Path, name: str) -> RunFolder | None:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,17 +71,48 @@ def _check_type(config: Mapping[str, Any]) -> None:
 
     The library itself takes seconds to load. Where it is loaded, others may have told it of models of their own.
     """
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None or "transformers" in sys.modules:
-        return
-    lists = [Path(spec.origin).parent / "models/auto" / name for name in ("auto_mappings.py", "configuration_auto.py")]
-    text = "".join(path.read_text(encoding="utf-8") for path in lists if path.is_file())
-    known = set(re.findall(r'"([a-z0-9._-]+)"', text))
+    lists = _sources("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
+    known = set(re.findall(r'"([a-z0-9._-]+)"', "".join(lists)))
     kind = str(config["model_type"])
     if known and kind not in known:
-        near = difflib.get_close_matches(kind, sorted(known), n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f'must have a model_type that transformers knows; got "{kind}"{hint}')
+        raise ValueError(f'must have a model_type that transformers knows; got "{kind}"{_near(kind, known)}')
+
+
+def _check_keys(config: Mapping[str, Any], kind: str | None = None) -> None:
+    """Raises ValueError for a key that no configuration of transformers reads, whatever the model, likewise.
+
+    What another model reads, and this one does not, the library says when it is loaded.
+    """
+    # one that the library wrote holds what others read
+    if "transformers_version" in config:
+        return
+    kind = str(config.get("model_type", kind))
+    sources = _sources("configuration_utils.py", "generation/configuration_utils.py", "models/*/configuration_*.py")
+    known = {word for text in sources for word in _words(text)}
+    for key, value in config.items() if known else ():
+        if key not in known:
+            own = {word for text in sources if f'"{kind}"' in text for word in _words(text)}
+            raise ValueError(f"must have keys that transformers reads; got {key}{_near(key, own)}")
+        if key in ("vision_config", "text_config") and isinstance(value, Mapping):
+            _check_keys(value, kind)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\b[A-Za-z_]\w*", text)
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, sorted(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _sources(*patterns: str) -> list[str]:
+    """Files of transformers; none where it is loaded, or is not there."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None or "transformers" in sys.modules:
+        return []
+    folder = Path(spec.origin).parent
+    return [path.read_text(encoding="utf-8") for pattern in patterns for path in folder.glob(pattern)]
 
 
 class OfPixels(Settings):
@@ -115,6 +146,7 @@ class TransformersModel(Settings):
             raise ValueError('must have a model_type, such as "vit"')
         if config is not None and files_matter(info):
             _check_type(config)
+            _check_keys(config)
         return config
 
     @model_validator(mode="after")

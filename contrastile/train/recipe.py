@@ -230,13 +230,13 @@ def _without_idle(tables: Tables, origin: str, origins: Mapping[str, str], recip
         if _found(rule.key, tables) is None:
             continue
         blamed = _blamed(rule.key, origins)
-        touched = of_a_run or any(_touched(by, origins) for by in (rule.by, *rule.others))
+        touched = of_a_run or any(touched(by, origins) for by in (rule.by, *rule.others))
         if blamed is not None or not touched:
             raise RecipeError(f"{blamed or origin}: {rule.key}: {rule.reason(known)}")
         _leave_out(rule.key, tables, origin, rule.reason(known).partition(";")[0])
 
 
-def _touched(key: str, origins: Collection[str]) -> bool:
+def touched(key: str, origins: Collection[str]) -> bool:
     """Whether an override set a key, the table it lies in, or something within it."""
     return any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in origins)
 
@@ -273,7 +273,7 @@ def _one_line(
     place = _place(error, tables)
     key = ".".join(place)
     # an override is to blame for the key that it set, for what lies in it and for the section it stands in
-    blamed = next((text for name, text in origins.items() if _touched(key, [name])), origin)
+    blamed = next((text for name, text in origins.items() if touched(key, [name])), origin)
     return f"{blamed}: {key}: {_reason(error, place, recipe)}"
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo
@@ -33,10 +35,25 @@ class Settings(BaseModel):
 
 
 def known_device(word: str) -> str:
-    """A device as a command names it; whether it is there is another question, which torch answers."""
+    """A device as a command names it; whether it is there is another question, which mostly torch answers."""
     if not DEVICE.fullmatch(word):
         raise wrong("--device", DEVICES, f'"{word}"', "Leave it out for the best that is there.")
+    if word.startswith("cuda") and for_cpus_alone():
+        raise wrong("--device", 'be "auto" or "cpu" with a torch for CPUs alone', f'"{word}"', "Install one for CUDA.")
     return word
+
+
+def for_cpus_alone() -> bool:
+    """Whether the torch that is installed can use no GPU, by a file of its own: to load it takes seconds.
+
+    Where it is loaded it is asked itself, a moment later.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None or "torch" in sys.modules:
+        return False
+    version = Path(spec.origin).parent / "version.py"
+    text = version.read_text(encoding="utf-8") if version.is_file() else ""
+    return all(re.search(rf"^{name}\b.*= None$", text, re.MULTILINE) for name in ("cuda", "hip"))
 
 
 def kind_or(default: str) -> Discriminator:

@@ -7,7 +7,7 @@ for in the recipe, or in the config.json of its folder. What they do not tell, `
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from contrastile.train.model_settings import WordsTower, read_config
@@ -20,6 +20,9 @@ WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
 LENGTHS = ("max_position_embeddings", "n_positions", "context_length")
 # towers that are one piece: no layers to unlock or to compute again
 SMALL = ("conv", "words")
+# of small towers: how many weights they have, but for few, over the square of the width; and features, over the width
+GROWTH = {"conv": (378, 64), "words": (3, 2), "bag": (4, 1)}
+WEIGHT_BYTES = 4
 
 
 def told(model: Any, part: Part) -> Mapping[str, Any]:
@@ -48,6 +51,28 @@ def width_of(encoder: Any) -> int | None:
     return None if "word_embed_proj_dim" in config else _number(config, *WIDTHS)
 
 
+def host_memory() -> int:
+    """All bytes of this machine, on which every model is made first."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _fits_memory(model: Any, sides: Sequence[str]) -> None:
+    """What cannot even be held was not meant."""
+    memory = host_memory()
+    for side in sides:
+        tower = getattr(model, side)
+        if tower is None or tower.kind not in GROWTH:
+            continue
+        squares, outputs = GROWTH[tower.kind]
+        for key, got, weights in (
+            (f"model.{side}.width", tower.width, squares * tower.width**2),
+            ("model.features", model.features, outputs * tower.width * (model.features or 0)),
+        ):
+            if (needed := WEIGHT_BYTES * weights) > memory:
+                reason = f"must make weights that fit into the {memory / 2**30:,.1f} GiB of this machine"
+                raise ClashError(key, f"{reason}; got {got}, for {needed / 2**30:,.1f} GiB at least")
+
+
 def fit_pictures(data: Any, model: Any) -> None:
     """Raises `ClashError` where pictures, texts and towers do not fit together."""
     image, text = told(model.both or model.image, "vision"), told(model.both or model.text, "text")
@@ -64,6 +89,7 @@ def fit_pictures(data: Any, model: Any) -> None:
     _fits_length(text, model.tokenizer.length)
     for side in ("image", "text"):
         _fits_layers(model, side)
+    _fits_memory(model, ("image", "text"))
 
 
 def _fits_layers(model: Any, side: str) -> None:
@@ -81,6 +107,7 @@ def _fits_layers(model: Any, side: str) -> None:
 
 def fit_texts(model: Any) -> None:
     """Raises `ClashError` where texts and a retriever's encoders do not fit together."""
+    _fits_memory(model, ("both", "query", "passage"))
     sides = [encoder for encoder in (model.both, model.query, model.passage) if encoder is not None]
     widths = [model.features or width_of(encoder) for encoder in sides]
     for encoder in sides:

@@ -193,16 +193,16 @@ def told_at(recipe: RetrieverRecipe, name: str, batch: int, largest: int) -> Ret
 
 
 def _outcomes(findings: Findings, plans: Sequence[Plan], materials: TextMaterials, folder: Path) -> Iterator[Outcome]:
-    """BM25's row, unless it is there, and every trial, as soon as they are; several jobs are processes of their own."""
+    """BM25's row, if wanted and not there, and every trial, as they come; several jobs are processes of their own."""
     recipe, jobs = findings.recipe, findings.jobs
     if jobs == 1:
-        if not findings.bm25:
+        if recipe.evaluate.bm25 and not findings.bm25:
             yield bm25(recipe, materials)
         for plan in plans:
             yield trial(plan, materials, folder)
         return
     tasks = [partial(_made, plan, folder) for plan in plans]
-    if not findings.bm25:
+    if recipe.evaluate.bm25 and not findings.bm25:
         tasks.insert(0, partial(_found_by_bm25, recipe))
     yield from crews.side_by_side(tasks, partial(_as_they_are, materials), folder, jobs=jobs, device=recipe.device)
 
