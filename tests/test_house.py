@@ -35,7 +35,8 @@ BELOW["tiles"] = GROUND | {"losses", "reach"}
 BELOW["exchange"] = BELOW["tiles"] | {"tiles"}
 BELOW["_choose"] = BELOW["exchange"] | {"exchange"}
 BELOW["_sweep"] = BELOW["_choose"] | {"_choose"}
-BELOW["_operation"] = BELOW["_choose"] | {"_choose", "_sweep"}
+BELOW["_task"] = BELOW["_sweep"] | {"_sweep"}
+BELOW["_operation"] = BELOW["_task"] | {"_task"}
 BELOW["_replay"] = BELOW["_streamed"] = BELOW["_operation"]
 BELOW["_scored"] = BELOW["_operation"] | {"reach"}
 BELOW["_contrast"] = BELOW["_operation"] | {"_operation", "_replay", "_scored", "_streamed"}
