@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from contrastile import comm
+from contrastile import agreement, comm
 from contrastile._check import Sound
 from contrastile._choose import Options, choose_exchange, choose_tiles
 from contrastile._operation import traced, untraced
@@ -125,7 +125,7 @@ def contrast(
 def tell_all(error: ValueError, group: Any, exchange: str) -> None:
     """Raises on all ranks what one finds wrong before they meet: the others must not wait for it."""
     if comm.size(group) > 1 and exchange != "single":
-        comm.tally(group, {"error": str(error)}, (0, 0))
+        agreement.tally(group, {"error": str(error)}, (0, 0))
 
 
 def _computed(task: Task, exchange: Exchange) -> Tensor:

@@ -15,8 +15,12 @@ ROOT = Path(contrastile.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 
 # the ground's own storeys
-OF_RANKS = {"comm": {"rollcall"}, "in_step": {"rollcall", "comm"}}
-GROUND = {"_types", "_wrong", "_check", "rollcall", "comm", "in_step", "offload", "footprint", "randomness"}
+OF_RANKS = {
+    "comm": {"rollcall"},
+    "agreement": {"rollcall", "comm"},
+    "in_step": {"rollcall", "comm", "agreement"},
+}
+GROUND = {"_types", "_wrong", "_check", *OF_RANKS, "rollcall", "offload", "footprint", "randomness"}
 BELOW = {
     "losses": GROUND,
     "reach": GROUND,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile import comm
+from contrastile import agreement, comm
 from contrastile._check import wrong
 from contrastile.data.captions import Captioned, open_captions
 from contrastile.data.class_folder import ClassFolder, open_class_folder
@@ -171,9 +171,9 @@ def _shared(run: Run, encode_own: Callable[[], Encoded]) -> Encoded:
     except Exception as failure:
         # with towers in shards the others may be gathering them, and hear of it where this rank leaves
         if not is_sharded(run.model):
-            comm.agree(None, {"error": str(failure) or repr(failure)})
+            agreement.agree(None, {"error": str(failure) or repr(failure)})
         raise
-    stated = comm.agree(None, {"count": len(there), "skipped": skipped}, free=("count", "skipped"))
+    stated = agreement.agree(None, {"count": len(there), "skipped": skipped}, free=("count", "skipped"))
     places = torch.from_numpy(there).to(features.device)
     features, places = comm.begin_gather([features, places], [one["count"] for one in stated], None).wait()
     order = places.argsort()
