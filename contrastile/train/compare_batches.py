@@ -19,13 +19,13 @@ from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.figures import COLOURS
 from contrastile.train.provenance import provenance
+from contrastile.train.results import markdown
 from contrastile.train.trials import (
     Comparison,
     Plan,
     Trial,
     comparison,
     computed,
-    line,
     open_once,
     read_back,
     side_by_side,
@@ -124,14 +124,12 @@ def table(trials: Sequence[Trial]) -> str:
     rules, blocks = _rules(trials), []
     for test in tests_of(trials):
         heads = ["data", "batch", "steps", *(f"{rule} rate" for rule in rules)]
-        rows = [f"{test}, recall at 1", "", line(heads), line(["---"] * len(heads))]
+        rows = []
         for share, batch in dict.fromkeys((trial.labels["data"], trial.labels["batch"]) for trial in trials):
             points = {rule: _of(trials, share, batch, rule) for rule in rules}
             steps = next(found[0].steps for found in points.values() if found)
-            rows.append(
-                line([share, batch, steps, *(spread(points[rule], test) if points[rule] else "" for rule in rules)])
-            )
-        blocks.append("\n".join(rows))
+            rows.append([share, batch, steps, *(spread(points[rule], test) if points[rule] else "" for rule in rules)])
+        blocks.append(f"{test}, recall at 1\n\n{markdown(heads, rows)}")
     return "\n\n".join(blocks)
 
 
