@@ -29,10 +29,11 @@ from contrastile.data.pairs import Indices
 from contrastile.data.skipped import counted
 from contrastile.evaluate.retrieval import both_ways, chance
 from contrastile.evaluate.zeroshot import class_features, classified
+from contrastile.models.base import evaluating
 from contrastile.offload import settle
 from contrastile.train.checkpoint import Run, load
 from contrastile.train.evaluate_settings import EvaluateSettings, RetrievalSettings, ZeroShotSettings
-from contrastile.train.evaluation import KS, Row, evaluating
+from contrastile.train.evaluation import KS, Row
 from contrastile.train.folder import EVALUATION, FACTS, METRICS, RunFolder, finished_run
 from contrastile.train.job import Measure
 from contrastile.train.log import Metrics, progress
@@ -72,7 +73,7 @@ class ZeroShot:
     def measure(self, run: Run, most: int | None = None) -> list[Row]:
         """Top 1, top 5 and the mean per class."""
         rows = _sample(len(self.folder.paths), most)
-        with evaluating(run):
+        with evaluating(run.model):
             pictures, there, skipped = _encode(run, [self.folder.paths[row] for row in rows], self.name)
             names = class_features(self.folder.names, encode=run.encode_text, prompts=self.templates)
         if (alike := len(names) - len(names.unique(dim=0))) > 0:
@@ -99,7 +100,7 @@ class Retrieval:
         """Recall both ways, and where the first right answer stands."""
         paths, owner = self.captioned.paths, self.captioned.owner
         rows = _sample(len(paths), most)
-        with evaluating(run):
+        with evaluating(run.model):
             pictures, there, skipped = _encode(run, [paths[row] for row in rows], self.name)
             # a caption goes with its picture
             number = np.full(len(paths), -1)
