@@ -6,7 +6,6 @@ is one of `trials.py`. A share of the data is the same pairs for every seed, and
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from contrastile._check import wrong
 from contrastile.train.asked import RATES, a_grid
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
-from contrastile.train.figures import COLOURS
+from contrastile.train.figures import COLOURS, as_svg
 from contrastile.train.provenance import provenance
 from contrastile.train.results import markdown
 from contrastile.train.trials import (
@@ -135,7 +134,6 @@ def table(trials: Sequence[Trial]) -> str:
 
 def figure(trials: Sequence[Trial]) -> str:
     """An SVG: a panel for each test, recall at 1 against batch, a colour for each share, a dash for each rule."""
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     tests = tests_of(trials)
@@ -162,11 +160,7 @@ def figure(trials: Sequence[Trial]) -> str:
         panel.grid(alpha=0.3)
     if tests:
         panels[-1].legend(fontsize=7, frameon=False)
-    page = io.StringIO()
-    # a fixed salt: the same trials give the same bytes
-    with mpl.rc_context({"svg.hashsalt": "contrastile"}):
-        drawing.savefig(page, format="svg", metadata={"Date": None})
-    return page.getvalue()
+    return as_svg(drawing)
 
 
 def page(recipe: Recipe, trials: Sequence[Trial]) -> str:
