@@ -46,7 +46,7 @@ def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (heads, ["---"] * len(heads), *rows))
 
 
-def percent(shares: Sequence[float]) -> str:
+def mean_percent(shares: Sequence[float]) -> str:
     """Mean ± standard deviation in percent; of one share itself, of none nothing."""
     if not shares:
         return ""

@@ -29,7 +29,7 @@ from contrastile.train.loop import train
 from contrastile.train.precomputed import precomputed
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import to_toml
-from contrastile.train.results import RESULTS, TABLE, as_lines, origin_of, percent, rows_of
+from contrastile.train.results import RESULTS, TABLE, as_lines, mean_percent, origin_of, rows_of
 
 
 @dataclass(frozen=True)
@@ -214,4 +214,4 @@ def spread(trials: Sequence[Trial], test: str) -> str:
     """Mean ± standard deviation of a test in percent; the mean alone where there is one seed; how many failed."""
     shares = [trial.recall[test] for trial in trials if not trial.failed]
     failed = f" ({len(trials) - len(shares)} failed)" if len(shares) < len(trials) else ""
-    return f"{percent(shares)} %{failed}" if shares else failed.strip()
+    return f"{mean_percent(shares)} %{failed}" if shares else failed.strip()

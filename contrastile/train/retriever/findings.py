@@ -15,7 +15,7 @@ from typing import Any
 from contrastile._check import wrong
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import size
-from contrastile.train.results import RESULTS, TABLE, as_lines, markdown, origin_of, percent, rows_of
+from contrastile.train.results import RESULTS, TABLE, as_lines, markdown, mean_percent, origin_of, rows_of
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.updates import Speed, Update, draw_speeds
 
@@ -155,7 +155,7 @@ def _table(findings: Findings, part: str) -> str:
 
 
 def _spread(shares: Sequence[float | None]) -> str:
-    return percent([share for share in shares if share is not None])
+    return mean_percent([share for share in shares if share is not None])
 
 
 def page(findings: Findings) -> str:
