@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import torch
 
-from contrastile import _check, comm
+from contrastile import _check, agreement, comm
 from contrastile._check import wrong
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.exchange.base import Exchange, Shards, held_each
@@ -109,7 +109,7 @@ def choose_exchange(options: Options, loss: PairLoss, rows: Side, cols: Side, sa
         # nothing travels: one rank may compute a loss of its own, for validation, while the others do not
         return Single(options.gradient, Shards(None, 0, (len(rows),), (len(cols),)))
     statement = _statement(options, loss, rows, cols) | said
-    counted = comm.tally(group, statement, (len(rows), len(cols)))
+    counted = agreement.tally(group, statement, (len(rows), len(cols)))
     shards = Shards(group, comm.rank(group), *(tuple(each) for each in zip(*counted, strict=True)))
     _check.not_empty(sum(shards.rows))
     if name == "auto":

@@ -8,23 +8,23 @@ b is held at any moment.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from contrastile import _check, comm
-from contrastile._check import Sound, wrong
+from contrastile import agreement, comm
+from contrastile._check import Sound
 from contrastile._choose import Options, choose_exchange, choose_tiles
 from contrastile._operation import traced, untraced
 from contrastile._replay import replayed, with_loss
-from contrastile._scored import Pair
-from contrastile._streamed import away, device_of, streamed
+from contrastile._scored import scored, scored_inputs
+from contrastile._streamed import away, streamed
 from contrastile._sweep import Call, Gradients, backward, forward, halves, hand_back
-from contrastile._types import accumulator
-from contrastile.losses.base import PairLoss, Side
+from contrastile._task import Inputs, Pairing, Task
+from contrastile.exchange.base import Exchange
+from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 
 
@@ -111,112 +111,38 @@ def contrast(
     """
     try:
         options = Options.of(how, contrast)
-        pair = None if scorer is None else Pair(scorer, q, k, negatives)
-        if pair is None:
-            keys = len(k) if isinstance(k, Tensor) and k.ndim else 0
-            k = _multiplied(q, k, negatives)
-        else:
-            keys, q, k, scale = pair.keys, pair.rows[0], pair.cols[0], 1.0 if scale is None else scale
-        rows, cols, loss = _prepare(
-            q, k, keys, scale, bias, loss, options, positives,
-            query_labels, key_labels, query_ids, key_ids, weights,
-        )  # fmt: skip
-        if pair is not None:
-            rows, cols = pair.others(rows, cols)
-        device = device_of(options.device, q)
-        if away(q, device) and (pair is not None or (comm.size(options.group) > 1 and options.exchange != "single")):
-            with_what = "several ranks" if pair is None else "a scorer"
-            raise wrong("device", f"be left out with {with_what}", repr(str(device)), "Move the features there.")
+        inputs = Inputs.of(q, k, negatives) if scorer is None else scored_inputs(scorer, q, k, negatives)
+        pairing = Pairing(positives, query_labels, key_labels, query_ids, key_ids, weights)
+        task = Task.of(inputs, pairing, scale, bias, loss, options)
     except ValueError as error:
         tell_all(error, how.get("group"), how.get("exchange", "auto"))
         raise
-    inputs = (q, k, scale, bias) if pair is None else (*pair.rows, *pair.cols, scale, bias, *pair.scorer.parameters[:1])
-    differentiated = [torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs]
-    said = {"scale": _said(scale), "bias": _said(bias), "weights": _said(weights), "requires_grad": differentiated}
-    exchange = choose_exchange(options, loss, rows, cols, said)
+    exchange = choose_exchange(options, task.loss, task.rows, task.cols, task.said)
     with exchange.in_step():
-        dtype = q.dtype if pair is None else pair.scorer.dtype
-        scale, bias = (
-            None if x is None else comm.whole(_as_tensor(x, device, dtype), options.gradient) for x in (scale, bias)
-        )
-        assert scale is not None
-        read = isinstance(positives, Tensor)
-        if rows.positives is not None and read and not torch.compiler.is_compiling():
-            kept, scale = _check.kept_in_range(rows.positives, keys, scale)
-            rows = replace(rows, positives=kept)
-        rows, cols = exchange.shards.place(rows, cols)
-        if away(q, device):
-            return streamed(q, k, scale, bias, loss, exchange, (rows, cols), weights, options, device)
-        if pair is not None:
-            return pair.contrasted(scale, bias, loss, exchange, (rows, cols), weights, options)
-        if torch.compiler.is_compiling():
-            return traced(q, k, keys if read else None, scale, bias, loss, rows, cols, weights, options)
-        tiles = choose_tiles(options.backend, loss, rows, cols)
-        call = Call(loss, tiles, exchange, rows, cols, weights, options.reduction, options.workspace)
-        wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, scale, bias))
-        operation = _ContrastAtOnce if wants and with_loss(call, q) else _Contrast
-        result: Tensor = operation.apply(q, k, scale, bias, call)
-        return result
+        return _computed(task.placed(exchange), exchange)
 
 
 def tell_all(error: ValueError, group: Any, exchange: str) -> None:
     """Raises on all ranks what one finds wrong before they meet: the others must not wait for it."""
     if comm.size(group) > 1 and exchange != "single":
-        comm.tally(group, {"error": str(error)}, (0, 0))
+        agreement.tally(group, {"error": str(error)}, (0, 0))
 
 
-def _multiplied(q: Any, k: Any, negatives: Any) -> Tensor:
-    """All keys, the negatives behind them, after making sure that they can be multiplied with q."""
-    _check.features("q", q)
-    _check.features("k", k)
-    _check.alike("k", k, "q", q)
-    if negatives is None:
-        return k
-    _check.features("negatives", negatives)
-    _check.alike("negatives", negatives, "k", k)
-    return torch.cat([k, negatives])
-
-
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    keys: int,
-    scale: Tensor | float | None,
-    bias: Tensor | float | None,
-    loss: PairLoss,
-    options: Options,
-    positives: Tensor | Sound | None,
-    query_labels: Tensor | None,
-    key_labels: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    weights: Tensor | None,
-) -> tuple[Side, Side, PairLoss]:
-    """What a rank can check by itself; rows, columns (negatives from `keys` on), the loss as the options want it."""
-    if not isinstance(loss, PairLoss):
-        got = loss.__name__ if isinstance(loss, type) else type(loss).__name__
-        raise wrong("loss", "be a loss as an object", got, "Pass Softmax(...) or Sigmoid(...) of contrastile.losses.")
-    if scale is None:
-        raise wrong("scale", "be given for a dot product", None, "Pass logit_scale.exp(), say.")
-    _check.number("scale", scale, q, options.device)
-    if bias is not None:
-        _check.number("bias", bias, q, options.device)
-    if options.label_smoothing:
-        loss = loss.smoothed(options.label_smoothing)
-    if len(k) > keys:
-        if loss.symmetric:
-            raise wrong("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
-        key_ids, key_labels = (
-            _of_nobody(groups, len(k) - keys) if isinstance(groups, Tensor) and groups.shape == (keys,) else groups
-            for groups in (key_ids, key_labels)
-        )
-    if loss.symmetric:
-        _check.same_length("k", k, "q", q)
-    rows, cols = _sides(q, k, keys, positives, query_labels, key_labels, query_ids, key_ids, loss)
-    if weights is not None:
-        _check.vector("weights", weights, "q", q, integer=False)
-        _check.constant("weights", weights)
-    return rows, cols, loss
+def _computed(task: Task, exchange: Exchange) -> Tensor:
+    """The loss, by the one operation that this task is for."""
+    inputs = task.inputs
+    if away(inputs.q, task.device):
+        return streamed(task, exchange)
+    if inputs.scorer is not None:
+        return scored(task, inputs.scorer, exchange)
+    if torch.compiler.is_compiling():
+        return traced(task)
+    call = task.call(choose_tiles(task.options.backend, task.loss, task.rows, task.cols), exchange)
+    given = (inputs.q, inputs.k, task.scale, task.bias)
+    wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    operation = _ContrastAtOnce if wants and with_loss(call, inputs.q) else _Contrast
+    result: Tensor = operation.apply(*given, call)
+    return result
 
 
 class _Contrast(torch.autograd.Function):
@@ -257,66 +183,3 @@ class _ContrastAtOnce(torch.autograd.Function):
         with ctx.call.exchange.in_step():
             upstream = upstream * ctx.call.exchange.gradient_factor()
             return *hand_back(ctx.call, Gradients(*found), upstream, q, k, scale, bias, wanted), None
-
-
-def _as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return x if isinstance(x, Tensor) else torch.full((), x, dtype=accumulator(dtype), device=device)
-
-
-def _said(x: Tensor | float | None) -> Any:
-    """What a rank states of a number: its value, if it has not to be asked of the device."""
-    return "a tensor" if isinstance(x, Tensor) else x if x is None else float(x)
-
-
-def _sides(
-    q: Tensor,
-    k: Tensor,
-    keys: int,
-    positives: Tensor | Sound | None,
-    query_labels: Tensor | None,
-    key_labels: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    loss: PairLoss,
-) -> tuple[Side, Side]:
-    """Rows and columns with what they carry, positions counted on this rank."""
-    for names, given in (
-        (("query_labels", "key_labels"), (query_labels, key_labels)),
-        (("query_ids", "key_ids"), (query_ids, key_ids)),
-    ):
-        if (given[0] is None) != (given[1] is None):
-            missing, there = (names[0], names[1]) if given[0] is None else (names[1], names[0])
-            raise wrong(missing, f"be given where `{there}` is", None, "Pass both, or neither.")
-        for name, one, side_name, side in zip(names, given, ("q", "k"), (q, k), strict=True):
-            if one is not None:
-                _check.vector(name, one, side_name, side, integer=True)
-    diagonal, sound = None, isinstance(positives, Sound)
-    if isinstance(positives, Sound):
-        positives = positives.indices
-    if positives is not None:
-        if query_labels is not None:
-            raise wrong("positives", "be left out where labels are given", "both", "Pass one of the two.")
-        if loss.symmetric:
-            raise wrong("positives", "be left out for a symmetric loss", "both", "Pass labels, or take a one-way loss.")
-        _check.positives(positives, q)
-        if not sound and not torch.compiler.is_compiling():
-            _check.in_range(positives, keys)
-        positives = (positives[:, None] if positives.ndim == 1 else positives).long()
-    elif query_labels is None:
-        if keys < len(q):
-            raise wrong("k", "have at least as many rows as `q`", f"{len(q)} and {keys}", "Or pass `positives`.")
-        diagonal = 0
-    # as one type: not every backend sends all of them
-    query_labels, key_labels, query_ids, key_ids = (
-        None if groups is None else groups.long() for groups in (query_labels, key_labels, query_ids, key_ids)
-    )
-    rows = Side(q.detach(), diagonal=diagonal, positives=positives, labels=query_labels, ids=query_ids)
-    return rows, Side(k.detach(), labels=key_labels, ids=key_ids)
-
-
-def _of_nobody(groups: Tensor, negatives: int) -> Tensor:
-    """Ids, or labels, of the keys continued over negatives that share theirs with no query; integers, if they are."""
-    if groups.is_floating_point() or groups.is_complex():
-        return groups
-    nobody = torch.full((negatives,), torch.iinfo(torch.int64).min, device=groups.device)
-    return torch.cat([groups.long(), nobody])

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from contrastile import _check, comm
-from contrastile._choose import Options, choose_tiles
+from contrastile._choose import choose_tiles
 from contrastile._sweep import Call, backward, forward, halves
+from contrastile._task import Task
 from contrastile._types import Backend, Gradient, Reduction, accumulator
 from contrastile.exchange.base import Shards
 from contrastile.exchange.single import Single
@@ -55,29 +56,16 @@ def _one_operation(words: dict[str, Any]) -> bool:
     return alone and known and words.get("scorer") is None and words.get("device") is None
 
 
-def traced(
-    q: Tensor,
-    k: Tensor,
-    keys: int | None,
-    scale: Tensor,
-    bias: Tensor | None,
-    loss: PairLoss,
-    rows: Side,
-    cols: Side,
-    weights: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """The call as one operation. How tiles are computed is chosen when it runs: a graph cannot ask the device.
-
-    keys: what positives may index; None where they are known to.
-    """
-    groups = [rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, weights]
+def traced(task: Task) -> Tensor:
+    """The call as one operation. How tiles are computed is chosen when it runs: a graph cannot ask the device."""
+    rows, cols, loss, options = task.rows, task.cols, task.loss, task.options
+    groups = [rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, task.weights]
     smoothing = loss.label_smoothing if isinstance(loss, Softmax) else 0.0
     flags = f"{loss.symmetric} {loss.exclude_self}"
     words = f"{type(loss).__name__} {flags} {options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
-    numbers = [diagonal, int(options.workspace or 0), IN_RANGE if keys is None else keys]
-    value, *_ = sweep_forward(q, k, scale, bias, *groups, words, smoothing, numbers)
+    numbers = [diagonal, int(options.workspace or 0), IN_RANGE if task.indexed is None else task.indexed]
+    value, *_ = sweep_forward(task.inputs.q, task.inputs.k, task.scale, task.bias, *groups, words, smoothing, numbers)
     return value
 
 

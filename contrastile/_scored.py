@@ -8,7 +8,6 @@ features' gradients go on to `encode` as those of a dot product do: the paper's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from contrastile._check import wrong
-from contrastile._choose import Options
 from contrastile._sweep import Call, Gradients, at_once, finished, halves, with_coefficients, with_states, workspace_on
+from contrastile._task import Inputs, Task
 from contrastile.exchange.base import Exchange
-from contrastile.losses.base import PairLoss, Side
+from contrastile.losses.base import Side
 from contrastile.reach import silent
 from contrastile.tiles.scored import Form, Scored, Scorer, fitting_side
 
@@ -29,59 +28,41 @@ from contrastile.tiles.scored import Form, Scored, Scorer, fitting_side
 WHOLE = 2**62
 
 
-class Pair:
+def scored_inputs(module: nn.Module, q: Any, k: Any, negatives: Any) -> Inputs:
     """Both sides' tensors, and the module that compares them."""
+    row_form, rows = Form.of("q", q)
+    col_form, cols = Form.of("k", k)
+    keys = len(cols[0])
+    if negatives is not None:
+        form, more = Form.of("negatives", negatives)
+        if form.spec != col_form.spec or [x.shape[1:] for x in more] != [x.shape[1:] for x in cols]:
+            raise wrong("negatives", "be nested and shaped as `k`", [list(x.shape) for x in more], "Pad both alike.")
+        col_form, cols = Form.of("k", pytree.tree_map(_behind, k, negatives))
+    if cols[0].device != rows[0].device:
+        got = f"{rows[0].device} and {cols[0].device}"
+        raise wrong("k", "be on the device of `q`", got, "Move one side first.")
+    return Inputs(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols)))
 
-    def __init__(self, module: nn.Module, q: Any, k: Any, negatives: Any) -> None:
-        self.row_form, self.rows = Form.of("q", q)
-        self.col_form, self.cols = Form.of("k", k)
-        self.keys = len(self.cols[0])
-        if negatives is not None:
-            form, more = Form.of("negatives", negatives)
-            if form.spec != self.col_form.spec or [x.shape[1:] for x in more] != [x.shape[1:] for x in self.cols]:
-                shapes = [list(x.shape) for x in more]
-                raise wrong("negatives", "be nested and shaped as `k`", shapes, "Pad both alike.")
-            self.col_form, self.cols = Form.of("k", pytree.tree_map(_behind, k, negatives))
-        if self.cols[0].device != self.rows[0].device:
-            got = f"{self.rows[0].device} and {self.cols[0].device}"
-            raise wrong("k", "be on the device of `q`", got, "Move one side first.")
-        self.scorer = Scorer.of(module, (self.row_form, self.rows), (self.col_form, self.cols))
 
-    def others(self, rows: Side, cols: Side) -> tuple[Side, Side]:
-        """The sides with all that the scorer reads."""
-        leaves = [tuple(x.detach() for x in side[1:]) for side in (self.rows, self.cols)]
-        return replace(rows, others=leaves[0]), replace(cols, others=leaves[1])
-
-    def contrasted(
-        self,
-        scale: Tensor,
-        bias: Tensor | None,
-        loss: PairLoss,
-        exchange: Exchange,
-        sides: tuple[Side, Side],
-        weights: Tensor | None,
-        options: Options,
-    ) -> Tensor:
-        """The loss, differentiable in the features, Ω, the scale and the bias."""
-        scorer = self.scorer
-        if options.backend == "triton":
-            raise wrong(
-                "backend", "be auto, eager or dense with a scorer", "'triton'", "A scorer brings its own kernels."
-            )
-        if scorer.seed is not None and not exchange.once:
-            remedy = "Take gather or ring, or put the scorer in eval mode."
-            raise wrong("exchange", "compute each pair once if the scorer draws random numbers", "replicate", remedy)
-        workspace = workspace_on(scorer.device, options.workspace)
-        side = WHOLE if options.backend == "dense" else fitting_side(scorer, *sides, workspace)
-        tiles = partial(Scored, scorer=scorer, side=side)
-        call = Call(loss, tiles, exchange, *sides, weights, options.reduction, workspace)
-        inputs = (scale, bias, *self.rows, *self.cols, *scorer.parameters)
-        wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        # in float16 the upstream, a GradScaler's factor, must be in what goes through the module: or it underflows
-        early = wants and at_once(call) and scorer.dtype != torch.float16
-        operation = _ScoredAtOnce if early else _Scored
-        result: Tensor = operation.apply(call, scorer, *inputs)
-        return result
+def scored(task: Task, scorer: Scorer, exchange: Exchange) -> Tensor:
+    """The loss, differentiable in the features, Ω, the scale and the bias."""
+    options = task.options
+    if options.backend == "triton":
+        remedy = "A scorer brings its own kernels."
+        raise wrong("backend", "be auto, eager or dense with a scorer", "'triton'", remedy)
+    if scorer.seed is not None and not exchange.once:
+        remedy = "Take gather or ring, or put the scorer in eval mode."
+        raise wrong("exchange", "compute each pair once if the scorer draws random numbers", "replicate", remedy)
+    workspace = workspace_on(scorer.device, options.workspace)
+    side = WHOLE if options.backend == "dense" else fitting_side(scorer, task.rows, task.cols, workspace)
+    call = task.call(partial(Scored, scorer=scorer, side=side), exchange)
+    inputs = (task.scale, task.bias, *task.inputs.rows, *task.inputs.cols, *scorer.parameters)
+    wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    # in float16 the upstream, a GradScaler's factor, must be in what goes through the module: or it underflows
+    early = wants and at_once(call) and scorer.dtype != torch.float16
+    operation = _ScoredAtOnce if early else _Scored
+    result: Tensor = operation.apply(call, scorer, *inputs)
+    return result
 
 
 class _Scored(torch.autograd.Function):

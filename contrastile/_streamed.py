@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from contrastile._check import present_device, wrong
-from contrastile._choose import Options, choose_tiles
+from contrastile._choose import choose_tiles
 from contrastile._sweep import Call, Swept, finished, halves, poison, with_states, workspace_on
+from contrastile._task import Task
 from contrastile._types import accumulator
 from contrastile.exchange.base import Exchange
-from contrastile.losses.base import PairLoss, Side
-from contrastile.offload import Belt, free_memory, host_room, numbered
+from contrastile.losses.base import Side
+from contrastile.offload import Belt, free_memory, host_room
 from contrastile.tiles.base import inner_product
 
 # columns of a shard: long enough for the matrix products, short beside the device's memory
@@ -47,17 +47,6 @@ def away(features: Tensor, device: torch.device) -> bool:
     return features.device != device
 
 
-def device_of(asked: Any, features: Tensor) -> torch.device:
-    """The device to compute on: where the features are, if nothing is asked for."""
-    if asked is None:
-        return features.device
-    device = numbered(present_device(asked, "where the features are"))
-    if device != features.device and features.device.type != "cpu":
-        got = f"{device}, and features on {features.device}"
-        raise wrong("device", "be where the features are, unless those are in host memory", got, "Leave it out.")
-    return device
-
-
 def cut(N: int, M: int, D: int, dtype: torch.dtype, device: torch.device, workspace: int) -> Cut:
     """Strips of equal length, as few as the free memory allows."""
     per_row = D * (dtype.itemsize + accumulator(dtype).itemsize)
@@ -75,26 +64,15 @@ def _on_device(side: Side, device: torch.device) -> Side:
     return replace(side, **{name: x.to(device) for name, x in small.items() if x is not None})
 
 
-def streamed(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    loss: PairLoss,
-    exchange: Exchange,
-    sides: tuple[Side, Side],
-    weights: Tensor | None,
-    options: Options,
-    device: torch.device,
-) -> Tensor:
-    """The loss on the device, of features on the host."""
+def streamed(task: Task, exchange: Exchange) -> Tensor:
+    """The loss on the task's device, of features on the host."""
+    device, sides = task.device, (task.rows, task.cols)
+    there = [replace(side, features=side.features[:0].to(device)) for side in sides]
+    tiles = choose_tiles(task.options.backend, task.loss, *there)
     rows, cols = (_on_device(side, device) for side in sides)
-    tiles = choose_tiles(
-        options.backend, loss, *(replace(side, features=side.features[:0].to(device)) for side in sides)
-    )
-    weights = None if weights is None else weights.to(device)
-    call = Call(loss, tiles, exchange, rows, cols, weights, options.reduction, options.workspace)
-    result: Tensor = _Streamed.apply(q, k, scale, bias, call, device)
+    weights = None if task.weights is None else task.weights.to(device)
+    call = replace(task, rows=rows, cols=cols, weights=weights).call(tiles, exchange)
+    result: Tensor = _Streamed.apply(task.inputs.q, task.inputs.k, task.scale, task.bias, call, device)
     return result
 
 

@@ -22,6 +22,8 @@ from contrastile.tiles.base import Tiles
 
 # the default workspace is the device's memory by this
 DEFAULT_SHARE = 64
+# of a loss, a scale, a bias and a workspace
+MakeTiles = Callable[[PairLoss, Tensor, Tensor | None, int], Tiles]
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,7 @@ class Call:
     """All that crosses autograd's boundary without being differentiated."""
 
     loss: PairLoss
-    # of a loss, a scale, a bias and a workspace
-    tiles: Callable[[PairLoss, Tensor, Tensor | None, int], Tiles]
+    tiles: MakeTiles
     exchange: Exchange
     rows: Side
     cols: Side

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from contrastile import comm
+from contrastile import agreement
 from contrastile.first_pass import Job, differentiable
 from contrastile.footprint import footprint
 from contrastile.offload import stream
@@ -130,7 +130,7 @@ def fitted(
     shapes = tuple(None if leaf is None else (leaf.shape[1:], leaf.dtype) for leaf in leaves)
     # two towers may be methods of one module; without a graph more fits, and less of one with more that is trained
     kind = _written(job.encoder), job.differentiates(leaves), len(job.reached.parameters), shapes
-    most = job.sharding.most if wrapper is None else partial(comm.most, group=wrapper.process_group)
+    most = job.sharding.most if wrapper is None else partial(agreement.most, group=wrapper.process_group)
     sizes = Sizes(key, kind, batch, most)
     size = sizes.largest(partial(look, job, leaves, batch))
     if job.sharding.modules:

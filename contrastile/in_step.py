@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from contrastile import comm, rollcall
+from contrastile import agreement, comm, rollcall
 from contrastile.rollcall import LostRankError
 
 
@@ -39,7 +39,7 @@ def in_step(group: Any) -> Iterator[None]:
         else:
             # what is under way stays where it is: its buffers may still be read
             comm.left[group] = rollcall.farewell(error)
-            comm.hang_up(group)
+            agreement.hang_up(group)
         raise
 
 

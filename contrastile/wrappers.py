@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from contrastile import comm
+from contrastile import agreement
 from contrastile._check import wrong
 
 Result = TypeVar("Result")
@@ -177,7 +177,7 @@ class Sharding:
         meshes = [each.sharded_param.device_mesh for state in self._states() for each in _parameters(state)]
         for mesh in dict.fromkeys(meshes):
             for axis in range(mesh.ndim):
-                value = comm.most(value, mesh.get_group(axis))
+                value = agreement.most(value, mesh.get_group(axis))
         return value
 
     @contextmanager

@@ -14,7 +14,7 @@ from problems import COLUMN_OPTIONS, PROBLEMS, ROW_OPTIONS, Problem, distance, p
 from ranks import Pool
 from torch import Tensor
 
-from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, _choose, comm, contrast
+from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, _choose, agreement, contrast
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -269,14 +269,14 @@ def test_auto_counts_an_accumulator_in_its_own_type(pool: Pool, dtype: torch.dty
 
 def _shouted(rank: int, group: Any) -> str:
     try:
-        comm.agree(group, {"error": 400 * "\N{SLIGHTLY SMILING FACE}"} if rank == 1 else {"step": 1})
+        agreement.agree(group, {"error": 400 * "\N{SLIGHTLY SMILING FACE}"} if rank == 1 else {"step": 1})
     except ValueError as error:
         return str(error)
     return "nothing was wrong"
 
 
 def test_a_sentence_of_long_letters_is_raised_on_all(pool: Pool) -> None:
-    assert pool.run(_shouted, 2) == ["rank 1: " + comm.SENTENCE * "\N{SLIGHTLY SMILING FACE}"] * 2
+    assert pool.run(_shouted, 2) == ["rank 1: " + agreement.SENTENCE * "\N{SLIGHTLY SMILING FACE}"] * 2
 
 
 def _tiles_computed(rank: int, group: Any, exchange: str) -> tuple[int, int]:
@@ -356,14 +356,14 @@ def test_agreements_wait_for_no_work_of_the_device(monkeypatch: pytest.MonkeyPat
         depths.append(depth[0])
         everyone.copy_(mine.repeat(2))
 
-    monkeypatch.setattr(comm, "size", lambda group: 2)
-    monkeypatch.setattr(comm, "_apart", apart)
-    monkeypatch.setattr(comm, "together", lambda *_: nullcontext())
-    monkeypatch.setattr(comm, "_voice", lambda group: (group, torch.device("cpu")))
-    monkeypatch.setattr(comm.dist, "all_reduce", lambda *_, **__: depths.append(depth[0]))
-    monkeypatch.setattr(comm, "_all_gather", gather)
-    assert comm.most(3, None) == 3
-    assert comm.tally(None, {"loss": "clip"}, (4, 5)) == [[4, 5], [4, 5]]
+    monkeypatch.setattr(agreement, "size", lambda group: 2)
+    monkeypatch.setattr(agreement, "_apart", apart)
+    monkeypatch.setattr(agreement, "together", lambda *_: nullcontext())
+    monkeypatch.setattr(agreement, "_voice", lambda group: (group, torch.device("cpu")))
+    monkeypatch.setattr(agreement.dist, "all_reduce", lambda *_, **__: depths.append(depth[0]))
+    monkeypatch.setattr(agreement, "all_gather", gather)
+    assert agreement.most(3, None) == 3
+    assert agreement.tally(None, {"loss": "clip"}, (4, 5)) == [[4, 5], [4, 5]]
     assert depths == [1, 1]
 
 

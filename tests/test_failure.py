@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from ranks import RANKS, Pool
 
-from contrastile import ClipLoss, SigLipLoss, comm, rollcall
+from contrastile import ClipLoss, SigLipLoss, agreement, comm, rollcall
 from contrastile.in_step import in_step
 from contrastile.tiles.eager import Eager
 
@@ -256,20 +256,22 @@ def test_a_single_rank_waits_for_nobody(pool: Pool) -> None:
 
 def _a_long_complaint(rank: int, group: Any) -> str:
     try:
-        comm.agree(group, {"error": "⟨" * 5000} if rank == 1 else {})
+        agreement.agree(group, {"error": "⟨" * 5000} if rank == 1 else {})
     except ValueError as error:
         return str(error)
     return "nothing was wrong"
 
 
 def test_a_long_complaint_is_cut(pool: Pool) -> None:
-    assert pool.run(_a_long_complaint, 2) == ["rank 1: " + "⟨" * comm.SENTENCE] * 2
+    assert pool.run(_a_long_complaint, 2) == ["rank 1: " + "⟨" * agreement.SENTENCE] * 2
 
 
 def _long_statements(rank: int, group: Any) -> str:
     """Of which only the ends differ, and which one rank has and the others have not."""
     try:
-        comm.tally(group, {"shapes": ["[3, 64, 64] torch.float32"] * 200 * rank, "leaves": [0] * 900 + [rank]}, (1,))
+        agreement.tally(
+            group, {"shapes": ["[3, 64, 64] torch.float32"] * 200 * rank, "leaves": [0] * 900 + [rank]}, (1,)
+        )
     except ValueError as error:
         return str(error)
     return "nothing was wrong"
@@ -280,10 +282,10 @@ def test_a_long_statement_is_cut_and_still_tells_ranks_apart(pool: Pool) -> None
     assert first == second
     assert first.startswith("`shapes` must be the same on all ranks; got [] on rank 0 and '[\"[3, 64, 64] torch")
 
-    same, other = (comm._short([0] * 900 + [end]) for end in (1, 2))
+    same, other = (agreement._short([0] * 900 + [end]) for end in (1, 2))
     assert same != other
-    assert same == comm._short([0] * 900 + [1])
-    assert len(same) < comm.STATEMENT / 8
+    assert same == agreement._short([0] * 900 + [1])
+    assert len(same) < agreement.STATEMENT / 8
 
 
 def _post_twice(rank: int, group: Any) -> list[str]:
@@ -291,7 +293,7 @@ def _post_twice(rank: int, group: Any) -> list[str]:
         return comm.post(torch.full((2,), float(rank)), torch.empty(2), group)
 
     flight, said = posted(), []
-    for misuse in (posted, lambda: comm.total(torch.ones(1), group), lambda: comm.agree(group, {})):
+    for misuse in (posted, lambda: comm.total(torch.ones(1), group), lambda: agreement.agree(group, {})):
         with pytest.raises(RuntimeError) as caught:
             misuse()
         said.append(str(caught.value))
@@ -492,22 +494,22 @@ def test_who_is_missing_is_named() -> None:
 
 def _beside_itself(rank: int, group: Any) -> tuple[str, float]:
     """As over NCCL, which carries nothing of the host's: here the default group is taken for such a one."""
-    real, where, world = comm._speaks, comm._device, dist.group.WORLD
-    comm._speaks = lambda group: group is not world
-    comm._device = lambda group: torch.device("cpu")
+    real, where, world = agreement._speaks, agreement._device, dist.group.WORLD
+    agreement._speaks = lambda group: group is not world
+    agreement._device = lambda group: torch.device("cpu")
     try:
         said = _disagree(rank, world, "exchange")
-        largest = comm.most(rank, world)
-        voice, _ = comm._voice(None)
-        assert voice is comm._voice(world)[0]
+        largest = agreement.most(rank, world)
+        voice, _ = agreement._voice(None)
+        assert voice is agreement._voice(world)[0]
         assert voice not in (world, group)
         assert dist.get_process_group_ranks(voice) == dist.get_process_group_ranks(world)
-        assert comm._patience(voice) == comm._patience(world)
+        assert agreement._patience(voice) == agreement._patience(world)
         q = torch.eye(3, 4)
         return said, largest + ClipLoss(exchange="ring", group=world)(q, q, 1.0).item()
     finally:
-        comm._speaks, comm._device = real, where
-        dist.destroy_process_group(comm._voices.pop(world))
+        agreement._speaks, agreement._device = real, where
+        dist.destroy_process_group(agreement._voices.pop(world))
 
 
 def test_ranks_talk_on_the_host_beside_a_group_that_cannot(pool: Pool) -> None:
@@ -523,4 +525,4 @@ def test_ranks_talk_on_the_host_beside_a_group_that_cannot(pool: Pool) -> None:
 )
 def test_which_groups_carry_what_is_said(monkeypatch: pytest.MonkeyPatch, config: str, speaks: bool) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert comm._speaks(None) is speaks
+    assert agreement._speaks(None) is speaks

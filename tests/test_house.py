@@ -15,8 +15,12 @@ ROOT = Path(contrastile.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 
 # the ground's own storeys
-OF_RANKS = {"comm": {"rollcall"}, "in_step": {"rollcall", "comm"}}
-GROUND = {"_types", "_wrong", "_check", "rollcall", "comm", "in_step", "offload", "footprint", "randomness"}
+OF_RANKS = {
+    "comm": {"rollcall"},
+    "agreement": {"rollcall", "comm"},
+    "in_step": {"rollcall", "comm", "agreement"},
+}
+GROUND = {"_types", "_wrong", "_check", *OF_RANKS, "rollcall", "offload", "footprint", "randomness"}
 BELOW = {
     "losses": GROUND,
     "reach": GROUND,
@@ -35,7 +39,8 @@ BELOW["tiles"] = GROUND | {"losses", "reach"}
 BELOW["exchange"] = BELOW["tiles"] | {"tiles"}
 BELOW["_choose"] = BELOW["exchange"] | {"exchange"}
 BELOW["_sweep"] = BELOW["_choose"] | {"_choose"}
-BELOW["_operation"] = BELOW["_choose"] | {"_choose", "_sweep"}
+BELOW["_task"] = BELOW["_sweep"] | {"_sweep"}
+BELOW["_operation"] = BELOW["_task"] | {"_task"}
 BELOW["_replay"] = BELOW["_streamed"] = BELOW["_operation"]
 BELOW["_scored"] = BELOW["_operation"] | {"reach"}
 BELOW["_contrast"] = BELOW["_operation"] | {"_operation", "_replay", "_scored", "_streamed"}

@@ -117,6 +117,14 @@ def test_grey_pictures_fit_a_model_of_three_colours(tokenizer):
     assert torch.equal(model.encode_image(grey), model.encode_image(grey.expand(-1, 3, -1, -1)))
 
 
+def test_a_model_of_one_channel_takes_the_mean_of_the_colours(tokenizer):
+    config, mean, std = {**VIT["config"], "num_channels": 1}, [0.1, 0.2, 0.6], [0.1, 0.2, 0.3]
+    tower = built(tokenizer, image={**VIT, "config": config, "mean": mean, "std": std}).eval().image.tower
+    grey = torch.rand(2, 1, 32, 32)
+    states = tower.model(pixel_values=(grey - 0.3) / 0.2).last_hidden_state
+    torch.testing.assert_close(tower(grey), states.mean(dim=1))
+
+
 def test_mean_pooling_leaves_padding_out(tokenizer):
     model = built(tokenizer, text=BERT).eval()
     tokens = tokenizer.tokenise(["LATIN A"])

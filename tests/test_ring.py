@@ -15,7 +15,7 @@ from ranks import Pool
 from test_exchange import SHARES, _on_a_rank, _whole
 from torch import Tensor
 
-from contrastile import comm
+from contrastile import agreement, comm
 from contrastile.exchange.base import Shards
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import Side
@@ -71,7 +71,7 @@ class Posted:
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """comm's part of the ring, without torch.distributed."""
+    """What ranks say and send in a ring, without torch.distributed."""
 
     def post(leaving: Tensor, arriving: Tensor, group: Place) -> Posted:
         following = (group.rank + 1) % group.circle.W
@@ -84,12 +84,12 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in (
         ("size", lambda group: group.circle.W if group else 1),
         ("rank", lambda group: group.rank),
-        ("tally", lambda group, statement, counts: group.circle.everyone(group.rank, counts)),
         ("total", total),
         ("held", lambda group: 0),
         ("post", post),
     ):
         monkeypatch.setattr(comm, name, stand_in)
+    monkeypatch.setattr(agreement, "tally", lambda group, _, counts: group.circle.everyone(group.rank, counts))
 
 
 def _simulate(name: str, shares: list[tuple[int, int]]) -> list[tuple[Tensor, dict[str, Tensor]]]:

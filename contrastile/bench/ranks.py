@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastile import comm
+from contrastile import agreement, comm
 from contrastile.bench.gate import SUBJECTS, Distance, Gate, problem, step
 from contrastile.bench.loss import BACKENDS, OURS, WORKSPACE, Line, float32_products, marked
 from contrastile.bench.measure import (
@@ -274,7 +274,7 @@ class RankBench:
     def _all_are_well(self, one: Contestant, case: Case, trouble: str | None) -> bool:
         """Whether no rank has any trouble; the first one's is said."""
         trouble = None if trouble is None else trouble[:200]
-        stated = comm.agree(None, {"trouble": trouble}, free=["trouble"])
+        stated = agreement.agree(None, {"trouble": trouble}, free=["trouble"])
         found = [f"rank {rank}: {said['trouble']}" for rank, said in enumerate(stated) if said["trouble"] is not None]
         if found:
             missing = "installed" in found[0]
@@ -319,7 +319,7 @@ class RankBench:
         return max(self._all(here))
 
     def _all(self, here: float) -> list[float]:
-        return [float(said["here"]) for said in comm.agree(None, {"here": here}, free=["here"])]
+        return [float(said["here"]) for said in agreement.agree(None, {"here": here}, free=["here"])]
 
     def _note(self, sentence: str) -> None:
         if sentence not in self._said:

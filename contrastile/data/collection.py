@@ -295,20 +295,8 @@ def open_collection(
         remedy = ONE_TITLE if len(index) else NOTHING_THERE
         raise wrong("source", "hold at least two pairs that differ in their titles", got, remedy)
     aside = _held_out(index, held_out)
-
-    def make(writer: PictureWriter) -> Labels:
-        titles, skipped = [], Counter[str]()
-        with progress(int(aside.sum()), "reading the held-out pictures", "pictures") as bar:
-            for row in np.flatnonzero(aside).tolist():
-                try:
-                    writer.add(decode(BytesIO(index.picture(row)), writer.shape))
-                    titles.append(index.title(row))
-                except Skipped as reason:
-                    skipped[str(reason)] += 1
-                bar.update(1)
-        return titles, joined_ids(titles), {"held_out": np.arange(len(titles))}, dict(skipped)
-
     settings = {"format": FORMAT, "index": digest, "held_out": held_out, "channels": channels}
+    make = partial(_read_held_out, index, np.flatnonzero(aside), progress)
     pairs = cached_pairs(cache, "held-out", settings, shape=shape, make=make)
     check_bad(pairs.skipped, int(aside.sum()), most_bad, of=len(index))
     of_source = np.repeat(np.arange(len(sources)), index.parts)
@@ -317,6 +305,20 @@ def open_collection(
     skipped = Counter(index.skipped) + Counter(pairs.skipped)
     training = np.arange(len(pairs), len(pairs) + len(stream))
     return replace(pairs, splits={**pairs.splits, "train": training}, skipped=dict(skipped), stream=stream)
+
+
+def _read_held_out(index: Index, rows: Indices, progress: ProgressFactory, writer: PictureWriter) -> Labels:
+    """The pictures and titles of `rows`, decoded."""
+    titles, skipped = [], Counter[str]()
+    with progress(len(rows), "reading the held-out pictures", "pictures") as bar:
+        for row in rows.tolist():
+            try:
+                writer.add(decode(BytesIO(index.picture(row)), writer.shape))
+                titles.append(index.title(row))
+            except Skipped as reason:
+                skipped[str(reason)] += 1
+            bar.update(1)
+    return titles, joined_ids(titles), {"held_out": np.arange(len(titles))}, dict(skipped)
 
 
 def _held_out(index: Index, share: float) -> npt.NDArray[np.bool_]:

@@ -1,6 +1,6 @@
 """What a contrastive loss is, once the matrix is only ever seen tile by tile.
 
-Stands between `_contrast.py`, which reduces the rows' losses to one number, and `tiles/`, which computes blocks of
+Stands between `_sweep.py`, which reduces the rows' losses to one number, and `tiles/`, which computes blocks of
 logits and asks the loss here what to keep of them. A loss knows nothing of ranks, devices or kernels.
 
 In these words: CLIP's loss is `Softmax(symmetric=True)` on a diagonal of positives; DPR's is `Softmax()` with

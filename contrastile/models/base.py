@@ -7,7 +7,8 @@ Under `pretrained.py`, `timm_tower.py` and `openclip.py`, which build the towers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,11 @@ class PixelTower(nn.Module):
         """`[B, C, S, S]` to `[B, features]`."""
         if pixels.shape[1] == 1:
             pixels = pixels.expand(-1, self.channels, -1, -1)
-        return self.model((pixels - self.mean) / self.std)
+        return self._features((pixels - self.mean) / self.std)
+
+    def _features(self, pixels: Tensor) -> Tensor:
+        """What the model gives of pixels as it expects them."""
+        return self.model(pixels)
 
 
 def completed(settings: Settings, defaults: Settings) -> dict[str, Any]:
@@ -72,14 +77,21 @@ def completed(settings: Settings, defaults: Settings) -> dict[str, Any]:
     return {**defaults, **settings}
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model without dropout; afterwards as it was."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 def width_of(tower: nn.Module, *inputs: Tensor) -> int:
     """How wide a tower's features are, whatever its configuration calls it; leaves weights and random numbers alone."""
-    training = tower.training
-    tower.eval()
-    with torch.no_grad():
-        width = tower(*inputs).shape[1]
-    tower.train(training)
-    return int(width)
+    with evaluating(tower), torch.no_grad():
+        return int(tower(*inputs).shape[1])
 
 
 def repeated(tower: nn.Module) -> list[nn.Module]:

@@ -20,7 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._check import wrong
-from contrastile.models.base import Tower, Whole, refuse_other_pictures, refuse_other_tokens, width_of
+from contrastile.models.base import (
+    PixelTower,
+    Tower,
+    Whole,
+    evaluating,
+    refuse_other_pictures,
+    refuse_other_tokens,
+    width_of,
+)
 from contrastile.models.text import Tokenizer
 
 # tokens that a tower is tried with, to see how wide its features are; a text, to see where it looks for them
@@ -163,25 +171,16 @@ def _pooler(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
 POOLINGS = {"mean": _mean, "cls": _cls, "last": _last, "pooler": _pooler}
 
 
-class ImageTower(nn.Module):
-    """A vision model; takes pixels in [0, 1], grey ones also where the model expects three colours."""
+class ImageTower(PixelTower):
+    """A vision model of the library, of whose outputs features are made."""
 
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, model: nn.Module, pooling: str, normalisation: tuple[list[float], list[float]]) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(self, model: nn.Module, pooling: str, mean: list[float], std: list[float]) -> None:
+        channels: Any = model.config.num_channels  # type: ignore[union-attr]
+        super().__init__(model, channels, mean, std)
         self.pooling = pooling
-        self.channels = int(model.config.num_channels)  # type: ignore[union-attr, arg-type]
-        for name, values in zip(("mean", "std"), normalisation, strict=True):
-            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1))
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """`[B, C, S, S]` to `[B, features]`."""
-        if pixels.shape[1] == 1:
-            pixels = pixels.expand(-1, self.channels, -1, -1)
-        return POOLINGS[self.pooling](self.model(pixel_values=(pixels - self.mean) / self.std), None)
+    def _features(self, pixels: Tensor) -> Tensor:
+        return POOLINGS[self.pooling](self.model(pixel_values=pixels), None)
 
 
 class TextTower(nn.Module):
@@ -217,7 +216,7 @@ def _image(model: nn.Module, library: Library, *, image_size: int, channels: int
     size = getattr(config, "image_size", None)
     refuse_other_pictures(image_size, channels, size=size, colours=config.num_channels)
     mean, std = library.normalisation()
-    tower = ImageTower(model, library.pooling, (mean, std))
+    tower = ImageTower(model, library.pooling, mean, std)
     try:
         width = width_of(tower, torch.zeros(1, channels, image_size, image_size))
     # a model of texts has an error of its own for pictures
@@ -262,10 +261,8 @@ def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
     # one of the highest, for which some look instead, and none that ends a text, of which a model may have several
     ends = torch.tensor(getattr(model.config, "eos_token_id", None) or []).flatten().tolist()
     other[0, 1] = next(token for token in range(tokenizer.vocabulary_size - 2, -1, -1) if token not in ends)
-    training = model.training
-    model.eval()
-    outputs = [model(input_ids=one, attention_mask=mask) for one in (ids, other)]
-    model.train(training)
+    with evaluating(model):
+        outputs = [model(input_ids=one, attention_mask=mask) for one in (ids, other)]
     states, pooled, last = ([pool(one, mask) for one in outputs] for pool in (_states, _pooler, _last))
     causal = torch.equal(states[0][:, 0], states[1][:, 0])
     takes_one = pooled[0].shape == last[0].shape and bool((states[0] == pooled[0][:, None]).all(dim=2).any())
@@ -277,10 +274,8 @@ def _sees_padding(tower: TextTower, tokenizer: Tokenizer) -> bool:
     """Whether a text's features depend on how far it is padded: SigLIP's are those of the last place of all."""
     text = tokenizer.tokenise(["a"])
     cut = {name: ids[:, : int(text["attention_mask"].sum())] for name, ids in text.items()}
-    training = tower.training
-    tower.eval()
-    whole, short = tower(**text), tower(**cut)
-    tower.train(training)
+    with evaluating(tower):
+        whole, short = tower(**text), tower(**cut)
     return bool((whole - short).norm() > 1e-2 * whole.norm())
 
 

@@ -15,7 +15,7 @@ then compute three or six products.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -31,6 +31,7 @@ from contrastile.tiles import triton_launch as launch
 from contrastile.tiles import triton_operands as operands
 from contrastile.tiles import triton_products as products
 from contrastile.tiles.base import Tiles, Turn
+from contrastile.tiles.triton_block import Block, SuperTile, by_label
 from contrastile.tiles.triton_budget import (
     CHANNELS,
     CHANNELS_CAREFUL,
@@ -38,44 +39,17 @@ from contrastile.tiles.triton_budget import (
     CHANNELS_SMOOTH,
     PIECES,
     Budget,
-    Cost,
 )
 from contrastile.tiles.triton_device import interpreting, on, shape_for
 from contrastile.tiles.triton_kernels import UNIT
 from contrastile.tiles.triton_launch import Listed, Merge
-from contrastile.tiles.triton_operands import Masks, Pair, tiles_of
+from contrastile.tiles.triton_operands import tiles_of
 from contrastile.tiles.triton_products import along
 
 # the oldest chip whose matrix units take bf16
 LEAST_CAPABILITY = 8, 0
 # of a block: its first row and column, and how many of them
 Place = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True)
-class SuperTile:
-    """A piece of the block: where it lies, its sides, their operands, and what leaves its sums."""
-
-    along_i: slice
-    along_j: slice
-    rows: Side
-    cols: Side
-    pair: Pair
-    # no super-tile below it, or to its right, is left
-    last_i: bool
-    last_j: bool
-
-
-@dataclass(frozen=True)
-class Block:
-    """What a call needs to know of the whole block."""
-
-    rows: Side
-    cols: Side
-    # see triton_kernels.py
-    numbers: Tensor
-    # the super-tile of the last pass: often there is only one
-    last: list[SuperTile]
 
 
 @dataclass(frozen=True)
@@ -114,7 +88,7 @@ class Triton(Tiles):
         row_stats, col_stats = self._room(rows), self._room(cols) if symmetric else None
         with on(self.scale.device):
             block = self._block(rows, cols)
-            labels = _by_label(rows)
+            labels = by_label(rows)
             if self._sigmoid or not labels:
                 self._sums(block, row_stats, col_stats)
             if not self._sigmoid:
@@ -206,53 +180,19 @@ class Triton(Tiles):
             self.numbers[place] = launch.numbers(
                 rows.features, cols.features, self.scale, self.bias, sigmoid=self._sigmoid,
                 # positives by label need maxima of their own
-                careful=_by_label(rows) and not self._sigmoid,
+                careful=by_label(rows) and not self._sigmoid,
             )  # fmt: skip
             self.counted[place] = operands.counted(rows, cols)
         of_rows, of_cols = self.counted[place]
-        return Block(operands.laid_out(rows, of_rows), operands.laid_out(cols, of_cols), self.numbers[place], [])
-
-    def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
-        features = block.rows.features
-        N, M = len(block.rows), len(block.cols)
-        direct = all(operands.readable(side.features) for side in (block.rows, block.cols))
-        height, width = self._budget.cut(N, M, 0 if direct else features.shape[1], features.dtype, cost)
-        for i in range(0, N, height):
-            for j in range(0, M, width):
-                yield self._super_tile(block, slice(i, min(i + height, N)), slice(j, min(j + width, M)))
-
-    def _super_tile(self, block: Block, along_i: slice, along_j: slice) -> SuperTile:
-        last = block.last.pop() if block.last else None
-        if last is None or (last.along_i, last.along_j) != (along_i, along_j):
-            shape = shape_for(self.scale.device)
-            parts = PIECES[block.rows.features.dtype]()
-            same = last is not None and last.along_i == along_i
-            rows = last.rows if last is not None and same else _narrow(block.rows, along_i)
-            cols = _narrow(block.cols, along_j)
-            q = last.pair.q if last is not None and same else operands.operand(rows.features, parts, shape)
-            pair = Pair(q, operands.operand(cols.features, parts, shape), self._masks(rows, cols), self.spared)
-            ends = along_i.stop == len(block.rows), along_j.stop == len(block.cols)
-            last = SuperTile(along_i, along_j, rows, cols, pair, *ends)
-        block.last.append(last)
-        return last
-
-    def _masks(self, rows: Side, cols: Side) -> Masks:
-        listed = not _by_label(rows)
-        return Masks(
-            diagonal=None if rows.diagonal is None else rows.diagonal - cols.start,
-            itself=rows.start - cols.start if self.loss.exclude_self else None,
-            places=rows.positives if rows.diagonal is None else None,
-            places_start=cols.start,
-            ids=operands.groups(rows.ids, cols.ids),
-            labels=None if listed else operands.groups(rows.labels, cols.labels),
-        )
+        sides = operands.laid_out(rows, of_rows), operands.laid_out(cols, of_cols)
+        return Block(*sides, self.numbers[place], self._budget, self.spared)
 
     # the forward
 
     def _sums(self, block: Block, row_stats: Tensor, col_stats: Tensor | None) -> None:
         """Statistics of the pairs that are not listed, by one exponential per pair."""
         smooth = bool(self._smoothing)
-        for tile in self._super_tiles(block, self._budget.forward):
+        for tile in block.super_tiles(self._budget.forward):
             row_part, col_part = self._partial(tile, CHANNELS_SMOOTH if smooth else CHANNELS)
             launch.totals(tile.pair, block.numbers, row_part, col_part, smooth=smooth, sigmoid=self._sigmoid)
             merges = _merges(tile, row_part, col_part, row_stats, col_stats)
@@ -260,7 +200,7 @@ class Triton(Tiles):
 
     def _maxima(self, block: Block, row_stats: Tensor, col_stats: Tensor | None, *, labels: bool) -> None:
         """The same the careful way, on the device's own decision, and with positives by label."""
-        for tile in self._super_tiles(block, self._budget.labels if labels else self._budget.forward):
+        for tile in block.super_tiles(self._budget.labels if labels else self._budget.forward):
             row_part, col_part = self._partial(tile, CHANNELS_LABELS if labels else CHANNELS_CAREFUL)
             launch.maxima(tile.pair, block.numbers, row_part, col_part, smooth=bool(self._smoothing))
             merges = _merges(tile, row_part, col_part, row_stats, col_stats)
@@ -277,7 +217,7 @@ class Triton(Tiles):
 
     def _listed_stats(self, block: Block, row_stats: Tensor, col_stats: Tensor | None) -> None:
         """Puts what the listed positives say beside it."""
-        pairs = self._listed(block)
+        pairs = block.listed()
         if pairs is not None:
             launch.listed_totals(
                 block.rows.features, block.cols.features, pairs, block.numbers, row_stats, col_stats,
@@ -293,7 +233,7 @@ class Triton(Tiles):
         tiles as they are computed: the accumulators have lost what 16 bits and the matrix units cut off, and what
         pulls and what pushes often cancel to a few percent.
         """
-        pairs = self._listed(block)
+        pairs = block.listed()
         if block.rows.features.dtype == torch.float16:
             total = self._in_units(block, u, None if v is None else _here(v), row_stats)
         else:
@@ -328,7 +268,7 @@ class Triton(Tiles):
         out: Tensor | None = None
         vectors, cut = self._vectors(block), launch.cut(block.rows.features) if self.weighs else 0.0
         early = isinstance(v, Turn) and v.early
-        for tile in self._super_tiles(block, self._budget.backward):
+        for tile in block.super_tiles(self._budget.backward):
             if out is None:
                 out = operands.strip(tile.pair.q, tile.pair.k)
             self._fill(block, tile, vectors, out, sums, row_stats)
@@ -373,7 +313,7 @@ class Triton(Tiles):
                 merges = _merges(tile, row_part, None, row_stats, None)
                 launch.merge_sums(*merges, block.numbers, sigmoid=True)
             return
-        if not _by_label(block.rows):
+        if not by_label(block.rows):
             launch.gradient(*common, cut, out, sums, smooth=bool(self._smoothing), sigmoid=False, row_part=None)
         launch.careful_gradient(*common, self._states(tile.rows, tile.cols), out, sums, smoothing=self._smoothing)
 
@@ -395,29 +335,6 @@ class Triton(Tiles):
         """State and coefficient of each direction."""
         return [_state(side) for side in ((rows, cols) if self.loss.symmetric else (rows,))]
 
-    def _listed(self, block: Block) -> Listed | None:
-        """The positives known by their position; None where there are none."""
-        rows, cols = block.rows, block.cols
-        N, M = len(rows), len(cols)
-        itself = rows.start - cols.start if self.loss.exclude_self else None
-        if rows.diagonal is not None:
-            diagonal = rows.diagonal - cols.start
-            return Listed(None, diagonal, itself, N) if -N < diagonal < M else None
-        if rows.positives is None or not rows.positives.shape[1]:
-            return None
-        columns = rows.positives.sort(dim=1).values
-        # a column listed twice is one positive
-        again = torch.zeros_like(columns, dtype=torch.bool)
-        again[:, 1:] = columns[:, 1:] == columns[:, :-1]
-        there = ~again & (columns >= max(0, cols.start)) & (columns < cols.start + M)
-        if itself is not None:
-            there &= columns != torch.arange(rows.start, rows.start + N, device=columns.device)[:, None]
-        return Listed(torch.where(there, columns - cols.start, -1), None, itself, N)
-
-
-def _by_label(rows: Side) -> bool:
-    return rows.diagonal is None and rows.positives is None and rows.labels is not None
-
 
 def _state(side: Side) -> tuple[Tensor, Tensor]:
     assert side.state is not None
@@ -437,7 +354,3 @@ def _merges(
 
 def _here(v: Tensor | Turn) -> Tensor:
     return v.here() if isinstance(v, Turn) else v
-
-
-def _narrow(side: Side, at: slice) -> Side:
-    return side if at.stop - at.start == len(side) else side.narrow(at.start, at.stop)

@@ -1,6 +1,6 @@
 """How large super-tiles may be.
 
-Ground of `triton.py`: what each pass over one takes beside inputs and accumulators, held against the workspace.
+Ground of `triton_block.py`: what each pass over one takes beside inputs and accumulators, held against the workspace.
 """
 
 from __future__ import annotations

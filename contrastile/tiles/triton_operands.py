@@ -1,6 +1,6 @@
 """What the kernels read and write of a super-tile: features, masks, and the strip of its gradient.
 
-Stands between `triton.py`, which cuts the block, and `triton_launch.py`, which hands these to the kernels.
+Stands between `triton_block.py`, which cuts the block, and `triton_launch.py`, which hands these to the kernels.
 """
 
 from __future__ import annotations

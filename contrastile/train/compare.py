@@ -20,13 +20,13 @@ from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.feed import Materials
 from contrastile.train.provenance import provenance
+from contrastile.train.results import markdown
 from contrastile.train.trials import (
     Comparison,
     Plan,
     Trial,
     comparison,
     computed,
-    line,
     one_by_one,
     open_once,
     read_back,
@@ -97,7 +97,7 @@ def table(trials: Sequence[Trial]) -> str:
         return "nothing was finished"
     tests = tests_of(trials)
     heads = ["equal", "way", "steps", "pairs", "seconds", *(f"{test}, @1" for test in tests)]
-    lines = [line(heads), line(["---"] * len(heads))]
+    rows = []
     for labels in dict.fromkeys(tuple(trial.labels.values()) for trial in trials):
         same = [trial for trial in trials if tuple(trial.labels.values()) == labels]
         spent = [
@@ -105,8 +105,8 @@ def table(trials: Sequence[Trial]) -> str:
             f"{statistics.mean(trial.examples for trial in same):,.0f}",
             f"{statistics.mean(trial.seconds for trial in same):,.0f}",
         ]
-        lines.append(line([*labels, *spent, *(spread(same, test) for test in tests)]))
-    return "\n".join(lines)
+        rows.append([*labels, *spent, *(spread(same, test) for test in tests)])
+    return markdown(heads, rows)
 
 
 def page(recipe: Recipe, trials: Sequence[Trial]) -> str:

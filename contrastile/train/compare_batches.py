@@ -6,7 +6,6 @@ is one of `trials.py`. A share of the data is the same pairs for every seed, and
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -17,15 +16,15 @@ from contrastile._check import wrong
 from contrastile.train.asked import RATES, a_grid
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
-from contrastile.train.figures import COLOURS
+from contrastile.train.figures import COLOURS, as_svg
 from contrastile.train.provenance import provenance
+from contrastile.train.results import markdown
 from contrastile.train.trials import (
     Comparison,
     Plan,
     Trial,
     comparison,
     computed,
-    line,
     open_once,
     read_back,
     side_by_side,
@@ -124,20 +123,17 @@ def table(trials: Sequence[Trial]) -> str:
     rules, blocks = _rules(trials), []
     for test in tests_of(trials):
         heads = ["data", "batch", "steps", *(f"{rule} rate" for rule in rules)]
-        rows = [f"{test}, recall at 1", "", line(heads), line(["---"] * len(heads))]
+        rows = []
         for share, batch in dict.fromkeys((trial.labels["data"], trial.labels["batch"]) for trial in trials):
             points = {rule: _of(trials, share, batch, rule) for rule in rules}
             steps = next(found[0].steps for found in points.values() if found)
-            rows.append(
-                line([share, batch, steps, *(spread(points[rule], test) if points[rule] else "" for rule in rules)])
-            )
-        blocks.append("\n".join(rows))
+            rows.append([share, batch, steps, *(spread(points[rule], test) if points[rule] else "" for rule in rules)])
+        blocks.append(f"{test}, recall at 1\n\n{markdown(heads, rows)}")
     return "\n\n".join(blocks)
 
 
 def figure(trials: Sequence[Trial]) -> str:
     """An SVG: a panel for each test, recall at 1 against batch, a colour for each share, a dash for each rule."""
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     tests = tests_of(trials)
@@ -164,11 +160,7 @@ def figure(trials: Sequence[Trial]) -> str:
         panel.grid(alpha=0.3)
     if tests:
         panels[-1].legend(fontsize=7, frameon=False)
-    page = io.StringIO()
-    # a fixed salt: the same trials give the same bytes
-    with mpl.rc_context({"svg.hashsalt": "contrastile"}):
-        drawing.savefig(page, format="svg", metadata={"Date": None})
-    return page.getvalue()
+    return as_svg(drawing)
 
 
 def page(recipe: Recipe, trials: Sequence[Trial]) -> str:

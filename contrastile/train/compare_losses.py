@@ -17,13 +17,13 @@ from contrastile._check import wrong
 from contrastile.train.checkpoint import choose_device
 from contrastile.train.config import Recipe
 from contrastile.train.provenance import provenance
+from contrastile.train.results import markdown
 from contrastile.train.trials import (
     Comparison,
     Plan,
     Trial,
     comparison,
     computed,
-    line,
     open_once,
     read_back,
     side_by_side,
@@ -131,8 +131,8 @@ def table(trials: Sequence[Trial]) -> str:
             found = difference(trials, way, test) if way != FIRST else None
             gap = f"{found.mean:+.2f} ± {found.half:.2f}{'' if found.none else ' (!)'}" if found else ""
             cells += [spread(same, test), gap]
-        rows.append(line(cells))
-    return "\n".join([line(heads), line(["---"] * len(heads)), *rows])
+        rows.append(cells)
+    return markdown(heads, rows)
 
 
 def page(recipe: Recipe, trials: Sequence[Trial], ranks: int) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile import comm
+from contrastile import agreement, comm
 from contrastile._check import wrong
 from contrastile.data.captions import Captioned, open_captions
 from contrastile.data.class_folder import ClassFolder, open_class_folder
@@ -29,10 +29,11 @@ from contrastile.data.pairs import Indices
 from contrastile.data.skipped import counted
 from contrastile.evaluate.retrieval import both_ways, chance
 from contrastile.evaluate.zeroshot import class_features, classified
+from contrastile.models.base import evaluating
 from contrastile.offload import settle
 from contrastile.train.checkpoint import Run, load
 from contrastile.train.evaluate_settings import EvaluateSettings, RetrievalSettings, ZeroShotSettings
-from contrastile.train.evaluation import KS, Row, evaluating
+from contrastile.train.evaluation import KS, Row
 from contrastile.train.folder import EVALUATION, FACTS, METRICS, RunFolder, finished_run
 from contrastile.train.job import Measure
 from contrastile.train.log import Metrics, progress
@@ -72,7 +73,7 @@ class ZeroShot:
     def measure(self, run: Run, most: int | None = None) -> list[Row]:
         """Top 1, top 5 and the mean per class."""
         rows = _sample(len(self.folder.paths), most)
-        with evaluating(run):
+        with evaluating(run.model):
             pictures, there, skipped = _encode(run, [self.folder.paths[row] for row in rows], self.name)
             names = class_features(self.folder.names, encode=run.encode_text, prompts=self.templates)
         if (alike := len(names) - len(names.unique(dim=0))) > 0:
@@ -99,7 +100,7 @@ class Retrieval:
         """Recall both ways, and where the first right answer stands."""
         paths, owner = self.captioned.paths, self.captioned.owner
         rows = _sample(len(paths), most)
-        with evaluating(run):
+        with evaluating(run.model):
             pictures, there, skipped = _encode(run, [paths[row] for row in rows], self.name)
             # a caption goes with its picture
             number = np.full(len(paths), -1)
@@ -171,9 +172,9 @@ def _shared(run: Run, encode_own: Callable[[], Encoded]) -> Encoded:
     except Exception as failure:
         # with towers in shards the others may be gathering them, and hear of it where this rank leaves
         if not is_sharded(run.model):
-            comm.agree(None, {"error": str(failure) or repr(failure)})
+            agreement.agree(None, {"error": str(failure) or repr(failure)})
         raise
-    stated = comm.agree(None, {"count": len(there), "skipped": skipped}, free=("count", "skipped"))
+    stated = agreement.agree(None, {"count": len(there), "skipped": skipped}, free=("count", "skipped"))
     places = torch.from_numpy(there).to(features.device)
     features, places = comm.begin_gather([features, places], [one["count"] for one in stated], None).wait()
     order = places.argsort()

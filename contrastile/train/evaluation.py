@@ -6,8 +6,6 @@ with what. The whole score matrix is never held.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +17,7 @@ from contrastile.data.digits import DIGIT_NAMES, handwritten_digits
 from contrastile.data.pairs import Indices, PairSet, Pictures
 from contrastile.evaluate.retrieval import chance, recall
 from contrastile.evaluate.zeroshot import class_features
+from contrastile.models.base import evaluating
 from contrastile.train.checkpoint import Run
 from contrastile.train.log import progress
 
@@ -62,7 +61,7 @@ class Seen:
 def encode_held_out(run: Run, pairs: PairSet) -> Seen:
     """Encode the held-out pictures and every name, under one bar."""
     parts = []
-    with evaluating(run):
+    with evaluating(run.model):
         for name, rows in held_out(pairs).items():
             features = encode_pictures(run, pairs.images, rows, f"encoding {PARTS.get(name, name)}")
             names = encode_names(run, pairs, rows)
@@ -92,7 +91,7 @@ def digits(run: Run) -> Row:
     """Zero-shot recognition of handwritten digits by their names: real scans, unlike anything trained on."""
     data = run.recipe.data
     pictures, labels = handwritten_digits(image_size=data.image_size, channels=data.channels)
-    with evaluating(run):
+    with evaluating(run.model):
         features = encode_pictures(run, pictures, np.arange(len(pictures)), "encoding handwritten digits")
         names = class_features(DIGIT_NAMES, encode=run.encode_text, prompts=run.recipe.evaluate.prompts)
     ids = torch.from_numpy(labels).to(run.device), torch.arange(len(DIGIT_NAMES), device=run.device)
@@ -102,7 +101,7 @@ def digits(run: Run) -> Row:
 def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
     """Recall at 1 and 5 from picture to name, of a sample of each held-out part among all of its names."""
     recalls = {}
-    with evaluating(run):
+    with evaluating(run.model):
         for name, rows in held_out(pairs).items():
             sample = np.random.default_rng(0).permutation(rows)[: run.recipe.evaluate.probe]
             pictures = run.encode_image(torch.from_numpy(pairs.images[sample]))
@@ -157,14 +156,3 @@ def encode_pictures(run: Run, images: Pictures, rows: Indices, what: str) -> Ten
 def ids_of(run: Run, pairs: PairSet, rows: Indices) -> Tensor:
     """The ids of `rows`, where the features are."""
     return torch.from_numpy(pairs.ids[rows]).to(run.device)
-
-
-@contextmanager
-def evaluating(run: Run) -> Iterator[None]:
-    """The model without dropout; afterwards as it was."""
-    was_training = run.model.training
-    run.model.eval()
-    try:
-        yield
-    finally:
-        run.model.train(was_training)

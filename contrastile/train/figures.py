@@ -1,7 +1,7 @@
 """The curves of the report, drawn with matplotlib as SVG that takes its colours from the page.
 
-Used by `report.py` alone. Text stays text and the ink is a variable of the page's style, so a figure is right on a
-light and on a dark screen.
+Used by `report.py`. Text stays text and the ink is a variable of the page's style, so a figure is right on a light and
+on a dark screen. Comparisons draw with the same colours, for a page of their own.
 """
 
 from __future__ import annotations
@@ -80,15 +80,20 @@ def _mark_stages(axes: Axes, stages: Sequence[tuple[float, str]]) -> None:
         )
 
 
-def _svg(figure: Figure) -> str:
+def as_svg(figure: Figure, *, transparent: bool = False) -> str:
+    """The figure as text: the same numbers give the same bytes, on any day."""
     import matplotlib
 
     page = io.StringIO()
-    # a fixed salt: the same run gives the same bytes
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "contrastile", "font.family": "sans-serif"}):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(page, format="svg", transparent=True, metadata=nothing)
-    svg = page.getvalue()
+        figure.savefig(page, format="svg", transparent=transparent, metadata=nothing)
+    return page.getvalue()
+
+
+def _svg(figure: Figure) -> str:
+    """The drawing alone, in the colours of the page around it."""
+    svg = as_svg(figure, transparent=True)
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, variable)
     return svg[svg.index("<svg") :]

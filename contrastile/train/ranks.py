@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-from contrastile import comm
+from contrastile import agreement, comm
 from contrastile._check import wrong
 from contrastile._types import Gradient
 from contrastile.data.collection import Stream
@@ -94,7 +94,7 @@ class Ranks:
             device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
         )
         with Watch(timeout):
-            comm.agree(None, _statement(job))
+            agreement.agree(None, _statement(job))
             for tensor in run.model.state_dict().values():
                 comm.spread(tensor, None)
             with in_shards(job, self.rank) if run.recipe.train.parallel == "shard" else nullcontext():
@@ -121,7 +121,7 @@ class Ranks:
                 statement = {"checkpoint": checkpoints.restore(parts)}
             except ValueError as error:
                 statement = {"error": str(error)}
-        step = int(comm.agree(None, statement, free=("checkpoint",))[0]["checkpoint"])
+        step = int(agreement.agree(None, statement, free=("checkpoint",))[0]["checkpoint"])
         if self.rank > 0 and step:
             checkpoints.restore_as(step, parts)
             if stream is not None:
@@ -139,7 +139,7 @@ class Ranks:
         """The first rank counts what all of them skipped so far, the others count anew."""
         if self.size == 1 or stream is None:
             return
-        self._count(stream, comm.agree(None, _counts(stream), free=("skipped", "seen")))
+        self._count(stream, agreement.agree(None, _counts(stream), free=("skipped", "seen")))
 
     def _count(self, stream: Stream, stated: Sequence[Mapping[str, Any]]) -> None:
         stream.skipped, stream.seen = Counter(), 0
@@ -158,7 +158,7 @@ class Ranks:
         stated: list[dict[str, Any]] = [{"seconds": seconds, "signal": signal, **_counts(stream)}]
         if self.size > 1:
             here.begin(step)
-            stated = comm.agree(None, {"step": step, **stated[0]}, free=(*stated[0],))
+            stated = agreement.agree(None, {"step": step, **stated[0]}, free=(*stated[0],))
         if stream is not None:
             skipped = sum((Counter(one["skipped"]) for one in stated), Counter[str]())
             try:

@@ -7,15 +7,11 @@ crews of others (`crews.py`).
 
 from __future__ import annotations
 
-import csv
-import io
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,11 +27,9 @@ from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, progress
 from contrastile.train.loop import train
 from contrastile.train.precomputed import precomputed
-from contrastile.train.provenance import ORIGIN
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import to_toml
-
-RESULTS, TABLE = "compare.csv", "compare.md"
+from contrastile.train.results import RESULTS, TABLE, as_lines, mean_percent, origin_of, rows_of
 
 
 @dataclass(frozen=True)
@@ -184,34 +178,25 @@ def written_down(
 
 def as_csv(trials: Sequence[Trial]) -> str:
     """One line per trial, recall in a column per test, and where it comes from."""
-    file = io.StringIO()
-    rows: list[dict[str, Any]] = [
-        {**trial.labels, "seed": trial.seed, "examples": trial.examples, "steps": trial.steps}
-        | {"seconds": trial.seconds, **trial.recall, "failed": trial.failed, **trial.origin}
-        for trial in trials
-    ]
-    last = ["failed", *ORIGIN]
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in last))
-    writer = csv.DictWriter(file, [*names, *last], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+    return as_lines(
+        [
+            {**trial.labels, "seed": trial.seed, "examples": trial.examples, "steps": trial.steps}
+            | {"seconds": trial.seconds, **trial.recall, "failed": trial.failed, **trial.origin}
+            for trial in trials
+        ]
+    )
 
 
 def read_back(folder: RunFolder) -> list[Trial]:
-    """The trials that `as_csv` wrote; none where there is no such file."""
-    if not (folder / RESULTS).is_file():
-        return []
+    """The trials that `as_csv` wrote."""
     trials = []
-    with (folder / RESULTS).open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            names = [*row]
-            labels, tests = names[: names.index("seed")], names[names.index("seconds") + 1 : names.index("failed")]
-            took = int(row["examples"]), int(row["steps"]), float(row["seconds"])
-            recall = {test: float(row[test]) for test in tests if row[test]}
-            origin = {name: row[name] for name in ORIGIN}
-            own = {name: row[name] for name in labels}
-            trials.append(Trial(own, int(row["seed"]), *took, recall, row["failed"], origin))
+    for row in rows_of(folder):
+        names = [*row]
+        labels, tests = names[: names.index("seed")], names[names.index("seconds") + 1 : names.index("failed")]
+        took = int(row["examples"]), int(row["steps"]), float(row["seconds"])
+        recall = {test: float(row[test]) for test in tests if row[test]}
+        own = {name: row[name] for name in labels}
+        trials.append(Trial(own, int(row["seed"]), *took, recall, row["failed"], origin_of(row)))
     return trials
 
 
@@ -225,16 +210,8 @@ def tests_of(trials: Sequence[Trial]) -> list[str]:
     return list(dict.fromkeys(test for trial in trials for test in trial.recall))
 
 
-def line(cells: Iterable[object]) -> str:
-    """A line of a Markdown table."""
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
 def spread(trials: Sequence[Trial], test: str) -> str:
     """Mean ± standard deviation of a test in percent; the mean alone where there is one seed; how many failed."""
     shares = [trial.recall[test] for trial in trials if not trial.failed]
     failed = f" ({len(trials) - len(shares)} failed)" if len(shares) < len(trials) else ""
-    if not shares:
-        return failed.strip()
-    mean = f"{100 * statistics.mean(shares):.1f}"
-    return (f"{mean} ± {100 * statistics.stdev(shares):.1f} %" if len(shares) > 1 else f"{mean} %") + failed
+    return f"{mean_percent(shares)} %{failed}" if shares else failed.strip()

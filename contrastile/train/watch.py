@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from contrastile import comm
+from contrastile import agreement
 from contrastile.rollcall import LostRankError, farewell, here, lost
 
 # seconds between two beats, and those that the main thread has to say itself what happened
@@ -60,8 +60,8 @@ class Watch:
             # the others need not wait until this process has ended
             if not isinstance(error, LostRankError):
                 farewell(error)
-            comm.hang_up(self._group)
-            comm.hang_up(None)
+            agreement.hang_up(self._group)
+            agreement.hang_up(None)
 
     def _beat(self) -> None:
         # where the next rank is gone, those that listen to it hear of it
@@ -83,7 +83,7 @@ class Watch:
         if self._over:
             return
         # wakes the main thread
-        comm.hang_up(None)
+        agreement.hang_up(None)
         failure = lost(here.operation or "training", self._group, error)
         time.sleep(GRACE)
         if not (self._over or here.failing):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import logging
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +15,13 @@ from typing import Any
 from contrastile._check import wrong
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import size
-from contrastile.train.provenance import ORIGIN
+from contrastile.train.results import RESULTS, TABLE, as_lines, markdown, mean_percent, origin_of, rows_of
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.updates import Speed, Update, draw_speeds
-from contrastile.train.trials import line
 
 logger = logging.getLogger("contrastile")
 
-RESULTS, TABLE, SPEEDS, FIGURE = "compare.csv", "compare.md", "updates.csv", "updates.svg"
+SPEEDS, FIGURE = "updates.csv", "updates.svg"
 MEASURES = ("@1", "@5", "@20", "@100", "nDCG@10")
 # by part and measure
 Found = dict[str, dict[str, float]]
@@ -103,40 +101,27 @@ def as_csv(findings: Findings) -> str:
         rows.append({**row, **_flat(one.found), "failed": one.failed, **one.origin})
     if findings.bm25:
         rows.append({"way": "BM25", **_flat(findings.bm25), **findings.origin})
-    last = ["failed", *ORIGIN]
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in last))
-    file = io.StringIO()
-    writer = csv.DictWriter(file, [*names, *last], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+    return as_lines(rows)
 
 
 def read_back(folder: RunFolder, ways: Sequence[Way]) -> tuple[list[Trial], Found]:
-    """The trials that `as_csv` wrote, and what BM25 found; nothing where there is no such file.
-
-    Raises ValueError where one of them is of none of the `ways`.
-    """
-    if not (folder / RESULTS).is_file():
-        return [], {}
+    """The trials that `as_csv` wrote, and what BM25 found. Raises ValueError where one is of none of the `ways`."""
     trials, bm25, known = [], {}, {(way.name, str(way.batch)): way for way in ways}
-    with (folder / RESULTS).open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            names = [*row]
-            found: Found = {}
-            for name in names[: names.index("failed")]:
-                part, _, measure = name.rpartition(" ")
-                if measure in MEASURES and row[name]:
-                    found.setdefault(part, {})[measure] = float(row[name])
-            if row["way"] == "BM25":
-                bm25 = found
-                continue
-            if (way := known.get((row["way"], row["batch"]))) is None:
-                remedy = "Give the memory and the batches that it began with, or begin anew."
-                raise wrong("--resume", "find ways of this comparison", f"{row['way']} of {row['batch']}", remedy)
-            took = int(row["steps"]), int(row["queries"]), float(row["learning_rate"]), float(row["seconds"])
-            origin = {name: row[name] for name in ORIGIN}
-            trials.append(Trial(way, int(row["seed"]), *took, found, row["failed"], origin))
+    for row in rows_of(folder):
+        names = [*row]
+        found: Found = {}
+        for name in names[: names.index("failed")]:
+            part, _, measure = name.rpartition(" ")
+            if measure in MEASURES and row[name]:
+                found.setdefault(part, {})[measure] = float(row[name])
+        if row["way"] == "BM25":
+            bm25 = found
+            continue
+        if (way := known.get((row["way"], row["batch"]))) is None:
+            remedy = "Give the memory and the batches that it began with, or begin anew."
+            raise wrong("--resume", "find ways of this comparison", f"{row['way']} of {row['batch']}", remedy)
+        took = int(row["steps"]), int(row["queries"]), float(row["learning_rate"]), float(row["seconds"])
+        trials.append(Trial(way, int(row["seed"]), *took, found, row["failed"], origin_of(row)))
     return trials, bm25
 
 
@@ -152,7 +137,7 @@ def tables(findings: Findings) -> str:
 
 def _table(findings: Findings, part: str) -> str:
     heads = ["way", "batch", "updates", *MEASURES, "seconds", "memory"]
-    lines = [line(heads), line(["---"] * len(heads))]
+    rows = []
     for way, update in findings.updates.items():
         same = [one for one in findings.trials if one.way == way]
         if not same:
@@ -162,18 +147,15 @@ def _table(findings: Findings, part: str) -> str:
         failed = sum(bool(one.failed) for one in same)
         name = way.name + (f" ({failed} of {len(same)} failed)" if failed else "")
         took = [f"{update.seconds * steps:.1f}", size(update.bytes)]
-        lines.append(line([name, f"{way.batch:,}", f"{steps:,}", *shown, *took]))
+        rows.append([name, f"{way.batch:,}", f"{steps:,}", *shown, *took])
     if part in findings.bm25:
         shown = [_spread([findings.bm25[part].get(name)]) for name in MEASURES]
-        lines.append(line(["BM25", "", "", *shown, "", ""]))
-    return "\n".join(lines)
+        rows.append(["BM25", "", "", *shown, "", ""])
+    return markdown(heads, rows)
 
 
 def _spread(shares: Sequence[float | None]) -> str:
-    known = [100 * share for share in shares if share is not None]
-    if not known:
-        return ""
-    return f"{statistics.mean(known):.1f}" + (f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else "")
+    return mean_percent([share for share in shares if share is not None])
 
 
 def page(findings: Findings) -> str:

@@ -19,6 +19,7 @@ from contrastile._check import wrong
 from contrastile.cache import encode
 from contrastile.data.pairs import silent
 from contrastile.data.texts import Passage
+from contrastile.models.base import evaluating
 from contrastile.models.retriever import Retriever, build_retriever
 from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.train.checkpoint import autocast, checked_towers, choose_device, listed, load_weights
@@ -77,19 +78,14 @@ class RetrieverRun:
         encoder = getattr(self.model, f"encode_{side}")
         order = store.lengths.argsort(descending=True, stable=True)
         shown = progress if what else silent
-        training = self.model.training
-        self.model.eval()
         parts = [torch.empty(0, dimensions or 0, device=self.device)] if len(store) == 0 else []
-        try:
-            with shown(len(store), what or "", "texts") as bar:
-                for rows in order.split(STRETCH) if len(store) else ():
-                    tokens = store.rows(rows)
-                    with self.autocast():
-                        features = encode(encoder, tokens, **self.cut(side, tokens))
-                    parts.append(self.model.comparable(features, dimensions))
-                    bar.update(len(rows))
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), shown(len(store), what or "", "texts") as bar:
+            for rows in order.split(STRETCH) if len(store) else ():
+                tokens = store.rows(rows)
+                with self.autocast():
+                    features = encode(encoder, tokens, **self.cut(side, tokens))
+                parts.append(self.model.comparable(features, dimensions))
+                bar.update(len(rows))
         return torch.cat(parts)[order.argsort().to(self.device)]
 
 

@@ -6,7 +6,6 @@ encoded, compared, back-propagated and applied.
 
 from __future__ import annotations
 
-import io
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from contrastile.data.batches import Batches
 from contrastile.retention import spare_bytes
-from contrastile.train.figures import COLOURS
+from contrastile.train.figures import COLOURS, as_svg
 from contrastile.train.log import progress
 from contrastile.train.loop import step
 from contrastile.train.memory import Weighed
@@ -162,7 +161,6 @@ def _has_room(recipe: RetrieverRecipe, found: Sequence[Speed], batch: int) -> bo
 
 def draw_speeds(found: Sequence[Speed]) -> str:
     """Seconds per update over its queries, a line per way, as SVG."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.6, 3.6), layout="constrained")
@@ -181,8 +179,4 @@ def draw_speeds(found: Sequence[Speed]) -> str:
     axes.grid(linewidth=0.4, alpha=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    page = io.StringIO()
-    # a fixed salt: the same numbers give the same bytes
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "contrastile"}):
-        figure.savefig(page, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return page.getvalue()
+    return as_svg(figure)
