@@ -437,6 +437,9 @@ def _one_short_of_memory(rank: int, folder: Path, exchange: str, method: str, ca
         except (ConnectionError, torch.OutOfMemoryError) as error:
             said.append(f"{type(error).__name__}: {error}")
     (folder / f"{rank}.txt").write_text("\n".join(said))
+    for other in range(1, W) if rank == 0 else ():
+        # who keeps the store goes last: the others ask it who left
+        _computes_until(folder / f"{other}.txt")
     raise SystemExit(1)
 
 
