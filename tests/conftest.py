@@ -13,7 +13,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 from interpreter import quicken
-from ranks import Pool
+from ranks import Pool, set_aside
 
 # the suite runs in as many processes as there are cores: threads of each would only wait for the others
 torch.set_num_threads(1)
@@ -21,10 +21,16 @@ if os.environ["TRITON_INTERPRET"] == "1":
     quicken()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    set_aside()
+
+
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
     """The same numbers every time, and NaN in all memory that a test's code does not write itself."""
-    torch.manual_seed(0)
+    # torch's own call notes the stack it came from for devices that are not there: longer than many a test takes
+    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
     if request.node.get_closest_marker("unpoisoned"):
         yield
         return

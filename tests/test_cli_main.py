@@ -1,5 +1,6 @@
 """The command line: light until a verb runs, one line per mistake, exit codes that scripts can rely on."""
 
+import json
 import os
 import signal
 import subprocess
@@ -173,15 +174,57 @@ WORDS = {
 }
 
 
+# a process that has read no more than the command line and what a recipe may say; each command is a fork of it
+SERVE = f"""
+import json, os, sys
+from contrastile.cli.main import main
+from contrastile.train import recipe
+for line in sys.stdin:
+    arguments, out, err = json.loads(line)
+    child = os.fork()
+    if not child:
+        for number, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        try:
+            code = main(arguments)
+        except SystemExit as stop:
+            code = stop.code
+        print("LOADED", *(name for name in {HEAVY!r} if name in sys.modules), flush=True)
+        sys.stderr.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(code, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """As `loaded_by`, of many commands, without the start of a process for each."""
+    folder = tmp_path_factory.mktemp("commands")
+    served = subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def answer(*arguments):
+        out, err = (folder / name for name in ("out", "err"))
+        for path in (out, err):
+            path.unlink(missing_ok=True)
+        print(json.dumps([arguments, str(out), str(err)]), file=served.stdin, flush=True)
+        code = int(served.stdout.readline())
+        said, _, loaded = out.read_text().rpartition("LOADED")
+        return code, said, err.read_text(), loaded.split()
+
+    with served:
+        yield answer
+
+
 @pytest.mark.parametrize("words", WORDS)
-def test_a_wrong_word_is_one_line_before_torch_is_loaded(words, tmp_path):
+def test_a_wrong_word_is_one_line_before_torch_is_loaded(words, tmp_path, answered):
     (tmp_path / "x.toml").write_text("[train]\nexamples = 10\n")
     for name, recipe in (("pictures", "[train]\nexamples = 10\n"), ("texts", TEXTS)):
         (tmp_path / name).mkdir()
         for file, content in (("recipe.toml", recipe), ("model.safetensors", ""), ("run.json", "{}")):
             (tmp_path / name / file).write_text(content)
     told = words.format(folder=tmp_path).split()
-    code, said, complaint, loaded, _ = loaded_by(*(" " if word == "_" else word for word in told))
+    code, said, complaint, loaded = answered(*(" " if word == "_" else word for word in told))
     assert (code, said, [name for name in loaded if name == "torch"]) == (2, "", [])
     assert WORDS[words].format(folder=tmp_path) in complaint
     assert complaint.count("\n") == 1
@@ -481,16 +524,16 @@ def test_ctrl_c_outside_of_a_verb_is_one_word_too(monkeypatch, capsys):
         ),
     ],
 )
-def test_a_comparison_that_makes_no_sense_is_told_before_anything_heavy_is_loaded(tmp_path, words, sentence):
+def test_a_comparison_that_makes_no_sense_is_told_before_anything_heavy_is_loaded(tmp_path, answered, words, sentence):
     runs = ["--runs", str(tmp_path / "runs")]
-    code, said, complaint, loaded, _ = loaded_by("compare", str(write_recipe(tmp_path)), *runs, *words.split())
+    code, said, complaint, loaded = answered("compare", str(write_recipe(tmp_path)), *runs, *words.split())
     assert (code, said, complaint, loaded) == (2, "", f"{sentence}\n", [])
 
 
-def test_a_retrievers_sizes_likewise(tmp_path):
+def test_a_retrievers_sizes_likewise(tmp_path, answered):
     (tmp_path / "r.toml").write_text(TEXTS)
     words = ["compare", str(tmp_path / "r.toml"), "evaluate.bm25=false", "--runs", str(tmp_path / "runs")]
-    code, _, complaint, loaded, _ = loaded_by(*words, "--batches", "512", "128")
+    code, _, complaint, loaded = answered(*words, "--batches", "512", "128")
     assert (code, loaded) == (2, [])
     assert complaint == "`batches` must be rising sizes of at least 2; got [512, 128]. Such as 128 512 4096.\n"
 

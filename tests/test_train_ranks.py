@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pool
+from ranks import Pool, set_aside
 from test_train_resume import DROPOUT
 from test_train_resume import SAVED as SAVED_EVERY_FOURTH
 from tiny_runs import same_run, tiny_recipe, weights, write_pictures, write_recipe, write_shards
@@ -58,6 +58,7 @@ class Launched:
         self.folder = folder
         for name in LOADED:
             importlib.import_module(name)
+        set_aside()
         context = multiprocessing.get_context("fork")
         self.processes = [context.Process(target=self._one, args=(rank, size, run, *arguments)) for rank in range(size)]
 

@@ -12,6 +12,7 @@ import traceback
 
 import pytest
 import torch
+from ranks import set_aside
 from tiny_runs import left, same_run, tiny_recipe
 
 from contrastile.cli.main import main
@@ -35,7 +36,10 @@ SAVED = ("train.examples=320", "train.batch=16", "save.steps=4")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     recipe = tiny_recipe(folder, DROPOUT, *SAVED)
-    return recipe, run_recipe(recipe, folder / "runs").folder
+    whole = run_recipe(recipe, folder / "runs").folder
+    # what it loaded, those that are forked have
+    set_aside()
+    return recipe, whole
 
 
 def killed(recipe, runs, seconds):

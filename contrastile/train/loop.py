@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from contrastile.data.batches import Batches
 from contrastile.in_step import all_failed
+from contrastile.randomness import begin_random
 from contrastile.train.average import Average
 from contrastile.train.checkpoint import begin_run, same_recipe, save_run
 from contrastile.train.clock import Clock
@@ -260,7 +261,8 @@ class Training:
         number, count = len(self.sizes), self.sizes[-1]
         rate = learning_rate(clock.share(ahead=count / 2), self.optim, planned)
         set_learning_rate(self.optimizer, rate)
-        torch.manual_seed(step_seed(self.recipe.seed, number, ranks.rank))
+        # not torch.manual_seed, which notes the stack for devices that are not there: half a millisecond
+        begin_random(job.run.device, step_seed(self.recipe.seed, number, ranks.rank))
         self.watch.start()
         parts = job.parts(next(self.batches), number, ranks)
         job.expect(self.batches.ahead(count), ranks)
