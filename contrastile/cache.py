@@ -130,7 +130,9 @@ def _encoded(
     planned = planned.extended(job.sharding.most(len(planned.bounds)))
     job, leaves = replace(job, cut=planned), planned.sort(leaves)
     if job.differentiates(leaves):
-        found = _Encode.apply(job, leaves, *job.reached.parameters, *differentiable(leaves))
+        # what measures between two steps knows itself what to do about an error
+        with job.sharding.in_step():
+            found = _Encode.apply(job, leaves, *job.reached.parameters, *differentiable(leaves))
     else:
         found = job.first_pass(leaves, job.nothing_kept(), grad=False)
     return planned.unsort(found)
@@ -195,7 +197,7 @@ class _Encode(torch.autograd.Function):
         after = job.reached.random(process=drawn)
         try:
             modes = in_modes(job.reached.modules, ctx.kept.training)
-            with silent(ctx.parameters), job.sharding.holding_back(), modes:
+            with job.sharding.in_step(), silent(ctx.parameters), job.sharding.holding_back(), modes:
                 done = _consume(job, ctx.kept.graphs, sums)
                 again = [index for index in range(len(job.bounds)) if index not in done]
                 places = stream(values, [job.bounds[index] for index in again], job.device)

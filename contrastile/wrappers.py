@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from contrastile import agreement
+from contrastile import agreement, comm
 from contrastile._check import wrong
+from contrastile.in_step import in_step
 
 Result = TypeVar("Result")
 
@@ -174,11 +175,27 @@ class Sharding:
 
     def most(self, value: int) -> int:
         """The largest value of any rank: what a rank runs, all must run, because each run is an exchange among them."""
-        meshes = [each.sharded_param.device_mesh for state in self._states() for each in _parameters(state)]
-        for mesh in dict.fromkeys(meshes):
-            for axis in range(mesh.ndim):
-                value = agreement.most(value, mesh.get_group(axis))
+        for group in self._ranks():
+            value = agreement.most(value, group)
         return value
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around what all ranks run: an error of one rank's own, such as too little memory, is an error on all of them.
+
+        The others would wait for its shards until time is up.
+        """
+        with ExitStack() as around:
+            for group in self._ranks():
+                around.enter_context(in_step(group))
+                around.enter_context(comm.naming_the_lost("exchange of shards", group))
+            yield
+
+    def _ranks(self) -> list[Any]:
+        """The groups of ranks that have a part each, or the same."""
+        meshes = [each.sharded_param.device_mesh for state in self._states() for each in _parameters(state)]
+        groups = [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
+        return [group for group in dict.fromkeys(groups) if comm.size(group) > 1]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

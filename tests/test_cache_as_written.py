@@ -239,8 +239,8 @@ def test_the_second_pass_runs_in_the_mode_of_the_first() -> None:
     assert torch.equal(*found)
 
 
-def _made_before() -> Any:
-    linear, before = _linear(), _linear(D_IN, D_IN)
+def _made_before(linear: nn.Module | None = None, before: nn.Module | None = None) -> Any:
+    linear, before = linear or _linear(), before or _linear(D_IN, D_IN)
     prompt = before(torch.ones(1, D_IN, dtype=torch.float64))
     return lambda x: linear(x + prompt)
 
@@ -313,4 +313,11 @@ def test_a_lazy_encoder_is_encoded_once_it_has_run() -> None:
 
 
 def test_a_graph_that_was_made_before_serves_a_single_sub_batch() -> None:
-    F.normalize(encode(_made_before(), _x(), sub_batch=B)).sum().backward()
+    """Nothing goes through it twice, so that what lies before it has its gradient too."""
+    parts = nn.ModuleDict({"linear": _linear(), "before": _linear(D_IN, D_IN)})
+    found = []
+    for encoded in (_made_before(**parts)(_x()), encode(_made_before(**parts), _x(), sub_batch=B)):
+        _total(F.normalize(encoded)).backward()
+        assert all(parameter.grad is not None and parameter.grad.any() for parameter in parts.parameters())
+        found.append(_gradient(parts))
+    assert distance(found[1], found[0]) <= 1e-12

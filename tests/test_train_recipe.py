@@ -320,7 +320,11 @@ def test_one_number_is_the_sub_batch_of_both_towers(recipe_file):
     [
         [],
         ["loss.kind=siglip", "optim.kind=adafactor", "train.minutes=0.1"],
-        ["model.image={kind='transformers', config={model_type='vit', 'odd key'=[1, 2.5], t={a=\"\\u007f\"}}}"],
+        [
+            # a library's file has keys that nobody knows
+            "model.image={kind='transformers', config={model_type='vit', transformers_version='4', "
+            "'odd key'=[1, 2.5], t={a=\"\\u007f\"}}}"
+        ],
         ["optim.eps=1e-30", "optim.learning_rate=0.1234567890123456789"],
         ['evaluate.prompts=["{}", "ein Zeichen namens \\"{}\\" \U0001f1e6é"]'],
     ],

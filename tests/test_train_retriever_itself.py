@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from contrastile.modules import InfoNCELoss
 from contrastile.train.loop import run_recipe
 from contrastile.train.ranks import Ranks
 from contrastile.train.retriever.compare import bm25
+from contrastile.train.retriever.evaluation import probe
 from contrastile.train.retriever.feed import open_text_materials
 from contrastile.train.retriever.job import Retrieval, retriever_loss
 
@@ -54,6 +56,43 @@ def test_the_passage_of_a_questions_id_is_itself_unless_it_is_judged_right(tmp_p
     assert known == {**{f"a{n}": n for n in range(12)}, "a2": None, "q": None}
     (second,) = (query for query in texts.queries if query.id == "a2")
     assert second.positives == (3, 2)
+
+
+def test_a_probe_does_not_find_the_question_itself_either(tmp_path):
+    """Every question is nearest to its own text, and nearer to the right one than to all others."""
+    folder = beir(tmp_path / "set")
+    recipe = recipe_of(tmp_path, folder)
+    materials = open_text_materials(recipe)
+    place = {passage.text: n for n, passage in enumerate(materials.texts.passages)}
+
+    def passages(some):
+        return F.one_hot(torch.tensor([place[one.text] for one in some]), 12).float()
+
+    def questions(texts):
+        own = torch.tensor([place.get(text, -1) for text in texts])
+        following = F.one_hot((own + 1) % 12, 12)
+        return (3 * F.one_hot(own.clamp(min=0), 12) * (own >= 0)[:, None] + 2 * following).float()
+
+    run = SimpleNamespace(recipe=recipe, device="cpu", encode_query=questions, encode_passage=passages)
+    # of the five questions three have their own text among the right ones of the others
+    assert probe(run, materials) == {"test": {"1": 1.0, "5": 1.0}}
+
+
+def test_a_probe_takes_every_right_passage_for_an_answer(tmp_path):
+    folder = beir(tmp_path / "set")
+    with (folder / "qrels" / "test.tsv").open("a") as file:
+        file.write("a8\ta11\t1\n")
+    recipe = recipe_of(tmp_path, folder)
+    materials = open_text_materials(recipe)
+    place = {passage.text: n for n, passage in enumerate(materials.texts.passages)}
+    run = SimpleNamespace(
+        recipe=recipe,
+        device="cpu",
+        encode_query=lambda texts: F.one_hot(torch.full((len(texts),), 11), 12).float(),
+        encode_passage=lambda some: F.one_hot(torch.tensor([place[one.text] for one in some]), 12).float(),
+    )
+    # a8's second one and a10's only one
+    assert probe(run, materials)["test"]["1"] == pytest.approx(2 / 5)
 
 
 def test_ids_of_other_files_say_nothing(tmp_path):

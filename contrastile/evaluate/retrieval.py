@@ -63,9 +63,25 @@ def ranks(query: Tensor, key: Tensor, query_ids: Tensor, key_ids: Tensor) -> Ten
 Right = Callable[[slice, slice], Tensor]
 
 
+def recall_where(
+    query: Tensor, key: Tensor, right: Right, *, aside: Right | None = None, ks: Sequence[int]
+) -> dict[int, float]:
+    """`recall` where `right` says of each tile what is right, and `aside` which other keys are no answer at all.
+
+    >>> everything, own = torch.ones(2, 2, dtype=torch.bool), torch.eye(2, dtype=torch.bool)
+    >>> found = {"right": lambda rows, columns: (everything ^ own)[rows, columns], "ks": [1]}
+    >>> recall_where(torch.eye(2), torch.eye(2), **found)
+    {1: 0.0}
+    >>> recall_where(torch.eye(2), torch.eye(2), **found, aside=lambda rows, columns: own[rows, columns])
+    {1: 1.0}
+    """
+    found = ranks_where(query, key, right, aside)
+    return {k: _share(found, k, key) for k in _checked(ks)}
+
+
 @torch.no_grad()
-def ranks_where(query: Tensor, key: Tensor, right: Right) -> Tensor:
-    """`ranks` where `right` says of each tile what is right."""
+def ranks_where(query: Tensor, key: Tensor, right: Right, aside: Right | None = None) -> Tensor:
+    """`ranks` where `right` says of each tile what is right; those that `aside` says stand before nothing."""
     found = torch.empty(len(query), dtype=torch.int64, device=query.device)
     for place, rows in row_tiles(query, torch.float64):
         best = torch.full((len(rows), 1), float("-inf"), device=query.device)
@@ -78,6 +94,8 @@ def ranks_where(query: Tensor, key: Tensor, right: Right) -> Tensor:
         ahead = torch.zeros((len(rows), 1), dtype=torch.int64, device=query.device)
         for columns, scores in score_tiles(rows, key):
             before = ~right(place, columns) & ~(scores < best)
+            if aside is not None:
+                before &= ~aside(place, columns)
             ahead += before.sum(dim=1, keepdim=True)
         found[place] = ahead.masked_fill(~any_right, len(key)).squeeze(1)
     return found

@@ -230,8 +230,8 @@ def _without_idle(tables: Tables, origin: str, origins: Mapping[str, str], recip
         if _found(rule.key, tables) is None:
             continue
         blamed = _blamed(rule.key, origins)
-        touched = of_a_run or any(touched(by, origins) for by in (rule.by, *rule.others))
-        if blamed is not None or not touched:
+        excused = of_a_run or any(touched(by, origins) for by in (rule.by, *rule.others))
+        if blamed is not None or not excused:
             raise RecipeError(f"{blamed or origin}: {rule.key}: {rule.reason(known)}")
         _leave_out(rule.key, tables, origin, rule.reason(known).partition(";")[0])
 

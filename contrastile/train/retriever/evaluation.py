@@ -21,7 +21,7 @@ from contrastile.data.pairs import Indices
 from contrastile.data.texts import Passage, Query, TextSet
 from contrastile.evaluate.answers import answer_hits
 from contrastile.evaluate.ranking import means, measure
-from contrastile.evaluate.retrieval import recall
+from contrastile.evaluate.retrieval import Right, recall_where
 from contrastile.evaluate.top import top
 from contrastile.train.log import progress
 from contrastile.train.retriever.config import RetrieverRecipe
@@ -224,7 +224,10 @@ def _row(one: Answered, queries: int, recalls: dict[str, float], values: dict[st
 
 
 def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, float]]:
-    """Recall at 1 and 5 of a sample of each held-out part, among the right passages of that sample."""
+    """Recall at 1 and 5 of a sample of each held-out part, among the first right passages of that sample's queries.
+
+    As in the whole evaluation, any passage that is right for a query answers it, and a query does not find itself.
+    """
     recalls = {}
     for name, rows in held_out(materials.texts).items():
         known = [row for row in rows.tolist() if materials.texts.queries[row].positives]
@@ -232,14 +235,21 @@ def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, fl
         if len(sample) == 0:
             continue
         queries = [materials.texts.queries[row] for row in sample.tolist()]
-        rights = [int(materials.same[query.positives[0]]) for query in queries]
-        keys = sorted(set(rights))
+        keys = sorted({int(materials.same[query.positives[0]]) for query in queries})
+        right = _marks(run, materials, keys, [query.positives for query in queries])
+        itself = _marks(run, materials, keys, [() if query.itself is None else (query.itself,) for query in queries])
         asked = run.encode_query([query.text for query in queries])
         passages = run.encode_passage([materials.texts.passages[row] for row in keys])
-        found = recall(asked, passages, *(_on(run, ids) for ids in (rights, keys)), ks=(1, 5))
+        found = recall_where(asked, passages, right, aside=itself, ks=(1, 5))
         recalls[name] = {str(k): share for k, share in found.items()}
     return recalls
 
 
-def _on(run: RetrieverRun, ids: list[int]) -> Tensor:
-    return torch.tensor(ids, device=run.device)
+def _marks(run: RetrieverRun, materials: TextMaterials, keys: list[int], named: Sequence[Sequence[int]]) -> Right:
+    """Which of the `keys` are among the passages that are `named` for each query."""
+    place = {row: at for at, row in enumerate(keys)}
+    marks = torch.zeros(len(named), len(keys), dtype=torch.bool)
+    for query, rows in enumerate(named):
+        marks[query, [place[row] for row in map(int, materials.same[list(rows)]) if row in place]] = True
+    marks = marks.to(run.device)
+    return lambda rows, columns: marks[rows, columns]
