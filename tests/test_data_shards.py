@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 import tarfile
 from collections import Counter
 
@@ -236,8 +237,9 @@ def pax(record):
         (lambda whole: told_anew(whole, 1024, size=(2**96 - 512).to_bytes(12, "big")), "a size below 0 at byte 1,024"),
         (lambda whole: told_anew(whole, 2048, size=(2**96 - 1536).to_bytes(12, "big")), "a size below 0 at byte 2,048"),
         (lambda whole: told_anew(whole, 1024, size=b"\x80" + (2**80).to_bytes(11, "big")), "cannot fit"),
-        (lambda whole: pax(b"13 size=-2048\n") + whole, "a size below 0 at byte 0"),
-        (lambda whole: pax(b"99999999999999999999999 size=3\n") + whole, "too large"),
+        # some builds of Python refuse these two headers themselves
+        (lambda whole: pax(b"13 size=-2048\n") + whole, "a size below 0 at byte 0|invalid header"),
+        (lambda whole: pax(b"99999999999999999999999 size=3\n") + whole, "too large|invalid header"),
         (lambda whole: pax(b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n") + whole, "invalid literal"),
         (lambda whole: long_name(5000) + whole, "recursion"),
     ],
@@ -249,7 +251,7 @@ def test_a_header_that_was_made_to_mislead_is_noticed(tmp_path, spoil, got):
     with pytest.raises(ValueError) as caught:
         list(find_in_tar(shard))
     assert str(caught.value).startswith(f"`source` must be whole shards ({shard}); got ")
-    assert got in str(caught.value)
+    assert re.search(got, str(caught.value))
 
 
 def test_what_is_empty_or_zeros_gives_no_pair(tmp_path):
