@@ -1,4 +1,7 @@
-"""A pool of four ranks on this machine, started once: starting one costs seconds, asking it costs milliseconds."""
+"""Ranks on this machine: a pool of four, started once, because starting one costs seconds, asking it milliseconds.
+
+And forks of a test's own, for what ends ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import gc
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,20 @@ def set_aside() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def forked(W: int, function: Callable[..., None], *arguments: Any) -> Iterator[list[ForkProcess]]:
+    """W processes of their own, in each of which function(rank, *arguments) runs; none outlives the block."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=function, args=(rank, *arguments)) for rank in range(W)]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
 
 
 class Pool:

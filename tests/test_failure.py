@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RANKS, Pool
+from ranks import RANKS, Pool, forked
 
 from contrastile import ClipLoss, SigLipLoss, agreement, comm, rollcall
 from contrastile.in_step import in_step
@@ -106,11 +105,7 @@ def _struck(
 
     code: that they have to end with.
     """
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_train, args=(rank, folder, exchange, victim, how)) for rank in range(W)]
-    for process in processes:
-        process.start()
-    try:
+    with forked(W, _train, folder, exchange, victim, how) as processes:
         began = time.monotonic()
         if how == signal.SIGKILL:
             processes[victim].join(30)
@@ -121,9 +116,6 @@ def _struck(
         took = time.monotonic() - began
         assert [processes[rank].exitcode for rank in others] == [code] * 2
         return {rank: (folder / f"{rank}.txt").read_text() for rank in others}, took
-    finally:
-        for process in processes:
-            process.kill()
 
 
 @pytest.mark.parametrize(("exchange", "victim"), [("ring", 1), ("gather", 2), ("ring", 0)])
@@ -453,19 +445,11 @@ def _one_short_of_memory(rank: int, folder: Path, exchange: str, method: str, ca
     [("ring", 2), ("ring", 3), ("gather", 2), ("gather", 3), ("replicate", 1)],
 )
 def test_one_rank_short_of_memory_is_an_error_on_all(tmp_path: Path, exchange: str, method: str, calls: int) -> None:
-    context = multiprocessing.get_context("fork")
-    arguments = tmp_path, exchange, method, calls
-    processes = [context.Process(target=_one_short_of_memory, args=(rank, *arguments)) for rank in range(W)]
-    for process in processes:
-        process.start()
     began = time.monotonic()
-    try:
+    with forked(W, _one_short_of_memory, tmp_path, exchange, method, calls) as processes:
         for process in processes:
             process.join(30)
         assert [process.exitcode for process in processes] == [1] * W
-    finally:
-        for process in processes:
-            process.kill()
     # none of them waited until time was up, which is not soon here
     assert time.monotonic() - began < 2 * SOON
     words = "OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB"

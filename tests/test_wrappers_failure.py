@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import forked
 from test_failure import SOON
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,19 +63,12 @@ def _run(rank: int, folder: Path, who: tuple[int, ...], place: str) -> None:
 
 
 def _all(folder: Path, who: tuple[int, ...], place: str) -> list[list[str]]:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_run, args=(rank, folder, who, place)) for rank in range(W)]
-    for process in processes:
-        process.start()
     began = time.monotonic()
-    try:
+    with forked(W, _run, folder, who, place) as processes:
         for process in processes:
             process.join(30)
         assert [process.exitcode for process in processes] == [0] * W
         assert time.monotonic() - began < 3 * SOON
-    finally:
-        for process in processes:
-            process.kill()
     return [(folder / f"{rank}.txt").read_text().splitlines() for rank in range(W)]
 
 
