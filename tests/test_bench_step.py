@@ -35,11 +35,11 @@ def test_our_ways_have_the_plain_gradients_with_dropout(name):
     assert max(gate("tiny", WAYS[name], CPU)) < GATE_TOLERANCE
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", [*PEERS, *(f"pool-{name}" for name in PEERS)])
 def test_other_caches_are_driven_to_the_plain_gradients_of_the_towers(name):
-    if reason := PEERS[name].missing():
+    if reason := WAYS[name].missing():
         pytest.skip(f"{name} {reason}")
-    assert gate("tiny", PEERS[name], CPU)[0] < GATE_TOLERANCE
+    assert gate("tiny", WAYS[name], CPU)[0] < GATE_TOLERANCE
 
 
 def test_the_gate_sees_accumulation_and_says_that_it_is_another_gradient():
@@ -212,8 +212,8 @@ def test_what_is_measured_unasked():
         ["vit-b-16", "vit-l-14"],
         [2**10, 2**13, 2**16, 2**18, 2**20],
     )
-    assert not any(name.startswith("pool") for name in usual(2**16))
-    assert {"pool-0", "pool-auto"} < set(usual(2**18))
+    assert not any(name.startswith("pool") for name in usual(2**18))
+    assert {"pool-0", "pool-auto", "pool-by-hand", "pool-GradCache"} < set(usual(2**20))
 
 
 def test_a_table_a_file_and_a_figure(tmp_path, capsys):
@@ -278,10 +278,11 @@ def test_a_figure_that_nothing_can_draw_is_refused_before_anything_is_measured(t
 
 def test_what_does_not_hold_under_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["bench", "step", "--models", "tiny", "--optimizer"]) == 2
+    sentence = "`optimizer` must be left out under torchrun; got True. Run one process with it.\n"
+    assert capsys.readouterr().err == sentence
     assert main(["bench", "step", "--models", "tiny", "--ways", "plain"]) == 2
-    assert capsys.readouterr().err == (
-        "`ways` must be left out under torchrun; got ['plain']. Run one process with it.\n"
-    )
+    assert capsys.readouterr().err.startswith("`ways` must be one of replicate-dense, gather-dense, ring-dense, ring")
 
 
 @pytest.mark.parametrize(
@@ -301,16 +302,18 @@ def test_unknown_words_are_refused(option, word, sentence, capsys):
 
 def _on_a_rank(rank, group, path):
     ledger = Ledger(path, RankRow) if rank == 0 else None
-    return step_ranks.measure("tiny", [32], CPU, torch.float32, lambda line: None, ledger, sub_batch=5)
+    plan = {32: list(step_ranks.LOSSES), 64: ["ring-tiles"]}
+    return step_ranks.measure("tiny", plan, CPU, torch.float32, lambda line: None, ledger, sub_batch=5)
 
 
 def test_the_four_losses_across_ranks(pool, tmp_path):
     assert pool.run(_on_a_rank, 4, tmp_path / "rows.csv") == [True] * 4
     with (tmp_path / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["way"] for row in rows] == ["replicate, dense", "gather, dense", "ring, dense", "ring, eager"]
+    ways = ["replicate, dense", "gather, dense", "ring, dense", "ring, eager"]
+    assert [(row["way"], row["batch"]) for row in rows] == [*((way, "32") for way in ways), ("ring, eager", "64")]
     assert {(row["world"], row["batch"], row["data_bytes"]) for row in rows} == {
-        ("4", "32", str(8 * (3 * 32 * 32 + 96)))
+        ("4", str(batch), str(batch // 4 * (3 * 32 * 32 + 96))) for batch in (32, 64)
     }
     # times and memory beside each other, as for one device
     draw(tmp_path / "rows.csv", tmp_path / "figure.svg")

@@ -24,13 +24,15 @@ from torch import Tensor
 from contrastile.bench.caches import PEERS
 from contrastile.bench.measure import Ledger
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import OURS, PLAIN, Side, Task, Way
+from contrastile.bench.ways import OURS, PLAIN, Side, Task, Way, waiting
 from contrastile.losses.dense import dense_clip
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
 
-WAYS = {**PLAIN, **OURS, **PEERS}
+# what others keep on the device is drawn from a pool where it does not fit
+POOLS = {f"pool-{name}": waiting(way, "pool") for name, way in {**PLAIN, **PEERS}.items() if way.cut}
+WAYS = {**PLAIN, **OURS, **PEERS, **POOLS}
 # others' gradients are shown, ours are judged
 JUDGED = ("contrastile", "plain", "by hand")
 GATE_BATCH, GATE_SUB_BATCH, GATE_DROPOUT = 8, 3, 0.1
@@ -41,8 +43,8 @@ GATE_FLOOR = 1e-3
 # a step of more sub-batches is warmed up with its first ones
 WARM_SUB_BATCHES = 8
 MOST_ROUNDS = 5
-# pairs whose pictures still fit beside everything else
-MOST_REAL = 2**16
+# pairs whose pictures still fit beside everything else: 37 GiB
+MOST_REAL = 2**18
 # a loss of more pairs runs the same kernels
 MOST_WARM_PAIRS = 2**16
 
@@ -76,7 +78,7 @@ class StepRow:
 
     def text(self) -> str:
         cut = "" if self.sub_batch is None else str(self.sub_batch)
-        start = f"{self.model:9} {self.batch:>8} {cut:>9} {f'{self.impl}, {self.way}':44} {self.inputs:7}"
+        start = f"{self.model:9} {self.batch:>8} {cut:>9} {f'{self.impl}, {self.way}':55} {self.inputs:7}"
         if self.ms is None or self.us_per_pair is None:
             return f"{start} does not fit"
         ratio = "" if self.ratio_to_plain is None else f"{self.ratio_to_plain:.3f}"
@@ -85,7 +87,7 @@ class StepRow:
 
 
 HEADER = (
-    f"{'model':9} {'batch':>8} {'sub_batch':>9} {'implementation':44} {'inputs':7} {'ms':>10} {'us/pair':>8} "
+    f"{'model':9} {'batch':>8} {'sub_batch':>9} {'implementation':55} {'inputs':7} {'ms':>10} {'us/pair':>8} "
     f"{'times plain':>11} {'peak MiB':>9}"
 )
 

@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,13 @@ from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
 
+# CLIP's, OpenCLIP's, tiles across ranks only, and tiles on both levels, as they are named to the command line
+LOSSES = {
+    "replicate-dense": ("replicate", "dense"),
+    "gather-dense": ("gather", "dense"),
+    "ring-dense": ("ring", "dense"),
+    "ring-tiles": ("ring", "tiles"),
+}
 TILES = {"cuda": "triton"}
 # milliseconds of a step; bytes of data, loss, backbone and the whole step at its peak
 Numbers = tuple[float, int, int, int, int]
@@ -80,15 +87,14 @@ HEADER = (
 )
 
 
-def losses(device: torch.device) -> dict[str, ClipLoss]:
-    """CLIP's, OpenCLIP's, tiles across ranks only, and tiles on both levels."""
+def losses(device: torch.device, names: Collection[str]) -> dict[str, ClipLoss]:
+    """Those named, by what their rows call them: tiles are the device's own."""
     tiles = TILES.get(device.type, "eager")
-    return {
-        "replicate, dense": ClipLoss(exchange="replicate", backend="dense"),
-        "gather, dense": ClipLoss(exchange="gather", backend="dense"),
-        "ring, dense": ClipLoss(exchange="ring", backend="dense"),
-        f"ring, {tiles}": ClipLoss(exchange="ring", backend=tiles),
-    }
+    found: dict[str, ClipLoss] = {}
+    for exchange, inside in (LOSSES[name] for name in LOSSES if name in names):
+        backend = tiles if inside == "tiles" else inside
+        found[f"{exchange}, {backend}"] = ClipLoss(exchange=exchange, backend=backend)
+    return found
 
 
 def step(task: Task) -> Tensor:
@@ -136,23 +142,25 @@ def distance(model: str, device: torch.device, loss: ClipLoss) -> float:
 
 def measure(
     model: str,
-    batches: Sequence[int],
+    plan: Mapping[int, Collection[str]],
     device: torch.device,
     dtype: torch.dtype,
     say: Callable[[str], None],
     ledger: Ledger | None = None,
     sub_batch: int | None = None,
 ) -> bool:
-    """The four losses at every global batch; whether all were right."""
-    every = losses(device)
-    right = {name: loss for name, loss in every.items() if _passes(name, model, device, loss, say)}
+    """The losses named for each global batch; whether all were right."""
+    every = losses(device, {name for names in plan.values() for name in names})
+    right = {way: loss for way, loss in every.items() if _passes(way, model, device, loss, say)}
     say(HEADER)
     towers, W = _towers(model, device), dist.get_world_size()
     pairs, cut = Pairs(towers.shape, device), sub_batch or towers.shape.sub_batch
-    for batch in sorted(batches):
+    for batch, names in sorted(plan.items()):
         sides, backbone_bytes = pairs.sides(towers, batch // W, "device"), None
-        for name, loss in right.items():
-            task = Task(towers, sides, cut, device, dtype, loss)
+        for way in losses(device, names):
+            if way not in right:
+                continue
+            task = Task(towers, sides, cut, device, dtype, right[way])
             try:
                 if backbone_bytes is None:
                     backbone_bytes = _backbone_bytes(task)
@@ -161,27 +169,27 @@ def measure(
                 # every rank has as many pairs, and runs out at the same place
                 numbers = None
             _clear(task)
-            row = _row(name, model, batch, task, W, numbers)
+            row = _row(way, model, batch, task, W, numbers)
             say(row.text())
             if ledger is not None:
                 ledger.write(row)
     return len(right) == len(every)
 
 
-def _passes(name: str, model: str, device: torch.device, loss: ClipLoss, say: Callable[[str], None]) -> bool:
+def _passes(way: str, model: str, device: torch.device, loss: ClipLoss, say: Callable[[str], None]) -> bool:
     """Whether a loss is right across ranks; says how far off it is."""
     far = distance(model, device, loss)
     red = not far <= GATE_TOLERANCE
-    say(f"  {name}: gradients {far:.1e} from one process's{': no speed for a wrong result' if red else ''}")
+    say(f"  {way}: gradients {far:.1e} from one process's{': no speed for a wrong result' if red else ''}")
     return not red
 
 
-def _row(name: str, model: str, batch: int, task: Task, W: int, numbers: Numbers | None) -> RankRow:
+def _row(way: str, model: str, batch: int, task: Task, W: int, numbers: Numbers | None) -> RankRow:
     """What was measured, or that it did not fit."""
     ms, data, extra, backbone, peak = numbers or (None,) * 5
     return RankRow(
         impl="contrastile",
-        way=name,
+        way=way,
         model=model,
         batch=batch,
         sub_batch=task.sub_batch,

@@ -154,17 +154,20 @@ def cached(task: Task, retain: Retain) -> Tensor:
     return loss.detach()
 
 
-def _ours(retain: Retain, inputs: str) -> Way:
-    where = {"device": "", "host": ", streamed", "pool": ", from a pool"}[inputs]
-    return Way(
-        "contrastile", f"retain {retain}{where}", partial(cached, retain=retain), retain=str(retain), inputs=inputs
-    )
+def waiting(way: Way, inputs: Literal["host", "pool"]) -> Way:
+    """The same way with its inputs there."""
+    where = {"host": "streamed", "pool": "from a pool"}[inputs]
+    return replace(way, name=f"{way.name}, {where}", inputs=inputs)
+
+
+def _ours(retain: Retain) -> Way:
+    return Way("contrastile", f"retain {retain}", partial(cached, retain=retain), retain=str(retain))
 
 
 OURS = {
-    **{f"retain-{retain}": _ours(retain, "device") for retain in (0, "half", "all", "auto")},
-    **{f"streamed-{retain}": _ours(retain, "host") for retain in (0, "auto")},
-    **{f"pool-{retain}": _ours(retain, "pool") for retain in (0, "auto")},
+    **{f"retain-{retain}": _ours(retain) for retain in (0, "half", "all", "auto")},
+    **{f"streamed-{retain}": waiting(_ours(retain), "host") for retain in (0, "auto")},
+    **{f"pool-{retain}": waiting(_ours(retain), "pool") for retain in (0, "auto")},
 }
 PLAIN = {
     "plain": Way("plain", "whole batch", plain, cut=False),

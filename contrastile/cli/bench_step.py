@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
 SECONDS, SECONDS_QUICK = 20.0, 2.0
 LONGEST = 600.0
 # what says how the steps of one process are measured
-ALONE = ("ways", "optimizer", "seconds", "longest", "within")
+ALONE = ("optimizer", "seconds", "longest", "within")
 # what a figure may be
 FIGURES = (".svg", ".png", ".pdf")
 
@@ -34,7 +36,7 @@ def add_to(kinds: Any) -> None:
         "--ways",
         nargs="+",
         metavar="WAY",
-        help="such as plain, retain-0, GradCache; pool-0@64k,256k: only at these sizes",
+        help="such as plain, retain-0, GradCache; pool-0@64k,256k: there only; under torchrun such as ring-tiles",
     )
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="autocast's; fp32 is without (default: bf16)")
     parser.add_argument("--optimizer", action="store_true", help="AdamW's step too")
@@ -103,7 +105,7 @@ def _alone(arguments: argparse.Namespace) -> bool:
     device = torch.device(device_of(arguments.device))
     models, batches = standard(device, quick=arguments.quick)
     models, batches = _models(arguments) or models, _batches(arguments) or batches
-    plan = _plan(arguments, batches) or {batch: usual(batch) for batch in batches}
+    plan = _plan(arguments, batches, WAYS) or {batch: usual(batch) for batch in batches}
     if not arguments.peers:
         known = {name for name, way in WAYS.items() if way.impl in ("plain", "by hand", "contrastile")}
         plan = {batch: [name for name in names if name in known] for batch, names in plan.items()}
@@ -130,29 +132,24 @@ def _alone(arguments: argparse.Namespace) -> bool:
 def _across_ranks(arguments: argparse.Namespace) -> bool:
     from contextlib import nullcontext
 
+    import torch
     import torch.distributed as dist
 
     from contrastile.bench.measure import Ledger
     from contrastile.bench.step import standard
-    from contrastile.bench.step_ranks import RankRow, join, measure
+    from contrastile.bench.step_ranks import LOSSES, RankRow, join, measure
+    from contrastile.cli.bench import device_of
 
+    # what is wrong is said before ranks wait for each other
+    models, batches = standard(torch.device(device_of("auto")), quick=arguments.quick)
+    models, batches = _models(arguments) or models, _batches(arguments) or batches
+    plan = _plan(arguments, batches, LOSSES) or {batch: list(LOSSES) for batch in batches}
     device = join()
     try:
         first = dist.get_rank() == 0
-        models, batches = standard(device, quick=arguments.quick)
         with Ledger(Path(arguments.csv), RankRow) if arguments.csv and first else nullcontext() as ledger:
-            right = [
-                measure(
-                    model,
-                    _batches(arguments) or batches,
-                    device,
-                    _dtype(arguments, device),
-                    _say if first else lambda _: None,
-                    ledger,
-                    arguments.sub_batch,
-                )
-                for model in _models(arguments) or models
-            ]
+            say, dtype = _say if first else lambda _: None, _dtype(arguments, device)
+            right = [measure(model, plan, device, dtype, say, ledger, arguments.sub_batch) for model in models]
         return all(right)
     finally:
         dist.destroy_process_group()
@@ -171,16 +168,15 @@ def _models(arguments: argparse.Namespace) -> list[str]:
     return arguments.models or []
 
 
-def _plan(arguments: argparse.Namespace, batches: list[int]) -> dict[int, list[str]]:
+def _plan(arguments: argparse.Namespace, batches: list[int], known: Iterable[str]) -> dict[int, list[str]]:
     """The ways named for each size; a way with sizes of its own is measured there only."""
     from contrastile._wrong import one_of
-    from contrastile.bench.step import WAYS
     from contrastile.cli.bench import number
 
     plan: dict[int, list[str]] = {}
     for word in arguments.ways or ():
         name, _, sizes = word.partition("@")
-        one_of("ways", name, tuple(WAYS), "Leave it out for all.")
+        one_of("ways", name, tuple(known), "Leave it out for all.")
         for batch in [number("ways", size) for size in sizes.split(",")] if sizes else batches:
             plan.setdefault(batch, []).append(name)
     return plan
