@@ -230,7 +230,7 @@ def test_a_table_a_file_and_a_figure(tmp_path, capsys):
         "contrastile, retain 0": [8, 24],
     }
     assert all(
-        math.isfinite(number) and number > 0 for points in found.values() for point in points for number in point
+        math.isfinite(number) and number > 0 for points in found.values() for *point, _ in points for number in point
     )
     text = picture.read_text()
     assert text.startswith("<?xml")
@@ -238,24 +238,29 @@ def test_a_table_a_file_and_a_figure(tmp_path, capsys):
     assert picture.read_text() == text
 
 
-def test_a_figure_has_one_sub_batch_and_the_latest_rows(tmp_path):
-    header = "impl,way,model,batch,sub_batch,ms,us_per_pair,peak_bytes\n"
+def test_a_figure_has_one_sub_batch_and_the_latest_rows_nearest_to_the_device(tmp_path):
+    header = "impl,way,model,batch,sub_batch,inputs,ms,us_per_pair,peak_bytes\n"
     rows = [
-        ("plain", "whole batch", 8, "", 1.0),
-        ("contrastile", "retain 0", 8, 4, 2.0),
-        ("contrastile", "retain 0", 8, 2, 3.0),
-        ("contrastile", "retain 0", 16, 2, 4.0),
-        ("contrastile", '"retain 0, streamed"', 16, 2, 5.0),
-        ("contrastile", '"retain 0, from a pool"', 32, 2, 6.0),
-        ("contrastile", "retain all", 32, 2, ""),
+        ("plain", "whole batch", 8, "", "device", 1.0),
+        ("contrastile", "retain 0", 8, 4, "device", 2.0),
+        ("contrastile", "retain 0", 8, 2, "device", 3.0),
+        ("contrastile", "retain 0", 8, 2, "device", 3.5),
+        ("contrastile", '"retain 0, streamed"', 8, 2, "host", 3.7),
+        ("contrastile", "retain 0", 16, 2, "device", ""),
+        ("contrastile", '"retain 0, from a pool"', 16, 2, "pool", 4.0),
+        ("contrastile", '"retain 0, streamed"', 16, 2, "host", 5.0),
+        ("contrastile", '"retain 0, from a pool"', 32, 2, "pool", 6.0),
+        ("contrastile", "retain all", 32, 2, "device", ""),
     ]
-    lines = [f"{impl},{way},tiny,{batch},{cut},{ms},{ms},{2**30}\n" for impl, way, batch, cut, ms in rows]
+    lines = [
+        f"{impl},{way},tiny,{batch},{cut},{place},{ms},{ms},{2**30}\n" for impl, way, batch, cut, place, ms in rows
+    ]
     (tmp_path / "rows.csv").write_text(header + "".join(lines))
     assert series(tmp_path / "rows.csv", "tiny") == (
         2,
         {
-            "plain, whole batch": [(8, 1.0, 1.0)],
-            "contrastile, retain 0": [(8, 3.0, 1.0), (16, 5.0, 1.0), (32, 6.0, 1.0)],
+            "plain, whole batch": [(8, 1.0, 1.0, "device")],
+            "contrastile, retain 0": [(8, 3.5, 1.0, "device"), (16, 5.0, 1.0, "host"), (32, 6.0, 1.0, "pool")],
         },
     )
 

@@ -7,17 +7,26 @@ against its batch). Called by `contrastile bench step --figure`, and with any re
 from __future__ import annotations
 
 import csv
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from contrastile._check import wrong
 
-Point = tuple[int, float, float]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# a batch, microseconds a pair, GiB, and where the inputs wait
+Point = tuple[int, float, float, str]
+# nearest to the device first, and how a way's name ends there
+PLACES = {"device": "", "host": ", streamed", "pool": ", from a pool"}
 
 
 def series(path: Path, model: str) -> tuple[int | None, dict[str, list[Point]]]:
-    """A sub-batch, and (batch, microseconds a pair, GiB) of every way that uses it, or none.
+    """A sub-batch, and the points of every way that uses it, or none.
 
-    The sub-batch is the one measured at the most batches, the rows are the latest. What did not fit is left out.
+    The sub-batch is the one measured at the most batches. A way is one line, wherever its inputs wait: of a batch the
+    latest row nearest to the device. What did not fit is left out.
     """
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["model"] == model and row["ms"]]
@@ -27,14 +36,14 @@ def series(path: Path, model: str) -> tuple[int | None, dict[str, list[Point]]]:
             batches.setdefault(int(row["sub_batch"]), set()).add(row["batch"])
     sub_batch = max(batches, key=lambda one: (len(batches[one]), one), default=None)
     found: dict[str, dict[int, Point]] = {}
+    nearest = list(PLACES).index
     for row in rows:
         if not row["sub_batch"] or int(row["sub_batch"]) == sub_batch:
-            name = f"{row['impl']}, {row['way']}"
-            # the same way, wherever its inputs wait
-            for inputs in (", streamed", ", from a pool"):
-                name = name.removesuffix(inputs)
-            batch = int(row["batch"])
-            found.setdefault(name, {})[batch] = batch, float(row["us_per_pair"]), int(row["peak_bytes"]) / 2**30
+            # steps across ranks do not say; there inputs are on the device
+            place, batch = row.get("inputs", "device"), int(row["batch"])
+            points = found.setdefault(f"{row['impl']}, {row['way']}".removesuffix(PLACES[place]), {})
+            if batch not in points or nearest(place) <= nearest(points[batch][-1]):
+                points[batch] = batch, float(row["us_per_pair"]), int(row["peak_bytes"]) / 2**30, place
     return sub_batch, {name: [points[batch] for batch in sorted(points)] for name, points in found.items()}
 
 
@@ -55,33 +64,37 @@ def draw(source: Path, target: Path) -> None:
     if not names:
         raise wrong("csv", "hold rows of steps", f"none in {source}", "Measure something first.")
     figure, rows = plt.subplots(len(names), 2, figsize=(14, 4.2 * len(names)), squeeze=False)
-    for model, (left, right) in zip(names, rows, strict=True):
-        sub_batch, drawn = series(source, model)
-        for place, (name, points) in enumerate(drawn.items()):
-            batches, times, memory = zip(*points, strict=True)
-            ours = name.startswith("contrastile")
-            style = {
-                # ten colours; who comes later differs by the marker
-                "marker": "os^"[place // 10 % 3],
-                "ms": 4,
-                "lw": 2 if ours else 1,
-                "ls": "-" if ours else "--",
-                "color": f"C{place % 10}",
-            }
-            left.plot(batches, times, label=name, **style)
-            right.plot(batches, memory, **style)
+    drawn = {model: series(source, model) for model in names}
+    # a way looks the same in every panel
+    places = {name: place for place, name in enumerate(dict.fromkeys(chain(*(found for _, found in drawn.values()))))}
+    for (model, (sub_batch, found)), (left, right) in zip(drawn.items(), rows, strict=True):
         of = f"{model}, sub-batch {sub_batch}" if sub_batch else model
-        left.set(title=f"{of}: time", ylabel="µs per pair")
-        right.set(title=f"{of}: peak memory", ylabel="GiB")
-        for panel in (left, right):
+        for panel, column, what, unit in ((left, 1, "time", "µs per pair"), (right, 2, "peak memory", "GiB")):
+            for name, points in found.items():
+                _line(panel, name, places[name], points, column)
+            panel.set(title=f"{of}: {what}", ylabel=unit)
             panel.set_xscale("log", base=2)
             panel.set_xlabel("pairs per step")
             panel.grid(alpha=0.3)
             panel.set_ylim(0, 1.1 * panel.dataLim.ymax)
-        right.legend(*left.get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
+        far = any(point[-1] != "device" for points in found.values() for point in points)
+        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
+        hint = "hollow: inputs not on the device" if far else None
+        right.legend(*left.get_legend_handles_labels(), title=hint, fontsize=8, title_fontsize=8, **beside)
     figure.tight_layout()
     target.parent.mkdir(parents=True, exist_ok=True)
     # the same rows draw the same file
     with mpl.rc_context({"svg.hashsalt": "contrastile"}):
         figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
     plt.close(figure)
+
+
+def _line(panel: Axes, name: str, place: int, points: list[Point], column: int) -> None:
+    """A way's points of one column; hollow where inputs are not on the device."""
+    ours = name.startswith("contrastile")
+    # ten colours; who comes later differs by the marker
+    style: dict[str, Any] = {"marker": "os^"[place // 10 % 3], "ms": 4, "color": f"C{place % 10}"}
+    batches, values = [point[0] for point in points], [point[column] for point in points]
+    panel.plot(batches, values, label=name, lw=2 if ours else 1, ls="-" if ours else "--", **style)
+    far = [point for point in points if point[-1] != "device"]
+    panel.plot([point[0] for point in far], [point[column] for point in far], ls="", mfc="white", zorder=3, **style)
