@@ -37,6 +37,10 @@ def scored_inputs(module: nn.Module, q: Any, k: Any, negatives: Any) -> Inputs:
         form, more = Form.of("negatives", negatives)
         if form.spec != col_form.spec or [x.shape[1:] for x in more] != [x.shape[1:] for x in cols]:
             raise wrong("negatives", "be nested and shaped as `k`", [list(x.shape) for x in more], "Pad both alike.")
+        for here, there in zip(cols, more, strict=True):
+            if (here.dtype, here.device) != (there.dtype, there.device):
+                got = f"{here.dtype} on {here.device} and {there.dtype} on {there.device}"
+                raise wrong("negatives", "have the types of `k`, and lie beside it", got, "Convert one side first.")
         col_form, cols = Form.of("k", pytree.tree_map(_behind, k, negatives))
     if cols[0].device != rows[0].device:
         got = f"{rows[0].device} and {cols[0].device}"

@@ -113,8 +113,13 @@ def _vectors(name: str, x: Tensor, features: int) -> None:
 
 
 def _tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
-    vectors, mask = (side, None) if isinstance(side, Tensor) else side
-    if vectors.ndim != 3 or (mask is not None and (mask.dtype != torch.bool or mask.shape != vectors.shape[:2])):
-        got = f"shape {list(vectors.shape)}" + ("" if mask is None else f" and a mask {list(mask.shape)}, {mask.dtype}")
+    both = side if isinstance(side, (tuple, list)) else (side, None)
+    vectors, mask = both if len(both) == 2 else (None, None)
+    shapes = [list(x.shape) if isinstance(x, Tensor) else None for x in (vectors, mask)]
+    fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and shapes[1] == (shapes[0] or [])[:2]
+    if not isinstance(vectors, Tensor) or vectors.ndim != 3 or not (mask is None or fits):
+        got = type(side).__name__ if shapes[0] is None else f"shape {shapes[0]}"
+        if mask is not None:
+            got += f" and a mask {shapes[1]}, {getattr(mask, 'dtype', type(mask).__name__)}"
         raise wrong(name, "be token vectors [B, L, D], alone or with a bool mask [B, L]", got, "Check the encoder.")
     return vectors, mask
