@@ -81,7 +81,7 @@ class MaxSim(nn.Module):
 
     Called with token vectors [I, L, D] and [J, M, D], each alone or as (vectors, mask [I, L]), the mask true where
     there is a token. Padding neither asks nor answers; a column without any token scores 0. Vectors are used as
-    given: normalise them first, as ColBERT does. Raises ValueError for other shapes, and for a mask that is not bool.
+    given: normalise them first, as ColBERT does. Raises ValueError for anything else, such as a mask that is not bool.
 
     >>> from contrastile import contrast
     >>> query = F.normalize(torch.randn(8, 5, 16), dim=-1).requires_grad_()
