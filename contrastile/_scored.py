@@ -152,7 +152,7 @@ def _hand_back(
         None if bias is None else of_bias.to(bias.dtype).reshape(bias.shape),
         *_unpacked(u, scorer.rows, call.rows.leaves, tiles.scale),
         *_unpacked(v, scorer.cols, call.cols.leaves, tiles.scale),
-        *_of_parameters(sums[2:], tiles),
+        *_of_parameters(sums[2:], tiles, empty=not (len(call.rows) and sum(call.exchange.shards.cols))),
     )
 
 
@@ -165,12 +165,12 @@ def _unpacked(whole: Tensor | None, form: Form, leaves: Sequence[Tensor], scale:
     ]
 
 
-def _of_parameters(sums: Tensor, tiles: Scored) -> list[Tensor | None]:
-    """Ω's gradients; none for a parameter that no pair reaches, as in plain autograd."""
-    parameters = tiles.scorer.parameters
+def _of_parameters(sums: Tensor, tiles: Scored, *, empty: bool) -> list[Tensor | None]:
+    """Ω's gradients; none for a parameter that no pair reaches, as in plain autograd, if there are pairs here."""
+    parameters, nothing = tiles.scorer.parameters, empty and not tiles.touched
     parts = (sums * tiles.scale).split([parameter.numel() for parameter in parameters])
     return [
-        part.to(parameter.dtype).reshape(parameter.shape) if index in tiles.touched or not tiles.touched else None
+        part.to(parameter.dtype).reshape(parameter.shape) if index in tiles.touched or nothing else None
         for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True))
     ]
 

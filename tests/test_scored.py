@@ -136,6 +136,11 @@ def test_a_parameter_that_no_pair_reaches_has_no_gradient() -> None:
     by_tiles(problem, module, rows, cols, named).backward()
     assert module.unused.weight.grad is None
     assert module.project.weight.grad is not None
+    # nor where none of them is reached
+    idle = Held(nn.Linear(2, 2), lambda _, rows, cols: rows @ cols.T)
+    q = torch.randn(6, 4, requires_grad=True)
+    contrast(q, q, scorer=idle).backward()
+    assert idle.held.weight.grad is None
 
 
 @pytest.mark.unpoisoned
