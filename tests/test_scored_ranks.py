@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -286,3 +287,27 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
 )
 def test_each_error_has_its_sentence(pool: Pool, kind: str, sentence: str) -> None:
     assert pool.run(_sentence, 2, kind) == [sentence] * 2
+
+
+class Broken(Bilinear):
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        raise RuntimeError("no such table")
+
+
+def _broken(rank: int, group: Any, everywhere: bool) -> tuple[str, float]:
+    q, found = torch.zeros(3, 4), "nothing was wrong"
+    try:
+        contrast(q, q, scorer=Broken(4, 4) if everywhere or rank == 1 else Bilinear(4, 4), group=group)
+    except (RuntimeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, float(contrast(q, q, scale=1.0, group=group))
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_an_error_of_a_scorer_when_it_is_looked_at_is_told_to_all(pool: Pool, everywhere: bool) -> None:
+    """Nobody waits for the rank that has it, and the next step is as good as any."""
+    own = "RuntimeError: no such table"
+    others = own if everywhere else f"ValueError: rank 1: {own}"
+    answers = pool.run(_broken, 3, everywhere)
+    assert [found for found, _ in answers] == [others, own, others]
+    assert all(value == pytest.approx(math.log(9)) for _, value in answers)
