@@ -77,9 +77,9 @@ class _Scored(torch.autograd.Function):
         with torch.autocast(scorer.device.type, enabled=False):
             tiles = _tiles(call, scorer, scale, bias)
             swept = finished(call, call.exchange.stats(tiles, call.rows, call.cols), tiles.scale * 0)
-        tensors = (*tensors, *call.groups)
+        tensors = (*tensors, *call.groups, *scorer.frozen)
         ctx.call, ctx.scorer, ctx.given = call, scorer, len(tensors)
-        # the features and Ω too: autograd then sees that they have not changed
+        # all that is read again: autograd then sees that it has not changed
         ctx.save_for_backward(scale, bias, *tensors, *swept.states, *swept.coefficients)
         return swept.value
 

@@ -304,9 +304,11 @@ def test_scores_that_are_not_numbers_make_a_loss_that_is_none() -> None:
     assert contrast(q, torch.randn(6, 4), scorer=Bilinear(4, 4)).isnan()
 
 
-def test_parameters_must_not_change_before_backward() -> None:
-    module = Bilinear(4, 4)
-    loss = contrast(torch.randn(6, 4), torch.randn(6, 4), scorer=module)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_must_not_change_before_backward(frozen: bool) -> None:
+    """Nor those that are frozen: the scores computed again would be others."""
+    module = Bilinear(4, 4).requires_grad_(not frozen)
+    loss = contrast(torch.randn(6, 4, requires_grad=True), torch.randn(6, 4), scorer=module)
     with torch.no_grad():
         module.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

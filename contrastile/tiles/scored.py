@@ -179,6 +179,11 @@ class Scorer:
                 raise wrong("scorer", "own every parameter that it uses", got, remedy)
 
     @property
+    def frozen(self) -> list[Tensor]:
+        """What of the module's parameters wants no gradient."""
+        return [p for p in self.module.parameters() if not p.requires_grad and not p.is_inference()]
+
+    @property
     def wanted(self) -> bool:
         """Whether anything will be back-propagated."""
         return any((*self.rows.wanted, *self.cols.wanted, len(self.parameters)))
