@@ -289,6 +289,32 @@ def test_each_error_has_its_sentence(pool: Pool, kind: str, sentence: str) -> No
     assert pool.run(_sentence, 2, kind) == [sentence] * 2
 
 
+class Pairwise(nn.Module):
+    """A cross-encoder as one writes it, which cannot tell the shape of no pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.read = nn.Linear(8, 3)
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        shape = len(rows), len(columns)
+        pairs = torch.cat([rows.repeat_interleave(shape[1], 0), columns.repeat(shape[0], 1)], dim=1)
+        return self.read(pairs).view(*shape, -1).amax(-1)
+
+
+def _pairwise(rank: int, group: Any, exchange: str) -> float:
+    n = [3, 0, 5][rank]
+    x = torch.zeros(n, 4)
+    return contrast(x, x, scorer=Pairwise(), group=group, exchange=exchange).item()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_scorer_never_sees_a_block_of_nothing(pool: Pool, exchange: str) -> None:
+    """Also on a rank without rows."""
+    assert pool.run(_pairwise, 3, exchange) == [pytest.approx(math.log(8))] * 3
+
+
 class Broken(Bilinear):
     def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
         raise RuntimeError("no such table")
@@ -300,7 +326,7 @@ def _broken(rank: int, group: Any, everywhere: bool) -> tuple[str, float]:
         contrast(q, q, scorer=Broken(4, 4) if everywhere or rank == 1 else Bilinear(4, 4), group=group)
     except (RuntimeError, ValueError) as error:
         found = f"{type(error).__name__}: {error}"
-    return found, float(contrast(q, q, scale=1.0, group=group))
+    return found, contrast(q, q, scale=1.0, group=group).item()
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

@@ -141,11 +141,7 @@ class Scorer:
         blind = cls(module, *asked, torch.float32, device, autocast, None, other)
         # as many rows as columns would hide that they are exchanged
         probe = (1, 2) if len(cols[1][0]) == 2 else PROBE
-        few = [
-            Side(first, others=tuple(others))
-            for tensors, n in zip((rows[1], cols[1]), probe, strict=True)
-            for first, *others in [[_few(x, n) for x in tensors]]
-        ]
+        few = [_few(tensors, n) for (_, tensors), n in zip((rows, cols), probe, strict=True)]
         generators = own_generators(modules)
         before = RandomState.capture(device, own=generators)
         try:
@@ -214,9 +210,10 @@ class Scorer:
         return scores, [*self.rows.asked(sides[0].leaves), *self.cols.asked(sides[1].leaves)]
 
 
-def _few(x: Tensor, n: int) -> Tensor:
-    """The first rows of a feature, for a trial: a scorer that writes over them spoils nothing."""
-    return x.detach()[:n].clone() if len(x) else x.new_zeros((n, *x.shape[1:]))
+def _few(tensors: Sequence[Tensor], n: int) -> Side:
+    """The first rows, for a trial: a scorer that writes over them spoils nothing. Zeros where a rank has none."""
+    first, *others = [x.detach()[:n].clone() if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]
+    return Side(first, others=tuple(others))
 
 
 def _is_wrapped(module: nn.Module) -> bool:
@@ -383,7 +380,7 @@ def _measure(scorer: Scorer, rows: Side, cols: Side, workspace: int) -> int:
 
 def _bytes(scorer: Scorer, rows: Side, cols: Side, side: int) -> int:
     """What a tile takes beside the gradients of Ω, which are outputs."""
-    row_tile, col_tile = rows.narrow(0, min(side, len(rows))), cols.narrow(0, min(side, len(cols)))
+    row_tile, col_tile = (each.narrow(0, side) if len(each) else _few(each.leaves, side) for each in (rows, cols))
 
     def run() -> None:
         if not scorer.wanted:
