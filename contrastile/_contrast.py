@@ -114,7 +114,8 @@ def contrast(
         inputs = Inputs.of(q, k, negatives) if scorer is None else scored_inputs(scorer, q, k, negatives)
         pairing = Pairing(positives, query_labels, key_labels, query_ids, key_ids, weights)
         task = Task.of(inputs, pairing, scale, bias, loss, options)
-    except ValueError as error:
+    except Exception as error:
+        # a scorer's own are of any kind
         tell_all(error, how.get("group"), how.get("exchange", "auto"))
         raise
     exchange = choose_exchange(options, task.loss, task.rows, task.cols, task.said)
@@ -122,10 +123,17 @@ def contrast(
         return _computed(task.placed(exchange), exchange)
 
 
-def tell_all(error: ValueError, group: Any, exchange: str) -> None:
+def tell_all(error: Exception, group: Any, exchange: str) -> None:
     """Raises on all ranks what one finds wrong before they meet: the others must not wait for it."""
     if comm.size(group) > 1 and exchange != "single":
-        agreement.tally(group, {"error": str(error)}, (0, 0))
+        known = isinstance(error, ValueError)
+        sentence = str(error) if known else f"{type(error).__name__}: {error}"
+        try:
+            agreement.tally(group, {"error": sentence}, (0, 0))
+        except ValueError:
+            # what is no sentence of ours stays here what it is
+            if known:
+                raise
 
 
 def _computed(task: Task, exchange: Exchange) -> Tensor:

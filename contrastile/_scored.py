@@ -37,6 +37,10 @@ def scored_inputs(module: nn.Module, q: Any, k: Any, negatives: Any) -> Inputs:
         form, more = Form.of("negatives", negatives)
         if form.spec != col_form.spec or [x.shape[1:] for x in more] != [x.shape[1:] for x in cols]:
             raise wrong("negatives", "be nested and shaped as `k`", [list(x.shape) for x in more], "Pad both alike.")
+        for here, there in zip(cols, more, strict=True):
+            if (here.dtype, here.device) != (there.dtype, there.device):
+                got = f"{here.dtype} on {here.device} and {there.dtype} on {there.device}"
+                raise wrong("negatives", "have the types of `k`, and lie beside it", got, "Convert one side first.")
         col_form, cols = Form.of("k", pytree.tree_map(_behind, k, negatives))
     if cols[0].device != rows[0].device:
         got = f"{rows[0].device} and {cols[0].device}"
@@ -73,9 +77,9 @@ class _Scored(torch.autograd.Function):
         with torch.autocast(scorer.device.type, enabled=False):
             tiles = _tiles(call, scorer, scale, bias)
             swept = finished(call, call.exchange.stats(tiles, call.rows, call.cols), tiles.scale * 0)
-        tensors = (*tensors, *call.groups)
+        tensors = (*tensors, *call.groups, *scorer.frozen)
         ctx.call, ctx.scorer, ctx.given = call, scorer, len(tensors)
-        # the features and Ω too: autograd then sees that they have not changed
+        # all that is read again: autograd then sees that it has not changed
         ctx.save_for_backward(scale, bias, *tensors, *swept.states, *swept.coefficients)
         return swept.value
 
@@ -148,7 +152,7 @@ def _hand_back(
         None if bias is None else of_bias.to(bias.dtype).reshape(bias.shape),
         *_unpacked(u, scorer.rows, call.rows.leaves, tiles.scale),
         *_unpacked(v, scorer.cols, call.cols.leaves, tiles.scale),
-        *_of_parameters(sums[2:], tiles),
+        *_of_parameters(sums[2:], tiles, empty=not (len(call.rows) and sum(call.exchange.shards.cols))),
     )
 
 
@@ -161,12 +165,12 @@ def _unpacked(whole: Tensor | None, form: Form, leaves: Sequence[Tensor], scale:
     ]
 
 
-def _of_parameters(sums: Tensor, tiles: Scored) -> list[Tensor | None]:
-    """Ω's gradients; none for a parameter that no pair reaches, as in plain autograd."""
-    parameters = tiles.scorer.parameters
+def _of_parameters(sums: Tensor, tiles: Scored, *, empty: bool) -> list[Tensor | None]:
+    """Ω's gradients; none for a parameter that no pair reaches, as in plain autograd, if there are pairs here."""
+    parameters, nothing = tiles.scorer.parameters, empty and not tiles.touched
     parts = (sums * tiles.scale).split([parameter.numel() for parameter in parameters])
     return [
-        part.to(parameter.dtype).reshape(parameter.shape) if index in tiles.touched or not tiles.touched else None
+        part.to(parameter.dtype).reshape(parameter.shape) if index in tiles.touched or nothing else None
         for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True))
     ]
 

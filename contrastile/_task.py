@@ -183,6 +183,8 @@ class Task:
             "bias": _said(bias),
             "weights": _said(pairing.weights),
             "requires_grad": _differentiated(inputs, scale, bias),
+            "key dtype": str(inputs.k.dtype),
+            "scorer": None if inputs.scorer is None else f"scores of {inputs.dtype}",
         }
         scale = _as_tensor(scale, device, inputs.dtype)
         bias = None if bias is None else _as_tensor(bias, device, inputs.dtype)

@@ -31,6 +31,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 # words of Gloo's errors, of which that of a rank that hung up itself has no address
 OF_GLOO = ("gloo", "pair closure")
 RING = "ring exchange"
+# types that every backend sends
+SENT = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 # by group: what has been posted and not waited for. It keeps the buffers alive, whatever becomes of the caller
 under_way: dict[Any, Flight] = {}
 # by group, see `in_step.py`: how many operations this rank has begun there, and the error of its own by which it left
@@ -65,7 +67,7 @@ def begin_gather(each: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Fl
     rooms = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
 
     def joined(arrived: list[Tensor]) -> list[Tensor]:
-        return [_joined(room, sizes).view(x.dtype) for room, x in zip(arrived, each, strict=True)]
+        return [_received(_joined(room, sizes), x.dtype) for room, x in zip(arrived, each, strict=True)]
 
     with together("gather of rows", group):
         works = [
@@ -264,8 +266,13 @@ def resolved(group: Any) -> Any:
 
 
 def _sendable(x: Tensor) -> Tensor:
-    """x as bytes, where it is made of truth values, which not every backend sends."""
-    return x.view(torch.uint8) if x.dtype == torch.bool else x
+    """x, or the bytes of each of its numbers, of a type that not every backend sends."""
+    return x if x.dtype in SENT else x.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def _received(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What was made `_sendable`, in the type that it had."""
+    return x if x.dtype == dtype else x.view(dtype).squeeze(-1)
 
 
 def _joined(room: Tensor, sizes: Sequence[int]) -> Tensor:

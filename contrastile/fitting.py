@@ -20,8 +20,8 @@ from contrastile import agreement
 from contrastile.first_pass import Job, differentiable
 from contrastile.footprint import footprint
 from contrastile.offload import stream
+from contrastile.reach import back_propagated
 from contrastile.retention import bytes_per_example, kept_bytes, later_bytes, spare_bytes
-from contrastile.sums import back_propagated
 
 Result = TypeVar("Result")
 

@@ -166,16 +166,21 @@ class Belt:
     def turn(self, *, fresh: bool) -> Iterator[tuple[int, Bounds, Tensor, Tensor]]:
         """Every block once: its place, its bounds, its rows and its totals; `fresh` totals are zeros."""
         loaded = [self._load(0, fresh)] if self.bounds else []
-        for index, bounds in enumerate(self.bounds):
-            rows, totals, arrived = loaded.pop()
-            if index + 1 < len(self.bounds):
-                loaded.append(self._load(index + 1, fresh))
-            if arrived is not None:
-                torch.cuda.current_stream(self.device).wait_event(arrived)
-            yield index, bounds, rows, totals
-            if self.streams is not None:
-                done = torch.cuda.current_stream(self.device).record_event()
-                self.free[index % 2] = [done, *self._stored(index)]
+        try:
+            for index, bounds in enumerate(self.bounds):
+                rows, totals, arrived = loaded.pop()
+                if index + 1 < len(self.bounds):
+                    loaded.append(self._load(index + 1, fresh))
+                if arrived is not None:
+                    torch.cuda.current_stream(self.device).wait_event(arrived)
+                yield index, bounds, rows, totals
+                if self.streams is not None:
+                    done = torch.cuda.current_stream(self.device).record_event()
+                    self.free[index % 2] = [done, *self._stored(index)]
+        finally:
+            if loaded and self.streams is not None:
+                # an error ends the turn: the slots' memory is somebody else's before the block for them has come
+                torch.cuda.current_stream(self.device).wait_stream(self.streams[0])
 
     def bring_back(self, block: Tensor, to: Tensor, index: int | None = None) -> None:
         """Copies a block to its place on the host; the totals of block `index` are not loaded again before."""

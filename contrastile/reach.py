@@ -192,6 +192,25 @@ def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
                 pending.append(following)
 
 
+def back_propagated(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor], name: str = "encoder"
+) -> Sequence[Tensor | None]:
+    """The gradients of inputs and parameters of one part, without touching any `.grad`; None of what is not used."""
+    passed = "an input" if name == "encoder" else "a feature"
+    try:
+        return torch.autograd.grad(outs, inputs, gradients, allow_unused=True)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            rule, got = "compute in each call all that it differentiates", "a part of the graph that was made before"
+            remedy = f"Compute that inside too, or pass it as {passed}, a row for each example."
+            raise wrong(name, rule, got, remedy) from error
+        if "use_reentrant" not in str(error):
+            raise
+        rule = "checkpoint activations without entering autograd again"
+        remedy = "Pass use_reentrant=False to torch.utils.checkpoint."
+        raise wrong(name, rule, "use_reentrant=True", remedy) from error
+
+
 @dataclass(frozen=True)
 class Autocast:
     """Autocast as it was when `encode` was called."""

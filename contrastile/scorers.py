@@ -81,7 +81,7 @@ class MaxSim(nn.Module):
 
     Called with token vectors [I, L, D] and [J, M, D], each alone or as (vectors, mask [I, L]), the mask true where
     there is a token. Padding neither asks nor answers; a column without any token scores 0. Vectors are used as
-    given: normalise them first, as ColBERT does. Raises ValueError for other shapes, and for a mask that is not bool.
+    given: normalise them first, as ColBERT does. Raises ValueError for anything else, such as a mask that is not bool.
 
     >>> from contrastile import contrast
     >>> query = F.normalize(torch.randn(8, 5, 16), dim=-1).requires_grad_()
@@ -113,8 +113,13 @@ def _vectors(name: str, x: Tensor, features: int) -> None:
 
 
 def _tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
-    vectors, mask = (side, None) if isinstance(side, Tensor) else side
-    if vectors.ndim != 3 or (mask is not None and (mask.dtype != torch.bool or mask.shape != vectors.shape[:2])):
-        got = f"shape {list(vectors.shape)}" + ("" if mask is None else f" and a mask {list(mask.shape)}, {mask.dtype}")
+    both = side if isinstance(side, (tuple, list)) else (side, None)
+    vectors, mask = both if len(both) == 2 else (None, None)
+    shapes = [list(x.shape) if isinstance(x, Tensor) else None for x in (vectors, mask)]
+    fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and shapes[1] == (shapes[0] or [])[:2]
+    if not isinstance(vectors, Tensor) or vectors.ndim != 3 or not (mask is None or fits):
+        got = type(side).__name__ if shapes[0] is None else f"shape {shapes[0]}"
+        if mask is not None:
+            got += f" and a mask {shapes[1]}, {getattr(mask, 'dtype', type(mask).__name__)}"
         raise wrong(name, "be token vectors [B, L, D], alone or with a bool mask [B, L]", got, "Check the encoder.")
     return vectors, mask

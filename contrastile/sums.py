@@ -16,25 +16,7 @@ from torch import Tensor
 from contrastile._check import wrong
 from contrastile._types import accumulator
 from contrastile.offload import Bounds
-from contrastile.reach import graph_leaves
-
-
-def back_propagated(
-    outs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    """The gradients of an encoder's inputs and parameters, without touching any `.grad`; None of what is not used."""
-    try:
-        return torch.autograd.grad(outs, inputs, gradients, allow_unused=True)
-    except RuntimeError as error:
-        if "backward through the graph a second time" in str(error):
-            rule, got = "compute in each call all that it differentiates", "a part of the graph that was made before"
-            remedy = "Compute that inside too, or pass it as an input, a row for each example."
-            raise wrong("encoder", rule, got, remedy) from error
-        if "use_reentrant" not in str(error):
-            raise
-        rule = "checkpoint activations without entering autograd again"
-        remedy = "Pass use_reentrant=False to torch.utils.checkpoint."
-        raise wrong("encoder", rule, "use_reentrant=True", remedy) from error
+from contrastile.reach import back_propagated, graph_leaves
 
 
 class Sums:

@@ -286,6 +286,9 @@ def test_what_does_not_hold_under_torchrun_is_refused(monkeypatch, capsys):
     assert main(["bench", "step", "--models", "tiny", "--optimizer"]) == 2
     sentence = "`optimizer` must be left out under torchrun; got True. Run one process with it.\n"
     assert capsys.readouterr().err == sentence
+    assert main(["bench", "step", "--models", "tiny", "--device", "cpu", "--sizes", "8", "33"]) == 2
+    sentence = "`sizes` must be multiples of the 2 ranks; got 33. Each rank takes as many pairs.\n"
+    assert capsys.readouterr().err == sentence
     assert main(["bench", "step", "--models", "tiny", "--ways", "plain"]) == 2
     assert capsys.readouterr().err.startswith("`ways` must be one of replicate-dense, gather-dense, ring-dense, ring")
 
@@ -298,11 +301,28 @@ def test_what_does_not_hold_under_torchrun_is_refused(monkeypatch, capsys):
         ("--ways", "nobody", "`ways` must be"),
         ("--ways", "nobody@8", "`ways` must be"),
         ("--ways", "plain@many", "`ways` must"),
+        ("--ways", "plain@", "`ways` must be whole numbers"),
     ],
 )
 def test_unknown_words_are_refused(option, word, sentence, capsys):
     assert main(["bench", "step", "--device", "cpu", option, word]) == 2
     assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_ranks_compute_where_they_are_told_to(monkeypatch):
+    """On a CPU also where there is a GPU."""
+    backends = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(step_ranks.dist, "init_process_group", backends.append)
+    assert step_ranks.join("cpu") == CPU
+    assert backends == ["gloo"]
+
+
+def test_a_peer_that_is_named_is_not_left_out(capsys):
+    words = ["--models", "tiny", "--sizes", "8", "--ways", "plain", "GradCache@8", "--no-peers"]
+    assert main(["bench", "step", "--device", "cpu", *words]) == 2
+    sentence = "`peers` must be measured where one is named; got --no-peers and GradCache. Leave out the one.\n"
+    assert capsys.readouterr().err == sentence
 
 
 def _on_a_rank(rank, group, path):

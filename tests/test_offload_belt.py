@@ -129,3 +129,19 @@ def test_a_wait_that_is_left_out_is_a_race(machine: Machine, forgotten: str, mon
         monkeypatch.setattr(Stream, forgotten, lambda self, *_: None)
     _add_in_turns(machine, 5, 3)
     assert machine.races
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_an_error_in_a_turn_leaves_no_copy_behind(machine: Machine, turns: int) -> None:
+    """What comes next may get the memory that the following block was on its way to."""
+    matrix = torch.randn(ROWS, 3, dtype=torch.float64)
+    belt = Watched(matrix, 5, torch.device("cuda", 0), wide=torch.float64, totals=torch.zeros_like(matrix))
+    places = [x.data_ptr() for slot in belt.slots for x in slot]
+    for _ in range(turns):
+        list(belt.turn(fresh=True))
+    for _ in belt.turn(fresh=True):
+        # as when the computation has too little memory
+        break
+    for place in places:
+        machine.touch(place, write=True)
+    assert not machine.races

@@ -136,6 +136,11 @@ def test_a_parameter_that_no_pair_reaches_has_no_gradient() -> None:
     by_tiles(problem, module, rows, cols, named).backward()
     assert module.unused.weight.grad is None
     assert module.project.weight.grad is not None
+    # nor where none of them is reached
+    idle = Held(nn.Linear(2, 2), lambda _, rows, cols: rows @ cols.T)
+    q = torch.randn(6, 4, requires_grad=True)
+    contrast(q, q, scorer=idle).backward()
+    assert idle.held.weight.grad is None
 
 
 @pytest.mark.unpoisoned
@@ -299,9 +304,11 @@ def test_scores_that_are_not_numbers_make_a_loss_that_is_none() -> None:
     assert contrast(q, torch.randn(6, 4), scorer=Bilinear(4, 4)).isnan()
 
 
-def test_parameters_must_not_change_before_backward() -> None:
-    module = Bilinear(4, 4)
-    loss = contrast(torch.randn(6, 4), torch.randn(6, 4), scorer=module)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_must_not_change_before_backward(frozen: bool) -> None:
+    """Nor those that are frozen: the scores computed again would be others."""
+    module = Bilinear(4, 4).requires_grad_(not frozen)
+    loss = contrast(torch.randn(6, 4, requires_grad=True), torch.randn(6, 4), scorer=module)
     with torch.no_grad():
         module.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -317,6 +324,82 @@ def test_a_column_without_tokens_scores_0_and_padding_says_nothing() -> None:
     torch.testing.assert_close(scores, expected)
 
 
+@pytest.mark.parametrize("loss", [Softmax(symmetric=True), Sigmoid()], ids=["softmax", "sigmoid"])
+def test_both_passes_are_in_the_modes_of_the_call(tiles: list[int], loss: Any) -> None:
+    """Whoever evaluates in between, or goes on training, changes nothing: not what is dropped, nor that it is."""
+    module = PairMLP(3, 3, hidden=4, dropout=0.5).double()
+    q = torch.randn(20, 3, dtype=torch.float64, requires_grad=True)
+
+    def gradient(training: bool, changed: bool) -> Tensor:
+        module.train(training)
+        torch.manual_seed(1)
+        value = contrast(q, q.detach(), scorer=module, loss=loss, bias=-1.0)
+        module.train(training != changed)
+        (found,) = torch.autograd.grad(value, q)
+        assert module.dropout.training == (training != changed)
+        return found
+
+    assert gradient(True, changed=True).equal(gradient(True, changed=False))
+    assert gradient(False, changed=True).equal(gradient(False, changed=False))
+    assert not gradient(False, changed=False).equal(gradient(True, changed=False))
+
+
+def test_what_was_frozen_after_the_forward_gets_no_gradient(tiles: list[int]) -> None:
+    """As in plain autograd; what was not, gets its own."""
+    module = PairMLP(3, 3, hidden=4).double()
+    q = torch.randn(20, 3, dtype=torch.float64, requires_grad=True)
+    loss, truth = (contrast(q, q.detach(), scorer=module) for _ in range(2))
+    truth.backward()
+    expected = [q.grad, *(p.grad for p in module.parameters())]
+    for x in (q, *module.parameters()):
+        x.grad = None
+    module.rows.requires_grad_(False)
+    loss.backward()
+    assert module.rows.weight.grad is None
+    kept = [(q, expected[0]), (module.columns.weight, expected[3]), (module.output.weight, expected[4])]
+    assert all(x.grad.equal(true) for x, true in kept)
+    loss = contrast(q, q.detach(), scorer=module.requires_grad_(True))
+    module.requires_grad_(False)
+    q.grad = None
+    loss.backward()
+    assert q.grad.equal(expected[0])
+
+
+def test_weights_that_parametrizations_make_are_made_for_each_tile(tiles: list[int]) -> None:
+    """`parametrize.cached()` would keep those of the first one, with a graph that is gone."""
+    module = nn.utils.parametrizations.weight_norm(nn.Bilinear(3, 3, 1, bias=False).double())
+    q, k = (torch.randn(20, 3, dtype=torch.float64) for _ in range(2))
+    scorer = Held(module, lambda held, rows, cols: rows @ held.weight[0] @ cols.T)
+    truth = gradients(contrast(q, k, scorer=scorer), module.parameters())
+    with nn.utils.parametrize.cached():
+        assert same(gradients(contrast(q, k, scorer=scorer), module.parameters()), truth)
+
+
+@pytest.mark.parametrize("how", [{}, {"loss": Sigmoid(), "bias": -1.0}], ids=["softmax", "sigmoid"])
+def test_an_embedding_with_sparse_gradients(tiles: list[int], how: dict[str, Any]) -> None:
+    """A table of early interaction; its gradient is summed up densely."""
+    rows, cols = torch.randint(11, (20, 4)), torch.randint(11, (20, 7))
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(2)
+        table = nn.Embedding(11, 6, sparse=sparse).double()
+        scorer = Held(table, lambda held, rows, cols: held(rows).mean(1) @ held(cols).mean(1).T)
+        contrast(rows, cols, scorer=scorer, **how).backward()
+        found.append(table.weight.grad)
+    assert close(*found)
+
+
+def test_the_shape_of_every_tile_is_looked_at(tiles: list[int]) -> None:
+    """A `squeeze` is right until a tile has one row, or one column, only."""
+    module = nn.Linear(4, 1)
+    scorer = Held(module, lambda held, rows, cols: held(rows[:, None] * cols).squeeze())
+    sentence = r"`scorer` must return a tensor \[16, 1\] for 16 rows and 1 columns; got shape \[16\]. One score"
+    assert contrast(_x(16), _x(16), scorer=scorer).isfinite()
+    for loss in (Softmax(), Sigmoid()):
+        with pytest.raises(ValueError, match=sentence):
+            contrast(_x(17), _x(17), scorer=scorer, loss=loss)
+
+
 class Odd(nn.Module):
     """Returns what it is told to."""
 
@@ -326,6 +409,28 @@ class Odd(nn.Module):
 
     def forward(self, rows: Tensor, columns: Tensor) -> Any:
         return self.out(rows, columns)
+
+
+class Held(nn.Module):
+    """Returns what it is told to make of a module."""
+
+    def __init__(self, held: nn.Module, out: Any) -> None:
+        super().__init__()
+        self.held, self.out = held, out
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return self.out(self.held, rows, columns)
+
+
+class Made(Bilinear):
+    """Its weight is made by the first call, and kept."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.made = self.weight.exp()
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return rows @ self.made @ columns.T
 
 
 stranger = torch.ones(2, 2, requires_grad=True)
@@ -364,6 +469,18 @@ SENTENCES = {
     "`scorer` must return a tensor [2, 3] for 2 rows and 3 columns; got shape [2]. One score for each pair.": lambda: (
         contrast(_x(), _x(), scorer=Odd(lambda rows, _: rows.sum(1)))
     ),
+    "`scorer` must return a tensor [1, 2] for 1 rows and 2 columns; got shape [2, 1]. One score for each "
+    "pair.": lambda: contrast(_x(2), _x(2), scorer=Odd(lambda rows, cols: cols @ rows.T)),
+    "`scorer` must have real parameters; got torch.complex64. Hold what torch.view_as_real makes of them.": lambda: (
+        contrast(_x(), _x(), scorer=nn.Linear(4, 4, dtype=torch.complex64))
+    ),
+    "`q` must be real where it wants a gradient; got torch.complex64. Pass it by torch.view_as_real.": lambda: contrast(
+        _x().to(torch.complex64).requires_grad_(), _x(), scorer=Odd(lambda rows, cols: rows.real @ cols.T)
+    ),
+    "`scorer` must compute in each call all that it differentiates; got a part of the graph that was made before. "
+    "Compute that inside too, or pass it as a feature, a row for each example.": lambda: contrast(
+        _x(), _x(), scorer=Made()
+    ).backward(),
     "`scorer` must return floating point; got torch.int64. Convert it with .float().": lambda: contrast(
         _x(), _x(), scorer=Odd(lambda rows, cols: (rows @ cols.T).long())
     ),
@@ -409,6 +526,14 @@ SENTENCES = {
     "`negatives` must be nested and shaped as `k`; got [[2, 3]]. Pad both alike.": lambda: contrast(
         _x(), _x(), negatives=torch.ones(2, 3), scorer=Bilinear(4, 4), loss=Softmax()
     ),
+    "`negatives` must have the types of `k`, and lie beside it; got torch.float32 on cpu and torch.float64 on cpu. "
+    "Convert one side first.": lambda: contrast(
+        _x(), _x(), negatives=_x().double(), scorer=Bilinear(4, 4), loss=Softmax()
+    ),
+    "`negatives` must have the types of `k`, and lie beside it; got torch.float32 on cpu and torch.float32 on meta. "
+    "Convert one side first.": lambda: contrast(
+        _x(), _x(), negatives=_x().to("meta"), scorer=Bilinear(4, 4), loss=Softmax()
+    ),
     "`backend` must be auto, eager or dense with a scorer; got 'triton'. A scorer brings its own kernels.": lambda: (
         contrast(_x(), _x(), scorer=Bilinear(4, 4), backend="triton")
     ),
@@ -417,6 +542,16 @@ SENTENCES = {
     "i.": lambda: contrast(_x(), _x(3), scorer=Bilinear(4, 4)),
     "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [2, 4]. Check the "
     "encoder.": lambda: contrast(_x(), _x(), scorer=MaxSim()),
+    "`k` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [3, 2, 4] and a mask [3, 2], "
+    "torch.int64. Check the encoder.": lambda: contrast(
+        torch.ones(5, 2, 4), (torch.ones(5, 2, 4), torch.ones(5, 2).long()), scorer=MaxSim()
+    ),
+    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got dict. Check the encoder.": lambda: (
+        contrast({"tokens": torch.ones(5, 2, 4), "mask": torch.ones(5, 2).bool()}, _x(), scorer=MaxSim())
+    ),
+    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got tuple. Check the encoder.": lambda: (
+        contrast((torch.ones(5, 2, 4), torch.ones(5, 2).bool(), _x()), _x(), scorer=MaxSim())
+    ),
 }
 
 

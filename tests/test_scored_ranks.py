@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -177,9 +178,58 @@ def test_dropout_is_replayed_on_every_rank(pool: Pool, exchange: str, name: str)
         assert max(abs(true) for _, true in slopes) > 1e-2
 
 
+class Read(nn.Module):
+    """Early interaction of token ids [B, L], of any type of whole numbers or truth values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = nn.Embedding(7, 3)
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return self.table(rows.int()).mean(1) @ self.table(columns.int()).mean(1).T
+
+
+def _read(rank: int, group: Any, exchange: str, dtype: torch.dtype, shares: list[int]) -> tuple[Tensor, Tensor]:
+    module = Read().double()
+    rows, cols = (x.split(shares)[rank] for x in _tokens(dtype, sum(shares)))
+    loss = contrast(rows, cols, scorer=module, group=group, exchange=exchange)
+    loss.backward()
+    return loss.detach(), module.table.weight.grad
+
+
+def _tokens(dtype: torch.dtype, n: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    most = 2 if dtype == torch.bool else 7
+    return tuple(torch.randint(most, (n, L), generator=generator).to(dtype) for L in (4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64], ids=str)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_numbers_of_every_type_travel(pool: Pool, exchange: str, dtype: torch.dtype) -> None:
+    """Also those that a backend does not know."""
+    shares = [3, 0, 5]
+    module = Read().double()
+    loss = contrast(*_tokens(dtype, sum(shares)), scorer=module)
+    loss.backward()
+    answers = pool.run(_read, 3, exchange, dtype, shares)
+    assert all(distance(found, loss.detach()) <= 1e-12 for found, _ in answers)
+    assert distance(torch.stack([gradient for _, gradient in answers]).mean(0), module.table.weight.grad) <= 1e-12
+
+
 def _sentence(rank: int, group: Any, kind: str) -> str:
     q, module = torch.ones(3, 4), Bilinear(4, 4)
     how: dict[str, Any] = {}
+    k = None
+    if kind in ("key dtype", "scores"):
+        module, q = Read(), torch.ones(3, 4, dtype=torch.int64)
+    if kind == "key dtype" and rank == 1:
+        k = q.int()
+    if kind == "scores" and rank == 1:
+        module = module.double()
+    if kind == "one":
+        # nothing else would tell them apart
+        module, how = (module.requires_grad_(False) if rank == 1 else None), {"scale": 1.0}
     if kind == "shapes" and rank == 1:
         q, module = torch.ones(3, 5), Bilinear(5, 5)
     if kind == "random":
@@ -189,7 +239,7 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
     if kind == "sharded":
         module = nn.Sequential(fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu")))
     try:
-        contrast(q, q, scorer=module, group=group, **how)
+        contrast(q, q if k is None else k, scorer=module, group=group, **how)
     except ValueError as error:
         return str(error)
     return "nothing was wrong"
@@ -202,6 +252,21 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
             "shapes",
             "`features` must be the same on all ranks; got 4 on rank 0 and 5 on rank 1. Build the loss and its inputs "
             "alike everywhere.",
+        ),
+        (
+            "key dtype",
+            "`key dtype` must be the same on all ranks; got 'torch.int64' on rank 0 and 'torch.int32' on rank 1. Build "
+            "the loss and its inputs alike everywhere.",
+        ),
+        (
+            "scores",
+            "`scorer` must be the same on all ranks; got 'scores of torch.float32' on rank 0 and 'scores of "
+            "torch.float64' on rank 1. Build the loss and its inputs alike everywhere.",
+        ),
+        (
+            "one",
+            "`scorer` must be the same on all ranks; got None on rank 0 and 'scores of torch.float32' on rank 1. Build "
+            "the loss and its inputs alike everywhere.",
         ),
         (
             "random",
@@ -222,3 +287,53 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
 )
 def test_each_error_has_its_sentence(pool: Pool, kind: str, sentence: str) -> None:
     assert pool.run(_sentence, 2, kind) == [sentence] * 2
+
+
+class Pairwise(nn.Module):
+    """A cross-encoder as one writes it, which cannot tell the shape of no pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.read = nn.Linear(8, 3)
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        shape = len(rows), len(columns)
+        pairs = torch.cat([rows.repeat_interleave(shape[1], 0), columns.repeat(shape[0], 1)], dim=1)
+        return self.read(pairs).view(*shape, -1).amax(-1)
+
+
+def _pairwise(rank: int, group: Any, exchange: str) -> float:
+    n = [3, 0, 5][rank]
+    x = torch.zeros(n, 4)
+    return contrast(x, x, scorer=Pairwise(), group=group, exchange=exchange).item()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_scorer_never_sees_a_block_of_nothing(pool: Pool, exchange: str) -> None:
+    """Also on a rank without rows."""
+    assert pool.run(_pairwise, 3, exchange) == [pytest.approx(math.log(8))] * 3
+
+
+class Broken(Bilinear):
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        raise RuntimeError("no such table")
+
+
+def _broken(rank: int, group: Any, everywhere: bool) -> tuple[str, float]:
+    q, found = torch.zeros(3, 4), "nothing was wrong"
+    try:
+        contrast(q, q, scorer=Broken(4, 4) if everywhere or rank == 1 else Bilinear(4, 4), group=group)
+    except (RuntimeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, contrast(q, q, scale=1.0, group=group).item()
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_an_error_of_a_scorer_when_it_is_looked_at_is_told_to_all(pool: Pool, everywhere: bool) -> None:
+    """Nobody waits for the rank that has it, and the next step is as good as any."""
+    own = "RuntimeError: no such table"
+    others = own if everywhere else f"ValueError: rank 1: {own}"
+    answers = pool.run(_broken, 3, everywhere)
+    assert [found for found, _ in answers] == [others, own, others]
+    assert all(value == pytest.approx(math.log(9)) for _, value in answers)

@@ -253,9 +253,9 @@ def _backbone_bytes(task: Task) -> int:
     return max(0, memory.bytes() - sum(leaf.nbytes for _, leaf in task.sides))
 
 
-def join() -> torch.device:
-    """This rank's device, in the process group that torchrun describes."""
-    if torch.cuda.is_available():
+def join(kind: str) -> torch.device:
+    """This rank's device, "cpu" or "cuda", in the process group that torchrun describes."""
+    if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)

@@ -97,8 +97,9 @@ def _alone(arguments: argparse.Namespace) -> bool:
 
     import torch
 
+    from contrastile._wrong import wrong
     from contrastile.bench.measure import Ledger, busy
-    from contrastile.bench.step import WAYS, StepBench, StepRow, standard, usual
+    from contrastile.bench.step import JUDGED, WAYS, StepBench, StepRow, standard, usual
     from contrastile.cli.bench import device_of
     from contrastile.train.provenance import signature
 
@@ -107,7 +108,10 @@ def _alone(arguments: argparse.Namespace) -> bool:
     models, batches = _models(arguments) or models, _batches(arguments) or batches
     plan = _plan(arguments, batches, WAYS) or {batch: usual(batch) for batch in batches}
     if not arguments.peers:
-        known = {name for name, way in WAYS.items() if way.impl in ("plain", "by hand", "contrastile")}
+        known = {name for name, way in WAYS.items() if way.impl in JUDGED}
+        for name in _names(arguments):
+            if name not in known:
+                raise wrong("peers", "be measured where one is named", f"--no-peers and {name}", "Leave out the one.")
         plan = {batch: [name for name in names if name in known] for batch, names in plan.items()}
     seconds = arguments.seconds if arguments.seconds is not None else (SECONDS_QUICK if arguments.quick else SECONDS)
     with Ledger(Path(arguments.csv), StepRow) if arguments.csv else nullcontext() as ledger:
@@ -135,16 +139,20 @@ def _across_ranks(arguments: argparse.Namespace) -> bool:
     import torch
     import torch.distributed as dist
 
+    from contrastile._wrong import wrong
     from contrastile.bench.measure import Ledger
     from contrastile.bench.step import standard
     from contrastile.bench.step_ranks import LOSSES, RankRow, join, measure
     from contrastile.cli.bench import device_of
 
     # what is wrong is said before ranks wait for each other
-    models, batches = standard(torch.device(device_of("auto")), quick=arguments.quick)
+    kind, W = device_of(arguments.device), int(os.environ["WORLD_SIZE"])
+    models, batches = standard(torch.device(kind), quick=arguments.quick)
     models, batches = _models(arguments) or models, _batches(arguments) or batches
     plan = _plan(arguments, batches, LOSSES) or {batch: list(LOSSES) for batch in batches}
-    device = join()
+    if uneven := [batch for batch in plan if batch % W]:
+        raise wrong("sizes", f"be multiples of the {W} ranks", uneven[0], "Each rank takes as many pairs.")
+    device = join(kind)
     try:
         first = dist.get_rank() == 0
         with Ledger(Path(arguments.csv), RankRow) if arguments.csv and first else nullcontext() as ledger:
@@ -175,11 +183,15 @@ def _plan(arguments: argparse.Namespace, batches: list[int], known: Iterable[str
 
     plan: dict[int, list[str]] = {}
     for word in arguments.ways or ():
-        name, _, sizes = word.partition("@")
+        name, at, sizes = word.partition("@")
         one_of("ways", name, tuple(known), "Leave it out for all.")
-        for batch in [number("ways", size) for size in sizes.split(",")] if sizes else batches:
+        for batch in [number("ways", size) for size in sizes.split(",")] if at else batches:
             plan.setdefault(batch, []).append(name)
     return plan
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    return [word.partition("@")[0] for word in arguments.ways or ()]
 
 
 def _batches(arguments: argparse.Namespace) -> list[int]:

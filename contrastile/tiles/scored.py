@@ -33,8 +33,11 @@ from contrastile.losses.base import PairLoss, Side, Tile
 from contrastile.randomness import RandomState, Shared, begin_random, own_generators
 from contrastile.reach import (
     Autocast,
+    back_propagated,
+    computing_weights,
     graph_leaves,
     has_other_path,
+    in_modes,
     refusing_batch_norm,
     refusing_changes,
     refusing_state,
@@ -77,6 +80,9 @@ class Form:
             raise wrong(name, "be on one device", devices, "Move all tensors to it.")
         given = tuple(leaf is not None for leaf in leaves)
         wanted = tuple(x.requires_grad and torch.is_grad_enabled() for x in tensors)
+        for x, want in zip(tensors, wanted, strict=True):
+            if want and x.is_complex():
+                raise wrong(name, "be real where it wants a gradient", x.dtype, "Pass it by torch.view_as_real.")
         return cls(spec, given, wanted), tensors
 
     def nested(self, tensors: Sequence[Tensor]) -> Any:
@@ -97,6 +103,9 @@ class Scorer:
     """What one call knows of the module: how to run it on a tile, and what its gradients reach."""
 
     module: nn.Module
+    # it and all in it, and whether each is in training mode
+    modules: Sequence[nn.Module]
+    training: Sequence[bool]
     rows: Form
     cols: Form
     # Ω, those that want a gradient
@@ -121,15 +130,18 @@ class Scorer:
             remedy = "Wrap the model that holds the scorer and calls `contrast` in its forward."
             raise wrong("scorer", "be a module of its own", type(wrapped).__name__, remedy)
         parameters = tuple(p for p in module.parameters() if p.requires_grad) if torch.is_grad_enabled() else ()
+        for p in parameters:
+            if p.is_complex():
+                raise wrong("scorer", "have real parameters", p.dtype, "Hold what torch.view_as_real makes of them.")
         device = rows[1][0].device
         modules = list(module.modules())
+        training = [one.training for one in modules]
         autocast, other = Autocast.current(device), has_other_path(module, modules)
-        blind = cls(module, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other)
-        few = [
-            Side(first, others=tuple(others))
-            for tensors, n in zip((rows[1], cols[1]), PROBE, strict=True)
-            for first, *others in [[_few(x, n) for x in tensors]]
-        ]
+        asked = (modules, training, rows[0], cols[0], parameters)
+        blind = cls(module, *asked, torch.float32, device, autocast, None, other)
+        # as many rows as columns would hide that they are exchanged
+        probe = (1, 2) if len(cols[1][0]) == 2 else PROBE
+        few = [_few(tensors, n) for (_, tensors), n in zip((rows, cols), probe, strict=True)]
         generators = own_generators(modules)
         before = RandomState.capture(device, own=generators)
         try:
@@ -147,16 +159,11 @@ class Scorer:
         if after.drew_own(before):
             rule, got = "draw from torch's, Python's or NumPy's own generators", "one that is an attribute of a module"
             raise wrong("scorer", rule, got, "A tile begins them anew each time it is computed.")
-        blind._check(scores, few, leaves)
+        blind._check(scores, leaves)
         seed = None if before.same(after) else int(torch.randint(2**62, ()))
         return replace(blind, dtype=scores.dtype, seed=seed, process=tuple(before.drawn(after).process))
 
-    def _check(self, scores: Any, few: Sequence[Side], leaves: Sequence[Tensor]) -> None:
-        expected = [len(side) for side in few]
-        if not isinstance(scores, Tensor) or list(scores.shape) != expected:
-            got = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-            rule = f"return a tensor {expected} for {expected[0]} rows and {expected[1]} columns"
-            raise wrong("scorer", rule, got, "One score for each pair.")
+    def _check(self, scores: Tensor, leaves: Sequence[Tensor]) -> None:
         if not scores.is_floating_point():
             raise wrong("scorer", "return floating point", scores.dtype, "Convert it with .float().")
         # also those that want no gradient now
@@ -168,14 +175,25 @@ class Scorer:
                 raise wrong("scorer", "own every parameter that it uses", got, remedy)
 
     @property
+    def frozen(self) -> list[Tensor]:
+        """What of the module's parameters wants no gradient."""
+        return [p for p in self.module.parameters() if not p.requires_grad and not p.is_inference()]
+
+    @property
     def wanted(self) -> bool:
         """Whether anything will be back-propagated."""
         return any((*self.rows.wanted, *self.cols.wanted, len(self.parameters)))
 
     def __call__(self, rows: Side, cols: Side) -> Tensor:
         """The scores [I, J] of a tile, with whatever graph the surroundings ask for."""
-        with self.autocast.restored():
-            scores: Tensor = self.module(self.rows.nested(rows.leaves), self.cols.nested(cols.leaves))
+        with self.autocast.restored(), computing_weights():
+            scores: Any = self.module(self.rows.nested(rows.leaves), self.cols.nested(cols.leaves))
+        # of every tile: a `squeeze` takes an axis of those with one row only
+        expected = [len(rows), len(cols)]
+        if not isinstance(scores, Tensor) or list(scores.shape) != expected:
+            got = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            rule = f"return a tensor {expected} for {expected[0]} rows and {expected[1]} columns"
+            raise wrong("scorer", rule, got, "One score for each pair.")
         return scores
 
     def with_graph(self, rows: Side, cols: Side) -> tuple[Tensor, list[Tensor]]:
@@ -192,9 +210,10 @@ class Scorer:
         return scores, [*self.rows.asked(sides[0].leaves), *self.cols.asked(sides[1].leaves)]
 
 
-def _few(x: Tensor, n: int) -> Tensor:
-    """The first rows of a feature, for a trial: a scorer that writes over them spoils nothing."""
-    return x.detach()[:n].clone() if len(x) else x.new_zeros((n, *x.shape[1:]))
+def _few(tensors: Sequence[Tensor], n: int) -> Side:
+    """The first rows, for a trial: a scorer that writes over them spoils nothing. Zeros where a rank has none."""
+    first, *others = [x.detach()[:n].clone() if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]
+    return Side(first, others=tuple(others))
 
 
 def _is_wrapped(module: nn.Module) -> bool:
@@ -256,16 +275,20 @@ class Scored(Eager):
         sums[1] += (w_IJ * scores.detach()).sum()
         if not scores.requires_grad:
             return
-        parameters = self.scorer.parameters
-        found = torch.autograd.grad(scores, [*leaves, *parameters], w_IJ.to(scores.dtype), allow_unused=True)
+        parts = sums[2:].split([parameter.numel() for parameter in self.scorer.parameters])
+        # one that was frozen after the forward gets none, as in plain autograd
+        wanted = {index: p for index, p in enumerate(self.scorer.parameters) if p.requires_grad}
+        if not leaves and not wanted:
+            return
+        found = back_propagated([scores], [*leaves, *wanted.values()], [w_IJ.to(scores.dtype)], "scorer")
         for place, gradient in zip(places, found, strict=False):
             if gradient is not None:
                 place += gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]
-        sizes = [parameter.numel() for parameter in parameters]
-        for index, (place, gradient) in enumerate(zip(sums[2:].split(sizes), found[len(leaves) :], strict=True)):
+        for index, gradient in zip(wanted, found[len(leaves) :], strict=True):
             if gradient is not None:
                 self.touched.add(index)
-                place += gradient.flatten()
+                # an embedding's may be sparse
+                parts[index].add_(gradient.to_dense().flatten())
 
     def _places(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> list[Tensor]:
         """The columns of u and v that belong to each leaf."""
@@ -303,15 +326,16 @@ class Scored(Eager):
 
     @contextmanager
     def _replayed(self) -> Iterator[None]:
-        """The caller's random numbers stay as they were, whatever the tiles draw."""
-        if self.scorer.seed is None:
-            yield
-            return
-        before = RandomState.capture(self.scorer.device, process=self.scorer.process)
-        try:
-            yield
-        finally:
-            before.restore()
+        """In the modes of the call; the caller's random numbers stay as they were, whatever the tiles draw."""
+        with in_modes(self.scorer.modules, self.scorer.training):
+            if self.scorer.seed is None:
+                yield
+                return
+            before = RandomState.capture(self.scorer.device, process=self.scorer.process)
+            try:
+                yield
+            finally:
+                before.restore()
 
     def _begin(self, rows: Side, cols: Side) -> None:
         """The random numbers of this tile: the same whenever and in whatever order it is computed."""
@@ -356,7 +380,7 @@ def _measure(scorer: Scorer, rows: Side, cols: Side, workspace: int) -> int:
 
 def _bytes(scorer: Scorer, rows: Side, cols: Side, side: int) -> int:
     """What a tile takes beside the gradients of Ω, which are outputs."""
-    row_tile, col_tile = rows.narrow(0, min(side, len(rows))), cols.narrow(0, min(side, len(cols)))
+    row_tile, col_tile = (each.narrow(0, side) if len(each) else _few(each.leaves, side) for each in (rows, cols))
 
     def run() -> None:
         if not scorer.wanted:
@@ -365,9 +389,8 @@ def _bytes(scorer: Scorer, rows: Side, cols: Side, side: int) -> int:
             return
         scores, leaves = scorer.with_graph(row_tile, col_tile)
         if scores.requires_grad:
-            wanted = [*leaves, *scorer.parameters]
             with silent(scorer.parameters):
-                torch.autograd.grad(scores, wanted, torch.ones_like(scores), allow_unused=True)
+                back_propagated([scores], [*leaves, *scorer.parameters], [torch.ones_like(scores)], "scorer")
 
     outputs = sum(parameter.nbytes for parameter in scorer.parameters)
     held = TILES_HELD * torch.empty((), dtype=accumulator(scorer.dtype)).element_size()
