@@ -306,6 +306,29 @@ def test_a_gradient_that_nobody_would_compute_is_refused(make: Any) -> None:
         assert encode(make(), _x(), sub_batch=SUB).shape == (B, D)
 
 
+class Auxiliary(nn.Module):
+    """Leaves a loss beside its features, and returns it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.linear(x)
+        self.left = out.square().mean()
+        return out, out.square().mean(1)
+
+
+def test_what_is_left_beside_the_outputs_has_no_graph_and_what_is_returned_has() -> None:
+    auxiliary = Auxiliary()
+    features, returned = encode(auxiliary, _x(), sub_batch=SUB)
+    assert not auxiliary.left.requires_grad
+    (_total(features) + returned.mean()).backward()
+    found = _gradient(auxiliary)
+    (_total(auxiliary(_x())[0]) + auxiliary.left).backward()
+    assert distance(found, _gradient(auxiliary)) <= 1e-12
+
+
 def test_a_lazy_encoder_is_encoded_once_it_has_run() -> None:
     lazy = nn.LazyLinear(D).double()
     lazy(_x()[:2])
