@@ -60,11 +60,12 @@ def encode(
             found at the first call for an encoder and kept; halved where memory ends after all. Ranks that a wrapper
             joins take the smallest size of any.
         sub_batch_tokens: tokens encoded at once, padding included, of a mapping with an `attention_mask` [batch,
-            length]. Texts are sorted by length, so that short ones travel together, and trimmed to the longest of their
-            sub-batch, in every tensor whose second axis is as long as the mask's. One without any token keeps all
-            its positions. With `sub_batch` too, both are limits.
+            length], which is 0 at padding. Texts are sorted by length, so that short ones travel together, and trimmed
+            to the longest of their sub-batch, in every tensor whose second axis is as long as the mask's. One without
+            any token keeps all its positions. With `sub_batch` too, both are limits.
         retain: sub-batches, the last ones, whose graph is kept from the first pass; they need no second forward.
-            "auto": as many as memory allows; with room for all, caching costs nothing.
+            "auto": as many as memory allows; with room for all, caching costs nothing. Behind a frozen trunk, where
+            they hold little more than its features, all are kept unasked, as long as there is room.
         device: where the encoder computes; by default where its parameters are.
         features: where they wait. "host": in pinned host memory, which every sub-batch's go to as soon as they are
             there; a loss with `device=` takes them from it, and their gradients come back from it sub-batch by
@@ -83,6 +84,12 @@ def encode(
     >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
     >>> features.sum().backward()
     """
+    if torch.compiler.is_compiling():
+        # a graph ends here and goes on behind: compiled with the first pass only, the encoder would draw other numbers
+        return torch.compiler.disable(encode)(
+            encoder, inputs, sub_batch=sub_batch, sub_batch_tokens=sub_batch_tokens, retain=retain, device=device,
+            features=features,
+        )  # fmt: skip
     hear()
     function, wrapper = unwrap(encoder)
     if not callable(function):

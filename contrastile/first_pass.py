@@ -111,8 +111,8 @@ class Job:
 
     def nothing_kept(self) -> Kept:
         """Room for what a first pass keeps."""
-        # what one rank runs again, all would have to
-        yielding = self.retain == AUTO and not self.sharding.modules
+        # nobody asked for those of a frozen trunk; and what one rank runs again, all would have to
+        yielding = self.retain in (AUTO, 0) and not self.sharding.modules
         graphs = Graphs(len(self.bounds), self.device, yielding=yielding)
         return Kept(graphs, training=[module.training for module in self.reached.modules])
 
@@ -125,9 +125,10 @@ class Job:
         """Act 1: features of the whole batch, the graph of the last sub-batches only."""
         wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
         gathered: list[Any] = []
+        computed_on: set[torch.device] = set()
         # what nobody will back-propagate needs no graph
         retain = self.retain if grad else 0
-        held = [leaf for leaf in (*self.reached.parameters, *leaves) if leaf is not None]
+        held = [*self.reached.held, *self.sharding.held(), *(leaf for leaf in leaves if leaf is not None)]
         thrifty = grad and self.reached.partly_frozen
         retention = Retention(
             retain, len(self.bounds), self.device, held=held, thrifty=thrifty, most=self.sharding.most
@@ -147,9 +148,12 @@ class Job:
                 else:
                     self._refuse_gradients(outputs)
                 self._gather(gathered, outputs, self.bounds[index])
+                computed_on.update(out.device for out in outputs if out is not None)
+                # or its graph would be there beside the next one's
+                del outputs
         following = [*kept.random[1:], self.reached.random(last=kept.random[-1])]
         kept.random = [state.drawn(after) for state, after in zip(kept.random, following, strict=True)]
-        for device in {out.device for out in outputs if out is not None} if self.home else ():
+        for device in computed_on if self.home else ():
             settle(device)
         return [_the_number(whole) if isinstance(whole, list) else whole for whole in gathered]
 
@@ -171,18 +175,17 @@ class Job:
     def _keep_graph(
         self, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool], kept: Kept, retention: Retention
     ) -> list[Any]:
-        """A sub-batch's outputs with their graph; of "auto", the oldest graphs give way where memory ends."""
+        """A sub-batch's outputs with their graph; of those not asked for, the oldest give way where memory ends."""
         size = sum(row.nbytes for row in rows if row is not None)
         run = partial(self.run_with_graph, index, rows, wanted)
         while retention.tries(index):
             try:
                 graph = retention.weighed(index, run, size, partial(self._later, rows, wanted))
             except torch.OutOfMemoryError:
-                if not retention.auto or self.sharding.modules:
+                if not kept.graphs.yielding:
                     raise
-                oldest = min(kept.graphs, default=index)
-                kept.graphs.give_up(oldest)
-                retention.gave_up(oldest)
+                retention.gave_up(min(kept.graphs, default=index))
+                kept.graphs.give_up(retention.first - 1)
                 kept.random[index].restore()
             else:
                 if retention.keeps(index):

@@ -20,7 +20,7 @@ from contrastile import agreement
 from contrastile.first_pass import Job, differentiable
 from contrastile.footprint import footprint
 from contrastile.offload import stream
-from contrastile.reach import back_propagated
+from contrastile.reach import back_propagated, silent
 from contrastile.retention import bytes_per_example, kept_bytes, later_bytes, spare_bytes
 
 Result = TypeVar("Result")
@@ -179,7 +179,7 @@ def look(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:
     measure = kept_bytes if differentiates else footprint
     before = job.reached.random()
     try:
-        with job.sharding.gathered():
+        with job.sharding.gathered(), silent(job.reached.parameters):
             return look_for_size(work, batch, job.device, measure=measure, later=later)
     finally:
         before.restore()

@@ -86,6 +86,9 @@ def cut_by_tokens(inputs: Any, tokens: int, sub_batch: int | None) -> Cut:
     batch, length = mask.shape
     if batch == 0 or length == 0:
         return cut(batch, 1)
+    if bool((mask < 0).any()):
+        remedy = "Pass the tokenizer's mask, and let the encoder make of it what it adds to its scores."
+        raise wrong(MASK, "be 0 at padding and more at tokens", "numbers below 0", remedy)
     # to the last token in use, so that padding on the left stays where it is
     lengths = ((mask != 0) * torch.arange(1, length + 1, device=mask.device)).amax(1).cpu()
     # where no position is masked from the others, all of them have a say: none may be left out

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from contrastile._check import wrong
+from contrastile.footprint import as_written
 from contrastile.offload import stream
 from contrastile.randomness import PROCESS, Own, RandomState, Shared, own_generators
 
@@ -42,15 +43,15 @@ class Reached:
     partly_frozen: bool = False
 
     @cached_property
+    def held(self) -> list[Tensor]:
+        """What is in memory however many sub-batches run: all parameters and buffers, frozen ones too."""
+        theirs = [(*module._parameters.values(), *module._buffers.values()) for module in self.modules]
+        return [*self.parameters, *(x for each in theirs for x in each if x is not None)]
+
+    @cached_property
     def devices(self) -> list[torch.device | None]:
         """All that compute: a model may be spread over several."""
-        theirs = [
-            x.device
-            for module in self.modules
-            for x in (*module._parameters.values(), *module._buffers.values())
-            if x is not None
-        ]
-        return list(dict.fromkeys([self.device, *theirs]))
+        return list(dict.fromkeys([self.device, *(x.device for x in self.held)]))
 
     @cached_property
     def dtypes(self) -> set[torch.dtype]:
@@ -93,7 +94,7 @@ def reach(
     wanted = [parameter for parameter in found if parameter.requires_grad]
     partly_frozen = 0 < len(wanted) < len(found)
     if isinstance(owner, nn.Module):
-        differentiable = not partly_frozen or _trial(encoder, leaves, structure, device)[2]
+        differentiable = not partly_frozen or _reaches_trained(encoder, leaves, structure, device, modules)
     # where the part that is used is frozen, nothing will ever be back-propagated
     return Reached(modules, wanted if differentiable else [], device, partly_frozen)
 
@@ -103,10 +104,22 @@ def _wrapped(function: Any) -> Any:
     return function.func if isinstance(function, partial) else getattr(function, "_torchdynamo_orig_callable", None)
 
 
+def _reaches_trained(
+    encoder: Callable[..., Any],
+    leaves: Sequence[Tensor | None],
+    structure: Any,
+    device: torch.device | None,
+    modules: Sequence[nn.Module],
+) -> bool:
+    """Whether a trial's outputs want a gradient; `modules` are those that may run."""
+    with refusing_batch_norm(modules):
+        return any(out.requires_grad for out in _few(encoder, leaves, structure, device, own_generators(modules)))
+
+
 def _trial(
     encoder: Callable[..., Any], leaves: Sequence[Tensor | None], structure: Any, device: torch.device | None
 ) -> tuple[list[nn.Module], list[Tensor], bool]:
-    """Modules that run, parameters reached, whether the outputs want gradients; the random numbers stay untouched."""
+    """Modules that run, parameters reached, and whether the outputs want gradients."""
     ran: dict[int, nn.Module] = {}
     owned: list[tuple[Own, Any]] = []
 
@@ -118,22 +131,37 @@ def _trial(
             # before it draws from them
             owned.extend((generator, generator.read()) for generator in own_generators([module]))
 
-    # an encoder that writes over them spoils nothing
-    few = [None if leaf is None else leaf.detach()[:PROBE_ROWS].clone() for leaf in leaves]
-    (rows,) = stream(few, [(0, PROBE_ROWS)], device)
-    states = RandomState.capture(device)
     hook = register_module_forward_pre_hook(note)
     try:
-        args, kwargs = pytree.tree_unflatten(rows, structure)
-        with computing_weights():
-            outputs = [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
+        outputs = _few(encoder, leaves, structure, device)
     finally:
         hook.remove()
-        replace(states, own=owned[::-1]).restore()
+        for generator, state in reversed(owned):
+            generator.set(state)
     reached = {id(leaf): leaf for leaf in graph_leaves(outputs)}
     for module in ran.values():
         reached |= {id(p): p for p in module.parameters()}
     return list(ran.values()), list(reached.values()), any(out.requires_grad for out in outputs)
+
+
+def _few(
+    encoder: Callable[..., Any],
+    leaves: Sequence[Tensor | None],
+    structure: Any,
+    device: torch.device | None,
+    own: Sequence[Own] = (),
+) -> list[Tensor]:
+    """What the encoder returns for two rows, uncompiled; the random numbers stay untouched."""
+    # an encoder that writes over them spoils nothing
+    few = [None if leaf is None else leaf.detach()[:PROBE_ROWS].clone() for leaf in leaves]
+    (rows,) = stream(few, [(0, PROBE_ROWS)], device)
+    states = RandomState.capture(device, own=own)
+    try:
+        args, kwargs = pytree.tree_unflatten(rows, structure)
+        with computing_weights(), as_written():
+            return [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
+    finally:
+        states.restore()
 
 
 @contextmanager
@@ -168,6 +196,8 @@ def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) ->
 
     Compiled code does, and torch's attention modules in eval mode do.
     """
+    while isinstance(encoder, partial):
+        encoder = encoder.func
     return hasattr(encoder, "_torchdynamo_orig_callable") or any(
         hasattr(module, "_torchdynamo_orig_callable")
         or module._compiled_call_impl is not None
@@ -302,11 +332,12 @@ def refuse_batch_norm(module: nn.Module, name: str) -> NoReturn:
 def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> Iterator[None]:
     """Raises when one of the modules that runs normalises over the examples of its sub-batch."""
 
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _: refuse_batch_norm(module, name))
-        for module in modules
-        if normalises_over_rows(module)
-    ]
+    def refuse(module: nn.Module, _: Any) -> None:
+        # the encoder itself may have put it in eval mode
+        if normalises_over_rows(module):
+            refuse_batch_norm(module, name)
+
+    hooks = [module.register_forward_pre_hook(refuse) for module in modules if normalises_over_rows(module)]
     try:
         yield
     finally:

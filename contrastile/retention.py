@@ -80,10 +80,10 @@ def with_room(run: Callable[[], T], device: torch.device | None, reset: Callable
 class Retention:
     """Which sub-batches of one call keep their graph: the last `retain`, or of "auto" as many as fit.
 
-    `held` are tensors that stay in memory whatever happens: parameters and inputs. `thrifty`: graphs that are smaller
-    than a sub-batch's inputs, or than HEAD times its features, are all kept. Those of a tower whose trunk is frozen
-    are, because they begin behind it: they hold the trunk's features, and no trunk runs twice. `most`: the largest of
-    a number over ranks that must run equally often.
+    `held` are tensors that stay in memory whatever happens: parameters, buffers and inputs. `thrifty`: graphs that are
+    smaller than a sub-batch's inputs, or than HEAD times its features, are all kept. Those of a tower whose trunk is
+    frozen are, because they begin behind it: they hold the trunk's features, and no trunk runs twice. `most`: the
+    largest of a number over ranks that must run equally often.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Retention:
         self.auto, self.thrifty = retain == AUTO, thrifty
         self.count, self.device = count, device
         self.first = 0 if retain == AUTO else count - retain
-        self.held = {tensor.untyped_storage().data_ptr() for tensor in held} if self.auto or thrifty else set()
+        self.held = {x.untyped_storage()._cdata for x in held if _has_storage(x)} if self.auto or thrifty else set()
 
     def keeps(self, index: int) -> bool:
         """Whether the sub-batch keeps its graph."""
@@ -120,7 +120,7 @@ class Retention:
         room, before = spare_bytes(self.device), allocated(self.device)
         with counting() as kept:
             graph = run()
-        saved = sum(size for address, size in kept.items() if address not in self.held)
+        saved = sum(size for storage, size in kept.items() if storage not in self.held)
         # what the device has handed out: also what is not saved by autograd's own means, and whole blocks
         each = max(1, saved, allocated(self.device) - before)
         features = sum(out.nbytes for out in graph[0] if isinstance(out, Tensor))
@@ -134,7 +134,7 @@ class Retention:
 
     def gave_up(self, index: int) -> None:
         """There was no room after all: everything up to `index` goes without."""
-        self.first = index + 1
+        self.first, self.thrifty = max(self.first, index + 1), False
 
 
 def later_bytes(parameters: Sequence[Tensor], inputs: int, outputs: Sequence[Any], times: float) -> int:
@@ -154,14 +154,21 @@ def later_bytes(parameters: Sequence[Tensor], inputs: int, outputs: Sequence[Any
     return total
 
 
+def _has_storage(x: Tensor) -> bool:
+    """Whether all numbers lie in one place; those of a sparse tensor do not, and are not counted."""
+    return x.layout == torch.strided
+
+
 @contextmanager
 def counting() -> Iterator[dict[int, int]]:
-    """Bytes of every storage that autograd saves meanwhile, by address. Meaningful while the graph lives."""
+    """Bytes of every storage that autograd saves meanwhile, by storage. Meaningful while the graph lives."""
     kept: dict[int, int] = {}
 
     def note(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        if _has_storage(saved):
+            storage = saved.untyped_storage()
+            # its address is another each time that FSDP2 gathers it
+            kept[storage._cdata] = storage.nbytes()
         # an output of its own node would hold the graph in a cycle: one that is dropped would stay for ever
         return saved.detach()
 
@@ -172,7 +179,7 @@ def counting() -> Iterator[dict[int, int]]:
 def kept_bytes(forward: Callable[[], object]) -> int:
     """The bytes that autograd keeps for the backward of `forward()`, every storage counted once."""
     with counting() as kept:
-        # the graph lives until the sum is taken, so that no storage is freed and its address used again
+        # the graph lives until the sum is taken, so that no storage is freed and another takes its name
         graph = forward()
     total = sum(kept.values())
     del graph

@@ -34,7 +34,8 @@ class Sums:
         # whether a total is ours to add to in place; the first gradient is autograd's, and may be shared
         self.owned = [False] * len(parameters)
         self.known = {id(parameter) for parameter in parameters}
-        self.inputs = [torch.zeros_like(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad]
+        self.leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        self.inputs: list[Tensor | None] = [None] * len(self.leaves)
 
     def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
         """Back-propagates one sub-batch from its part of the cached gradients."""
@@ -57,9 +58,16 @@ class Sums:
         # while the device still computes
         self._refuse_strangers(outs, inputs)
         self._accumulate(dict(zip(places, found, strict=False)))
-        for whole, gradient in zip(self.inputs, found[len(places) :], strict=True):
+        for place, gradient in enumerate(found[len(places) :]):
             if gradient is not None:
-                whole[start:stop] = gradient
+                self._room(place)[start:stop] = gradient
+
+    def _room(self, place: int) -> Tensor:
+        """For the gradient of an input; one that is not used has none."""
+        room = self.inputs[place]
+        if room is None:
+            room = self.inputs[place] = torch.zeros_like(self.leaves[place])
+        return room
 
     def _accumulate(self, gradients: Mapping[int, Tensor | None]) -> None:
         first: list[tuple[int, Tensor]] = []

@@ -173,6 +173,10 @@ class Sharding:
         shards = {id(p._unsharded_param): p.sharded_param for state in self._states() for p in _parameters(state)}
         return [shards.get(id(parameter), parameter) for parameter in parameters]
 
+    def held(self) -> list[Tensor]:
+        """The wholes of all shards, frozen ones too: a graph that keeps one takes nothing for it."""
+        return [each._unsharded_param for state in self._states() for each in _parameters(state)]
+
     def most(self, value: int) -> int:
         """The largest value of any rank: what a rank runs, all must run, because each run is an exchange among them."""
         for group in self._ranks():

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contrastile import ClipLoss, encode, fitting
 from contrastile.randomness import RandomState
-from contrastile.reach import Reached
+from contrastile.reach import Reached, has_other_path
 
 B, D_IN, D = 23, 6, 5
 
@@ -309,6 +309,22 @@ def test_inputs_that_want_gradients_get_them(tower: Tower) -> None:
     assert distance(y.grad, x.grad) <= 1e-6
 
 
+@pytest.mark.parametrize("retain", [0, 1])
+def test_an_input_that_is_not_used_has_no_gradient(tower: Tower, retain: int) -> None:
+    x, y, z = (_inputs(seed).requires_grad_() for seed in (2, 4, 6))
+
+    def encoder(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        # in the last sub-batch only
+        return tower(x) if len(x) == 8 else tower(x) * y.mean((1, 2))[:, None]
+
+    encode(encoder, (x, y, z), sub_batch=8, retain=retain).square().sum().backward()
+    assert z.grad is None
+    assert y.grad is not None
+    assert x.grad is not None
+    assert not y.grad[:16].any()
+    assert y.grad[16:].all()
+
+
 def test_integer_outputs_come_through(tower: Tower) -> None:
     features, index = encode(lambda x: (tower(x), x[:, 0].argmax(-1)), _inputs(), sub_batch=9)
     assert not index.requires_grad
@@ -462,6 +478,32 @@ def test_batch_norm_beside_the_encoder_or_in_eval_mode_is_no_reason(tower: Tower
     assert still[0].weight.grad is not None
 
 
+@pytest.mark.parametrize("as_function", [False, True])
+def test_batch_norm_that_the_encoder_puts_in_eval_mode_itself_is_no_reason(as_function: bool) -> None:
+    class Still(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(D_IN), nn.Linear(D_IN, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm.eval()
+            return self.linear(self.norm(x))
+
+    still, x = Still(), torch.randn(B, D_IN)
+    features = encode((lambda rows: still(rows)) if as_function else still, x, sub_batch=8)
+    features.sin().sum().backward()
+    found = _gradients(still)
+    still(x).sin().sum().backward()
+    _check_equal(found, _gradients(still))
+
+
+def test_batch_norm_in_a_partly_frozen_encoder_is_refused_before_it_learns() -> None:
+    normed = nn.Sequential(nn.Linear(D_IN, 4).requires_grad_(False), nn.BatchNorm1d(4))
+    with pytest.raises(ValueError, match="got BatchNorm1d in training mode"):
+        encode(normed, torch.randn(8, D_IN), sub_batch=4)
+    assert not normed[1].running_mean.any()
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_batch_norm_behind_a_function_is_refused_before_it_learns(grad: bool) -> None:
     normed = nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4))
@@ -530,21 +572,60 @@ def test_attention_computes_the_same_bits_in_both_passes(tower: Tower, training:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("way", ["module", "method", "inside"])
-def test_compiled_encoders_draw_the_same_random_numbers_twice(tower: Tower, way: str) -> None:
+# torch's own words, on tensors that are no leaves and to whoever looks which modules a function runs
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+@pytest.mark.parametrize("partly_frozen", [False, True])
+@pytest.mark.parametrize("way", ["module", "method", "inside", "function", "partial"])
+def test_compiled_encoders_draw_the_same_random_numbers_twice(tower: Tower, way: str, partly_frozen: bool) -> None:
     x, seed = _inputs(), 5
+    tower.mix.requires_grad_(not partly_frozen)
     expected_features, expected = _expect(tower, x, seed)
     if way == "inside":
         tower.mix.compile(backend="aot_eager")
-    compiled = torch.compile(tower if way == "module" else tower.forward, backend="aot_eager")
+    compiled = torch.compile(tower if way in ("module", "function") else tower.forward, backend="aot_eager")
+    encoders: dict[str, Any] = {"inside": tower, "function": lambda rows: compiled(rows), "partial": partial(compiled)}
     torch.manual_seed(seed)
-    features = encode(tower if way == "inside" else compiled, x, sub_batch=8)
+    features = encode(encoders.get(way, compiled), x, sub_batch=8)
     features.square().sum().backward()
     assert distance(features.detach(), expected_features) < 1e-6
     for name, value in _gradients(tower).items():
         if expected[name] is not None:
             assert distance(value, expected[name]) < 1e-5
     torch._dynamo.reset()
+
+
+def test_a_compiled_function_builds_its_graph_in_the_first_pass_too(tower: Tower) -> None:
+    compiled = torch.compile(tower.forward, backend="eager")
+    assert has_other_path(compiled, [])
+    assert has_other_path(partial(partial(compiled)), [])
+    assert not has_other_path(partial(tower.forward), [])
+
+
+# what torch.compile asks of a tensor that is not a leaf
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_compiled_step_ends_its_graph_before_encode_and_goes_on_behind(tower: Tower, as_function: bool) -> None:
+    """Compiled where it is met first, in the first pass, the encoder would draw other numbers than in the second."""
+    torch._dynamo.reset()
+    graphs: list[list[str]] = []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph
+
+    encoder = (lambda rows: tower(rows)) if as_function else tower
+
+    def step(x: Tensor) -> Tensor:
+        return 3 * encode(encoder, x.sin(), sub_batch=8, retain=1).cos()
+
+    found = []
+    for run in (step, torch.compile(step, backend=look)):
+        torch.manual_seed(5)
+        run(_inputs()).square().sum().backward()
+        found.append(_gradients(tower))
+    _check_equal(found[1], found[0])
+    assert graphs == [["sin"], ["cos", "mul"]]
 
 
 def _expect(tower: Tower, x: Tensor, seed: int) -> tuple[Tensor, dict[str, Tensor | None]]:

@@ -306,6 +306,74 @@ def test_a_gradient_that_nobody_would_compute_is_refused(make: Any) -> None:
         assert encode(make(), _x(), sub_batch=SUB).shape == (B, D)
 
 
+class Auxiliary(nn.Module):
+    """Leaves a loss beside its features, and returns it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.linear(x)
+        self.left = out.square().mean()
+        return out, out.square().mean(1)
+
+
+def test_what_is_left_beside_the_outputs_has_no_graph_and_what_is_returned_has() -> None:
+    auxiliary = Auxiliary()
+    features, returned = encode(auxiliary, _x(), sub_batch=SUB)
+    assert not auxiliary.left.requires_grad
+    (_total(features) + returned.mean()).backward()
+    found = _gradient(auxiliary)
+    (_total(auxiliary(_x())[0]) + auxiliary.left).backward()
+    assert distance(found, _gradient(auxiliary)) <= 1e-12
+
+
+def test_what_is_made_of_parameters_and_kept_for_later_calls_has_no_graph_either() -> None:
+    one, other = nn.Parameter(torch.randn(D_IN, 3).double()), nn.Parameter(torch.randn(3, D).double())
+    kept: list[Tensor] = []
+
+    def encoder(x: Tensor, keeps: bool) -> Tensor:
+        if not kept or not keeps:
+            kept[:] = [one @ other]
+        return x @ kept[0]
+
+    plain = torch.autograd.grad(encoder(_x(), False).sin().sum(), [one, other])
+    holder = nn.ParameterList([one, other])
+    for keeps in (False, True):
+        kept.clear()
+
+        class Keeping(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.held = holder
+
+            def forward(self, x: Tensor, keeps: bool = keeps) -> Tensor:
+                return encoder(x, keeps)
+
+        _total(encode(Keeping(), _x(), sub_batch=SUB)).backward()
+        assert (one.grad is None) == (other.grad is None) == keeps
+        if not keeps:
+            assert distance(_gradient(holder), torch.cat([g.flatten() for g in plain])) <= 1e-12
+
+
+def test_a_learned_bias_of_scores_changes_the_last_digits_at_most() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.passes = nn.Parameter(torch.randn(1, 1, 7, 7)), list[Tensor]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = F.scaled_dot_product_attention(x, x, x, attn_mask=self.bias * 1)
+            self.passes.append(out.detach())
+            return out
+
+    biased = Biased()
+    _total(encode(biased, torch.randn(B, 1, 7, 8), sub_batch=SUB)).backward()
+    first, second = torch.cat(biased.passes[:4]), torch.cat(biased.passes[4:])
+    assert distance(second, first) <= 1e-6
+
+
 def test_a_lazy_encoder_is_encoded_once_it_has_run() -> None:
     lazy = nn.LazyLinear(D).double()
     lazy(_x()[:2])

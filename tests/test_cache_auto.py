@@ -119,14 +119,122 @@ def test_with_room_for_all_nothing_is_encoded_twice(words: Words, texts: dict[st
 def test_auto_retains_what_fits(
     words: Words, texts: dict[str, Tensor], monkeypatch: Any, graphs: float, again: list[int]
 ) -> None:
-    held = {x.untyped_storage().data_ptr() for x in (*words.parameters(), *texts.values())}
+    held = {x.untyped_storage()._cdata for x in (*words.parameters(), *texts.values())}
     with retention.counting() as kept:
         graph = words(**{name: leaf[:8] for name, leaf in texts.items()})
-    each = sum(size for address, size in kept.items() if address not in held)
+    each = sum(size for storage, size in kept.items() if storage not in held)
     del graph
     monkeypatch.setattr(retention, "spare_bytes", lambda _: int(graphs * each) + 8)
     monkeypatch.setattr(first_pass, "later_bytes", lambda *_: 0)
     assert _rows(_compare(words, texts, sub_batch=8, retain="auto")) == [8, 8, 8, 5, *again]
+
+
+class Adapted(nn.Module):
+    """Wide frozen layers with small trained ones beside them, a table that all rows share, and how often it ran."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(width, width) for _ in range(3)).requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(width, 2, bias=False) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(2, width, bias=False) for _ in range(3))
+        self.register_buffer("table", torch.randn(500, width))
+        self.register_buffer("spread", torch.eye(width).to_sparse())
+        self.double()
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        for base, down, up in zip(self.base, self.down, self.up, strict=True):
+            x = torch.sparse.mm(self.spread, (base(x) + up(down(x))).tanh().mT).mT * self.table[0]
+        return x[:, :5]
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_what_is_frozen_is_no_part_of_a_graph(as_function: bool, monkeypatch: Any) -> None:
+    """A graph refers to the frozen weights and the buffers that it passes; they are there once, for all graphs."""
+    torch.manual_seed(3)
+    adapted, x = Adapted(), torch.randn(16, 64, dtype=torch.float64)
+    encoder = (lambda rows: adapted(rows)) if as_function else adapted
+    with retention.counting() as kept:
+        graph = encoder(x[:4])
+    everything = sum(kept.values())
+    activations = sum(size for size in kept.values() if size <= 4 * 64 * 8)
+    del graph
+    # one graph with all that it refers to does not fit, four without do
+    assert 6 * activations < everything
+    monkeypatch.setattr(retention, "spare_bytes", lambda _: 6 * activations)
+    monkeypatch.setattr(first_pass, "later_bytes", lambda *_: 0)
+    adapted.runs = 0
+    encode(encoder, x, sub_batch=4, retain="auto").sum().backward()
+    # one more shows what is reached
+    assert adapted.runs == 4 + 1
+
+
+class _Alive(torch.autograd.Function):
+    """Notes how many graphs of its own kind there are when it begins another one."""
+
+    tokens: list[weakref.ref[_Token]] = []  # noqa: RUF012
+    found: list[int] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.token = _Token()
+        _Alive.found.append(sum(token() is not None for token in _Alive.tokens))
+        _Alive.tokens.append(weakref.ref(ctx.token))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("kind", ["attention in eval mode", "retained", "frozen part"])
+def test_a_graph_that_is_not_kept_is_gone_before_the_next_sub_batch(kind: str) -> None:
+    """Where the first pass builds it and drops it, where it is only weighed, and in the second pass."""
+    attention = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).train(kind != "attention in eval mode")
+    if kind == "frozen part":
+        # in the middle of the graph, which is too large to be kept
+        attention.self_attn.requires_grad_(False)
+    _Alive.tokens, _Alive.found = [], []
+    features = encode(
+        _Owned(attention, lambda x: attention(_Alive.apply(attention.norm1(x)).repeat(1, 9, 1)).mean(1)),
+        {"x": torch.randn(15, 2, 6)}, sub_batch=4, retain=1 if kind == "retained" else 0,
+    )  # fmt: skip
+    features.sum().backward()
+    assert set(_Alive.found) == {0}
+
+
+@pytest.mark.parametrize("retain", ["auto", 0])
+@pytest.mark.parametrize("fits", [0, 1, 3])
+def test_graphs_behind_a_frozen_trunk_give_way_too(retain: Any, fits: int, caplog: Any) -> None:
+    """Nobody asked for them; and where not even the first one fits, none is tried for ever."""
+    torch.manual_seed(3)
+    trunk, project = nn.Linear(6, 40).requires_grad_(False).double(), nn.Linear(40, 5).double()
+    alive: list[Any] = []
+    tries = 0
+
+    def tight(x: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal tries
+        tries += 1
+        assert tries < 30
+        middle = trunk(x).tanh() * 1
+        if torch.is_grad_enabled() and not backward and len(x) > 2:
+            alive[:] = [node for node in alive if node() is not None]
+            if len(alive) == fits:
+                raise torch.OutOfMemoryError
+            alive.append(weakref.ref(middle))
+        # a graph is kept with its outputs
+        return project(middle), middle
+
+    x, backward = torch.randn(15, 6, dtype=torch.float64), True
+    truth = torch.autograd.grad(tight(x)[0].sin().sum(), list(project.parameters()))
+    backward = False
+    features, _ = encode(tight, x, sub_batch=4, retain=retain)
+    backward = True
+    found = torch.autograd.grad(features.sin().sum(), list(project.parameters()))
+    for ours, theirs in zip(found, truth, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
+    assert caplog.messages[-1] == f"encode: out of memory; {fits} of 4 sub-batches keep their graph"
 
 
 def test_out_of_memory_gives_the_oldest_graphs_up_and_loses_nothing(texts: dict[str, Tensor], caplog: Any) -> None:
@@ -443,6 +551,20 @@ class _Roomy:
         if len(inputs["input_ids"]) > self.room:
             raise torch.OutOfMemoryError("no room")
         return self.words(**inputs)
+
+
+def test_no_parameters_hook_hears_of_the_sizes_that_are_tried(
+    words: Words, texts: dict[str, Tensor], monkeypatch: Any
+) -> None:
+    """They get the gradient, once; that of a trial is none."""
+    monkeypatch.setattr(fitting, "tries", lambda _: True)
+    heard: list[Tensor] = []
+    words.mix.weight.register_hook(heard.append)
+    features = encode(words, texts, sub_batch="auto")
+    assert not heard
+    truth = _gradients(words, features)[1]
+    assert len(heard) == 1
+    assert torch.equal(heard[0], truth)
 
 
 def test_told_a_size_a_step_fails_rather_than_take_another(words: Words, texts: dict[str, Tensor]) -> None:

@@ -79,6 +79,17 @@ def test_every_mask_gives_the_features_of_the_whole_batch(name: str, tokens: int
     assert all(distance(ours, theirs) <= 1e-12 for ours, theirs in zip(found, truth, strict=True))
 
 
+def test_a_mask_that_is_added_to_scores_is_refused() -> None:
+    """0 stands for text there, and with padding on the left the text would be trimmed away."""
+    added = torch.where(_right().flip(1), 0.0, -torch.inf)
+    sentence = (
+        r"^`attention_mask` must be 0 at padding and more at tokens; got numbers below 0\. Pass the tokenizer's mask, "
+        r"and let the encoder make of it what it adds to its scores\.$"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        encode(Attention(), {"input_ids": torch.zeros(B, L), "attention_mask": added}, sub_batch_tokens=8)
+
+
 def test_what_has_no_rows_or_no_positions_goes_through() -> None:
     attention = Attention()
     for shape in ((0, L), (0, 0), (3, 0)):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from contrastile import ClipLoss, encode, fitting
+from contrastile import ClipLoss, encode, first_pass, fitting, retention
 
 ROWS, PLENTY = 12, 100
 
@@ -183,3 +183,31 @@ def _no_room_at_all(rank: int, group: Any, how: str, where: str) -> str:
 def test_where_one_rank_has_no_room_for_one_example_nobody_waits_for_it(pool: Pool, how: str, where: str) -> None:
     theirs = "encode: another rank has no room for a single example"
     assert pool.run(_no_room_at_all, 3, how, where) == [theirs, "no room", theirs]
+
+
+def _weights_are_no_part_of_a_graph(rank: int, group: Any, frozen: bool) -> None:
+    """Room for three graphs as they are, and for none that has the weights which are gathered for it."""
+    width = 64
+    torch.manual_seed(3)
+    tower = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)]).double()
+    tower[2].requires_grad_(not frozen)
+    runs: list[int] = []
+    tower[0].register_forward_hook(lambda *_: runs.append(1))
+    for layer in tower:
+        fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu"))
+    fully_shard(tower, mesh=DeviceMesh.from_group(group, "cpu"))
+    # of two rows, each layer's inputs
+    each = 4 * 2 * width * 8
+    kept, later = retention.spare_bytes, first_pass.later_bytes
+    retention.spare_bytes, first_pass.later_bytes = lambda _: 5 * each, lambda *_: 0
+    try:
+        encode(tower, torch.randn(8, width, dtype=torch.float64), sub_batch=2, retain="auto").sum().backward()
+    finally:
+        retention.spare_bytes, first_pass.later_bytes = kept, later
+    # one more shows whether what is trained is used
+    assert len(runs) == 4 + frozen
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_are_gathered_are_no_part_of_a_graph(pool: Pool, frozen: bool) -> None:
+    pool.check(_weights_are_no_part_of_a_graph, 2, frozen)
