@@ -28,6 +28,8 @@ from contrastile.randomness import PROCESS, Own, RandomState, Shared, own_genera
 
 # rows that show which modules and parameters a function reaches
 PROBE_ROWS = 2
+# in the names of what attention adds to its scores for how far apart two positions are: T5's, Swin's, BEiT's, SAM's
+RELATIVE = ("relative_", "rel_pos")
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,8 @@ def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator
 def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
     """Whether the encoder may compute something else where no graph is wanted: other bits, even other random numbers.
 
-    Compiled code does, and torch's attention modules in eval mode do.
+    Compiled code does, and torch's attention modules in eval mode do. So does attention with a bias that is learned,
+    in other kernels where the bias wants a gradient; it is known by its name.
     """
     while isinstance(encoder, partial):
         encoder = encoder.func
@@ -202,8 +205,23 @@ def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) ->
         hasattr(module, "_torchdynamo_orig_callable")
         or module._compiled_call_impl is not None
         or (isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not module.training)
+        or _learns_a_bias(module)
         for module in modules
     )
+
+
+def _learns_a_bias(module: nn.Module) -> bool:
+    """Whether it adds something of its own, which is trained, to attention's scores."""
+    return any(
+        any(word in name for word in RELATIVE) and any(p.requires_grad for p in _parameters_of(part))
+        for name, part in (*module._parameters.items(), *module._modules.items())
+    )
+
+
+def _parameters_of(part: Tensor | nn.Module | None) -> Iterable[Tensor]:
+    if isinstance(part, nn.Module):
+        return part.parameters()
+    return () if part is None else (part,)
 
 
 def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -572,6 +572,32 @@ def test_attention_computes_the_same_bits_in_both_passes(tower: Tower, training:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+class Relative(nn.Module):
+    """Attention over tokens with what Swin and BEiT add to the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relative_position_bias_table = nn.Parameter(torch.randn(31))
+        self.project = nn.Linear(D_IN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, places = self.project(x)[:, None], torch.arange(16)
+        bias = self.relative_position_bias_table[places[:, None] - places + 15]
+        return F.scaled_dot_product_attention(tokens, tokens, tokens, attn_mask=bias)[:, 0].mean(1)
+
+
+def test_attention_with_a_learned_bias_computes_the_same_bits_in_both_passes() -> None:
+    # where the bias wants a gradient another kernel is taken
+    torch.manual_seed(1)
+    encoder = Relative()
+    first, second = _passes(encoder, torch.randn(B, 16, D_IN))
+    assert len(first) == len(second) == 3
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert has_other_path(encoder, [encoder])
+    encoder.relative_position_bias_table.requires_grad_(False)
+    assert not has_other_path(encoder, [encoder])
+
+
 # torch's own words, on tensors that are no leaves and to whoever looks which modules a function runs
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
