@@ -237,6 +237,7 @@ def _of_recipe(recipe: Any, ranks: int) -> Found:
         "device": str(device),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trained": trained,
+        "learned_tokens": _learned_tokens(recipe.model.tokenizer),
         # weights, their gradients, and what the optimizer keeps
         "held": (8 + STATES[recipe.optim.kind]) * trained + 4 * (sum(p.numel() for p in model.parameters()) - trained),
         "batch": largest,
@@ -259,9 +260,16 @@ def _tokenizer(settings: Any) -> Any:
     from contrastile.models.openclip import clip_tokenizer
     from contrastile.models.text import load_tokenizer
 
+    if (tokens := _learned_tokens(settings)) is not None:
+        return StandIn(tokens, settings.length)
     if settings.folder is not None:
         return load_tokenizer(Path(settings.folder), length=settings.length)
-    return clip_tokenizer(settings.length) if settings.kind == "open_clip" else StandIn(settings.size, settings.length)
+    return clip_tokenizer(settings.length)
+
+
+def _learned_tokens(settings: Any) -> int | None:
+    """How many tokens a tokenizer may learn from the run's texts, which may have fewer; None of a ready one."""
+    return None if settings.folder is not None or settings.kind == "open_clip" else int(settings.size)
 
 
 def _pictures(recipe: Any) -> tuple[torch.nn.Module, list[Tower], int]:
@@ -360,7 +368,10 @@ def _recipe_told(recipe: Found) -> Iterator[str]:
     yield f"{recipe['name']} on {recipe['device']}:"
     millions = [f"{recipe[key] / 1e6:.1f}" for key in ("parameters", "trained")]
     held = f"weights, gradients and optimizer take about {size(recipe['held'])}"
-    yield f"  {millions[0]} million parameters, {millions[1]} of them trained; {held}"
+    tokens = recipe["learned_tokens"]
+    limit = "" if tokens is None else f", with all {tokens:,} tokens that its tokenizer may learn"
+    yield f"  {millions[0]} million parameters, {millions[1]} of them trained{limit}"
+    yield f"  {held}"
     yield f"  batch {recipe['batch']:,}:"
     for side in recipe["sides"]:
         graph = f"{size(side['activations'])} of activations an example, {size(side['graph'])} a sub-batch"

@@ -112,6 +112,8 @@ def test_a_recipes_run_is_foreseen(tmp_path, capsys):
     assert main(["doctor", str(path), "loss.backend=dense", "loss.exchange=ring"]) == 0
     said = capsys.readouterr().out
     assert "loss: backend dense; exchange ring: the recipe says so" in said
+    tokens = f"{recipe['learned_tokens']:,}"
+    assert f"of them trained, with all {tokens} tokens that its tokenizer may learn\n  weights, gradients and" in said
     assert "batch 48:\n    image: 48 a rank in sub-batches of 16: " in said
 
 
