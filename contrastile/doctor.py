@@ -1,7 +1,7 @@
 """What a machine has, and what "auto" would choose on it and why: for `contrastile doctor`.
 
 Above the training, whose choices it asks for; nothing here decides anything. `examine` gives plain values, `told` the
-lines that people read.
+lines that people read. Without a recipe it needs torch alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import free_memory, usable_cpus
 from contrastile.retention import bytes_per_example, spare_bytes
-from contrastile.train.checkpoint import choose_device
 from contrastile.train.log import size
 
 Found = dict[str, Any]
@@ -218,6 +217,7 @@ class Tower:
 
 def _of_recipe(recipe: Any, ranks: int) -> Found:
     """What a recipe's run would use on its device; its towers are built, and shown two examples, on the CPU."""
+    from contrastile.train.checkpoint import choose_device
     from contrastile.train.config import Recipe
 
     device = choose_device(recipe.device)
