@@ -444,6 +444,9 @@ BAD = {
     "`encoder` must treat examples one by one; got BatchNorm1d in training mode": lambda t: encode(
         nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4)), torch.randn(8, D_IN), sub_batch=4
     ),
+    "`encoder` must return features; got nothing. See whether it has a `return`.": lambda t: encode(
+        lambda x: None, _inputs(), sub_batch=8
+    ),
     "`encoder` must return the same structure each time": lambda t: encode(
         Changing("structure"), torch.randn(8, D_IN), sub_batch=4
     ),
