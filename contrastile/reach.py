@@ -7,6 +7,8 @@ examples, carry something from one to the next, and call a parameter's hooks for
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -135,7 +137,8 @@ def _trial(
 
     hook = register_module_forward_pre_hook(note)
     try:
-        outputs = _few(encoder, leaves, structure, device)
+        with _hook_unsaid():
+            outputs = _few(encoder, leaves, structure, device)
     finally:
         hook.remove()
         for generator, state in reversed(owned):
@@ -164,6 +167,17 @@ def _few(
             return [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
     finally:
         states.restore()
+
+
+@contextmanager
+def _hook_unsaid() -> Iterator[None]:
+    """Without torch's word that a hook of all modules is called for a compiled one and for what is in it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        yield
 
 
 @contextmanager

@@ -601,9 +601,8 @@ def test_attention_with_a_learned_bias_computes_the_same_bits_in_both_passes() -
     assert not has_other_path(encoder, [encoder])
 
 
-# torch's own words, on tensors that are no leaves and to whoever looks which modules a function runs
+# torch's own words, on tensors that are no leaves
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 @pytest.mark.parametrize("partly_frozen", [False, True])
 @pytest.mark.parametrize("way", ["module", "method", "inside", "function", "partial"])
 def test_compiled_encoders_draw_the_same_random_numbers_twice(tower: Tower, way: str, partly_frozen: bool) -> None:
