@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -143,10 +144,14 @@ def _trial(
         hook.remove()
         for generator, state in reversed(owned):
             generator.set(state)
-    reached = {id(leaf): leaf for leaf in graph_leaves(outputs)}
+    differentiable = any(out.requires_grad for out in outputs)
+    met = [ref(leaf) for leaf in graph_leaves(outputs)]
+    # what the encoder made itself is gone with its graph
+    del outputs
+    reached = {id(leaf): leaf for each in met if (leaf := each()) is not None}
     for module in ran.values():
         reached |= {id(p): p for p in module.parameters()}
-    return list(ran.values()), list(reached.values()), any(out.requires_grad for out in outputs)
+    return list(ran.values()), list(reached.values()), differentiable
 
 
 def _few(

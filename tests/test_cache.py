@@ -690,6 +690,43 @@ def test_a_frozen_trunk_runs_once_and_its_features_wait() -> None:
     assert all(distance(found[name], expected[name]) < 1e-6 for name in ("project.weight", "project.bias"))
 
 
+@pytest.mark.parametrize("retain", [0, 1, "auto"])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_what_an_encoder_makes_and_wants_a_gradient_of_is_its_own_affair(as_function: bool, retain: Any) -> None:
+    """As `enable_input_require_grads` of transformers has it, for checkpoints behind frozen embeddings."""
+    words, layer = nn.EmbeddingBag(50, 40).requires_grad_(False), nn.Sequential(nn.Linear(40, D), nn.Tanh())
+    words.register_forward_hook(lambda module, args, out: out.requires_grad_())
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.layer = words, layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.layer, self.words(x), use_reentrant=False)
+
+    tower, x = Reader(), torch.randint(0, 50, (B, 3))
+    encoder = (lambda x: tower(x)) if as_function else tower
+    encoder(x).cos().sum().backward()
+    expected = _gradients(tower)
+    encode(encoder, x, sub_batch=8, retain=retain).cos().sum().backward()
+    found = _gradients(tower)
+    assert all(distance(found[name], expected[name]) < 1e-6 for name in ("layer.0.weight", "layer.0.bias"))
+
+
+@pytest.mark.parametrize("retain", [0, 3])
+def test_a_tensor_that_lives_elsewhere_is_refused_even_if_it_is_no_parameter(retain: int) -> None:
+    prompt = torch.randn(D_IN, requires_grad=True)
+
+    class Prompted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + prompt)
+
+    features = encode(Prompted(D_IN, D), torch.randn(8, D_IN), sub_batch=4, retain=retain)
+    with pytest.raises(ValueError, match=rf"`encoder` must own every .* that it uses; got one of shape \[{D_IN}\] els"):
+        features.sum().backward()
+
+
 @pytest.mark.parametrize("as_function", [False, True])
 def test_a_frozen_trunk_wider_than_the_inputs_runs_once_too(as_function: bool) -> None:
     """Of texts, say: a few whole numbers go in, and the trunk's features are wider than the projection's."""
