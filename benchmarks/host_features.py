@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--longest", type=float, default=600.0, help="seconds that the step of --size may take")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a CUDA device is what this measures, and torch finds none")
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, options.limit * 2**30 / total), DEVICE)
     d = options.features

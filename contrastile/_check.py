@@ -104,24 +104,24 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         )
 
 
-def same_length(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """x has a row for each of other's."""
+def same_length(name: str, x: Tensor, other_name: str, other: Tensor, otherwise: str = "") -> None:
+    """x has a row for each of other's; `otherwise` says what does without."""
     if len(x) != len(other):
         raise wrong(
             name,
             f"have as many rows as `{other_name}`",
             f"{len(other)} and {len(x)}",
-            "Pass one row for each; a symmetric loss pairs row i with row i.",
+            f"Pass one row for each; a symmetric loss pairs row i with row i.{otherwise}",
         )
 
 
 def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool) -> None:
     """x is [n], one entry for each of the rows, on their device."""
     if not isinstance(x, Tensor) or x.shape != rows.shape[:1]:
-        got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise wrong(
-            name, f"be a tensor of shape [{len(rows)}], one entry for each row of `{rows_name}`", got, "Check it."
-        )
+        rule = f"be a tensor of shape [{len(rows)}], one entry for each row of `{rows_name}`"
+        if isinstance(x, Tensor):
+            raise wrong(name, rule, f"shape {list(x.shape)}", "Check it.")
+        raise wrong(name, rule, type(x).__name__, "Convert it with torch.as_tensor.")
     if integer and (x.is_floating_point() or x.is_complex()):
         raise wrong(name, "be integers", x.dtype, "Number the groups first, with torch.unique for example.")
     if x.is_complex():

@@ -80,7 +80,7 @@ class Pairing:
         if inputs.negatives and loss.symmetric:
             raise wrong("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
         if loss.symmetric:
-            _check.same_length("k", inputs.k, "q", inputs.q)
+            _check.same_length("k", inputs.k, "q", inputs.q, " Further keys go with loss=Softmax().")
         row_labels, col_labels = _groups("labels", self.query_labels, self.key_labels, inputs)
         row_ids, col_ids = _groups("ids", self.query_ids, self.key_ids, inputs)
         diagonal, positives = self._positives(inputs, loss)

@@ -6,8 +6,14 @@ torch is loaded. `_check.py`, the checks on tensors, hands it on to whoever has 
 
 from __future__ import annotations
 
+import errno
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+# what a disk says that has no room
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def wrong(name: str, rule: str, got: object, remedy: str) -> ValueError:
@@ -40,3 +46,17 @@ def whole_number(name: str, value: Any, least: int, remedy: str, *, rule: str = 
         got = repr(value) if found is None or truth else found
         raise wrong(name, rule or f"be a whole number of at least {least}", got, remedy)
     return found
+
+
+@contextmanager
+def written_to(place: object) -> Iterator[None]:
+    """Says which place had no room: an error of a file that is open does not name it."""
+    try:
+        yield
+    except OSError as error:
+        # numpy has words of its own, and no number
+        if error.errno not in FULL and " requested and " not in str(error):
+            raise
+        told = OSError(f"{place} could not be written ({error.strerror or error}); free the disk and begin again")
+        told.errno = error.errno
+        raise told from error

@@ -42,7 +42,12 @@ left: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 def size(group: Any) -> int:
     """The number of ranks in the group; 1 without torch.distributed."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_available():
+        return 1
+    if group is not None and not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
+        remedy = "Pass what torch.distributed.new_group gives."
+        raise wrong("group", "be a process group", type(group).__name__, remedy)
+    if not dist.is_initialized():
         return 1
     ranks = dist.get_world_size(group)
     if ranks < 1:

@@ -1,7 +1,7 @@
 """What a machine has, and what "auto" would choose on it and why: for `contrastile doctor`.
 
 Above the training, whose choices it asks for; nothing here decides anything. `examine` gives plain values, `told` the
-lines that people read.
+lines that people read. Without a recipe it needs torch alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import free_memory, usable_cpus
 from contrastile.retention import bytes_per_example, spare_bytes
-from contrastile.train.checkpoint import choose_device
 from contrastile.train.log import size
 
 Found = dict[str, Any]
@@ -218,6 +217,7 @@ class Tower:
 
 def _of_recipe(recipe: Any, ranks: int) -> Found:
     """What a recipe's run would use on its device; its towers are built, and shown two examples, on the CPU."""
+    from contrastile.train.checkpoint import choose_device
     from contrastile.train.config import Recipe
 
     device = choose_device(recipe.device)
@@ -237,6 +237,7 @@ def _of_recipe(recipe: Any, ranks: int) -> Found:
         "device": str(device),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trained": trained,
+        "learned_tokens": _learned_tokens(recipe.model.tokenizer),
         # weights, their gradients, and what the optimizer keeps
         "held": (8 + STATES[recipe.optim.kind]) * trained + 4 * (sum(p.numel() for p in model.parameters()) - trained),
         "batch": largest,
@@ -259,9 +260,16 @@ def _tokenizer(settings: Any) -> Any:
     from contrastile.models.openclip import clip_tokenizer
     from contrastile.models.text import load_tokenizer
 
+    if (tokens := _learned_tokens(settings)) is not None:
+        return StandIn(tokens, settings.length)
     if settings.folder is not None:
         return load_tokenizer(Path(settings.folder), length=settings.length)
-    return clip_tokenizer(settings.length) if settings.kind == "open_clip" else StandIn(settings.size, settings.length)
+    return clip_tokenizer(settings.length)
+
+
+def _learned_tokens(settings: Any) -> int | None:
+    """How many tokens a tokenizer may learn from the run's texts, which may have fewer; None of a ready one."""
+    return None if settings.folder is not None or settings.kind == "open_clip" else int(settings.size)
 
 
 def _pictures(recipe: Any) -> tuple[torch.nn.Module, list[Tower], int]:
@@ -360,7 +368,10 @@ def _recipe_told(recipe: Found) -> Iterator[str]:
     yield f"{recipe['name']} on {recipe['device']}:"
     millions = [f"{recipe[key] / 1e6:.1f}" for key in ("parameters", "trained")]
     held = f"weights, gradients and optimizer take about {size(recipe['held'])}"
-    yield f"  {millions[0]} million parameters, {millions[1]} of them trained; {held}"
+    tokens = recipe["learned_tokens"]
+    limit = "" if tokens is None else f", with all {tokens:,} tokens that its tokenizer may learn"
+    yield f"  {millions[0]} million parameters, {millions[1]} of them trained{limit}"
+    yield f"  {held}"
     yield f"  batch {recipe['batch']:,}:"
     for side in recipe["sides"]:
         graph = f"{size(side['activations'])} of activations an example, {size(side['graph'])} a sub-batch"

@@ -92,6 +92,8 @@ class Job:
         with computing_weights():
             outputs, structure = pytree.tree_flatten(self.encoder(*args, **kwargs))
         if not self.output_structure:
+            if all(out is None for out in outputs):
+                raise wrong("encoder", "return features", "nothing", "See whether it has a `return`.")
             self.output_structure.append(structure)
             self.tails.extend(out.shape[1:] if isinstance(out, Tensor) else None for out in outputs)
         if structure != self.output_structure[0]:

@@ -2,13 +2,14 @@
 
 Each only says, in the words of `_contrast.py`, which rows meet which columns and what a positive is. They compute
 with features as given: normalise first where the method wants it (all but InfoNCE, whose products may be any, say once
-if rows are not of unit length).
+if rows are not of unit length, or the scale looks like a temperature).
 """
 
 from __future__ import annotations
 
 import re
 import warnings
+from numbers import Real
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -58,15 +59,16 @@ class _UnitLoss(_Loss):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
-        self._lengths_seen = False
+        self._seen = False
 
-    def _look_at_lengths(self, *sides: Tensor) -> None:
-        """Says once, at the first call, that rows are not of unit length: the commonest slip with these losses."""
-        if self._lengths_seen or torch.compiler.is_compiling() or any(len(side) == 0 for side in sides):
+    def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
+        """Says once, at the first call, what is the commonest slip with these losses: rows that are not of unit length,
+        or a temperature in the place of the scale."""
+        if self._seen or torch.compiler.is_compiling() or any(len(side) == 0 for side in sides):
             return
         if _check.captured(*sides):
             return
-        self._lengths_seen = True
+        self._seen = True
         # a loss may be made anew at every step
         if not _looks.one_more(*sides):
             return
@@ -80,6 +82,13 @@ class _UnitLoss(_Loss):
                     stacklevel=5,
                 )
                 return
+        # a learned one is not read: of a module in shards that would be a word between ranks
+        if isinstance(scale, Real) and 0.0 < scale < 1.0:
+            warnings.warn(
+                f"{type(self).__name__} got a scale of {float(scale):.3g}, as if it were a temperature; products are "
+                "multiplied by it. Pass 1 / temperature.",
+                stacklevel=5,
+            )
 
 
 class _PairedLoss(_UnitLoss):
@@ -151,7 +160,7 @@ class _PairedLoss(_UnitLoss):
             key_ids=ids,
             weights=weights,
         )
-        self._look_at_lengths(image_features, text_features)
+        self._look(logit_scale, image_features, text_features)
         return {"contrastive_loss": loss} if output_dict else loss
 
 
@@ -300,7 +309,7 @@ class SupConLoss(_UnitLoss):
         loss = self._contrast(
             features, features, scale=scale, loss=Softmax(exclude_self=True), query_labels=labels, key_labels=labels
         )
-        self._look_at_lengths(features)
+        self._look(scale, features)
         return loss
 
 
@@ -342,5 +351,5 @@ class NTXentLoss(_UnitLoss):
         N = len(view_a)
         other = torch.arange(2 * N, device=views.device).roll(N)
         loss = self._contrast(views, views, scale=scale, loss=Softmax(exclude_self=True), positives=Sound(other))
-        self._look_at_lengths(view_a, view_b)
+        self._look(scale, view_a, view_b)
         return loss

@@ -7,11 +7,14 @@ examples, carry something from one to the next, and call a parameter's hooks for
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -135,15 +138,20 @@ def _trial(
 
     hook = register_module_forward_pre_hook(note)
     try:
-        outputs = _few(encoder, leaves, structure, device)
+        with _hook_unsaid():
+            outputs = _few(encoder, leaves, structure, device)
     finally:
         hook.remove()
         for generator, state in reversed(owned):
             generator.set(state)
-    reached = {id(leaf): leaf for leaf in graph_leaves(outputs)}
+    differentiable = any(out.requires_grad for out in outputs)
+    met = [ref(leaf) for leaf in graph_leaves(outputs)]
+    # what the encoder made itself is gone with its graph
+    del outputs
+    reached = {id(leaf): leaf for each in met if (leaf := each()) is not None}
     for module in ran.values():
         reached |= {id(p): p for p in module.parameters()}
-    return list(ran.values()), list(reached.values()), any(out.requires_grad for out in outputs)
+    return list(ran.values()), list(reached.values()), differentiable
 
 
 def _few(
@@ -164,6 +172,17 @@ def _few(
             return [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
     finally:
         states.restore()
+
+
+@contextmanager
+def _hook_unsaid() -> Iterator[None]:
+    """Without torch's word that a hook of all modules is called for a compiled one and for what is in it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        yield
 
 
 @contextmanager

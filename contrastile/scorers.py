@@ -79,9 +79,10 @@ class PairMLP(nn.Module):
 class MaxSim(nn.Module):
     """Late interaction (ColBERT, Khattab and Zaharia 2020, equation 3): s_ij = Σ_l max_m ⟨q_il, k_jm⟩.
 
-    Called with token vectors [I, L, D] and [J, M, D], each alone or as (vectors, mask [I, L]), the mask true where
-    there is a token. Padding neither asks nor answers; a column without any token scores 0. Vectors are used as
-    given: normalise them first, as ColBERT does. Raises ValueError for anything else, such as a mask that is not bool.
+    Called with token vectors [I, L, D] and [J, M, D], each alone or as (vectors, mask [I, L]), the mask true, or not
+    0, where there is a token: a tokenizer's `attention_mask` as it is. Padding neither asks nor answers; a column
+    without any token scores 0. Vectors are used as given: normalise them first, as ColBERT does. Raises ValueError for
+    anything else, such as a mask of floats, whose meaning is not plain.
 
     >>> from contrastile import contrast
     >>> query = F.normalize(torch.randn(8, 5, 16), dim=-1).requires_grad_()
@@ -116,10 +117,12 @@ def _tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
     both = side if isinstance(side, (tuple, list)) else (side, None)
     vectors, mask = both if len(both) == 2 else (None, None)
     shapes = [list(x.shape) if isinstance(x, Tensor) else None for x in (vectors, mask)]
-    fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and shapes[1] == (shapes[0] or [])[:2]
+    floats = isinstance(mask, Tensor) and mask.is_floating_point()
+    fits = isinstance(mask, Tensor) and not floats and shapes[1] == (shapes[0] or [])[:2]
     if not isinstance(vectors, Tensor) or vectors.ndim != 3 or not (mask is None or fits):
         got = type(side).__name__ if shapes[0] is None else f"shape {shapes[0]}"
         if mask is not None:
             got += f" and a mask {shapes[1]}, {getattr(mask, 'dtype', type(mask).__name__)}"
-        raise wrong(name, "be token vectors [B, L, D], alone or with a bool mask [B, L]", got, "Check the encoder.")
-    return vectors, mask
+        remedy = "Pass attention_mask.bool(), say." if floats else "Check the encoder."
+        raise wrong(name, "be token vectors [B, L, D], alone or with a bool mask [B, L]", got, remedy)
+    return vectors, None if mask is None else mask.bool()

@@ -7,16 +7,23 @@ kernels for all parameters, and nothing copied.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastile._check import wrong
 from contrastile._types import accumulator
 from contrastile.offload import Bounds
 from contrastile.reach import back_propagated, graph_leaves
+
+
+def _strange(leaf: Tensor) -> ValueError:
+    got, remedy = f"one of shape {list(leaf.shape)} elsewhere", "Pass the module that holds them, or its method."
+    return wrong("encoder", "own every parameter that it uses", got, remedy)
 
 
 class Sums:
@@ -34,6 +41,8 @@ class Sums:
         # whether a total is ours to add to in place; the first gradient is autograd's, and may be shared
         self.owned = [False] * len(parameters)
         self.known = {id(parameter) for parameter in parameters}
+        # leaves of graphs that were nobody's: they are gone by now if the encoder made them
+        self.strangers: list[ReferenceType[Tensor]] = []
         self.leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         self.inputs: list[Tensor | None] = [None] * len(self.leaves)
 
@@ -96,19 +105,26 @@ class Sums:
             torch._foreach_add_(*map(list, zip(*later, strict=True)))
 
     def _refuse_strangers(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """A parameter that is not the encoder's would get no gradient. What it made itself and wants one, such as
+        features behind frozen embeddings (`enable_input_require_grads` of transformers), needs none."""
         known = self.known | {id(row) for row in inputs}
         for leaf in graph_leaves(outs):
             if id(leaf) not in known:
-                got = f"one of shape {list(leaf.shape)} elsewhere"
-                raise wrong(
-                    "encoder",
-                    "own every parameter that it uses",
-                    got,
-                    "Pass the module that holds them, or its method.",
-                )
+                if isinstance(leaf, nn.Parameter):
+                    raise _strange(leaf)
+                self.strangers.append(ref(leaf))
+
+    def _refuse_living(self) -> None:
+        # a cycle may keep what is nobody's
+        if any(stranger() is not None for stranger in self.strangers):
+            gc.collect()
+        for stranger in self.strangers:
+            if (leaf := stranger()) is not None:
+                raise _strange(leaf)
 
     def finish(self) -> list[Tensor | None]:
         """The sums in their parameters' types, and the inputs' gradients."""
+        self._refuse_living()
         return [
             None if total is None else total.to(parameter.dtype)
             for parameter, total in zip(self.parameters, self.totals, strict=True)

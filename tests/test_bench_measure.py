@@ -3,6 +3,7 @@
 import csv
 import time
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +50,12 @@ def test_a_file_of_other_columns_is_refused_and_left_alone(tmp_path):
     with pytest.raises(ValueError, match=r"`csv` must have the columns of a results file; got .*x.csv: a, b"):
         Ledger(path)
     assert path.read_text() == "a,b\n1,2\n"
+
+
+def test_a_full_disk_is_told_with_the_files_name():
+    told = r"/dev/full could not be written \(No space left on device\); free the disk and begin again"
+    with pytest.raises(OSError, match=told), Ledger(Path("/dev/full")) as ledger:
+        ledger.write(ROW)
 
 
 def test_a_product_runs_before_every_step():

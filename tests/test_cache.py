@@ -444,6 +444,9 @@ BAD = {
     "`encoder` must treat examples one by one; got BatchNorm1d in training mode": lambda t: encode(
         nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4)), torch.randn(8, D_IN), sub_batch=4
     ),
+    "`encoder` must return features; got nothing. See whether it has a `return`.": lambda t: encode(
+        lambda x: None, _inputs(), sub_batch=8
+    ),
     "`encoder` must return the same structure each time": lambda t: encode(
         Changing("structure"), torch.randn(8, D_IN), sub_batch=4
     ),
@@ -598,9 +601,8 @@ def test_attention_with_a_learned_bias_computes_the_same_bits_in_both_passes() -
     assert not has_other_path(encoder, [encoder])
 
 
-# torch's own words, on tensors that are no leaves and to whoever looks which modules a function runs
+# torch's own words, on tensors that are no leaves
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 @pytest.mark.parametrize("partly_frozen", [False, True])
 @pytest.mark.parametrize("way", ["module", "method", "inside", "function", "partial"])
 def test_compiled_encoders_draw_the_same_random_numbers_twice(tower: Tower, way: str, partly_frozen: bool) -> None:
@@ -686,6 +688,43 @@ def test_a_frozen_trunk_runs_once_and_its_features_wait() -> None:
     assert tower.runs == 3 + 1
     found = _gradients(tower)
     assert all(distance(found[name], expected[name]) < 1e-6 for name in ("project.weight", "project.bias"))
+
+
+@pytest.mark.parametrize("retain", [0, 1, "auto"])
+@pytest.mark.parametrize("as_function", [False, True])
+def test_what_an_encoder_makes_and_wants_a_gradient_of_is_its_own_affair(as_function: bool, retain: Any) -> None:
+    """As `enable_input_require_grads` of transformers has it, for checkpoints behind frozen embeddings."""
+    words, layer = nn.EmbeddingBag(50, 40).requires_grad_(False), nn.Sequential(nn.Linear(40, D), nn.Tanh())
+    words.register_forward_hook(lambda module, args, out: out.requires_grad_())
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.layer = words, layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.layer, self.words(x), use_reentrant=False)
+
+    tower, x = Reader(), torch.randint(0, 50, (B, 3))
+    encoder = (lambda x: tower(x)) if as_function else tower
+    encoder(x).cos().sum().backward()
+    expected = _gradients(tower)
+    encode(encoder, x, sub_batch=8, retain=retain).cos().sum().backward()
+    found = _gradients(tower)
+    assert all(distance(found[name], expected[name]) < 1e-6 for name in ("layer.0.weight", "layer.0.bias"))
+
+
+@pytest.mark.parametrize("retain", [0, 3])
+def test_a_tensor_that_lives_elsewhere_is_refused_even_if_it_is_no_parameter(retain: int) -> None:
+    prompt = torch.randn(D_IN, requires_grad=True)
+
+    class Prompted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + prompt)
+
+    features = encode(Prompted(D_IN, D), torch.randn(8, D_IN), sub_batch=4, retain=retain)
+    with pytest.raises(ValueError, match=rf"`encoder` must own every .* that it uses; got one of shape \[{D_IN}\] els"):
+        features.sum().backward()
 
 
 @pytest.mark.parametrize("as_function", [False, True])

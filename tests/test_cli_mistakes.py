@@ -275,6 +275,26 @@ def test_a_folder_that_holds_no_model_is_one_line(recipe_file, monkeypatch, text
     assert str(caught.value).startswith(f"x.toml: model.image.folder: {reason}")
 
 
+def test_kernels_that_nothing_here_can_run_are_one_line(recipe_file, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    recipe_file.write_text(f"{STEPS}[loss]\nbackend = 'triton'\n")
+    monkeypatch.setattr("contrastile.train.config.for_cpus_alone", lambda: True)
+    with pytest.raises(RecipeError) as caught:
+        load_any_recipe("x.toml")
+    assert str(caught.value) == (
+        'x.toml: loss.backend: must be "auto", "eager" or "dense": the torch that is installed is for CPUs alone; got '
+        '"triton"'
+    )
+    monkeypatch.setattr("contrastile.train.config.for_cpus_alone", lambda: False)
+    monkeypatch.setattr("contrastile.train.settings.find_spec", lambda name: None)
+    with pytest.raises(RecipeError) as caught:
+        load_any_recipe("x.toml")
+    told = "needs the package triton, which is not installed; run: pip install triton"
+    assert str(caught.value) == f"x.toml: loss.backend: {told}"
+    # a run that is read back needs none of it
+    assert load_any_recipe("x.toml", files=False).loss.backend == "triton"
+
+
 def test_configurations_that_transformers_wrote_or_another_model_reads_are_taken(recipe_file, monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     pytest.importorskip("transformers")

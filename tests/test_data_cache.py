@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import time
 
@@ -159,6 +160,19 @@ def test_a_picture_of_another_shape_is_refused(tmp_path):
     with PictureWriter(tmp_path / "images.npy", SHAPE) as writer, pytest.raises(ValueError) as caught:
         writer.add(np.ones((1, 9, 9), np.uint8))
     assert str(caught.value) == "`picture` must be uint8 (1, 8, 8); got uint8 (1, 9, 9). Convert it first."
+
+
+def test_a_full_disk_is_told_with_the_folders_name(tmp_path):
+    def make(writer):
+        with open("/dev/full", "wb") as file:
+            file.write(bytes(100_000))
+
+    with pytest.raises(OSError) as caught:
+        opened(tmp_path / "cache", make)
+    place = re.escape(str(tmp_path / "cache" / "kind-8px-"))
+    told = rf"{place}\w+ could not be written \(No space left on device\); free the disk and begin again"
+    assert re.fullmatch(told, str(caught.value))
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
 
 
 def test_a_cache_that_is_a_file_is_refused(tmp_path):

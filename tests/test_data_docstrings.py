@@ -164,6 +164,27 @@ def test_a_second_opening_reads_the_same(opened, monkeypatch):
     assert second.digest() == first.digest()
 
 
+def test_what_was_written_since_is_harvested_again(opened, tmp_path):
+    before = opened()
+    (tmp_path / "many" / "nothing.py").symlink_to(tmp_path / "nowhere.py")
+    file = tmp_path / "many" / "pack7" / "__init__.py"
+    file.write_text(file.read_text().replace("return 7, 3", "return 3, 7"))
+    after = opened()
+    assert len(after.passages) == len(before.passages)
+    assert {"return 3, 7" in passage.text for passage in after.passages} == {True, False}
+    assert after.digest() != before.digest()
+
+
+def test_what_lies_elsewhere_now_is_said_to_stand_there(opened, tmp_path, monkeypatch):
+    before = opened()
+    (tmp_path / "many").rename(tmp_path / "moved")
+    monkeypatch.setattr(docstrings, "library_folder", lambda: tmp_path / "moved")
+    after = opened()
+    assert all(passage.source.startswith(str(tmp_path / "moved")) for passage in after.passages)
+    # it is the same task
+    assert after.digest() == before.digest()
+
+
 def test_the_digest_knows_the_negatives_and_not_the_folder(opened):
     texts = opened()
     digest = texts.digest()

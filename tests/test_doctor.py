@@ -1,6 +1,8 @@
 """`contrastile doctor`: what a machine has, what "auto" would choose, and an exit code of 1 where it is broken."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -25,6 +27,16 @@ def test_it_says_what_the_machine_has(capsys):
     assert "backend eager (for clip float32" in said
     assert "exchange single" in said
     assert "workspace " in said
+
+
+def test_the_library_alone_has_a_doctor():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'transformers', 'tqdm', 'PIL', 'safetensors'])); "
+        "from contrastile.cli.main import main; sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert '"auto" on cpu:' in done.stdout
 
 
 def test_json_is_the_same(capsys):
@@ -112,6 +124,8 @@ def test_a_recipes_run_is_foreseen(tmp_path, capsys):
     assert main(["doctor", str(path), "loss.backend=dense", "loss.exchange=ring"]) == 0
     said = capsys.readouterr().out
     assert "loss: backend dense; exchange ring: the recipe says so" in said
+    tokens = f"{recipe['learned_tokens']:,}"
+    assert f"of them trained, with all {tokens} tokens that its tokenizer may learn\n  weights, gradients and" in said
     assert "batch 48:\n    image: 48 a rank in sub-batches of 16: " in said
 
 

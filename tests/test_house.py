@@ -133,6 +133,17 @@ def test_importing_the_library_takes_no_longer_than_torch_and_a_fifth_of_a_secon
     assert any(float(_fresh(code)) < 0.2 for _ in range(3))
 
 
+def test_a_run_is_not_loaded_without_what_it_needs(tmp_path: Path) -> None:
+    for name in ("recipe.toml", "model.safetensors", "run.json"):
+        (tmp_path / name).touch()
+    # the library alone has every name
+    code = (
+        "import sys; sys.modules['pydantic'] = None; from contrastile import *; from contrastile import load\n"
+        f"try: load({str(tmp_path)!r})\nexcept ModuleNotFoundError as error: print(error)"
+    )
+    assert _fresh(code) == '`pydantic` is not installed; run: pip install "contrastile[train]"'
+
+
 def test_public_names() -> None:
     names = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss", "contrast", "encode", "load"]
     assert contrastile.__all__ == names

@@ -268,6 +268,24 @@ def test_rows_that_are_not_of_unit_length_are_said_once(name: str) -> None:
     assert not said
 
 
+def test_a_temperature_in_the_place_of_the_scale_is_said_once() -> None:
+    loss, (a, b) = NTXentLoss(), F.normalize(torch.randn(2, 4, 8), dim=-1)
+    with pytest.warns(UserWarning, match="scale") as told:
+        loss(a, b, 0.07)
+    assert [(str(one.message), one.filename) for one in told] == [
+        ("NTXentLoss got a scale of 0.07, as if it were a temperature; products are multiplied by it. Pass "
+         "1 / temperature.", __file__)
+    ]  # fmt: skip
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loss(a, b, 0.07)
+        NTXentLoss()(a, b, 1 / 0.07)
+        InfoNCELoss()(a, b, 0.07)
+        # what has no meaning as one, such as none at all
+        NTXentLoss()(a, b, 0.0)
+    assert not said
+
+
 @pytest.mark.parametrize("name", OF_COSINES)
 def test_lengths_on_a_gpu_are_read_in_few_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's tensors are taken for a GPU's, in a process that has read none yet."""

@@ -49,7 +49,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         _x(3, 4), _meta(3, 4), scale=1.0
     ),
     "`k` must have as many rows as `q`; got 3 and 2. Pass one row for each; a symmetric loss pairs row i with "
-    "row i.": lambda: contrast(_x(3, 4), _x(2, 4), scale=1.0),
+    "row i. Further keys go with loss=Softmax().": lambda: contrast(_x(3, 4), _x(2, 4), scale=1.0),
     "`k` must have at least as many rows as `q`; got 3 and 2. Or pass `positives`.": lambda: contrast(
         _x(3, 4), _x(2, 4), scale=1.0, loss=Softmax()
     ),
@@ -71,8 +71,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`key_ids` must be integers; got torch.float32. Number the groups first, with torch.unique for example.": lambda: (
         contrast(_x(3, 4), _x(3, 4), scale=1.0, query_ids=torch.arange(3), key_ids=_x(3))
     ),
-    "`key_ids` must be a tensor of shape [5], one entry for each row of `key`; got int. Check it.": lambda: (
-        InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), query_ids=torch.arange(3), key_ids=3)
+    "`key_ids` must be a tensor of shape [5], one entry for each row of `key`; got int. Convert it with "
+    "torch.as_tensor.": lambda: InfoNCELoss()(
+        _x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), query_ids=torch.arange(3), key_ids=3
     ),
     "`key_ids` must be a tensor of shape [5], one entry for each row of `key`; got shape []. Check it.": lambda: (
         InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), query_ids=torch.arange(3), key_ids=torch.tensor(3))
@@ -167,6 +168,12 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`device` must be one that torch knows; got 'gpu'. Leave it out to compute where the features are.": lambda: (
         ClipLoss(device="gpu")
     ),
+    "`group` must be a process group; got int. Pass what torch.distributed.new_group gives.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, group=3
+    ),
+    "`group` must be a process group; got str. Pass what torch.distributed.new_group gives.": lambda: ClipLoss(
+        group="all"
+    )(_x(3, 4), _x(3, 4), 1.0),
     "`how` must be made of backend, exchange, group, gradient, label_smoothing, reduction, workspace, device; got "
     "local_loss, rank. Leave it out: a loss meets all ranks by itself, with gradients to all of them.": lambda: (
         ClipLoss(local_loss=True, rank=0)
@@ -183,9 +190,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "positive. Did you mean positives?": lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, positive=None),
     "`text_features` must have as many rows as `image_features`; got 3 and 2. Pass one row for each; a symmetric loss "
     "pairs row i with row i.": lambda: SigLipLoss()(_x(3, 4), _x(2, 4), 1.0),
-    "`ids` must be a tensor of shape [3], one entry for each row of `image_features`; got list. Check it.": lambda: (
-        ClipLoss()(_x(3, 4), _x(3, 4), 1.0, ids=[1, 2, 3])
-    ),
+    "`ids` must be a tensor of shape [3], one entry for each row of `image_features`; got list. Convert "
+    "it with torch.as_tensor.": lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, ids=[1, 2, 3]),
     "`logit_bias` must be a tensor of shape [] or [1]; got shape [3]. One number serves all pairs.": lambda: (
         SigLipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3))
     ),

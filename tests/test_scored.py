@@ -400,6 +400,14 @@ def test_the_shape_of_every_tile_is_looked_at(tiles: list[int]) -> None:
             contrast(_x(17), _x(17), scorer=scorer, loss=loss)
 
 
+def test_a_tokenizers_attention_mask_serves_as_it_is() -> None:
+    q, k = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+    asking, answering = torch.tensor([[1, 1, 0]] * 2), torch.tensor([[1, 0, 1, 0, 0], [0] * 5])
+    numbers = contrast((q, asking), (k, answering), scorer=MaxSim())
+    assert numbers == contrast((q, asking.bool()), (k, answering.bool()), scorer=MaxSim())
+    assert numbers != contrast(q, k, scorer=MaxSim())
+
+
 class Odd(nn.Module):
     """Returns what it is told to."""
 
@@ -539,18 +547,21 @@ SENTENCES = {
     ),
     "`scale` must be given for a dot product; got None. Pass logit_scale.exp(), say.": lambda: contrast(_x(), _x()),
     "`k` must have as many rows as `q`; got 5 and 3. Pass one row for each; a symmetric loss pairs row i with row "
-    "i.": lambda: contrast(_x(), _x(3), scorer=Bilinear(4, 4)),
+    "i. Further keys go with loss=Softmax().": lambda: contrast(_x(), _x(3), scorer=Bilinear(4, 4)),
     "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [2, 4]. Check the "
     "encoder.": lambda: contrast(_x(), _x(), scorer=MaxSim()),
     "`k` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [3, 2, 4] and a mask [3, 2], "
-    "torch.int64. Check the encoder.": lambda: contrast(
-        torch.ones(5, 2, 4), (torch.ones(5, 2, 4), torch.ones(5, 2).long()), scorer=MaxSim()
+    "torch.float32. Pass attention_mask.bool(), say.": lambda: contrast(
+        torch.ones(5, 2, 4), (torch.ones(5, 2, 4), torch.ones(5, 2)), scorer=MaxSim()
     ),
     "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got dict. Check the encoder.": lambda: (
         contrast({"tokens": torch.ones(5, 2, 4), "mask": torch.ones(5, 2).bool()}, _x(), scorer=MaxSim())
     ),
     "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got tuple. Check the encoder.": lambda: (
         contrast((torch.ones(5, 2, 4), torch.ones(5, 2).bool(), _x()), _x(), scorer=MaxSim())
+    ),
+    "`scorer` must be a module; got the class MaxSim. Make one: MaxSim(...).": lambda: contrast(
+        _x(), _x(), scorer=MaxSim
     ),
 }
 

@@ -1,5 +1,6 @@
 """An index: whole shards, taken up where a kill left it, mapped, searched exactly; and the two verbs on top."""
 
+import errno
 import io
 import json
 import os
@@ -249,6 +250,24 @@ def test_the_prompt_answers_until_an_empty_line(trained, tmp_path, capsys, monke
     assert capsys.readouterr().out.count("texts.jsonl:") == 4
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["search", str(trained), "--index", str(tmp_path / "index")]) == 0
+
+
+NO_ROOM = {
+    "No space left on device": OSError(errno.ENOSPC, "No space left on device"),
+    # as numpy tells it
+    "300000 requested and 131056 written": OSError("300000 requested and 131056 written"),
+}
+
+
+@pytest.mark.parametrize("why", NO_ROOM)
+def test_a_full_disk_is_told_with_the_folders_name(trained, tmp_path, capsys, monkeypatch, why):
+    def full(*_, **__):
+        raise NO_ROOM[why]
+
+    monkeypatch.setattr(np, "save", full)
+    assert main(["encode", str(trained), "--out", str(tmp_path / "index")]) == 1
+    told = f"{tmp_path / 'index'} could not be written ({why}); free the disk and begin again\n"
+    assert capsys.readouterr().err.endswith(told)
 
 
 def test_an_index_of_other_weights_is_refused(trained, run, tmp_path, capsys):

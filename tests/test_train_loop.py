@@ -135,6 +135,12 @@ def test_one_picture_or_text_goes_into_a_list(finished):
             "`texts` must be a list of texts; got str. Pass [text], where there is one only."
         ),
         lambda: run.encode_text([1]): "`texts` must be a list of texts; got one of int. Decode or convert them first.",
+        lambda: run.encode_text(["letter A", None]): (
+            "`texts` must be a list of texts; got one of NoneType. Decode or convert them first."
+        ),
+        lambda: run.encode_image([np.zeros((16, 16), np.uint8)]): (
+            "`images` must be a list of pictures; got one of ndarray. Make them with PIL.Image.fromarray."
+        ),
         lambda: run.encode_image(picture): (
             "`images` must be a list of pictures; got Image. Pass [picture], where there is one only."
         ),
@@ -145,6 +151,12 @@ def test_one_picture_or_text_goes_into_a_list(finished):
         with pytest.raises(ValueError) as caught:
             call()
         assert str(caught.value) == sentence
+
+
+def test_no_pictures_and_no_texts_have_no_features(finished):
+    _, outcome = finished
+    run = contrastile.load(outcome.folder, device="cpu")
+    assert run.encode_image([]).shape == run.encode_text([]).shape == (0, 16)
 
 
 @pytest.mark.drawn

@@ -349,11 +349,40 @@ def test_the_report_is_there_while_the_run_trains(plain, tmp_path, monkeypatch):
     same_run(folder, whole)
     # a probe before the first step, and one in the middle
     assert [page.count("<svg") for page in pages] == [0, 0, 0, 6, 6, 6]
-    assert all("This run is still training" in page and "<h2>Results" not in page for page in pages)
+    assert all("This run was still training" in page and "<h2>Results" not in page for page in pages)
+    # before the first step there is no memory to tell of
+    assert [page.count("peak memory") for page in pages] == [0, 0, 0, 1, 1, 1]
     assert "48 seen" in pages[3]
     last = (folder / "report.html").read_text()
     assert "still training" not in last
     assert "<h2>Results" in last
+
+
+@pytest.mark.drawn
+def test_the_report_of_a_stopped_run_has_its_curves_and_says_how_it_goes_on(plain, tmp_path, monkeypatch, caplog):
+    real, steps = loop.step, []
+
+    def stop(*arguments):
+        steps.append(1)
+        if len(steps) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "step", stop)
+    recipe, whole = plain
+    folder = run_recipe(recipe, tmp_path).folder
+    page = (folder / "report.html").read_text()
+    assert "This run was asked to stop." in page
+    assert "still training" not in page
+    assert "64 seen" in page
+    assert page.count("<svg") == 6
+    # one that fails is told, and the run is resumed all the same
+    monkeypatch.setattr(live, "write_report", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(loop, "step", lambda *arguments: signal.raise_signal(signal.SIGINT) or real(*arguments))
+    run_recipe(recipe, tmp_path, resume=True)
+    assert "the report failed, the run is kept: ZeroDivisionError('division by zero')" in caplog.messages
+    monkeypatch.undo()
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
 def test_pages_take_no_more_than_their_share_of_the_time(plain, tmp_path, monkeypatch):

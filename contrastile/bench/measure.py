@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from contrastile._check import wrong
+from contrastile._wrong import written_to, wrong
 from contrastile.train.memory import PeakMemory
 
 if TYPE_CHECKING:
@@ -171,6 +171,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path, kind: type[DataclassInstance] = Row) -> None:
+        self._path = path
         header = [field.name for field in fields(kind)]
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists() or path.stat().st_size == 0
@@ -185,8 +186,9 @@ class Ledger:
             self._writer.writeheader()
 
     def write(self, row: DataclassInstance) -> None:
-        self._writer.writerow(asdict(row))
-        self._file.flush()
+        with written_to(self._path):
+            self._writer.writerow(asdict(row))
+            self._file.flush()
 
     def __enter__(self) -> Ledger:
         return self
@@ -194,7 +196,9 @@ class Ledger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        # what is not yet on the disk is tried once more
+        with written_to(self._path):
+            self._file.close()
 
 
 def busy(device: torch.device) -> str | None:

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Load, read, encode; what was done before is kept."""
     from pathlib import Path
 
-    from contrastile._wrong import wrong
+    from contrastile._wrong import written_to, wrong
     from contrastile.train.folder import RECIPE, finished_run, make_folder
     from contrastile.train.recipe import load_retriever_recipe
     from contrastile.train.settings import known_device
@@ -52,15 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     from contrastile.train.retriever.search import encode_source
 
-    index = encode_source(
-        folder,
-        arguments.corpus,
-        out,
-        shard=arguments.shard,
-        dimensions=arguments.dimensions,
-        device=arguments.device,
-        bad_rows=arguments.bad_rows,
-    )
+    with written_to(out):
+        index = encode_source(
+            folder,
+            arguments.corpus,
+            out,
+            shard=arguments.shard,
+            dimensions=arguments.dimensions,
+            device=arguments.device,
+            bad_rows=arguments.bad_rows,
+        )
     print(f"{len(index):,} passages of {index.dimensions} features: {out}")
     print(f"to search them: contrastile search {arguments.run}" + (f" --index {out}" if arguments.out else ""))
     return 0

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from contrastile._check import wrong
+from contrastile._wrong import written_to, wrong
 from contrastile.data.pairs import Labels, PairSet, Pictures
 
 logger = logging.getLogger("contrastile")
@@ -128,15 +128,16 @@ def _write_whole(folder: Path, settings: Mapping[str, Any], files: Sequence[str]
     """Written beside its place, then renamed. What a killed process left there is ours: we hold the lock."""
     beside = folder.with_name(f".{folder.name}.making")
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
     try:
-        make(beside)
-        sums = {name: checksum(beside / name) for name in files}
-        manifest = {"format": FORMAT, "settings": settings, "sha256": sums}
-        write_text(beside / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
-        sync(beside)
-        beside.rename(folder)
-        sync(folder.parent)
+        with written_to(folder):
+            beside.mkdir()
+            make(beside)
+            sums = {name: checksum(beside / name) for name in files}
+            manifest = {"format": FORMAT, "settings": settings, "sha256": sums}
+            write_text(beside / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+            sync(beside)
+            beside.rename(folder)
+            sync(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

@@ -8,12 +8,13 @@ once: a second copy would be a right answer that counts as wrong.
 **Splits.** "packages": every function of some whole packages (`email`, `scipy.optimize`: two names at most), drawn by
 lot of their names. "functions": of the others a share drawn by lot of their own names. Both are searched among all
 passages. The versions of everything are in the cache's manifest, and the set's `digest` tells whether two machines have
-the same.
+the same. Where a file lies elsewhere or was written since, all are harvested again.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import platform
 import re
@@ -65,6 +66,7 @@ def open_docstrings(
         "harvest": HARVEST,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
+        "files": written_files(roots),
         "held_out": held_out,
         "mined": mined,
     }
@@ -88,6 +90,21 @@ def package_folder(name: str) -> Path:
     if found is None or not found.submodule_search_locations:
         raise wrong("packages", "be installed packages", f'"{name}"', "Install it, or leave it out.")
     return Path(found.submodule_search_locations[0])
+
+
+def written_files(roots: Sequence[tuple[Path, str]]) -> str:
+    """A number for the files under the roots: where they lie, how long they are, when they were written.
+
+    A version alone is that of a package in every environment, and of one under work before and after a change.
+    """
+    known = hashlib.sha256()
+    for root, _ in roots:
+        for path in source_files(root):
+            # a link to nothing is harvested as nothing, too
+            if path.is_file():
+                told = path.stat()
+                known.update(f"{path} {told.st_size} {told.st_mtime_ns}\n".encode())
+    return known.hexdigest()
 
 
 def _version(name: str) -> str:

@@ -124,7 +124,10 @@ class Scorer:
     def of(cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]]) -> Scorer:
         """Looks at the module with a trial on a few pairs; random numbers stay as they were."""
         if not isinstance(module, nn.Module):
-            raise wrong("scorer", "be a module", type(module).__name__, "Derive it from torch.nn.Module.")
+            made = isinstance(module, type) and issubclass(module, nn.Module)
+            got = f"the class {module.__name__}" if made else type(module).__name__
+            remedy = f"Make one: {module.__name__}(...)." if made else "Derive it from torch.nn.Module."
+            raise wrong("scorer", "be a module", got, remedy)
         wrapped = next(filter(_is_wrapped, module.modules()), None)
         if wrapped is not None:
             remedy = "Wrap the model that holds the scorer and calls `contrast` in its forward."

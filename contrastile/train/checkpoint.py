@@ -53,9 +53,11 @@ def listed(name: str, given: Any, what: str, *kinds: type) -> list[Any]:
     if isinstance(given, (str, *kinds)):
         raise wrong(name, f"be a list of {what}s", type(given).__name__, f"Pass [{what}], where there is one only.")
     items = list(given)
-    if strange := next((item for item in items if not isinstance(item, kinds)), None):
+    if strange := [type(item).__name__ for item in items if not isinstance(item, kinds)]:
         remedy = "Open files with PIL.Image.open." if what == "picture" else "Decode or convert them first."
-        raise wrong(name, f"be a list of {what}s", f"one of {type(strange).__name__}", remedy)
+        if what == "picture" and strange[0] == "ndarray":
+            remedy = "Make them with PIL.Image.fromarray."
+        raise wrong(name, f"be a list of {what}s", f"one of {strange[0]}", remedy)
     return items
 
 
@@ -82,7 +84,8 @@ class Run:
         from PIL.Image import Image as Picture
 
         pictures = listed("images", images, "picture", Picture)
-        return torch.stack([torch.from_numpy(squared(picture, shape)) for picture in pictures])
+        squares = [torch.from_numpy(squared(picture, shape)) for picture in pictures]
+        return torch.stack(squares) if squares else torch.empty(0, *shape, dtype=torch.uint8)
 
     @torch.no_grad()
     def encode_image(self, images: Sequence[Image] | Tensor) -> Tensor:
@@ -98,6 +101,9 @@ class Run:
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         """Features `[n, D]`, float32 unit rows, of texts."""
         texts = listed("texts", texts, "text", str)
+        if not texts:
+            # not every tokenizer takes none
+            return self.encode_text([""])[:0]
         tokens, cut = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.of_texts()
         return F.normalize(encode(self.model.encode_text, tokens, **cut).float(), dim=-1)
 

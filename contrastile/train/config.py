@@ -352,8 +352,13 @@ def fit_together(device: str, loss: LossSettings, optim: OptimSettings, train: S
         if seen >= train.examples:
             got = f"{optim.warmup_steps:,} steps, {seen:,} of {train.examples:,} examples"
             raise ClashError("optim.warmup_steps", f"must be shorter than the run; got {got}")
-    if files_matter(info) and loss.backend == "triton" and device == "cpu" and "TRITON_INTERPRET" not in os.environ:
-        raise ClashError("loss.backend", 'must be "auto", "eager" or "dense" with device = "cpu"; got "triton"')
+    if files_matter(info) and loss.backend == "triton" and "TRITON_INTERPRET" not in os.environ:
+        if device == "cpu":
+            raise ClashError("loss.backend", 'must be "auto", "eager" or "dense" with device = "cpu"; got "triton"')
+        if for_cpus_alone():
+            told = 'must be "auto", "eager" or "dense": the torch that is installed is for CPUs alone; got "triton"'
+            raise ClashError("loss.backend", told)
+        installed("triton", "triton", "loss.backend")
 
 
 class Recipe(AnyRecipe):

@@ -1,10 +1,11 @@
-"""The report of a run that is not through: `report.html` again at every probe.
+"""The report of a run that is not through: `report.html` again at every probe, and when it is asked to stop.
 
 Beside `report.py`, which writes it once more with all results when the run is over.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from contrastile.train.folder import RunFolder
 from contrastile.train.log import Listener
 from contrastile.train.report import Wording, write_report
 from contrastile.train.trackers import Careful, trackers
+
+logger = logging.getLogger("contrastile")
 
 # of a run's time, at most what its report may take: a page is drawn in about half a second
 MOST = 0.05
@@ -44,6 +47,14 @@ class LiveReport:
 
     def close(self) -> None:
         """The last page is another's."""
+
+
+def page_of_stopped(folder: RunFolder, facts: Mapping[str, Any], wording: Wording | None = None) -> None:
+    """The page of a run that was asked to stop, with its curves up to there; a failure is told, and is no other's."""
+    try:
+        write_report(folder, wording=wording, so_far=facts)
+    except Exception as failure:
+        logger.warning("the report failed, the run is kept: %r", failure)
 
 
 def listeners(

@@ -38,7 +38,7 @@ from contrastile.train.folder import (
 from contrastile.train.guard import Guard
 from contrastile.train.image_text import ImageText
 from contrastile.train.job import AnyTrained, Job, Share
-from contrastile.train.live import listeners
+from contrastile.train.live import listeners, page_of_stopped
 from contrastile.train.log import Bar, Metrics, progress, size
 from contrastile.train.memory import PeakMemory
 from contrastile.train.optim import (
@@ -105,6 +105,8 @@ def run_recipe(recipe: AnyTrained, runs: str | Path, *, resume: bool = False) ->
         else:
             job = job.trained_in(folder)
         table = job.report(folder) if trained.finished else ""
+        if trained.stopped_by is not None:
+            page_of_stopped(folder, job.facts_so_far(trained), job.wording)
         if trained.finished:
             checkpoints.drop()
     return Outcome(folder.path, trained.examples, table, trained.stopped_by, job.unit)

@@ -143,6 +143,7 @@ def write_report(
         name=facts["name"],
         subtitle=_subtitle(facts, wording.unit),
         so_far=so_far is not None,
+        stopped=facts.get("stopped_by") is not None,
         cards=_cards(facts, results),
         legend=wording.legend,
         table={"heads": wording.heads, "rows": [wording.row(row) for row in results]},
@@ -272,7 +273,9 @@ def _cards(facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> li
         if row.get("headline")
     ]
     dense = f"; the dense way: {size(_dense(facts))}" if "memory" in facts else ""
-    return [*firsts, {"value": size(facts["peak_bytes"]), "what": f"peak memory{dense}"}]
+    # before the first step nothing was measured
+    peak = [{"value": size(facts["peak_bytes"]), "what": f"peak memory{dense}"}] if facts["peak_bytes"] else []
+    return [*firsts, *peak]
 
 
 def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
