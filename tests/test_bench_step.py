@@ -325,6 +325,17 @@ def test_a_peer_that_is_named_is_not_left_out(capsys):
     assert capsys.readouterr().err == sentence
 
 
+def test_sizes_that_nobody_named_are_those_that_ranks_divide(monkeypatch):
+    plans = []
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(step_ranks, "join", lambda kind: torch.device(kind))
+    monkeypatch.setattr(step_ranks, "measure", lambda model, plan, *_: not plans.append(plan))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    assert main(["bench", "step", "--device", "cpu"]) == 0
+    assert [list(plan) for plan in plans] == [[63, 255]]
+
+
 def _on_a_rank(rank, group, path):
     ledger = Ledger(path, RankRow) if rank == 0 else None
     plan = {32: list(step_ranks.LOSSES), 64: ["ring-tiles"]}

@@ -148,7 +148,8 @@ def _across_ranks(arguments: argparse.Namespace) -> bool:
     # what is wrong is said before ranks wait for each other
     kind, W = device_of(arguments.device), int(os.environ["WORLD_SIZE"])
     models, batches = standard(torch.device(kind), quick=arguments.quick)
-    models, batches = _models(arguments) or models, _batches(arguments) or batches
+    models = _models(arguments) or models
+    batches = _batches(arguments) or [batch // W * W for batch in batches]
     plan = _plan(arguments, batches, LOSSES) or {batch: list(LOSSES) for batch in batches}
     if uneven := [batch for batch in plan if batch % W]:
         raise wrong("sizes", f"be multiples of the {W} ranks", uneven[0], "Each rank takes as many pairs.")
