@@ -94,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _alone(arguments: argparse.Namespace) -> bool:
     from contextlib import nullcontext
+    from itertools import chain
 
     import torch
 
@@ -106,13 +107,13 @@ def _alone(arguments: argparse.Namespace) -> bool:
     device = torch.device(device_of(arguments.device))
     models, batches = standard(device, quick=arguments.quick)
     models, batches = _models(arguments) or models, _batches(arguments) or batches
-    plan = _plan(arguments, batches, WAYS) or {batch: usual(batch) for batch in batches}
-    if not arguments.peers:
-        known = {name for name, way in WAYS.items() if way.impl in JUDGED}
-        for name in _names(arguments):
-            if name not in known:
-                raise wrong("peers", "be measured where one is named", f"--no-peers and {name}", "Leave out the one.")
-        plan = {batch: [name for name in names if name in known] for batch, names in plan.items()}
+    plan = _plan(arguments, batches, WAYS)
+    if not arguments.peers and (peers := [name for name in chain(*plan.values()) if WAYS[name].impl not in JUDGED]):
+        raise wrong("peers", "be measured where one is named", f"--no-peers and {peers[0]}", "Leave out the one.")
+    # nothing is named: all, or all but theirs
+    plan = plan or {
+        batch: [name for name in usual(batch) if arguments.peers or WAYS[name].impl in JUDGED] for batch in batches
+    }
     seconds = arguments.seconds if arguments.seconds is not None else (SECONDS_QUICK if arguments.quick else SECONDS)
     with Ledger(Path(arguments.csv), StepRow) if arguments.csv else nullcontext() as ledger:
         print("\n".join(filter(None, (signature(device, "transformers"), busy(device)))))
@@ -189,10 +190,6 @@ def _plan(arguments: argparse.Namespace, batches: list[int], known: Iterable[str
         for batch in [number("ways", size) for size in sizes.split(",")] if at else batches:
             plan.setdefault(batch, []).append(name)
     return plan
-
-
-def _names(arguments: argparse.Namespace) -> list[str]:
-    return [word.partition("@")[0] for word in arguments.ways or ()]
 
 
 def _batches(arguments: argparse.Namespace) -> list[int]:
