@@ -5,7 +5,7 @@ The script behind the numbers of docs/kernels.md and docs/numerics.md. Needs a C
     python benchmarks/kernel_accuracy.py
 
 First, products of a tile against float64: the share they lose, of all pairs and of those above three deviations, which
-matter to a loss. `triton_device.Shape.cut` is what it comes to per feature. Then whole losses, for pairs of some
+matter to a loss. Per feature, this is `Shape.truncation` in tiles/triton/plan.py. Then whole losses, for pairs of some
 cosine, beside the dense formula in the same type; `read off` is the scale's gradient from that of the features, which
 has gone through 16 bits and long sums. Last 64k rows, against float64 a few thousand rows at a time.
 """
@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from contrastile import ClipLoss, SigLipLoss
-from contrastile.losses.dense import dense_clip, dense_sigmoid
-from contrastile.tiles.triton_device import shape_for
-from contrastile.tiles.triton_kernels import _products
-from contrastile.tiles.triton_operands import coded, operand, products
+from contrastile.losses.reference import dense_clip, dense_sigmoid
+from contrastile.tiles.triton.forward import products
+from contrastile.tiles.triton.launch import operand
+from contrastile.tiles.triton.plan import coded, piece_products, shape_for
 
 ROWS, SCALE, BIAS = 8192, 100.0, -10.0
 # rows of the large problems, and of them at once in float64
@@ -75,7 +75,7 @@ def _features(n: int, d: int, cosine: float, dtype: torch.dtype) -> tuple[Tensor
 def _store(q_mem, k_mem, out_ptr, n, D, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr,
            RIGHT: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
     i, j = tl.program_id(0), tl.program_id(1)
-    acc = _products(q_mem, k_mem, 0, 0, i, j, n, n, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, True, False)
+    acc = products(q_mem, k_mem, 0, 0, i, j, n, n, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, True, False)
     rows, cols = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
     tl.store(out_ptr + rows[:, None] * n + cols[None, :], acc)
 
@@ -84,7 +84,7 @@ def _cut(q: Tensor, k: Tensor) -> tuple[float, float]:
     """The share that the products lose, by least squares: of all pairs, and of those above three deviations."""
     n, shape = len(q), shape_for(q.device)
     a, b = (operand(x, PIECES[x.dtype], shape) for x in (q, k))
-    left, right = zip(*products(a.parts), strict=True)
+    left, right = zip(*piece_products(a.parts), strict=True)
     out = torch.empty(n, n, device="cuda")
     _store[n // shape.rows, n // shape.cols](
         a.memory(shape.rows, shape), b.memory(shape.cols, shape), out, n, a.width, shape.rows, shape.cols, shape.depth,

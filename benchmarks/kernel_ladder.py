@@ -5,28 +5,25 @@ The script behind docs/kernels.md. Needs a CUDA device:
     python benchmarks/kernel_ladder.py [--csv FILE] [--rows 65536] [--features 512 768 1024]
 
 Times are medians, with the 8192 × 8192 × 8192 bf16 product of the same moment beside them, since a chip under load
-slows down.
+slows down. `contrastile bench loss` measures whole losses.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import statistics
-import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile import ClipLoss, SigLipLoss
-from contrastile.tiles import triton_device as device
-from contrastile.tiles import triton_launch as launch
-from contrastile.tiles import triton_operands as operands
-from contrastile.tiles.triton_device import Shape
-from contrastile.tiles.triton_operands import Masks, Pair
+from contrastile.bench.harness import Ledger, Machine, Table
+from contrastile.tiles.triton import launch, plan
+from contrastile.tiles.triton.epilogue import SOFTMAX
+from contrastile.tiles.triton.plan import Masks, Pair, Shape
 
 SQUARE = 8192
 SHAPES = {
@@ -40,36 +37,35 @@ SHAPES = {
 }
 STRIPS = (4224, 8192, 16384)
 SCALE = 100.0
+# per call
+SECONDS = 0.2
+COLUMNS = ("what", "b", "d", "ms", "tflops", "product_tflops", "ratio")
+_RATES = (("TFLOP/s", ">8.1f"), ("product", ">8.1f"), ("ratio", ">6.3f"))
+TABLE = Table(("kernel", "48"), ("d", ">5"), ("ms", ">9.3f"), *_RATES)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, help="write the lines here too")
+    parser.add_argument("--csv", type=Path, help="write the rows there, behind those that it has")
     parser.add_argument("--rows", type=int, default=65536)
     parser.add_argument("--features", type=int, nargs="+", default=[512, 768, 1024])
-    given = parser.parse_args()
-    lines = []
-    print(f"{'what':48s} {'d':>5s} {'ms':>9s} {'TFLOP/s':>8s} {'product':>8s} {'ratio':>6s}")
-    for what, d, operations, call in _candidates(given.rows, given.features):
-        ms, product = _timed(call)
-        rate = operations / ms / 1e9
-        lines.append((what, given.rows, d, round(ms, 4), round(rate, 1), round(product, 1), round(rate / product, 3)))
-        print(f"{what:48s} {d:5d} {ms:9.3f} {rate:8.1f} {product:8.1f} {rate / product:6.3f}", flush=True)
-    if given.csv:
-        with given.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([("what", "b", "d", "ms", "tflops", "product_tflops", "ratio"), *lines])
+    options = parser.parse_args()
+    machine = Machine.of(torch.device("cuda"), SECONDS)
+    print(TABLE.header())
+    with Ledger(options.csv, COLUMNS) if options.csv else nullcontext() as ledger:
+        for d in options.features:
+            q, k = _features(options.rows, d)
+            for name, _, operations, call in chain(_kernels(q, k), _products(q, k)):
+                timing = machine.race({name: call})[name]
+                rate, product = operations / timing.ms / 1e9, timing.product_rate / 1e12
+                values = (round(timing.ms, 4), round(rate, 1), round(product, 1), round(rate / product, 3))
+                print(TABLE.line(name, d, *values), flush=True)
+                if ledger is not None:
+                    ledger.write(dict(zip(COLUMNS, (name, options.rows, d, *values), strict=True)))
 
 
 Candidate = tuple[str, int, float, Callable[[], object]]
-
-
-def _candidates(b: int, features: list[int]) -> Iterator[Candidate]:
-    """What is timed: a name, its feature size, its operations, and a call."""
-    for d in features:
-        q, k = _features(b, d)
-        yield from _kernels(q, k)
-        yield from _products(q, k)
-        yield from _losses(q, k)
+"""A name, its feature size, its operations, and a call."""
 
 
 def _features(n: int, d: int) -> tuple[Tensor, Tensor]:
@@ -79,28 +75,27 @@ def _features(n: int, d: int) -> tuple[Tensor, Tensor]:
 
 def _kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
     """The two kernels of the shape of a matrix product, in every shape that compiles."""
-    (b, d), known = q.shape, dict(device.SHAPES)
+    (b, d), known = q.shape, dict(plan.SHAPES)
     rows = min(b, SQUARE)
-    numbers = launch.numbers(q, k, torch.tensor(SCALE, device="cuda"), None, sigmoid=False)
+    constants = launch.block_constants(q, k, torch.tensor(SCALE, device="cuda"), None, SOFTMAX)
     weights = torch.full((b,), 2.0**-16, device="cuda")
     for name, shape in SHAPES.items():
-        device.SHAPES.update(dict.fromkeys(known, shape))
-        pair = Pair(*(operands.operand(x, 1, shape) for x in (q[:rows], k)), Masks(diagonal=0))
-        row_part = torch.empty(1, operands.tiles_of(b, shape.cols), rows, device="cuda")
-        col_part = torch.empty(1, operands.tiles_of(rows, shape.rows), b, device="cuda")
-        strip, sums = operands.strip(pair.q, pair.k), launch.no_sums(q.device)
+        plan.SHAPES.update(dict.fromkeys(known, shape))
+        pair = Pair(*(launch.operand(x, 1, shape) for x in (q[:rows], k)), Masks(diagonal=0))
+        row_part = torch.empty(1, plan.tiles_of(b, shape.cols), rows, device="cuda")
+        col_part = torch.empty(1, plan.tiles_of(rows, shape.rows), b, device="cuda")
+        strip, sums = pair.new_strip(), launch.new_sums(q.device)
 
         def totals(pair: Pair = pair, parts: tuple[Tensor, Tensor] = (row_part, col_part)) -> None:
-            launch.totals(pair, numbers, *parts, smooth=False, sigmoid=False)
+            launch.sums(pair, constants, parts, SOFTMAX)
 
         def gradient(pair: Pair = pair, strip: Tensor = strip, sums: Tensor = sums) -> None:
-            vectors = [(weights, weights), (weights, weights)]
-            launch.gradient(pair, numbers, vectors, strip, sums, smooth=False, sigmoid=False, row_part=None)
+            launch.gradient(pair, constants, [(weights, weights), (weights, weights)], strip, sums, SOFTMAX)
 
         for kind, call in (("sums", totals), ("gradient", gradient)):
             if _runs(call):
                 yield f"{kind}: {name}", d, 2.0 * rows * b * d, call
-    device.SHAPES.update(known)
+    plan.SHAPES.update(known)
 
 
 def _runs(call: Callable[[], None]) -> bool:
@@ -127,46 +122,6 @@ def _products(q: Tensor, k: Tensor) -> Iterator[Candidate]:
 
 def _add(total: Tensor, g: Tensor, x: Tensor) -> None:
     torch.addmm(total, g, x, out_dtype=torch.float32, out=total)
-
-
-def _losses(q: Tensor, k: Tensor) -> Iterator[Candidate]:
-    """Whole losses, forward and backward, 8·b²·d operations."""
-    b, d = q.shape
-    scale, bias = (torch.tensor(x, device="cuda", requires_grad=True) for x in (SCALE, -10.0))
-    for workspace in (2**31, 192 * 2**20):
-        for name, loss, more in (("clip", ClipLoss, ()), ("siglip", SigLipLoss, (bias,))):
-            value = loss(workspace=workspace, backend="triton")
-
-            def step(value: Callable[..., Tensor] = value, more: tuple[Tensor, ...] = more) -> None:
-                value(q.requires_grad_(), k.requires_grad_(), scale, *more).backward()
-                q.grad = k.grad = None
-
-            yield f"{name}, workspace {workspace >> 20} MiB", d, 8.0 * b * b * d, step
-    q.requires_grad_(False)
-    k.requires_grad_(False)
-
-
-def _timed(call: Callable[[], object], repeats: int = 7) -> tuple[float, float]:
-    """Median milliseconds of a call, and TFLOP/s of the square product between its runs, after warming up."""
-    a, b = (torch.randn(SQUARE, SQUARE, device="cuda").bfloat16() for _ in range(2))
-    started = time.perf_counter()
-    while time.perf_counter() - started < 0.5:
-        call()
-        torch.mm(a, b)
-        torch.cuda.synchronize()
-    times = [(_once(call), _once(lambda: torch.mm(a, b))) for _ in range(repeats)]
-    ms, product = (statistics.median(column) for column in zip(*times, strict=True))
-    return ms, 2.0 * SQUARE**3 / product / 1e9
-
-
-def _once(call: Callable[[], object]) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    stop.record()
-    torch.cuda.synchronize()
-    elapsed: float = start.elapsed_time(stop)
-    return elapsed
 
 
 if __name__ == "__main__":

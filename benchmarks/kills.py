@@ -1,10 +1,10 @@
-"""A run on several ranks that is killed at random moments and resumed, beside the same run left alone: same weights?
+"""Compare a run on several ranks that is killed at random moments and resumed with the same run left alone.
 
 python benchmarks/kills.py recipes/glyph-shards.toml [key=value ...] [--kills 6] [--ranks 2] [--seed 0]
 
-Each time all ranks get SIGKILL in one moment, as when a machine is lost, or one of them does, which the others notice;
-then the same command goes on with --resume. What both runs leave behind is compared byte by byte, but for what clock
-and memory say in metrics.jsonl. The exit code is 1 where anything differs.
+SIGKILL hits all ranks at once, as when a machine is lost, or one of them, which the others notice; then the same
+command continues with --resume. Everything that both runs leave behind is compared by SHA-256, without times and memory
+in metrics.jsonl. The exit code is 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,17 +28,19 @@ from contrastile.train.recipe import load_recipe
 
 # about a minute of steps on two cores, and a checkpoint every few seconds
 SHORT = ("train.examples=40_000", "save.steps=10", "evaluate.every=0.25", "evaluate.digits=false", "train.timeout=60.0")
-# seconds between two looks at the run; a kill comes so many later at most, in the middle of whatever it does then
-LOOK, LATER = 0.02, 1.0
-# of a start before its first step, from the interpreter's on
+# seconds between two looks at the run, and at most between reaching a step and the kill
+POLL, DELAY = 0.02, 1.0
+# seconds of a start before its first step, from the interpreter's on
 START = 8.0
-# seconds that ranks have to notice that another one is gone
+# seconds for ranks to notice that another one is gone
 PATIENCE = 15.0
+
+Ranks = list[subprocess.Popen[bytes]]
 
 
 @dataclass
-class Story:
-    """What became of a run: its folder, how often it was killed and in which way, steps taken, seconds, shards."""
+class WatchedRun:
+    """A run with its kills: the moments and victims, the steps taken again, seconds, and the most shards at once."""
 
     folder: Path
     seconds: float = 0.0
@@ -47,146 +48,127 @@ class Story:
     repeated: int = 0
     most_shards: int = 0
 
+    @property
+    def log(self) -> Path:
+        return self.folder.with_suffix(".log")
+
     def step(self) -> int:
-        """The steps that its metrics tell of."""
+        """Return the number of steps in the metrics."""
         path = self.folder / METRICS
         return sum(line["kind"] != "probe" for line in read_metrics(path)) if path.is_file() else 0
 
-
-class Ranks:
-    """The processes of one start, with the environment that torchrun gives them."""
-
-    def __init__(self, command: list[str], count: int, log: Path) -> None:
-        with closing(socket.socket()) as free:
-            free.bind(("localhost", 0))
-            port = str(free.getsockname()[1])
-        self.processes = []
-        for rank in range(count):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-            environment = {
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                **place,
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": port,
-            }
-            with log.open("ab") as file:
-                self.processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
-
-    def kill(self, victims: list[int]) -> None:
-        """SIGKILL to some. The others see it and end; those that wait for it to begin are ended, as by torchrun."""
-        for rank in victims:
-            self.processes[rank].kill()
-        for process in self.processes:
-            try:
-                process.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def over(self) -> bool:
-        """Whether all have ended."""
-        return all(process.poll() is not None for process in self.processes)
-
-    def through(self) -> bool:
-        """Whether all of them ended well."""
-        return all(process.returncode == 0 for process in self.processes)
+    def checksums(self) -> dict[str, str]:
+        """Return the SHA-256 of the run's files, without times and memory."""
+        lines = read_metrics(self.folder / METRICS)
+        same = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+        contents = {
+            "weights": (self.folder / WEIGHTS).read_bytes(),
+            "metrics": json.dumps(same).encode(),
+            "evaluation": (self.folder / EVALUATION).read_bytes(),
+        }
+        return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
-def follow(story: Story, ranks: Ranks, shards: Path, moment: tuple[int, float] | None) -> bool:
-    """Watch a start until it is over, or until its `moment`: a step, and seconds behind it. Whether it is over."""
+def start(command: list[str], count: int, log: Path) -> Ranks:
+    """Start the ranks with the environment that torchrun gives them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    with log.open("ab") as file:
+        return [
+            subprocess.Popen(
+                command,
+                env={"OMP_NUM_THREADS": "1", **os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=file,
+                stderr=file,
+            )
+            for rank in range(count)
+        ]
+
+
+def kill(ranks: Ranks, victims: list[int]) -> None:
+    """Send SIGKILL to some ranks. The others notice and end; those still waiting for them are killed."""
+    for rank in victims:
+        ranks[rank].kill()
+    for process in ranks:
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def follow(
+    run: WatchedRun, ranks: list[subprocess.Popen[bytes]], shards: Path, moment: tuple[int, float] | None
+) -> bool:
+    """Watch a start until it ends, or until its `moment`: a step, and seconds after it. Return if it has ended."""
     end = None
-    while not ranks.over():
-        story.most_shards = max(story.most_shards, len(list(shards.glob("shards-*/*.tar"))))
-        if moment is not None and end is None and story.step() >= moment[0]:
+    while any(process.poll() is None for process in ranks):
+        run.most_shards = max(run.most_shards, len(list(shards.glob("shards-*/*.tar"))))
+        if moment is not None and end is None and run.step() >= moment[0]:
             end = time.monotonic() + moment[1]
         if end is not None and time.monotonic() >= end:
             return False
-        time.sleep(LOOK)
+        time.sleep(POLL)
     return True
 
 
-def tell(
-    story: Story, command: list[str], count: int, shards: Path, kills: int, lot: random.Random, steps: int
+def carry_out(
+    run: WatchedRun, command: list[str], count: int, shards: Path, kills: int, lot: random.Random, steps: int
 ) -> None:
-    """Start the run, kill and resume it so many times, and see it through."""
+    """Start the run, kill and resume it, and wait until it is finished."""
     began = time.monotonic()
-    # the first while it starts, the others all over the run
-    moments = [(0, lot.uniform(0, START)), *((step, lot.uniform(0, LATER)) for step in lot_of(lot, kills - 1, steps))]
+    # the first kill hits the start, the others any step
+    drawn = sorted(lot.randrange(1, max(2, steps - 1)) for _ in range(kills - 1))
+    moments = [(0, lot.uniform(0, START)), *((step, lot.uniform(0, DELAY)) for step in drawn)]
     for moment in [*moments[:kills], None]:
-        ranks = Ranks([*command, "--resume"], count, story.folder.with_suffix(".log"))
-        if follow(story, ranks, shards, moment):
-            if not ranks.through():
-                raise SystemExit(f"a rank failed:\n{story.folder.with_suffix('.log').read_text()[-3000:]}")
+        ranks = start([*command, "--resume"], count, run.log)
+        if follow(run, ranks, shards, moment):
+            if any(process.returncode for process in ranks):
+                raise SystemExit(f"a rank failed:\n{run.log.read_text()[-3000:]}")
             break
         victims = [*range(count)] if lot.random() < 0.5 else [lot.randrange(count)]
-        here = story.step()
-        ranks.kill(victims)
-        kept = max((int(path.name[5:]) for path in (story.folder / CHECKPOINTS).glob("step-*")), default=0)
-        story.repeated += max(0, here - kept)
-        story.kills.append(f"step {here}, {'all ranks' if len(victims) == count else f'rank {victims[0]}'}")
-        print(f"killed in {story.kills[-1]}; goes on from step {kept}", flush=True)
-    story.seconds = time.monotonic() - began
-
-
-def lot_of(lot: random.Random, count: int, steps: int) -> list[int]:
-    """Steps all over the run, in order."""
-    return sorted(lot.randrange(1, max(2, steps - 1)) for _ in range(count))
-
-
-def left(folder: Path) -> dict[str, str]:
-    """The SHA-256 of what a run left behind, without what clock and memory say."""
-    lines = [
-        {key: value for key, value in line.items() if key not in MEASURED} for line in read_metrics(folder / METRICS)
-    ]
-    contents = {
-        "weights": (folder / WEIGHTS).read_bytes(),
-        "metrics": json.dumps(lines).encode(),
-        "evaluation": (folder / EVALUATION).read_bytes(),
-    }
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        at = run.step()
+        kill(ranks, victims)
+        saved = max((int(path.name[5:]) for path in (run.folder / CHECKPOINTS).glob("step-*")), default=0)
+        run.repeated += max(0, at - saved)
+        run.kills.append(f"step {at}, {'all ranks' if len(victims) == count else f'rank {victims[0]}'}")
+        print(f"killed in {run.kills[-1]}; continues from step {saved}", flush=True)
+    run.seconds = time.monotonic() - began
 
 
 def main() -> int:
-    """Both runs and the table; 1 where they differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="such as recipes/glyph-shards.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the moments, not of the run")
-    parser.add_argument(
-        "--runs", default="runs/kills", metavar="FOLDER", help="its undisturbed and killed are replaced"
-    )
-    chosen = parser.parse_args()
-    overrides = [*SHORT, *chosen.overrides]
-    recipe = load_recipe(chosen.recipe, overrides)
-    runs = Path(chosen.runs)
+    parser.add_argument("--runs", default="runs/kills", metavar="FOLDER", help="its two runs are replaced")
+    options = parser.parse_args()
+    overrides = [*SHORT, *options.overrides]
+    recipe, runs = load_recipe(options.recipe, overrides), Path(options.runs)
     cache = runs / "cache"
     cache.mkdir(parents=True, exist_ok=True)
-    stories = {}
-    for name, kills in {"undisturbed": 0, "killed": chosen.kills}.items():
-        # no shard of the run before helps
-        for old in [runs / name, *cache.glob("shards-*")]:
+    alone, killed = WatchedRun(runs / "undisturbed"), WatchedRun(runs / "killed")
+    for run, kills in ((alone, 0), (killed, options.kills)):
+        # each run writes its own shards
+        for old in [run.folder, *cache.glob("shards-*")]:
             shutil.rmtree(old, ignore_errors=True)
-        words = [*overrides, f"name={name}", f"data.cache={cache}", "--runs", str(runs)]
-        command = [sys.executable, "-m", "contrastile", "train", chosen.recipe, *words]
-        story = stories[name] = Story(runs / name)
-        steps = stories["undisturbed"].step()
-        tell(story, command, chosen.ranks, cache, kills, random.Random(chosen.seed), steps)
-    pairs = recipe.data.copies
-    print(f"\n{recipe.name}: {steps} steps on {chosen.ranks} ranks, {pairs} copies of each pair\n")
-    sums = {name: left(story.folder) for name, story in stories.items()}
-    print("| run | kills | steps taken again | seconds | shards at once | " + " | ".join(sums["killed"]) + " |")
+        words = [*overrides, f"name={run.folder.name}", f"data.cache={cache}", "--runs", str(runs)]
+        command = [sys.executable, "-m", "contrastile", "train", options.recipe, *words]
+        carry_out(run, command, options.ranks, cache, kills, random.Random(options.seed), alone.step())
+    print(f"\n{recipe.name}: {alone.step()} steps on {options.ranks} ranks, {recipe.data.copies} copies of each pair\n")
+    print("| run | kills | steps taken again | seconds | shards at once | weights | metrics | evaluation |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, story in stories.items():
-        facts = [name, len(story.kills), story.repeated, round(story.seconds), story.most_shards]
-        print("| " + " | ".join([*map(str, facts), *(sum_[:16] for sum_ in sums[name].values())]) + " |")
-    if sums["undisturbed"] != sums["killed"]:
+    for run in (alone, killed):
+        facts = [run.folder.name, len(run.kills), run.repeated, round(run.seconds), run.most_shards]
+        print(f"| {' | '.join([*map(str, facts), *(total[:16] for total in run.checksums().values())])} |")
+    if alone.checksums() != killed.checksums():
         print("\nthe runs differ", file=sys.stderr)
         return 1
-    if len(stories["killed"].kills) < chosen.kills:
-        print("\nit was through before all kills; take more pairs, train.examples=80_000", file=sys.stderr)
+    if len(killed.kills) < options.kills:
+        print("\nit was finished before all kills; take more pairs, train.examples=80_000", file=sys.stderr)
         return 1
     print("\nthe same, bit for bit")
     return 0

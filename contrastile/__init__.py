@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from contrastile._contrast import contrast
-    from contrastile.cache import encode
+    from contrastile.functional import contrast
+    from contrastile.gradcache.encode import encode
     from contrastile.modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
     from contrastile.train.load import load
 
@@ -32,8 +32,8 @@ _HOMES = {
     "NTXentLoss": "modules",
     "SigLipLoss": "modules",
     "SupConLoss": "modules",
-    "contrast": "_contrast",
-    "encode": "cache",
+    "contrast": "functional",
+    "encode": "gradcache.encode",
     "load": "train.load",
 }
 

@@ -18,9 +18,11 @@ from typing import Literal
 import torch
 
 Backend = Literal["auto", "dense", "eager", "triton"]
-ExchangeName = Literal["auto", "single", "replicate", "gather", "ring"]
+ExchangeName = Literal["auto", "single", "replicate", "gather", "ring", "hierarchical"]
 Gradient = Literal["mean", "sum"]
 Reduction = Literal["mean", "sum", "none"]
+# the types of features
+FEATURES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

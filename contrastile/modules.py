@@ -1,8 +1,8 @@
 """The five losses by name: what a training script writes.
 
-Each only says, in the words of `_contrast.py`, which rows meet which columns and what a positive is. They compute
-with features as given: normalise first where the method wants it (all but InfoNCE, whose products may be any, say once
-if rows are not of unit length, or the scale looks like a temperature).
+Each one names rows, columns and positives in the words of `functional.py`, and computes with features as given.
+Normalise them first where the method wants it: all but InfoNCE, whose products may be any, warn once about rows that
+are not of unit length, or a scale that looks like a temperature.
 """
 
 from __future__ import annotations
@@ -10,79 +10,89 @@ from __future__ import annotations
 import re
 import warnings
 from numbers import Real
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, Never, overload
 
 import torch
 from torch import Tensor, nn
 
-from contrastile import _check
-from contrastile._check import Sound, wrong
-from contrastile._choose import Options
-from contrastile._contrast import contrast, tell_all
+from contrastile._dispatch import Options
+from contrastile._errors import invalid
+from contrastile._types import Backend, ExchangeName, Gradient, Reduction
+from contrastile.engine import arguments as checks
+from contrastile.engine.plan import prepare, tell_all
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
-# how far from 1 a row's length may be before a loss of cosines says so
+# deviation of a row's length from 1 above which a loss of cosines warns
 LENGTH_TOLERANCE = 0.05
-_looks = _check.Looks()
+_looks = checks.Looks()
 
 
 class _Loss(nn.Module):
-    """A loss with its options, which the docstring of `contrast` tells, checked when it is made."""
+    """A loss with its options, which the docstring of `contrast` explains. They are checked at construction."""
 
-    # what `contrast` calls its arguments, and what the user called them here
+    # the names of `contrast`, and this loss's own
     names: ClassVar[dict[str, str]] = {}
+    pair_loss: ClassVar[PairLoss]
+    # rows must be of unit length: the first call looks at them
+    unit_rows: ClassVar[bool] = True
 
-    def __init__(self, **how: Any) -> None:
+    def __init__(
+        self,
+        *,
+        backend: Backend = "auto",
+        exchange: ExchangeName = "auto",
+        group: Any = None,
+        gradient: Gradient = "mean",
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        workspace: int | None = None,
+        device: torch.device | str | None = None,
+        **unknown: Never,
+    ) -> None:
         super().__init__()
-        Options.of(how)
-        self.how = how
+        Options.refuse(unknown)
+        self.options = Options(backend, exchange, group, gradient, label_smoothing, reduction, workspace, device)
+        self.loss = self.pair_loss.smoothed(label_smoothing) if label_smoothing else self.pair_loss
+        self._unseen = self.unit_rows
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.how.items())
+        fields = ((name, getattr(self.options, name)) for name in Options.__dataclass_fields__)
+        default = Options()
+        return ", ".join(f"{name}={value!r}" for name, value in fields if value != getattr(default, name))
 
-    def _contrast(self, q: Tensor, k: Tensor, **given: Any) -> Tensor:
-        """`contrast`, whose errors are told in this loss's names."""
+    def _prepared(self, q: Tensor, k: Tensor, scale: Tensor | float, **others: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The operation that computes the loss, and its inputs; errors speak of this loss's names."""
         try:
-            return contrast(q, k, **given, **self.how)
+            return prepare(q, k, scale, self.loss, self.options, **others)
         except ValueError as error:
-            error.args = (re.sub(r"`(\w+)`", lambda found: f"`{self.names.get(found[1], found[1])}`", str(error)),)
+            sentence = re.sub(r"`(\w+)`", lambda found: f"`{self.names.get(found[1], found[1])}`", str(error))
+            error.args = (sentence,)
             raise
 
     def _tell_all(self, error: ValueError) -> None:
-        tell_all(error, self.how.get("group"), self.how.get("exchange", "auto"))
-
-
-class _UnitLoss(_Loss):
-    """A loss of rows of unit length, whose products are cosines; it computes with others, and says so."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        self._seen = False
+        tell_all(error, self.options.group, self.options.exchange)
 
     def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
-        """Says once, at the first call, what is the commonest slip with these losses: rows that are not of unit length,
-        or a temperature in the place of the scale."""
-        if self._seen or torch.compiler.is_compiling() or any(len(side) == 0 for side in sides):
+        """Warn, at the first call, about rows that are not of unit length, or a temperature in place of the scale."""
+        if torch.compiler.is_compiling() or any(len(side) == 0 for side in sides) or checks.captured(*sides):
             return
-        if _check.captured(*sides):
-            return
-        self._seen = True
-        # a loss may be made anew at every step
+        self._unseen = False
+        # a loss may be made anew in every step
         if not _looks.one_more(*sides):
             return
         for side in sides:
             lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)
             if bool(((lengths - 1).abs() > LENGTH_TOLERANCE).any()):
-                # the same words every time, at the user's line: Python tells them once, whatever makes new losses
+                # equal words at the user's line, which Python shows once, however many losses are made
                 warnings.warn(
                     f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
                     "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
                     stacklevel=5,
                 )
                 return
-        # a learned one is not read: of a module in shards that would be a word between ranks
+        # a tensor is not read: for a module in shards that would be a collective
         if isinstance(scale, Real) and 0.0 < scale < 1.0:
             warnings.warn(
                 f"{type(self).__name__} got a scale of {float(scale):.3g}, as if it were a temperature; products are "
@@ -91,20 +101,13 @@ class _UnitLoss(_Loss):
             )
 
 
-class _PairedLoss(_UnitLoss):
+class _PairedLoss(_Loss):
     """A loss of images and texts that come in pairs."""
 
-    pair_loss: PairLoss
     names: ClassVar[dict[str, str]] = {
         "q": "image_features", "k": "text_features", "scale": "logit_scale", "bias": "logit_bias", "query_ids": "ids",
         "key_ids": "ids",
     }  # fmt: skip
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        if how.get("label_smoothing"):
-            # one that cannot be smoothed says so now
-            self.pair_loss.smoothed(how["label_smoothing"])
 
     @overload
     def forward(
@@ -143,24 +146,13 @@ class _PairedLoss(_UnitLoss):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        try:
-            _check.features("image_features", image_features)
-            _check.features("text_features", text_features)
-            _check.same_length("text_features", text_features, "image_features", image_features)
-        except ValueError as error:
-            self._tell_all(error)
-            raise
-        loss = self._contrast(
-            image_features,
-            text_features,
-            scale=logit_scale,
-            bias=logit_bias,
-            loss=self.pair_loss,
-            query_ids=ids,
-            key_ids=ids,
-            weights=weights,
-        )
-        self._look(logit_scale, image_features, text_features)
+        operation, inputs = self._prepared(
+            image_features, text_features, logit_scale, bias=logit_bias, query_ids=ids, key_ids=ids, weights=weights,
+            paired=True,
+        )  # fmt: skip
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(logit_scale, image_features, text_features)
         return {"contrastive_loss": loss} if output_dict else loss
 
 
@@ -242,6 +234,8 @@ class InfoNCELoss(_Loss):
     """
 
     names: ClassVar[dict[str, str]] = {"q": "query", "k": "key"}
+    pair_loss = Softmax()
+    unit_rows = False
 
     def forward(
         self,
@@ -255,20 +249,15 @@ class InfoNCELoss(_Loss):
         key_ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        return self._contrast(
-            query,
-            key,
-            scale=scale,
-            loss=Softmax(),
-            positives=positives,
-            negatives=negatives,
-            query_ids=query_ids,
-            key_ids=key_ids,
+        operation, inputs = self._prepared(
+            query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
             weights=weights,
-        )
+        )  # fmt: skip
+        loss: Tensor = operation(*inputs)
+        return loss
 
 
-class SupConLoss(_UnitLoss):
+class SupConLoss(_Loss):
     """Supervised contrastive learning (Khosla et al. 2020, equation 2): every other example of the label is a
     positive.
 
@@ -292,28 +281,29 @@ class SupConLoss(_UnitLoss):
     """
 
     names: ClassVar[dict[str, str]] = {"q": "features", "k": "features"}
+    pair_loss = Softmax(exclude_self=True)
 
     def forward(self, features: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
         try:
             if not isinstance(features, Tensor) or features.ndim not in (2, 3):
                 got = f"shape {list(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
                 rule = "be a tensor of shape [N, D] or [N, views, D]"
-                raise wrong("features", rule, got, "Flatten the others first.")
-            _check.vector("labels", labels, "features", features, integer=True)
+                raise invalid("features", rule, got, "Flatten the others first.")
+            checks.vector("labels", labels, "features", features, integer=True)
         except ValueError as error:
             self._tell_all(error)
             raise
         if features.ndim == 3:
             labels = labels.repeat_interleave(features.shape[1])
             features = features.flatten(0, 1)
-        loss = self._contrast(
-            features, features, scale=scale, loss=Softmax(exclude_self=True), query_labels=labels, key_labels=labels
-        )
-        self._look(scale, features)
+        operation, inputs = self._prepared(features, features, scale, query_labels=labels, key_labels=labels)
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(scale, features)
         return loss
 
 
-class NTXentLoss(_UnitLoss):
+class NTXentLoss(_Loss):
     """SimCLR's normalised-temperature cross-entropy (Chen et al. 2020, equation 1).
 
     Every view is compared with the 2N − 1 others; its positive is the other view of the same example. Naively
@@ -337,19 +327,22 @@ class NTXentLoss(_UnitLoss):
     """
 
     names: ClassVar[dict[str, str]] = {"q": "view_a", "k": "view_b"}
+    pair_loss = Softmax(exclude_self=True)
 
     def forward(self, view_a: Tensor, view_b: Tensor, scale: Tensor | float) -> Tensor:
         try:
-            _check.features("view_a", view_a)
-            _check.features("view_b", view_b)
-            _check.alike("view_b", view_b, "view_a", view_a)
-            _check.same_length("view_b", view_b, "view_a", view_a)
+            checks.features("view_a", view_a)
+            checks.features("view_b", view_b)
+            checks.alike("view_b", view_b, "view_a", view_a)
+            checks.same_length("view_b", view_b, "view_a", view_a)
         except ValueError as error:
             self._tell_all(error)
             raise
         views = torch.cat([view_a, view_b])
         N = len(view_a)
         other = torch.arange(2 * N, device=views.device).roll(N)
-        loss = self._contrast(views, views, scale=scale, loss=Softmax(exclude_self=True), positives=Sound(other))
-        self._look(scale, view_a, view_b)
+        operation, inputs = self._prepared(views, views, scale, positives=other, positives_in_range=True)
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(scale, view_a, view_b)
         return loss

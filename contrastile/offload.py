@@ -1,7 +1,7 @@
-"""What waits where: sub-batches come from host memory to the device while the present one computes.
+"""Host memory: parts of a batch are copied to the device while the part before is computed.
 
-Ground of the house, used by all that computes in parts: `encode`, and losses of features on the host. On a machine
-without an accelerator everything here is a plain cut of a tensor.
+Stands on the ground of the house; `encode` streams its inputs, and losses stream features on the host. On a machine
+without an accelerator both are plain slices of a tensor.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from contrastile._errors import invalid
 
 Bounds = tuple[int, int]
 
@@ -20,21 +23,46 @@ def numbered(device: torch.device | str) -> torch.device:
     """The device with its index: "cuda" is the current one, and tensors on it say "cuda:0"."""
     device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta"):
-        # kinds of which a machine has one at most, such as mps, do not say which
+        # a kind of which a machine has one at most, such as mps, has no current one
         current = getattr(torch.get_device_module(device), "current_device", int)
         return torch.device(device.type, current())
     return device
 
 
+def known_device(asked: Any, place: str) -> torch.device:
+    """The device of a name. `place`: where it is computed without one, for the error."""
+    try:
+        return torch.device(asked)
+    except (RuntimeError, TypeError):
+        raise invalid("device", "be one that torch knows", repr(asked), f"Leave it out to compute {place}.") from None
+
+
+def present_device(asked: Any, place: str) -> torch.device:
+    """The device of a name, which must be on this machine."""
+    device = known_device(asked, place)
+    if device.type not in ("cpu", "meta") and not _accelerates(device.type):
+        raise invalid("device", "be on this machine", repr(str(asked)), f"Leave it out to compute {place}.")
+    return device
+
+
+def _accelerates(kind: str) -> bool:
+    try:
+        found: bool = torch.get_device_module(kind).is_available()
+    except (AttributeError, RuntimeError):
+        # torch knows the name of the kind, and has no module for it
+        return False
+    return found
+
+
 def free_memory(device: torch.device | None) -> tuple[int, int]:
-    """Bytes that can still be allocated, what torch holds unused included, and all that this process may have.
+    """Bytes that can still be allocated, torch's unused reserve included, and all bytes that this process may have.
 
     On a CUDA device within `torch.cuda.set_per_process_memory_fraction`; else of the machine, or of the container
     around this process.
     """
     if device is None or device.type != "cuda":
         return _host_memory()
-    # the fraction is told only of a device by its index
+    # the fraction is known only of a device with an index
     device = numbered(device)
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -43,7 +71,7 @@ def free_memory(device: torch.device | None) -> tuple[int, int]:
 
 
 def allocated(device: torch.device | None) -> int:
-    """Bytes of tensors on an accelerator, whole blocks counted; 0 on a CPU, which does not say."""
+    """Bytes of tensors on a CUDA device, in whole blocks; 0 on a CPU, which does not count them."""
     return torch.cuda.memory_allocated(device) if device is not None and device.type == "cuda" else 0
 
 
@@ -54,7 +82,7 @@ def _host_memory() -> tuple[int, int]:
         entries = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(entries["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        # other systems do not say; half is a guess on the safe side
+        # other systems do not report it; half is a guess on the safe side
         free = total // 2
     group = Path("/sys/fs/cgroup")
     try:
@@ -65,7 +93,7 @@ def _host_memory() -> tuple[int, int]:
 
 
 def usable_cpus(group: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPUs that this process may use: those it is bound to, or what its container is given of them."""
+    """CPUs that this process may use: those it is bound to, or its container's share of them."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = (group / "cpu.max").read_text().split()
@@ -79,12 +107,12 @@ def stream(
 ) -> Iterator[list[Tensor | None]]:
     """The rows start … stop − 1 of all leaves, on the device, for each of the bounds in their order.
 
-    On a CUDA device the rows of the next bounds are copied on a stream of their own meanwhile; the copy runs beside the
-    computation if the host memory is pinned.
+    On a CUDA device the rows of the next bounds are copied meanwhile, on a stream of their own; the copy runs beside
+    the computation if the host memory is pinned.
     """
-    here = device is None or device.type != "cuda" or all(leaf is None or leaf.device == device for leaf in leaves)
+    in_place = device is None or device.type != "cuda" or all(leaf is None or leaf.device == device for leaf in leaves)
     # no bounds: every graph was kept, and nothing is encoded again
-    if here or not bounds:
+    if in_place or not bounds:
         for start, stop in bounds:
             yield [None if leaf is None else _move(leaf[start:stop], device) for leaf in leaves]
         return
@@ -92,8 +120,8 @@ def stream(
 
     def fetch(start: int, stop: int) -> tuple[list[Tensor | None], torch.cuda.Event]:
         with torch.cuda.stream(copies):
-            cut = [None if leaf is None else _move(leaf[start:stop], device) for leaf in leaves]
-            return cut, copies.record_event()
+            rows = [None if leaf is None else _move(leaf[start:stop], device) for leaf in leaves]
+            return rows, copies.record_event()
 
     ahead = fetch(*bounds[0])
     for following in [*bounds[1:], None]:
@@ -104,7 +132,7 @@ def stream(
         computing.wait_event(copied)
         for tensor in present:
             if tensor is not None:
-                # its memory must not be given away while the computation still reads it
+                # keep its memory until the computation has read it
                 tensor.record_stream(computing)
         yield present
 
@@ -114,30 +142,30 @@ def _move(rows: Tensor, device: torch.device | None) -> Tensor:
 
 
 def host_room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory on the host; pinned where there is a device to copy from."""
-    # the default device may be another
+    """Uninitialised host memory; pinned where there is a CUDA device to copy from."""
+    # the default device may be another one
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 def on_accelerator(x: Tensor) -> bool:
-    """Whether host memory is another than that of the tensor."""
+    """Return whether the tensor lies in other memory than the host's."""
     return x.device.type not in ("cpu", "meta")
 
 
 def settle(device: torch.device | None) -> None:
-    """Waits until the device is done, with copies to the host too: whoever reads them there will not ask it."""
+    """Wait until the device is done, with copies to the host too, which are then read without a further wait."""
     if device is not None and device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
-        # nor have they streams
+        # mps has no streams
         (module.current_stream(device) if hasattr(module, "current_stream") else module).synchronize()
 
 
-class Belt:
-    """Blocks of a host matrix, brought to the device in turn, each with its running totals, which may travel back.
+class BlockStream:
+    """Blocks of a host matrix, copied to the device in turn, each with its accumulators, which may be copied back.
 
     On a CUDA device there are two slots: while one block is computed with, the next is copied in and the last one's
-    totals are copied out, each on a stream of its own; the copies run beside the computation where host memory is
-    pinned. Elsewhere every copy is done when it is asked for.
+    accumulators are copied out, each on a stream of its own; the copies run beside the computation where host memory is
+    pinned. On other devices every copy is done at once.
     """
 
     def __init__(
@@ -149,22 +177,22 @@ class Belt:
         wide: torch.dtype | None = None,
         totals: Tensor | None = None,
     ) -> None:
-        """`wide`: the type of the totals, none if None; `totals`: where they are kept on the host between turns."""
+        """`wide`: type of the accumulators, none if None; `totals`: host memory for them between two sweeps."""
         self.matrix, self.device, self.wide, self.totals = matrix, device, wide, totals
         self.bounds = [(start, min(start + rows, len(matrix))) for start in range(0, len(matrix), rows)]
         # in and out
         self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
         self.slots: list[tuple[Tensor, Tensor]] = []
-        # when a slot may be written again, and when a block's totals have come back to the host
+        # events after which a slot may be written again, and after which a block's accumulators are on the host
         self.free: dict[int, list[torch.cuda.Event]] = {}
         self.stored: dict[int, torch.cuda.Event] = {}
         for slot in range(2 if self.streams else 0):
-            self.slots.append(self._room(min(rows, len(matrix))))
-            # whatever had this memory before must be done with it
+            self.slots.append(self._memory(min(rows, len(matrix))))
+            # earlier kernels may still use this memory
             self.free[slot] = [torch.cuda.current_stream(device).record_event()]
 
-    def turn(self, *, fresh: bool) -> Iterator[tuple[int, Bounds, Tensor, Tensor]]:
-        """Every block once: its place, its bounds, its rows and its totals; `fresh` totals are zeros."""
+    def sweep(self, *, fresh: bool) -> Iterator[tuple[int, Bounds, Tensor, Tensor]]:
+        """Every block once: its index, bounds, rows and accumulators, which are zeros if `fresh`."""
         loaded = [self._load(0, fresh)] if self.bounds else []
         try:
             for index, bounds in enumerate(self.bounds):
@@ -179,11 +207,11 @@ class Belt:
                     self.free[index % 2] = [done, *self._stored(index)]
         finally:
             if loaded and self.streams is not None:
-                # an error ends the turn: the slots' memory is somebody else's before the block for them has come
+                # after an error the slots' memory may be reused before the copy into it has ended
                 torch.cuda.current_stream(self.device).wait_stream(self.streams[0])
 
-    def bring_back(self, block: Tensor, to: Tensor, index: int | None = None) -> None:
-        """Copies a block to its place on the host; the totals of block `index` are not loaded again before."""
+    def write_back(self, block: Tensor, to: Tensor, index: int | None = None) -> None:
+        """Copy a block to the host; the accumulators of block `index` are not loaded again before."""
         if self.streams is None:
             to.copy_(block)
             return
@@ -196,20 +224,20 @@ class Belt:
                 self.stored[index] = outgoing.record_event()
 
     def finish(self) -> None:
-        """Waits until all that was brought back is there: whoever reads it on the host will not ask the device."""
+        """Wait until everything written back is on the host, where it is read without a further wait."""
         if self.streams is not None:
             self.streams[1].synchronize()
 
-    def _room(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Memory on the device for a block and its totals."""
+    def _memory(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Memory on the device for a block and its accumulators."""
         block = torch.empty(rows, *self.matrix.shape[1:], dtype=self.matrix.dtype, device=self.device)
         return block, block[:0] if self.wide is None else torch.empty_like(block, dtype=self.wide)
 
     def _load(self, index: int, fresh: bool) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
-        """The block and its totals on their way here, and when they will have come."""
+        """Start copying a block and its accumulators; return them and the event of their arrival."""
         start, stop = self.bounds[index]
         if self.streams is None:
-            return *self._fill(self._room(stop - start), start, stop, fresh), None
+            return *self._fill(self._memory(stop - start), start, stop, fresh), None
         incoming, _ = self.streams
         for event in [*self.free[index % 2], *self._stored(index)]:
             incoming.wait_event(event)
@@ -218,8 +246,8 @@ class Belt:
             filled = self._fill((block[: stop - start], totals[: stop - start]), start, stop, fresh)
             return *filled, incoming.record_event()
 
-    def _fill(self, room: tuple[Tensor, Tensor], start: int, stop: int, fresh: bool) -> tuple[Tensor, Tensor]:
-        block, totals = room
+    def _fill(self, memory: tuple[Tensor, Tensor], start: int, stop: int, fresh: bool) -> tuple[Tensor, Tensor]:
+        block, totals = memory
         block.copy_(self.matrix[start:stop], non_blocking=True)
         if fresh or self.totals is None:
             totals.zero_()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile._check import wrong
+from contrastile._errors import invalid
 
 # token vectors [B, L, D], alone or with a mask [B, L] that is true where there is a token
 Tokens = Tensor | tuple[Tensor, Tensor | None]
@@ -110,7 +110,9 @@ class MaxSim(nn.Module):
 def _vectors(name: str, x: Tensor, features: int) -> None:
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != features:
         got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise wrong(name, f"have rows of {features} features, as the scorer reads them", got, "Project one side first.")
+        raise invalid(
+            name, f"have rows of {features} features, as the scorer reads them", got, "Project one side first."
+        )
 
 
 def _tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
@@ -124,5 +126,5 @@ def _tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
         if mask is not None:
             got += f" and a mask {shapes[1]}, {getattr(mask, 'dtype', type(mask).__name__)}"
         remedy = "Pass attention_mask.bool(), say." if floats else "Check the encoder."
-        raise wrong(name, "be token vectors [B, L, D], alone or with a bool mask [B, L]", got, remedy)
+        raise invalid(name, "be token vectors [B, L, D], alone or with a bool mask [B, L]", got, remedy)
     return vectors, None if mask is None else mask.bool()

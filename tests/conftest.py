@@ -43,7 +43,7 @@ def _seeded_and_poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
 def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made, and not drawn, which would take most of the time of a small run; those of fixtures are."""
     if not request.node.get_closest_marker("drawn"):
-        monkeypatch.setattr("contrastile.train.figures._svg", lambda figure: "<svg></svg>")
+        monkeypatch.setattr("contrastile.train.report.figures._svg", lambda figure: "<svg></svg>")
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, comm
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss
 from contrastile.cli.main import main
+from contrastile.distributed import collectives
 from contrastile.train import loop
 from contrastile.train.ranks import Ranks
 
@@ -80,8 +81,8 @@ def losses(device: torch.device, *, quick: bool = False) -> None:
             own_ids = None if ids is None else ids.split(sizes)[rank]
             for exchange in EXCHANGES:
                 value, dq, dk, *scalars = _step(make(exchange=exchange), [*mine, *whole[2:]], own_ids)
-                rows = [comm.gather_rows(gradient.double(), sizes, None) / W for gradient in (dq, dk)]
-                found = [value, *rows, *(comm.total(x, None) / W for x in scalars)]
+                rows = [collectives.gather_rows(gradient.double(), sizes, None) / W for gradient in (dq, dk)]
+                found = [value, *rows, *(collectives.total(x, None) / W for x in scalars)]
                 far = _distances(found, true)
                 # the scalars' gradients are sums with cancellation, which the dense formula may hit by chance
                 bounds = [max(1e-5, allowed[0]), *allowed[1:3], *(max(1e-3, bound) for bound in allowed[3:])]

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile._contrast import contrast
-from contrastile.losses.dense import dense_sigmoid, dense_softmax
+from contrastile.functional import contrast
+from contrastile.losses.reference import dense_sigmoid, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 

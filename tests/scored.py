@@ -9,7 +9,7 @@ from problems import PROBLEMS, Problem
 from torch import Tensor, nn
 
 from contrastile import contrast
-from contrastile.losses.dense import dense_sigmoid
+from contrastile.losses.reference import dense_sigmoid
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.scorers import Bilinear, MaxSim, PairMLP
 

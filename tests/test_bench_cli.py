@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from contrastile.bench import measure
+from contrastile.bench import harness
 from contrastile.bench.loss import suite
 from contrastile.bench.peers import Case
 from contrastile.cli import bench
@@ -18,10 +18,10 @@ SMALL = ["bench", "loss", "--device", "cpu", "--sizes", "64", "--features", "8",
 
 
 @pytest.fixture(autouse=True)
-def measured_at_once(monkeypatch):
-    """A process for each peak takes seconds, and so do a hundred large products; tests of the measurement take them."""
+def quick_measurements(monkeypatch):
+    """A process for each peak takes seconds, and so do a hundred large products; other tests run them."""
     monkeypatch.setattr("contrastile.bench.loss.peak_apart", lambda case, label: 4096)
-    monkeypatch.setitem(measure.PRODUCTS, "cpu", (64, torch.float32))
+    monkeypatch.setitem(harness.PRODUCTS, "cpu", (64, torch.float32))
 
 
 def cases(*words, device=CUDA):
@@ -29,13 +29,13 @@ def cases(*words, device=CUDA):
     return bench._cases(arguments, suite(device, quick=arguments.quick))
 
 
-def test_a_size_as_people_write_it():
+def test_a_size_may_have_a_unit():
     assert [bench.number("sizes", text) for text in ("96", "4k", "64k", "1M")] == [96, 4096, 65536, 2**20]
     assert [bench.number("workspace", text) for text in ("192MiB", "2GiB")] == [192 * 2**20, 2**31]
 
 
 @pytest.mark.parametrize("text", ["", "k", "0", "-4k", "1.5k", "64kk", "64q"])
-def test_what_is_no_size_is_refused(text, capsys):
+def test_a_wrong_size_is_refused(text, capsys):
     assert main(["bench", "loss", "--device", "cpu", f"--sizes={text}"]) == 2
     assert capsys.readouterr().err == (
         f"`sizes` must be whole numbers above 0, perhaps with a unit; got {text!r}. "
@@ -49,28 +49,28 @@ def test_an_unknown_dtype_is_refused(capsys):
 
 
 @pytest.mark.parametrize("device", ["tpu", *([] if torch.cuda.is_available() else ["cuda"])])
-def test_a_device_that_is_not_there_is_refused(device, capsys):
+def test_a_missing_device_is_refused(device, capsys):
     assert main(["bench", "loss", "--device", device]) == 2
     assert capsys.readouterr().err.startswith("`device` must be one")
 
 
-def test_what_was_named_is_crossed():
+def test_named_settings_are_crossed():
     asked = cases("--sizes", "4k", "1M", "--features", "512", "768", "--losses", "siglip", "--workspace", "1GiB")
     assert asked == [Case("siglip", b, d, "bfloat16", (2**30,)) for b in (4096, 2**20) for d in (512, 768)]
 
 
-def test_what_was_not_named_is_the_devices_own():
+def test_other_settings_are_the_devices_defaults():
     asked = cases("--dtype", "fp32", "--precision", "high")
     assert {case.d for case in asked} == {512, 768, 1024}
     assert {(case.dtype, case.precision, case.loss) for case in asked} == {("float32", "high", "clip")}
 
 
-def test_nothing_named_is_the_whole_list():
+def test_without_settings_the_whole_list_is_measured():
     assert {case.loss for case in cases(device=torch.device("cpu"))} == {"clip", "siglip", "infonce"}
     assert len(cases("--quick")) < len(cases())
 
 
-def test_a_table_and_a_file(tmp_path, capsys):
+def test_results_are_a_table_and_a_file(tmp_path, capsys):
     path = tmp_path / "made" / "with" / "rows.csv"
     assert main([*SMALL, "--seconds", "0.01", "--csv", str(path)]) == 0
     said = capsys.readouterr().out
@@ -84,18 +84,24 @@ def test_a_table_and_a_file(tmp_path, capsys):
     assert said.endswith(f"rows: {path}\n")
 
 
-def test_one_step_of_our_own_alone(capsys):
+def test_once_times_one_step_of_contrastile_alone(capsys):
     assert main([*SMALL, "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[4] for line in lines if line.startswith("clip ")] == ["contrastile"]
 
 
-def test_a_result_that_is_wrong_is_an_exit_code(monkeypatch):
+def test_a_wrong_result_gives_exit_code_1(monkeypatch):
     monkeypatch.setattr("contrastile.bench.gate.LOSS_TOLERANCE", -1.0)
     assert main([*SMALL, "--seconds", "0.01"]) == 1
 
 
-def test_its_help_loads_nothing_heavy():
+def test_a_profile_needs_several_ranks(capsys):
+    assert main([*SMALL, "--profile"]) == 2
+    sentence = "`profile` must come under torchrun; got one process. Start several ranks, or leave it out.\n"
+    assert capsys.readouterr().err == sentence
+
+
+def test_help_imports_nothing_heavy():
     program = (
         "import sys\n"
         "from contrastile.cli.main import main\n"

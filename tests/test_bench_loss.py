@@ -1,4 +1,4 @@
-"""What is measured: right results only, each row for itself, and the cases that a device is judged by."""
+"""`LossBench` on one process: right results only, each row for itself, and the cases that a device is judged by."""
 
 import csv
 from dataclasses import replace
@@ -10,10 +10,10 @@ from contrastile import ClipLoss
 from contrastile.bench import gate as bench_gate
 from contrastile.bench import loss as bench_loss
 from contrastile.bench.gate import SUBJECTS, Gate, Sample, problem
-from contrastile.bench.loss import Bench, peak_apart, suite
-from contrastile.bench.measure import Ledger, Machine
+from contrastile.bench.harness import Ledger, Machine, Report, Timing
+from contrastile.bench.loss import Entry, LossBench, Result, peak_apart, suite
 from contrastile.bench.peers import DENSE, Case, Contestant
-from contrastile.losses.dense import dense_clip
+from contrastile.losses.reference import dense_clip
 
 CPU = torch.device("cpu")
 CASE = Case("clip", 96, 16, "float32")
@@ -37,14 +37,14 @@ def machine():
 
 
 def run(monkeypatch, *entered, cases=(CASE,), ledger=None):
-    """Lines said, and the bench, with these contestants."""
+    """Measure these contestants; return the lines and if all of contrastile passed."""
     if entered:
         monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: list(entered))
     lines = []
-    bench = Bench(machine(), peers=False, say=lines.append, ledger=ledger)
-    bench.measure(cases)
+    report = Report(lines.append, ledger)
+    LossBench(machine(), peers=False, report=report).measure(cases)
     assert "ratio: of torch.mm's rate" in lines[0]
-    return [line for line in lines[2:] if not line.startswith("  times dense")], bench
+    return [line for line in lines[2:] if not line.startswith("  times dense")], report.passed
 
 
 def ours(loss):
@@ -67,7 +67,7 @@ def full(*_):
 def test_contrastile_passes_the_gate(name):
     gate = Gate(replace(CASE, loss=name, b=300), CPU)
     subject = SUBJECTS[name]
-    assert gate.red(gate.distance(subject.ours())) is None
+    assert gate.red(gate.distance(subject.module())) is None
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_contrastile_passes_the_gate(name):
         (lambda q, k, s: dense_clip(q, k, s) + (s - s.detach()), "the scale's or the bias's gradient is"),
     ],
 )
-def test_what_is_wrong_is_red(wrong_loss, what):
+def test_a_wrong_result_is_red(wrong_loss, what):
     gate = Gate(CASE, CPU)
     assert gate.red(gate.distance(wrong_loss)).startswith(what)
 
@@ -95,12 +95,12 @@ def test_a_gradient_in_16_bits_may_be_as_far_as_its_cast_and_no_further():
 def test_a_sample_has_the_truth_of_a_few_rows_and_columns(name):
     leaves = problem(replace(CASE, loss=name, b=300, dtype="float64"), CPU)
     sample = Sample(name, leaves)
-    assert sample.some[[0, -1]].tolist() == [0, 299]
-    assert len(sample.some) == 32
-    distance, cast = sample.distance(sample.found(SUBJECTS[name].ours()))
+    assert sample.rows[[0, -1]].tolist() == [0, 299]
+    assert len(sample.rows) == 32
+    distance, cast = sample.distance(sample.step(SUBJECTS[name].module()))
     assert max(distance.loss, distance.gradient, distance.scalar) <= 1e-12
     assert cast == 0
-    found = sample.found(SUBJECTS[name].ours())
+    found = sample.step(SUBJECTS[name].module())
     found[2][found[2].norm(dim=1).argmax()] *= 1.01
     assert sample.distance(found)[0].gradient > 1e-6
 
@@ -118,46 +118,46 @@ def test_a_case_is_checked_at_its_own_size_too(loss, right, once, monkeypatch, t
     monkeypatch.setattr(Machine, "peak", lambda self, step: step() or 4096)
     lines = []
     with Ledger(tmp_path / "rows.csv") as ledger:
-        bench = Bench(machine(), peers=False, say=lines.append, ledger=ledger)
+        bench = LossBench(machine(), peers=False, report=Report(lines.append, ledger))
         bench.head()
         if once:
             bench.once(CASE)
         else:
             bench.measure([CASE])
     assert "60 rows, and on 32 of all" in lines[0]
-    assert bench.right is right
+    assert bench.report.passed is right
     assert any("a gradient is" in line and "96 x 16" in line for line in lines) is not right
     with (tmp_path / "rows.csv").open() as file:
         assert ("contrastile" in {row["impl"] for row in csv.DictReader(file)}) is right
 
 
-def test_whose_time_the_multiples_are_of_is_said(monkeypatch):
+def test_the_multiples_name_their_dense_formula(monkeypatch):
     lines = []
     monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: list(DENSE[1:2]))
-    Bench(machine(), peers=False, say=lines.append).measure([CASE, replace(CASE, b=97)])
+    LossBench(machine(), peers=False, report=Report(lines.append)).measure([CASE, replace(CASE, b=97)])
     assert [line for line in lines if "over" in line] == ["  times dense: over dense (one dtype)"]
 
 
 def test_a_wrong_result_has_no_speed(monkeypatch):
-    lines, bench = run(monkeypatch, ours(lambda q, k, s: 2 * dense_clip(q, k, s)))
-    assert not bench.right
+    lines, passed = run(monkeypatch, ours(lambda q, k, s: 2 * dense_clip(q, k, s)))
+    assert not passed
     assert len(lines) == 1
     assert lines[0].endswith("no speed for a wrong result")
 
 
 def test_a_peers_distance_is_shown_and_not_judged(monkeypatch):
-    lines, bench = run(monkeypatch, other(lambda q, k, s: 2 * dense_clip(q, k, s)))
-    assert bench.right
+    lines, passed = run(monkeypatch, other(lambda q, k, s: 2 * dense_clip(q, k, s)))
+    assert passed
     assert lines[0].split()[-2:] == ["1e+00", "1e+00"]
 
 
-def test_what_fails_is_named_and_costs_its_own_row_only(monkeypatch, tmp_path):
+def test_a_failure_is_named_and_costs_its_own_row_only(monkeypatch, tmp_path):
     with Ledger(tmp_path / "rows.csv") as ledger:
         entered = (other(fail), ours(ClipLoss()), other(full, "greedy"), *DENSE[:2])
-        lines, bench = run(monkeypatch, *entered, ledger=ledger)
-    assert bench.right
-    assert "  somebody (a way), clip, 96 x 16: RuntimeError: the first line" in lines
-    assert "  greedy (a way), clip, 96 x 16: OutOfMemoryError: no room" in lines
+        lines, passed = run(monkeypatch, *entered, ledger=ledger)
+    assert passed
+    assert "  somebody (a way), clip, 96 x 16, float32: RuntimeError: the first line" in lines
+    assert "  greedy (a way), clip, 96 x 16, float32: OutOfMemoryError: no room" in lines
     with (tmp_path / "rows.csv").open() as file:
         assert [row["impl"] for row in csv.DictReader(file)] == ["contrastile", "dense"]
 
@@ -169,16 +169,16 @@ def test_failing_while_timed_keeps_the_other_cases(monkeypatch):
         calls.append(leaves)
         return fail() if len(calls) == 2 else dense_clip(*leaves)
 
-    lines, bench = run(monkeypatch, ours(late), cases=(CASE, replace(CASE, b=97)))
-    assert not bench.right
+    lines, passed = run(monkeypatch, ours(late), cases=(CASE, replace(CASE, b=97)))
+    assert not passed
     assert [line.split()[0] for line in lines] == ["contrastile", "clip"]
 
 
-def test_a_failure_of_ours_is_not_passed_over(monkeypatch):
-    assert not run(monkeypatch, ours(fail))[1].right
+def test_a_failure_of_contrastile_is_a_failure_of_the_bench(monkeypatch):
+    assert not run(monkeypatch, ours(fail))[1]
 
 
-def test_who_declines_says_so_once(monkeypatch):
+def test_a_contestant_that_declines_is_named_once(monkeypatch):
     absent = replace(other(fail), missing=lambda: "is not installed")
     lines, _ = run(monkeypatch, absent, cases=(CASE, replace(CASE, b=97)))
     assert lines == ["  somebody (a way): is not installed"]
@@ -186,9 +186,7 @@ def test_who_declines_says_so_once(monkeypatch):
 
 def test_times_dense_and_the_ratio_come_from_the_times(monkeypatch, tmp_path):
     timing = {"dense (one dtype)": 6.0, "contrastile (eager)": 2.0}
-    monkeypatch.setattr(
-        Machine, "race", lambda self, steps: {name: bench_loss.Timing(timing[name], 1e9) for name in steps}
-    )
+    monkeypatch.setattr(Machine, "race", lambda self, steps: {name: Timing(timing[name], 1e9) for name in steps})
     with Ledger(tmp_path / "rows.csv") as ledger:
         lines, _ = run(monkeypatch, ledger=ledger)
     assert [line.split()[-4] for line in lines] == ["1.00", "3.00"]
@@ -220,7 +218,7 @@ def test_features_are_of_unit_length():
     assert scale.item() == 100
 
 
-def test_a_gpu_is_judged_by_all_that_is_promised():
+def test_the_cases_of_a_gpu_include_all_documented_sizes():
     cases = suite(torch.device("cuda"), quick=False)
     both = (2 * 2**30, 192 * 2**20)
     for b in (2**16, 2**18):
@@ -231,19 +229,19 @@ def test_a_gpu_is_judged_by_all_that_is_promised():
     assert {case.precision for case in cases if case.dtype == "float32"} == {"high", "highest"}
 
 
-def test_rows_name_what_was_not_left_at_the_standard():
+def test_rows_name_settings_other_than_the_defaults():
     case = Case("clip", 96, 16, "float32", (None, 2 * 2**30, 192 * 2**20), "high")
     entered = [one for one in bench_loss.contestants(case, torch.device("cuda"), peers=False) if one.name != "dense"]
     assert [one.backend for one in entered] == ["triton", "triton", "triton, workspace 192 MiB"]
-    line = bench_loss.Line(case, entered[2], bench_gate.Distance(0, 0, 0), 0, bench_loss.Timing(1.0, 1.0))
-    assert line.backend == "triton, workspace 192 MiB, precision high"
+    result = Result(Entry(case, entered[2]), bench_gate.Distance(0, 0, 0), 0, Timing(1.0, 1.0))
+    assert result.backend == "triton, workspace 192 MiB, precision high"
 
 
-def test_peaks_are_taken_in_a_process_of_their_own(real_peaks):
+def test_peaks_are_measured_in_a_process_of_their_own(real_peaks):
     case = Case("clip", 3000, 16, "float32")
     assert 2 * peak_apart(case, "contrastile (eager)") < peak_apart(case, "dense (one dtype)")
 
 
-def test_a_process_that_fails_says_its_last_line(real_peaks):
+def test_a_failed_process_gives_its_last_line(real_peaks):
     with pytest.raises(RuntimeError, match="StopIteration"):
         peak_apart(CASE, "nobody")

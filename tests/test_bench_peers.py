@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from contrastile.bench import peers
 from contrastile.bench.gate import problem, step
-from contrastile.bench.measure import Machine
+from contrastile.bench.harness import Machine, not_installed
 from contrastile.bench.peers import DENSE, PEERS, Case, Contestant
-from contrastile.losses.dense import dense_clip, dense_sigmoid
+from contrastile.losses.reference import dense_clip, dense_sigmoid
 
 CPU = Machine(torch.device("cpu"), 0.0, lambda: None, 1)
 CASE = Case("clip", 24, 8, "float32")
@@ -117,8 +117,8 @@ def test_who_cannot_run_says_why(settings, reason):
 
 
 def test_a_package_that_is_not_there_is_not_installed():
-    assert peers.not_installed("surely_not_installed") == "is not installed"
-    assert peers.not_installed("torch") is None
+    assert not_installed("surely_not_installed") == "is not installed"
+    assert not_installed("torch") is None
 
 
 def test_nobody_is_entered_for_a_loss_or_a_dtype_it_has_not():

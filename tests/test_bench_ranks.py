@@ -1,8 +1,7 @@
-"""The bench across ranks: everyone in turn, right results only, and what one rank cannot do nobody is measured at."""
+"""`LossBench` across ranks: exchanges beside one process, right results only, failures of one rank, the profile."""
 
 from __future__ import annotations
 
-import csv
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -14,40 +13,43 @@ import torch
 from ranks import RANKS, Pool
 
 from contrastile.bench import gate as bench_gate
-from contrastile.bench import ranks as bench_ranks
-from contrastile.bench.loss import Distance, Line
-from contrastile.bench.measure import Ledger, Machine, Timing
+from contrastile.bench import harness
+from contrastile.bench import loss as bench_loss
+from contrastile.bench.harness import EXCHANGE_COLUMNS, Ledger, Machine, Report, Timing, World, read_rows
+from contrastile.bench.loss import Distance, Entry, LossBench, Result, suite
 from contrastile.bench.peers import Case, Contestant, rank_peers
-from contrastile.bench.ranks import ExchangeRow, RankBench, suite
-from contrastile.losses.dense import dense_clip
-from contrastile.train.ranks import Ranks
+from contrastile.bench.profile import device_line, profile
+from contrastile.losses.reference import dense_clip
 
 CPU = torch.device("cpu")
 CASE = Case("clip", 96, 16, "float32")
+WAYS = [f"eager, {way}" for way in ("one process", "gather", "ring", "replicate")]
+
+
+def _machine(rank: int = 0) -> Machine:
+    x = torch.eye(3)
+    return Machine(CPU, 0.01, lambda: x @ x, 2 * 3**3, World(rank, RANKS))
 
 
 def _run(rank: int, group: Any, case: Case, path: Path | None, spoil: str) -> tuple[list[str], bool]:
     lines: list[str] = []
-    x = torch.randn(64, 64)
-    ledger = Ledger(path, ExchangeRow) if path is not None and rank == 0 else None
-    bench = RankBench(Machine(CPU, 0.01, lambda: x @ x, 2 * 64**3), Ranks(rank, RANKS), False, lines.append, ledger)
-    kept, peers = bench_gate.LOSS_TOLERANCE, bench_ranks.rank_peers
+    ledger = Ledger(path, EXCHANGE_COLUMNS) if path is not None and rank == 0 else None
+    bench = LossBench(_machine(rank), spoil == "peer", Report(lines.append, ledger, World(rank, RANKS)))
+    saved = bench_gate.LOSS_TOLERANCE, bench_loss.rank_peers
     if spoil == "gate":
         bench_gate.LOSS_TOLERANCE = -1.0
-    if spoil == "peer":
 
-        def local(q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-            if rank == 2:
-                raise RuntimeError("no room\nand a long trace")
-            return dense_clip(q, k, scale)
+    def local(q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if rank == 2:
+            raise RuntimeError("no room\nand a long trace")
+        return dense_clip(q, k, scale)
 
-        bench.peers = True
-        bench_ranks.rank_peers = lambda rank, world: (Contestant("somebody", "a way", {"clip": local}),)
+    bench_loss.rank_peers = lambda rank, world: (Contestant("somebody", "a way", {"clip": local}),)
     try:
         bench.measure([case])
     finally:
-        bench_gate.LOSS_TOLERANCE, bench_ranks.rank_peers = kept, peers
-    return lines[1:], bench.right
+        bench_gate.LOSS_TOLERANCE, bench_loss.rank_peers = saved
+    return lines[2:], bench.report.passed
 
 
 def _names(lines: list[str]) -> list[str]:
@@ -55,15 +57,13 @@ def _names(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip", "infonce"])
-def test_every_exchange_beside_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_every_exchange_is_compared_with_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
     path = tmp_path / "rows.csv"
     answers = pool.run(_run, RANKS, Case(name, 96, 16, "float32"), path, "")
-    assert all(right for _, right in answers)
-    expected = [f"eager, {way}" for way in ("one process", "gather", "ring", "replicate")]
-    assert _names(answers[0][0]) == [f"contrastile ({way})" for way in expected]
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["backend"] for row in rows] == expected
+    assert all(passed for _, passed in answers)
+    assert _names(answers[0][0]) == [f"contrastile ({way})" for way in WAYS]
+    rows = read_rows(path)
+    assert [row["backend"] for row in rows] == WAYS
     assert [row["world"] for row in rows] == ["1", "4", "4", "4"]
     # the ranks' time together over one process's: of steps in a row, and of single ones
     for at, cost, ms in ((-8, "cost", "ms"), (-6, "single_cost", "single_ms")):
@@ -74,43 +74,38 @@ def test_every_exchange_beside_one_process(pool: Pool, tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.01, 10), (0.2, 3), (0.999, 3), (1.0, 1), (6.0, 1)])
-def test_a_long_step_is_its_own_row(seconds: float, steps: int) -> None:
-    assert bench_ranks._in_a_row(seconds) == steps
+def test_short_steps_are_timed_in_a_row(seconds: float, steps: int) -> None:
+    assert harness._repeats(seconds, rows=True) == steps
 
 
-def test_costs_are_unknown_where_one_process_has_no_room() -> None:
-    x = torch.eye(3)
-    line = Line(CASE, Contestant("somebody", "a way", {}), Distance(0, 0, 0), 7, Timing(2.0, 1e9), 4)
-    machine = Machine(CPU, 0.01, lambda: x @ x, 2 * 3**3)
-    row = bench_ranks._Result(line, 3.0, 5, None).row(machine)
-    assert (row.cost, row.single_cost, row.ms, row.single_ms, row.beside_bytes) == (None, None, 2.0, 3.0, 5)
-    row = bench_ranks._Result(line, 3.0, 5, (4.0, 8.0)).row(machine)
-    assert (row.cost, row.single_cost) == (2.0, 1.5)
+def test_costs_are_unknown_where_one_process_does_not_fit() -> None:
+    entry, timing = Entry(CASE, Contestant("somebody", "a way", {}), 4), Timing(2.0, 1e9, 2.0, 3.0)
+    row = Result(entry, Distance(0, 0, 0), 7, timing, 5).row(CPU)
+    assert (row["cost"], row["single_cost"], row["ms"], row["single_ms"]) == (None, None, 2.0, 3.0)
+    assert row["beside_bytes"] == 5
+    row = Result(entry, Distance(0, 0, 0), 7, timing, 5, Timing(4.0, 1e9, 4.0, 8.0)).row(CPU)
+    assert (row["cost"], row["single_cost"]) == (2.0, 1.5)
 
 
-def test_each_workspace_is_a_row_that_says_so_and_peers_are_measured_once(pool: Pool, tmp_path: Path) -> None:
+def test_each_workspace_is_a_row_and_peers_are_measured_once(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     case = Case("clip", 96, 16, "float32", (2 * 2**30, 2**20))
-    (lines, right), *_ = pool.run(_run, RANKS, case, path, "peer")
-    assert right
-    with path.open() as file:
-        named = [row["backend"] for row in csv.DictReader(file)]
-    ways = [f"eager, {way}" for way in ("one process", "gather", "ring", "replicate")]
-    assert named == [*ways, *(f"{way}, workspace 1 MiB" for way in ways)]
+    (lines, passed), *_ = pool.run(_run, RANKS, case, path, "peer")
+    assert passed
+    assert [row["backend"] for row in read_rows(path)] == [*WAYS, *(f"{way}, workspace 1 MiB" for way in WAYS)]
     assert sum("somebody" in line for line in lines) == 1
 
 
-def test_a_row_says_which_version_computed_it() -> None:
-    x = torch.eye(3)
-    line = Line(CASE, Contestant("somebody", "a way", {}, package="numpy"), Distance(0, 0, 0), 7, Timing(2.0, 1e9), 4)
-    row = line.row(Machine(CPU, 0.01, lambda: x @ x, 2 * 3**3))
-    assert f"numpy {version('numpy')}" in row.versions
+def test_a_row_has_the_version_that_computed_it() -> None:
+    one = Contestant("somebody", "a way", {}, package="numpy")
+    row = Result(Entry(CASE, one, 4), Distance(0, 0, 0), 7, Timing(2.0, 1e9)).row(CPU)
+    assert f"numpy {version('numpy')}" in row["versions"]
     # for each rank: 8 b² d operations, shared by four, in 2 ms; and a product's rate of 1e9
-    assert row.effective_tflops == round(8 * 96**2 * 16 / 4 / 2e-3 / 1e12, 4)
-    assert row.ratio == round(8 * 96**2 * 16 / 4 / 2e-3 / 1e9, 4)
+    assert row["effective_tflops"] == round(8 * 96**2 * 16 / 4 / 2e-3 / 1e12, 4)
+    assert row["ratio"] == round(8 * 96**2 * 16 / 4 / 2e-3 / 1e9, 4)
 
 
-def test_what_lies_beside_is_seen_where_all_of_the_workspace_is_used() -> None:
+def test_beside_is_the_peak_of_the_least_workspace_without_it_and_the_gradients() -> None:
     peaks = {"wide": 3 * 2**30, "frugal": 2**30}
     ran: list[str] = []
 
@@ -125,34 +120,34 @@ def test_what_lies_beside_is_seen_where_all_of_the_workspace_is_used() -> None:
         run()
         return peaks[ran[-1]]
 
-    bench: Any = SimpleNamespace(machine=SimpleNamespace(peak=peak))
-    leaves = [torch.ones(2**8, requires_grad=True)]
-    memory = RankBench._memory(bench, loss("wide"), loss("frugal"), leaves)
-    assert memory == (3 * 2**30, 2**30 - 2**10 - bench_ranks.LEAST_WORKSPACE)
-    assert RankBench._memory(bench, loss("wide"), None, leaves) == (3 * 2**30, 3 * 2**30 - 2**10)
+    bench: Any = SimpleNamespace(machine=SimpleNamespace(peak=peak, device=torch.device("cuda")), _across=True)
+    leaves, one = [torch.ones(2**8, requires_grad=True)], Contestant("somebody", "a way", {"clip": loss("wide")})
+    memory = LossBench._memory(bench, Entry(CASE, one, 4, loss("frugal")), leaves)
+    assert memory == (3 * 2**30, 2**30 - 2**10 - bench_loss.LEAST_WORKSPACE)
+    assert LossBench._memory(bench, Entry(CASE, one, 4), leaves) == (3 * 2**30, 3 * 2**30 - 2**10)
 
 
 def test_a_wrong_result_has_no_speed_on_any_rank(pool: Pool) -> None:
-    for lines, right in pool.run(_run, RANKS, CASE, None, "gate"):
-        assert not right
+    for lines, passed in pool.run(_run, RANKS, CASE, None, "gate"):
+        assert not passed
         assert len(lines) == 4
         assert all("no speed for a wrong result" in line for line in lines)
 
 
-def test_what_one_rank_cannot_do_all_leave_out(pool: Pool) -> None:
-    for lines, right in pool.run(_run, RANKS, CASE, None, "peer"):
-        assert right
-        assert lines[0] == "  somebody (a way), clip, 96 x 16: rank 2: RuntimeError: no room"
+def test_a_failure_on_one_rank_leaves_the_contestant_out_on_all(pool: Pool) -> None:
+    for lines, passed in pool.run(_run, RANKS, CASE, None, "peer"):
+        assert passed
+        assert lines[0] == "  somebody (a way), clip, 96 x 16, float32: rank 2: RuntimeError: no room"
         assert len(_names(lines)) == 4
 
 
 def test_rows_that_cannot_be_shared_are_left_out(pool: Pool) -> None:
-    (lines, right), *_ = pool.run(_run, RANKS, Case("clip", 98, 16, "float32"), None, "")
-    assert right
+    (lines, passed), *_ = pool.run(_run, RANKS, Case("clip", 98, 16, "float32"), None, "")
+    assert passed
     assert lines == ["  98 rows are left out: they cannot be shared evenly by 4 ranks"]
 
 
-def test_peers_are_told_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_get_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def make(**how: Any) -> Any:
@@ -172,8 +167,34 @@ def test_peers_are_told_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inf_cl.losses["clip"](torch.ones(2, 2), torch.zeros(2, 2), torch.tensor(3.0)) == 18.0
 
 
-def test_gpus_are_judged_by_all_that_is_promised() -> None:
-    cases = suite(torch.device("cuda"), quick=False)
+def test_the_cases_across_gpus_include_all_documented_sizes() -> None:
+    cases = suite(torch.device("cuda"), quick=False, ranks=2)
     for b in (2**16, 2**17, 2**18):
         assert Case("clip", b, 768, "bfloat16", (2 * 2**30,)) in cases
-    assert len(suite(CPU, quick=True)) == 2
+    assert len(suite(CPU, quick=True, ranks=2)) == 2
+
+
+def _profiled(rank: int, group: Any) -> list[str]:
+    lines: list[str] = []
+    profile(LossBench(_machine(rank), False, Report(lines.append, None, World(rank, RANKS))), CASE)
+    return lines
+
+
+@pytest.mark.unpoisoned
+def test_the_profile_has_the_host_operations_of_every_exchange(pool: Pool) -> None:
+    lines = pool.run(_profiled, RANKS)[0]
+    assert lines[::2] == [f"contrastile ({way}), {CASE}" for way in WAYS]
+    assert all("host, ms until the call returns: " in line and "(1)" in line for line in lines[1::2])
+
+
+def test_the_devices_time_is_divided_by_kinds_of_kernels() -> None:
+    kernels = [
+        ("ncclDevKernel_SendRecv", 1000.0, 4000.0),
+        ("totals", 2000.0, 3000.0),
+        ("nvjet_tst_128x256", 5000.0, 7000.0),
+        ("vectorized_elementwise_kernel", 7000.0, 7500.0),
+    ]
+    assert device_line(kernels, 500.0) == (
+        "device, ms (kernels): communication 3.00 (1), products 2.00 (1), small 0.50 (1), tiles 1.00 (1); "
+        "alone 2.00, idle 1.00 in 1 gaps, before the first 0.50"
+    )

@@ -1,31 +1,37 @@
 """`contrastile bench step` on the tiny model: right gradients only, every way a row, and what does not fit a result."""
 
-import csv
 import math
 
 import pytest
 import torch
 
+from contrastile.bench import harness
 from contrastile.bench import step as bench_step
-from contrastile.bench import step_ranks
 from contrastile.bench.caches import PEERS
 from contrastile.bench.figure import draw, series
-from contrastile.bench.measure import Ledger
-from contrastile.bench.step import GATE_TOLERANCE, WAYS, StepBench, StepRow, gate, standard, usual
-from contrastile.bench.step_ranks import RankRow
+from contrastile.bench.harness import (
+    RANK_STEP_COLUMNS,
+    STEP_COLUMNS,
+    Ledger,
+    Report,
+    World,
+    joined,
+    not_installed,
+    read_rows,
+)
+from contrastile.bench.step import GATE_TOLERANCE, WAYS, StepBench, gate, standard, usual
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import Way, by_hand, cached, plain
+from contrastile.bench.ways import Way, by_hand, cached, plain, rank_ways
 from contrastile.cli.main import main
 
 CPU = torch.device("cpu")
-OURS = [name for name, way in WAYS.items() if way.impl in ("plain", "by hand", "contrastile")]
+OURS = [name for name, way in WAYS.items() if way.judged]
 
 
-def measured(monkeypatch, ways, batches=(24,), **words):
-    """Lines said, and the bench, with these ways."""
-    monkeypatch.setattr(bench_step, "WAYS", ways)
+def measured(ways, batches=(24,), ledger=None, **settings):
+    """Measure these ways; return the lines and the bench."""
     lines = []
-    bench = StepBench(CPU, torch.float32, lines.append, seconds=0.0, **words)
+    bench = StepBench(CPU, torch.float32, Report(lines.append, ledger), ways, seconds=0.0, **settings)
     bench.measure("tiny", {batch: list(ways) for batch in batches})
     return lines, bench
 
@@ -36,20 +42,20 @@ def test_our_ways_have_the_plain_gradients_with_dropout(name):
 
 
 @pytest.mark.parametrize("name", [*PEERS, *(f"pool-{name}" for name in PEERS)])
-def test_other_caches_are_driven_to_the_plain_gradients_of_the_towers(name):
-    if reason := WAYS[name].missing():
+def test_the_peers_caches_have_the_plain_gradients_of_the_towers(name):
+    if reason := not_installed(WAYS[name].module):
         pytest.skip(f"{name} {reason}")
     assert gate("tiny", WAYS[name], CPU)[0] < GATE_TOLERANCE
 
 
-def test_the_gate_sees_accumulation_and_says_that_it_is_another_gradient():
+def test_the_gate_sees_the_other_gradient_of_accumulation():
     assert gate("tiny", WAYS["accumulation"], CPU)[0] > 0.1
 
 
 # which `encode` notices itself
 @pytest.mark.filterwarnings("ignore:`encoder` must give the same features in both passes")
 def test_the_gate_sees_random_numbers_that_are_not_restored(monkeypatch):
-    monkeypatch.setattr("contrastile.randomness.RandomState.restore", lambda self: None)
+    monkeypatch.setattr("contrastile.gradcache.rng.RandomState.restore", lambda self: None)
     monkeypatch.setattr("contrastile.bench.ways.set_random_state", lambda device, states: None)
     for name in ("by-hand", "retain-0"):
         assert gate("tiny", WAYS[name], CPU)[0] > 1e-2
@@ -66,19 +72,19 @@ def test_the_gate_sees_a_scale_without_gradient():
     assert scale == 1
 
 
-def test_a_wrong_way_has_no_speed(monkeypatch):
+def test_a_wrong_way_has_no_speed():
     def twice(task):
         loss = cached(task, 0)
         task.towers.text.model.text_projection.weight.grad.mul_(2)
         return loss
 
-    lines, bench = measured(monkeypatch, {"retain-0": Way("contrastile", "retain 0", twice)})
-    assert not bench.right
+    lines, bench = measured({"retain-0": Way("contrastile", "retain 0", twice)})
+    assert not bench.report.passed
     assert lines[0].endswith("no speed for a wrong result")
     assert not bench.rows
 
 
-def test_what_does_not_fit_is_a_row_and_stays_so(monkeypatch, tmp_path):
+def test_a_step_that_does_not_fit_is_a_row_and_is_not_tried_again(tmp_path):
     calls = []
 
     def greedy(task):
@@ -87,17 +93,16 @@ def test_what_does_not_fit_is_a_row_and_stays_so(monkeypatch, tmp_path):
             raise torch.OutOfMemoryError("no room")
         return plain(task)
 
-    with Ledger(tmp_path / "rows.csv", StepRow) as ledger:
+    with Ledger(tmp_path / "rows.csv", STEP_COLUMNS) as ledger:
         ways = {
             "plain": Way("plain", "whole batch", greedy, cut=False),
             "by-hand": Way("by hand", "two passes", by_hand),
         }
-        lines, bench = measured(monkeypatch, ways, batches=(8, 24, 32), ledger=ledger)
-    assert bench.right
+        lines, bench = measured(ways, batches=(8, 24, 32), ledger=ledger)
+    assert bench.report.passed
     assert sum(line.endswith("does not fit") for line in lines) == 2
     assert max(calls) == 24
-    with (tmp_path / "rows.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "rows.csv")
     assert [(row["impl"], row["batch"], bool(row["ms"])) for row in rows] == [
         ("plain", "8", True),
         ("by hand", "8", True),
@@ -111,17 +116,17 @@ def test_what_does_not_fit_is_a_row_and_stays_so(monkeypatch, tmp_path):
     assert [float(row["ratio_to_plain"]) for row in rows[1::2]] == pytest.approx(by_pair, rel=1e-2)
 
 
-def test_what_fails_or_takes_too_long_is_named_and_costs_its_own_row_only(monkeypatch):
+def test_failures_and_long_steps_are_named_and_cost_their_own_row_only():
     def fail(task):
         raise RuntimeError("the first line\nand a long trace")
 
-    absent = Way("nobody", "at all", fail, missing=lambda: "is not installed")
+    absent = Way("nobody", "at all", fail, module="surely_not_installed")
     ways = {"somebody": Way("somebody", "a way", fail), "nobody": absent, "plain": WAYS["plain"]}
-    lines, bench = measured(monkeypatch, ways, batches=(8, 24), longest=0.0)
-    assert bench.right
+    lines, bench = measured(ways, batches=(8, 24), longest=0.0)
+    assert bench.report.passed
     assert "  somebody, a way: RuntimeError: the first line" in lines
     assert "  nobody, at all: is not installed" in lines
-    assert [(row.impl, row.batch) for row in bench.rows] == [("plain", 8)]
+    assert [(row["impl"], row["batch"]) for row in bench.rows] == [("plain", 8)]
     assert lines[-1].startswith("  plain, whole batch at 24: left out, it would take about ")
 
 
@@ -130,12 +135,11 @@ def test_a_bench_ends_in_its_time(monkeypatch):
     clock = iter(range(10_000))
     monkeypatch.setattr(bench_step.time, "perf_counter", lambda: float(next(clock)))
     ways = {name: WAYS[name] for name in ("plain", "retain-0")}
-    monkeypatch.setattr(bench_step, "WAYS", ways)
     lines = []
     # a step takes a tick of this clock: 8 pairs a second
-    bench = StepBench(CPU, torch.float32, lines.append, seconds=0.0, within=40.0)
+    bench = StepBench(CPU, torch.float32, Report(lines.append), ways, seconds=0.0, within=40.0)
     bench.measure("tiny", {8: ["plain"], 16: ["plain"], 2**20: ["plain", "retain-0"]})
-    assert [(row.way, row.batch) for row in bench.rows] == [("whole batch", 8), ("whole batch", 16)]
+    assert [(row["way"], row["batch"]) for row in bench.rows] == [("whole batch", 8), ("whole batch", 16)]
     assert [line for line in lines if "left out" in line] == [
         "  plain, whole batch at 1,048,576: left out, it would take about 65,536 s",
         "  contrastile, retain 0 at 1,048,576: left out, it would take about 65,536 s",
@@ -158,9 +162,7 @@ def test_a_way_may_have_sizes_of_its_own(tmp_path):
         "0",
     ]
     assert main(["bench", "step", "--device", "cpu", *words, "--csv", str(rows)]) == 0
-    with rows.open() as file:
-        found = [(row["way"], int(row["batch"])) for row in csv.DictReader(file)]
-    assert found == [
+    assert [(row["way"], int(row["batch"])) for row in read_rows(rows)] == [
         ("whole batch", 8),
         ("retain 0", 8),
         ("retain 0", 24),
@@ -169,11 +171,11 @@ def test_a_way_may_have_sizes_of_its_own(tmp_path):
     ]
 
 
-def test_a_failure_of_ours_is_not_passed_over(monkeypatch):
+def test_a_failure_of_contrastile_is_a_failure_of_the_bench():
     def fail(task):
         raise RuntimeError("no")
 
-    assert not measured(monkeypatch, {"retain-0": Way("contrastile", "retain 0", fail)})[1].right
+    assert not measured({"retain-0": Way("contrastile", "retain 0", fail)})[1].report.passed
 
 
 def test_inputs_in_three_places_are_the_same_pairs():
@@ -190,7 +192,7 @@ def test_inputs_in_three_places_are_the_same_pairs():
         assert not torch.equal(features[0][0], features[0][1])
 
 
-def test_activation_checkpointing_is_taken_back():
+def test_activation_checkpointing_is_switched_on_and_off():
     towers = Towers("tiny", CPU)
     layers = [layer for layer in towers.modules() if type(layer).__name__ == "CLIPEncoderLayer"]
     assert len(layers) == 4
@@ -206,7 +208,7 @@ def test_host_inputs_that_do_not_fit_are_out_of_memory(monkeypatch):
         Pairs(towers.shape, CPU).sides(towers, 12, "host")
 
 
-def test_what_is_measured_unasked():
+def test_the_default_models_batches_and_ways():
     assert standard(CPU, quick=False)[0] == ["tiny"]
     assert standard(torch.device("cuda"), quick=False) == (
         ["vit-b-16", "vit-l-14"],
@@ -216,14 +218,14 @@ def test_what_is_measured_unasked():
     assert {"pool-0", "pool-auto", "pool-by-hand", "pool-GradCache"} < set(usual(2**20))
 
 
-def test_a_table_a_file_and_a_figure(tmp_path, capsys):
+def test_results_are_a_table_a_file_and_a_figure(tmp_path, capsys):
     rows, picture = tmp_path / "made" / "rows.csv", tmp_path / "made" / "too" / "figure.svg"
     words = ["--models", "tiny", "--sizes", "8", "24", "--ways", "plain", "retain-0", "--seconds", "0.01"]
     assert main(["bench", "step", "--device", "cpu", *words, "--csv", str(rows), "--figure", str(picture)]) == 0
     said = capsys.readouterr().out
     assert "times plain" in said
     assert said.endswith(f"rows: {rows}\nfigure: {picture}\n")
-    sub_batch, found = series(rows, "tiny")
+    sub_batch, found = series(read_rows(rows), "tiny")
     assert sub_batch == 16
     assert {name: [batch for batch, *_ in points] for name, points in found.items()} == {
         "plain, whole batch": [8, 24],
@@ -256,7 +258,7 @@ def test_a_figure_has_one_sub_batch_and_the_latest_rows_nearest_to_the_device(tm
         f"{impl},{way},tiny,{batch},{cut},{place},{ms},{ms},{2**30}\n" for impl, way, batch, cut, place, ms in rows
     ]
     (tmp_path / "rows.csv").write_text(header + "".join(lines))
-    assert series(tmp_path / "rows.csv", "tiny") == (
+    assert series(read_rows(tmp_path / "rows.csv"), "tiny") == (
         2,
         {
             "plain, whole batch": [(8, 1.0, 1.0, "device")],
@@ -266,7 +268,7 @@ def test_a_figure_has_one_sub_batch_and_the_latest_rows_nearest_to_the_device(tm
 
 
 def test_a_figure_needs_rows(tmp_path, capsys):
-    with Ledger(tmp_path / "rows.csv", StepRow):
+    with Ledger(tmp_path / "rows.csv", STEP_COLUMNS):
         pass
     with pytest.raises(ValueError, match="`csv` must hold rows of steps; got none in"):
         draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
@@ -274,14 +276,14 @@ def test_a_figure_needs_rows(tmp_path, capsys):
     assert capsys.readouterr().err == "`figure` must come with csv, whose rows it draws; got none. Add --csv FILE.\n"
 
 
-def test_a_figure_that_nothing_can_draw_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+def test_a_figure_without_matplotlib_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["bench", "step", "--csv", str(tmp_path / "x.csv"), "--figure", str(tmp_path / "x.svg")]) == 2
     assert capsys.readouterr().err == '`matplotlib` is not installed; run: pip install "contrastile[train]"\n'
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_does_not_hold_under_torchrun_is_refused(monkeypatch, capsys):
+def test_options_for_one_process_are_refused_under_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["bench", "step", "--models", "tiny", "--optimizer"]) == 2
     sentence = "`optimizer` must be left out under torchrun; got True. Run one process with it.\n"
@@ -309,49 +311,63 @@ def test_unknown_words_are_refused(option, word, sentence, capsys):
     assert capsys.readouterr().err.startswith(sentence)
 
 
-def test_ranks_compute_where_they_are_told_to(monkeypatch):
-    """On a CPU also where there is a GPU."""
+def test_ranks_compute_on_the_cpu_where_it_is_named(monkeypatch):
+    """Also on a machine with a GPU."""
     backends = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(step_ranks.dist, "init_process_group", backends.append)
-    assert step_ranks.join("cpu") == CPU
+    monkeypatch.setattr(harness.dist, "init_process_group", lambda backend, **_: backends.append(backend))
+    monkeypatch.setattr(harness.dist, "destroy_process_group", lambda: None)
+    with joined("cpu") as (device, world):
+        assert (device, world) == (CPU, World(1, 2))
     assert backends == ["gloo"]
 
 
-def test_a_peer_that_is_named_is_not_left_out(capsys):
+def test_a_named_peer_contradicts_no_peers(capsys):
     words = ["--models", "tiny", "--sizes", "8", "--ways", "plain", "GradCache@8", "--no-peers"]
     assert main(["bench", "step", "--device", "cpu", *words]) == 2
     sentence = "`peers` must be measured where one is named; got --no-peers and GradCache. Leave out the one.\n"
     assert capsys.readouterr().err == sentence
 
 
-def test_sizes_that_nobody_named_are_those_that_ranks_divide(monkeypatch):
+def test_default_sizes_are_multiples_of_the_ranks(monkeypatch):
     plans = []
     monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setattr(step_ranks, "join", lambda kind: torch.device(kind))
-    monkeypatch.setattr(step_ranks, "measure", lambda model, plan, *_: not plans.append(plan))
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(harness.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(harness.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(StepBench, "measure", lambda self, model, plan, sub_batch: plans.append(plan))
     assert main(["bench", "step", "--device", "cpu"]) == 0
-    assert [list(plan) for plan in plans] == [[63, 255]]
+    assert plans == [{batch: ["replicate-dense", "gather-dense", "ring-dense", "ring-tiles"] for batch in (63, 255)}]
 
 
 def _on_a_rank(rank, group, path):
-    ledger = Ledger(path, RankRow) if rank == 0 else None
-    plan = {32: list(step_ranks.LOSSES), 64: ["ring-tiles"]}
-    return step_ranks.measure("tiny", plan, CPU, torch.float32, lambda line: None, ledger, sub_batch=5)
+    ledger, world = Ledger(path, RANK_STEP_COLUMNS) if rank == 0 else None, World(rank, 4)
+    ways, report = rank_ways(CPU), Report(lambda line: None, ledger, world)
+    bench = StepBench(CPU, torch.float32, report, ways, world, seconds=0.5, longest=math.inf)
+    bench.measure("tiny", {32: list(ways), 64: ["ring-tiles"]}, sub_batch=5)
+    return report.passed
 
 
 def test_the_four_losses_across_ranks(pool, tmp_path):
     assert pool.run(_on_a_rank, 4, tmp_path / "rows.csv") == [True] * 4
-    with (tmp_path / "rows.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path / "rows.csv")
     ways = ["replicate, dense", "gather, dense", "ring, dense", "ring, eager"]
     assert [(row["way"], row["batch"]) for row in rows] == [*((way, "32") for way in ways), ("ring, eager", "64")]
     assert {(row["world"], row["batch"], row["data_bytes"]) for row in rows} == {
         ("4", str(batch), str(batch // 4 * (3 * 32 * 32 + 96))) for batch in (32, 64)
     }
+    assert all(row[name] for row in rows for name in ("ms", "us_per_pair", "loss_bytes", "backbone_bytes"))
     # times and memory beside each other, as for one device
     draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
-    assert series(tmp_path / "rows.csv", "tiny")[1].keys() == {f"contrastile, {row['way']}" for row in rows}
+    assert series(rows, "tiny")[1].keys() == {f"contrastile, {row['way']}" for row in rows}
     assert "ring, eager" in (tmp_path / "figure.svg").read_text()
+
+
+def test_a_png_is_small(tmp_path):
+    lines = [f"plain,whole batch,tiny,{2**n},,device,{n},{n},{2**30}\n" for n in range(4, 12)]
+    header = "impl,way,model,batch,sub_batch,inputs,ms,us_per_pair,peak_bytes\n"
+    (tmp_path / "rows.csv").write_text(header + "".join(lines))
+    draw(tmp_path / "rows.csv", tmp_path / "figure.png")
+    assert 1_000 < (tmp_path / "figure.png").stat().st_size < 60_000

@@ -1,9 +1,11 @@
-"""encode equals the plain big batch: features and gradients, dropout on, whatever goes in and comes out."""
+"""encode equals the plain big batch: features and gradients, with dropout, for any inputs and outputs."""
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from contrastile import ClipLoss, encode, fitting
-from contrastile.randomness import RandomState
-from contrastile.reach import Reached, has_other_path
+import contrastile
+from contrastile import ClipLoss, encode
+from contrastile.gradcache import auto
+from contrastile.gradcache.introspect import Reached, has_other_path
+from contrastile.gradcache.rng import RandomState
 
 B, D_IN, D = 23, 6, 5
 
@@ -60,7 +64,7 @@ def _gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _by_parts(tower: Tower, x: Tensor, sub_batch: int) -> Tensor:
-    """The plain way with all graphs kept, in sub-batches only so that dropout draws the same numbers."""
+    """The plain encoder with all graphs, in sub-batches so that dropout draws the same numbers."""
     return torch.cat([tower(part) for part in x.split(sub_batch)])
 
 
@@ -75,7 +79,7 @@ def _check_equal(found: dict[str, Tensor | None], truth: dict[str, Tensor | None
 
 @pytest.mark.parametrize("retain", [0, 1, 2, 99])
 @pytest.mark.parametrize("sub_batch", [1, 8, 23, 100])
-def test_equals_the_big_batch_with_dropout(tower: Tower, sub_batch: int, retain: int) -> None:
+def test_features_and_gradients_equal_the_big_batch_with_dropout(tower: Tower, sub_batch: int, retain: int) -> None:
     x = _inputs()
     seeds = torch.randn(B, D)
     torch.manual_seed(3)
@@ -91,16 +95,7 @@ def test_equals_the_big_batch_with_dropout(tower: Tower, sub_batch: int, retain:
     assert torch.rand(()) == after
 
 
-def test_equals_the_plain_batch_in_float64(tower: Tower) -> None:
-    tower.double().eval()
-    x = _inputs().double()
-    tower(x).square().sum().backward()
-    truth = _gradients(tower)
-    encode(tower, x, sub_batch=7).square().sum().backward()
-    _check_equal(_gradients(tower), truth, 1e-12)
-
-
-def test_two_towers_shared_and_a_learned_scale(tower: Tower) -> None:
+def test_a_shared_tower_and_a_learned_scale_get_the_plain_gradients(tower: Tower) -> None:
     x, y = _inputs(2), _inputs(4)
 
     def loss(image: Tensor, text: Tensor) -> Tensor:
@@ -114,7 +109,7 @@ def test_two_towers_shared_and_a_learned_scale(tower: Tower) -> None:
     _check_equal(_gradients(tower), truth)
 
 
-def test_accumulation_over_backwards(tower: Tower) -> None:
+def test_gradients_accumulate_over_backwards(tower: Tower) -> None:
     torch.manual_seed(3)
     for seed in (5, 6):
         _by_parts(tower, _inputs(seed), 8).square().sum().backward()
@@ -155,7 +150,7 @@ def test_autocast_is_restored(tower: Tower) -> None:
 
 
 class Counting(TorchDispatchMode):
-    """How often each operation runs."""
+    """Count how often each operation runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +177,7 @@ def test_autocast_casts_the_weights_once_for_all_replays() -> None:
 
 @pytest.mark.parametrize("layers", [2, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_beside_the_encoder_little_runs_for_a_sub_batch(dtype: torch.dtype, layers: int) -> None:
+def test_few_operations_run_per_sub_batch_beside_the_encoder(dtype: torch.dtype, layers: int) -> None:
     """Slices of inputs, features and their gradients, one operation that adds to all sums, four that compare."""
     tower = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)]).to(dtype)
     few, more, plain = Counting(), Counting(), Counting()
@@ -216,7 +211,7 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize("kind", ["tuple", "mapping", "none", "nested", "named tuple"])
-def test_what_goes_in_and_what_comes_out(tower: Tower, kind: str) -> None:
+def test_inputs_and_outputs_may_be_nested(tower: Tower, kind: str) -> None:
     tower.eval()
     x, y, mask = _inputs(2), _inputs(4), torch.rand(B)
     if kind == "tuple":
@@ -253,7 +248,7 @@ def _total(tree: Any) -> Tensor:
     return sum((_total(part) for part in parts if part is not None), torch.zeros(()))
 
 
-def test_a_model_that_was_made_for_inference_is_encoded_too() -> None:
+def test_a_model_made_in_inference_mode_is_encoded() -> None:
     with torch.inference_mode():
         model = nn.BatchNorm1d(5).eval()
         model.running_mean += 1
@@ -262,7 +257,7 @@ def test_a_model_that_was_made_for_inference_is_encoded_too() -> None:
 
 
 @pytest.mark.parametrize("kind", ["module", "method", "function", "function of its inputs"])
-def test_random_numbers_are_kept_of_the_device_that_computes(
+def test_the_generator_of_the_computing_device_is_captured(
     tower: Tower, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[torch.device | None] = []
@@ -280,10 +275,8 @@ def test_random_numbers_are_kept_of_the_device_that_computes(
     assert set(kept) == {torch.device("cpu")}
 
 
-def test_random_numbers_are_kept_of_every_device_that_a_model_is_spread_over(
-    tower: Tower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two devices that are not there: each has a generator, and `meta` tensors stand for what lies on them."""
+def test_the_generators_of_all_devices_of_a_model_are_captured(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two simulated devices: each has a generator, and `meta` tensors stand for its memory."""
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     states = {first: torch.tensor([1]), second: torch.tensor([2])}
     accelerator = SimpleNamespace(
@@ -301,7 +294,7 @@ def test_random_numbers_are_kept_of_every_device_that_a_model_is_spread_over(
     assert Reached([tower], [], first).devices == [first, torch.device("cpu"), torch.device("meta")]
 
 
-def test_inputs_that_want_gradients_get_them(tower: Tower) -> None:
+def test_inputs_get_their_gradients(tower: Tower) -> None:
     tower.eval()
     x, y = _inputs().requires_grad_(), _inputs().requires_grad_()
     tower(x).square().sum().backward()
@@ -325,7 +318,7 @@ def test_an_input_that_is_not_used_has_no_gradient(tower: Tower, retain: int) ->
     assert y.grad[16:].all()
 
 
-def test_integer_outputs_come_through(tower: Tower) -> None:
+def test_integer_outputs_are_returned(tower: Tower) -> None:
     features, index = encode(lambda x: (tower(x), x[:, 0].argmax(-1)), _inputs(), sub_batch=9)
     assert not index.requires_grad
     assert torch.equal(index, _inputs()[:, 0].argmax(-1))
@@ -336,7 +329,7 @@ def test_integer_outputs_come_through(tower: Tower) -> None:
 @pytest.mark.parametrize(
     "make", [lambda t: t, lambda t: t.forward, lambda t: partial(t.forward), lambda t: lambda x: t(x)]
 )
-def test_any_way_to_name_the_encoder(tower: Tower, make: Any) -> None:
+def test_an_encoder_may_be_a_module_a_method_a_partial_or_a_function(tower: Tower, make: Any) -> None:
     torch.manual_seed(3)
     _by_parts(tower, _inputs(), 8).square().sum().backward()
     truth = _gradients(tower)
@@ -359,7 +352,7 @@ def test_a_parameters_hook_fires_once_with_the_whole_gradient(tower: Tower) -> N
     assert torch.equal(tower.embed.weight.grad, 2 * truth)
 
 
-def test_a_frozen_tower_is_never_run_twice(tower: Tower) -> None:
+def test_a_frozen_tower_runs_once(tower: Tower) -> None:
     runs = []
     tower.embed.register_forward_hook(lambda *_: runs.append(1))
     for parameter in tower.parameters():
@@ -375,20 +368,15 @@ def test_a_frozen_method_of_a_trained_module_gives_plain_features(tower: Tower) 
     assert not encode(model.encode_image, _inputs(), sub_batch=8).requires_grad
 
 
-def test_without_grad_mode_nothing_is_kept(tower: Tower) -> None:
-    with torch.no_grad():
-        assert not encode(tower, _inputs(), sub_batch=8).requires_grad
-
-
-def test_a_rank_without_rows_still_takes_part(tower: Tower) -> None:
+def test_an_empty_batch_gives_zero_gradients(tower: Tower) -> None:
     features = encode(tower, _inputs(batch=0), sub_batch=8)
     assert features.shape == (0, D)
     features.sum().backward()
     assert all((p.grad == 0).all() for n, p in tower.named_parameters() if n != "logit_scale")
 
 
-def test_one_sub_batch_of_activations_at_a_time() -> None:
-    """Autograd keeps nothing between the passes; the backward holds one sub-batch's activations."""
+def test_the_backward_holds_one_sub_batch_of_activations() -> None:
+    """Between the passes autograd keeps only the inputs."""
     kept: list[int] = []
     tower = nn.Sequential(nn.Linear(D_IN, 64), nn.GELU(), nn.Linear(64, D))
 
@@ -405,7 +393,7 @@ def test_one_sub_batch_of_activations_at_a_time() -> None:
 
 
 class Changing(nn.Module):
-    """Returns one output more, a wider one, or none per example, from the second call on."""
+    """A layer that returns one output more, a wider one, or none per example, from the second call on."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -473,7 +461,7 @@ def test_each_error_has_its_sentence(tower: Tower, sentence: str) -> None:
     assert str(error.value).startswith(sentence)
 
 
-def test_batch_norm_beside_the_encoder_or_in_eval_mode_is_no_reason(tower: Tower) -> None:
+def test_batch_norm_beside_the_encoder_or_in_eval_mode_is_accepted(tower: Tower) -> None:
     tower.other = nn.BatchNorm1d(4)
     encode(tower.forward, _inputs(), sub_batch=8).sum().backward()
     still = nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4)).eval()
@@ -482,7 +470,7 @@ def test_batch_norm_beside_the_encoder_or_in_eval_mode_is_no_reason(tower: Tower
 
 
 @pytest.mark.parametrize("as_function", [False, True])
-def test_batch_norm_that_the_encoder_puts_in_eval_mode_itself_is_no_reason(as_function: bool) -> None:
+def test_batch_norm_that_the_encoder_puts_in_eval_mode_is_accepted(as_function: bool) -> None:
     class Still(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -500,7 +488,7 @@ def test_batch_norm_that_the_encoder_puts_in_eval_mode_itself_is_no_reason(as_fu
     _check_equal(found, _gradients(still))
 
 
-def test_batch_norm_in_a_partly_frozen_encoder_is_refused_before_it_learns() -> None:
+def test_batch_norm_in_a_partly_frozen_encoder_is_refused_before_it_changes() -> None:
     normed = nn.Sequential(nn.Linear(D_IN, 4).requires_grad_(False), nn.BatchNorm1d(4))
     with pytest.raises(ValueError, match="got BatchNorm1d in training mode"):
         encode(normed, torch.randn(8, D_IN), sub_batch=4)
@@ -508,7 +496,7 @@ def test_batch_norm_in_a_partly_frozen_encoder_is_refused_before_it_learns() -> 
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_batch_norm_behind_a_function_is_refused_before_it_learns(grad: bool) -> None:
+def test_batch_norm_behind_a_function_is_refused_before_it_changes(grad: bool) -> None:
     normed = nn.Sequential(nn.Linear(D_IN, 4), nn.BatchNorm1d(4))
     sentence = "`encoder` must treat examples one by one; got BatchNorm1d in training mode"
     with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=sentence) as caught:
@@ -568,7 +556,7 @@ def _passes(encoder: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_attention_computes_the_same_bits_in_both_passes(tower: Tower, training: bool) -> None:
-    # in eval mode torch's attention takes a path of its own where no graph is wanted
+    # in eval mode torch's attention takes another path where no graph is wanted
     tower.train(training)
     first, second = _passes(tower, _inputs())
     assert len(first) == len(second) == 3
@@ -576,7 +564,7 @@ def test_attention_computes_the_same_bits_in_both_passes(tower: Tower, training:
 
 
 class Relative(nn.Module):
-    """Attention over tokens with what Swin and BEiT add to the scores."""
+    """Attention over tokens with the learned bias that Swin and BEiT add to the scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -590,7 +578,7 @@ class Relative(nn.Module):
 
 
 def test_attention_with_a_learned_bias_computes_the_same_bits_in_both_passes() -> None:
-    # where the bias wants a gradient another kernel is taken
+    # a bias that wants a gradient takes another kernel
     torch.manual_seed(1)
     encoder = Relative()
     first, second = _passes(encoder, torch.randn(B, 16, D_IN))
@@ -640,7 +628,7 @@ def test_a_compiled_function_builds_its_graph_in_the_first_pass_too(tower: Tower
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("as_function", [False, True])
 def test_a_compiled_step_ends_its_graph_before_encode_and_goes_on_behind(tower: Tower, as_function: bool) -> None:
-    """Compiled where it is met first, in the first pass, the encoder would draw other numbers than in the second."""
+    """Compiled in the first pass only, the encoder would draw other numbers than in the second."""
     torch._dynamo.reset()
     graphs: list[list[str]] = []
 
@@ -683,14 +671,14 @@ class Locked(nn.Module):
         return self.project(self.trunk(x))
 
 
-def test_a_frozen_trunk_runs_once_and_its_features_wait() -> None:
+def test_a_frozen_trunk_runs_once() -> None:
     tower, x = Locked(), torch.randn(B, 3, 100, generator=torch.Generator().manual_seed(3))
     torch.manual_seed(7)
     _by_parts(tower, x, 8).square().sum().backward()
     expected, tower.runs = _gradients(tower), 0
     torch.manual_seed(7)
     encode(tower, x, sub_batch=8).square().sum().backward()
-    # one more shows whether the trained part is used at all
+    # one probe more shows whether the trained part is used
     assert tower.runs == 3 + 1
     found = _gradients(tower)
     assert all(distance(found[name], expected[name]) < 1e-6 for name in ("project.weight", "project.bias"))
@@ -698,8 +686,8 @@ def test_a_frozen_trunk_runs_once_and_its_features_wait() -> None:
 
 @pytest.mark.parametrize("retain", [0, 1, "auto"])
 @pytest.mark.parametrize("as_function", [False, True])
-def test_what_an_encoder_makes_and_wants_a_gradient_of_is_its_own_affair(as_function: bool, retain: Any) -> None:
-    """As `enable_input_require_grads` of transformers has it, for checkpoints behind frozen embeddings."""
+def test_a_graph_leaf_that_the_encoder_makes_is_accepted(as_function: bool, retain: Any) -> None:
+    """`enable_input_require_grads` of transformers makes such leaves, for checkpoints behind frozen embeddings."""
     words, layer = nn.EmbeddingBag(50, 40).requires_grad_(False), nn.Sequential(nn.Linear(40, D), nn.Tanh())
     words.register_forward_hook(lambda module, args, out: out.requires_grad_())
 
@@ -721,7 +709,7 @@ def test_what_an_encoder_makes_and_wants_a_gradient_of_is_its_own_affair(as_func
 
 
 @pytest.mark.parametrize("retain", [0, 3])
-def test_a_tensor_that_lives_elsewhere_is_refused_even_if_it_is_no_parameter(retain: int) -> None:
+def test_a_foreign_tensor_that_wants_a_gradient_is_refused(retain: int) -> None:
     prompt = torch.randn(D_IN, requires_grad=True)
 
     class Prompted(nn.Linear):
@@ -735,7 +723,7 @@ def test_a_tensor_that_lives_elsewhere_is_refused_even_if_it_is_no_parameter(ret
 
 @pytest.mark.parametrize("as_function", [False, True])
 def test_a_frozen_trunk_wider_than_the_inputs_runs_once_too(as_function: bool) -> None:
-    """Of texts, say: a few whole numbers go in, and the trunk's features are wider than the projection's."""
+    """Texts are a few whole numbers, and the trunk's features are wider than the projection's."""
     trunk, project = nn.Sequential(nn.EmbeddingBag(50, 40), nn.Tanh()).requires_grad_(False), nn.Linear(40, D)
     runs: list[int] = []
     trunk.register_forward_hook(lambda *_: runs.append(1))
@@ -746,7 +734,7 @@ def test_a_frozen_trunk_wider_than_the_inputs_runs_once_too(as_function: bool) -
     expected = _gradients(tower)
     runs.clear()
     encode(encoder, x, sub_batch=8).cos().sum().backward()
-    # one more shows whether the trained part is used at all
+    # one probe more shows whether the trained part is used
     assert len(runs) == 3 + 1
     found = _gradients(tower)
     assert all(distance(found[name], expected[name]) < 1e-6 for name in ("1.weight", "1.bias"))
@@ -759,7 +747,7 @@ def test_a_large_graph_behind_a_frozen_part_is_not_kept() -> None:
     assert tower.runs == 1 + 3 + 3
 
 
-def test_checkpointed_tied_and_hooked(tower: Tower) -> None:
+def test_checkpointing_tied_weights_and_hooks_give_the_plain_gradients(tower: Tower) -> None:
     """Activation checkpointing inside, one weight in two places, and a hook that changes what passes."""
 
     class Tied(nn.Module):
@@ -787,7 +775,7 @@ def test_checkpointed_tied_and_hooked(tower: Tower) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_checkpointing_that_enters_autograd_again_is_refused(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reentrant_checkpointing_is_refused(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
     def encoder(x: Tensor) -> Tensor:
         return checkpoint(torch.sin, tower.embed(x[:, 0]), use_reentrant=True)
 
@@ -799,12 +787,12 @@ def test_checkpointing_that_enters_autograd_again_is_refused(tower: Tower, monke
     with pytest.raises(ValueError, match=sentence):
         features.sum().backward()
     # where sizes are tried, before that
-    monkeypatch.setattr(fitting, "tries", lambda _: True)
+    monkeypatch.setattr(auto, "tries", lambda _: True)
     with pytest.raises(ValueError, match=sentence):
         encode(encoder, _inputs(), sub_batch="auto")
 
 
-def test_a_device_that_is_not_there_is_refused(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_refused(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     sentence = "`device` must be on this machine; got 'cuda:1'. Leave it out to compute where the encoder is."
     with pytest.raises(ValueError, match=sentence):
@@ -813,8 +801,8 @@ def test_a_device_that_is_not_there_is_refused(tower: Tower, monkeypatch: pytest
         encode(tower, _inputs(), sub_batch=8, device="gpu")
 
 
-def test_float16_with_a_scaler_overflows_aloud() -> None:
-    """A scale too large gives infinite gradients, which the scaler sees; a fitting one gives the plain gradients."""
+def test_float16_overflow_reaches_the_gradient_scaler() -> None:
+    """Too large a scale gives infinite gradients, which the scaler sees; a fitting one gives the plain gradients."""
     torch.manual_seed(1)
     tower, x = nn.Linear(D_IN, D), torch.randn(B, D_IN)
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.0)
@@ -839,3 +827,17 @@ def test_float16_with_a_scaler_overflows_aloud() -> None:
     ours, scale = step(2.0**24, True)
     assert not ours.isfinite().all()
     assert scale == 2.0**23
+
+
+def test_at_most_six_frames_lie_between_encode_and_the_encoder() -> None:
+    """encode, its plan, act 1 and its loop, the room for it, the run of a sub-batch."""
+    package = str(Path(contrastile.__file__).parent)
+    frames: list[str] = []
+
+    def encoder(x: Tensor) -> Tensor:
+        frames[:] = [frame.name for frame in traceback.extract_stack() if frame.filename.startswith(package)]
+        return x
+
+    encode(encoder, _inputs().requires_grad_(), sub_batch=8)
+    assert frames[0] == "encode"
+    assert len(frames) <= 6

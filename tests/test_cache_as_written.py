@@ -35,7 +35,7 @@ def _total(tree: Any) -> Tensor:
 
 
 def _gradient(module: nn.Module) -> Tensor:
-    """Of all parameters: some are zero but for rounding, such as those of a key's bias."""
+    """The gradient of all parameters as one vector: some alone are zero up to rounding, such as a key's bias."""
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
     module.zero_grad(set_to_none=True)
     dense = [each.to_dense() if each.is_sparse else each.clone() for each in found]
@@ -53,7 +53,7 @@ def _check(holder: nn.Module, encoder: Callable[..., Any], inputs: Any, retain: 
 
 
 class NoGraphInside(nn.Module):
-    """Its first layer is not differentiated: `how` says in which words."""
+    """A module whose first layer is not differentiated, by the means named in `how`."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -145,12 +145,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 @pytest.mark.parametrize("retain", [0, 2])
 @pytest.mark.parametrize("as_function", [False, True])
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_as_people_write_them(name: str, as_function: bool, retain: int) -> None:
+def test_modules_of_many_kinds_get_the_plain_gradient(name: str, as_function: bool, retain: int) -> None:
     module, inputs = (make() for make in MODULES[name])
     _check(module, (lambda x: module(x)) if as_function else module, inputs, retain)
 
 
-def test_functions_as_people_write_them() -> None:
+def test_functions_of_many_kinds_get_the_plain_gradient() -> None:
     linear, other = _linear(), nn.Parameter(torch.randn(D, dtype=torch.float64))
     both = nn.ModuleDict({"linear": linear, "other": nn.ParameterList([other])})
 
@@ -166,7 +166,7 @@ def test_functions_as_people_write_them() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_outputs_of_transformers() -> None:
+def test_output_classes_of_transformers_are_returned() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
@@ -182,8 +182,8 @@ def test_outputs_of_transformers() -> None:
 
 @pytest.mark.parametrize("retain", [0, 2])
 @pytest.mark.parametrize("inside", [True, False])
-def test_weights_that_parametrizations_keep_are_made_in_each_pass(inside: bool, retain: int) -> None:
-    """Kept from the first pass, they would be without a graph, and what they are made of without a gradient."""
+def test_cached_parametrizations_are_computed_in_each_pass(inside: bool, retain: int) -> None:
+    """Weights cached in the first pass would have no graph, and their parameters no gradient."""
     normed = parametrizations.weight_norm(_linear())
     _total(normed(_x())).backward()
     truth = _gradient(normed)
@@ -205,9 +205,7 @@ def _with_cache(module: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("retain", [0, 2])
 @pytest.mark.parametrize("frozen", [[0], [2], [0, 2]])
-def test_what_is_frozen_before_the_backward_gets_no_gradient_as_in_plain_autograd(
-    frozen: list[int], retain: int
-) -> None:
+def test_a_parameter_frozen_before_the_backward_gets_no_gradient(frozen: list[int], retain: int) -> None:
     found = []
     for plain in (True, False):
         torch.manual_seed(0)
@@ -224,7 +222,7 @@ def test_what_is_frozen_before_the_backward_gets_no_gradient_as_in_plain_autogra
 
 
 def test_the_second_pass_runs_in_the_mode_of_the_first() -> None:
-    """As where a model is measured between its loss and the backward."""
+    """A model may be evaluated between its loss and the backward."""
     tower = nn.Sequential(_linear(D_IN, D_IN), nn.Dropout(0.5), nn.Sequential(_linear(), nn.Dropout(0.2))).train()
     tower[2].eval()
     found = []
@@ -259,7 +257,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_what_cannot_be_exact_is_refused(sentence: str) -> None:
+def test_inexact_encoders_are_refused(sentence: str) -> None:
     encoder, inputs = (make() for make in REFUSED[sentence])
     with pytest.raises(ValueError) as error:
         encode(encoder, inputs, sub_batch=SUB).sum().backward()
@@ -267,7 +265,7 @@ def test_what_cannot_be_exact_is_refused(sentence: str) -> None:
 
 
 class Unregistered(nn.Module):
-    """Runs a layer that it does not know as its own: in a list, or as a bound method."""
+    """A module that runs a layer which is no submodule: in a list, or as a bound method."""
 
     def __init__(self, layer: nn.Module, *, own: bool) -> None:
         super().__init__()
@@ -294,8 +292,8 @@ class Late(nn.Module):
 @pytest.mark.parametrize(
     "make", [lambda: Unregistered(_linear(), own=True), lambda: Unregistered(_linear(), own=False), Late]
 )
-def test_a_gradient_that_nobody_would_compute_is_refused(make: Any) -> None:
-    """Its features would want none, and beside another tower nobody would notice."""
+def test_a_missed_gradient_is_refused(make: Any) -> None:
+    """Beside another tower, features without a gradient would not be noticed."""
     sentence = (
         r"^`encoder` must own every parameter that it uses; got one of shape \[5(, 6)?\] that only some examples "
         r"reach, or that is elsewhere\. Pass the module that holds them, or its method\.$"
@@ -307,7 +305,7 @@ def test_a_gradient_that_nobody_would_compute_is_refused(make: Any) -> None:
 
 
 class Auxiliary(nn.Module):
-    """Leaves a loss beside its features, and returns it too."""
+    """A module that stores a loss as an attribute, and returns it too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +317,7 @@ class Auxiliary(nn.Module):
         return out, out.square().mean(1)
 
 
-def test_what_is_left_beside_the_outputs_has_no_graph_and_what_is_returned_has() -> None:
+def test_attributes_have_no_graph_and_outputs_have_one() -> None:
     auxiliary = Auxiliary()
     features, returned = encode(auxiliary, _x(), sub_batch=SUB)
     assert not auxiliary.left.requires_grad
@@ -329,7 +327,7 @@ def test_what_is_left_beside_the_outputs_has_no_graph_and_what_is_returned_has()
     assert distance(found, _gradient(auxiliary)) <= 1e-12
 
 
-def test_what_is_made_of_parameters_and_kept_for_later_calls_has_no_graph_either() -> None:
+def test_a_cached_function_of_parameters_has_no_graph() -> None:
     one, other = nn.Parameter(torch.randn(D_IN, 3).double()), nn.Parameter(torch.randn(3, D).double())
     kept: list[Tensor] = []
 
@@ -380,8 +378,8 @@ def test_a_lazy_encoder_is_encoded_once_it_has_run() -> None:
     _check(lazy, lazy, _x())
 
 
-def test_a_graph_that_was_made_before_serves_a_single_sub_batch() -> None:
-    """Nothing goes through it twice, so that what lies before it has its gradient too."""
+def test_an_outer_graph_serves_a_single_sub_batch() -> None:
+    """The outer graph is back-propagated once, so the tensors before it get their gradient."""
     parts = nn.ModuleDict({"linear": _linear(), "before": _linear(D_IN, D_IN)})
     found = []
     for encoded in (_made_before(**parts)(_x()), encode(_made_before(**parts), _x(), sub_batch=B)):

@@ -1,4 +1,4 @@
-"""encode cut by tokens, and where it decides for itself: same features, same gradients, the planned amount of work."""
+"""encode by tokens and with "auto": the same features and gradients, with the planned amount of work."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile import encode, first_pass, fitting, retention
-from contrastile.footprint import footprint
-from contrastile.retention import Retention, later_bytes, spare_bytes
+from contrastile import encode
+from contrastile.gradcache import auto, forward, memory
+from contrastile.gradcache.memory import RetainedGraphs, footprint, later_bytes, spare_bytes
 
 B, L, D = 29, 11, 6
 LENGTHS = torch.randint(1, L + 1, (B,), generator=torch.Generator().manual_seed(5))
 
 
 class Words(nn.Module):
-    """Padding has no influence; notes the shape of every sub-batch that it sees."""
+    """A text tower on which padding has no influence, and which records the shape of every sub-batch."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _value(features: dict[str, Tensor]) -> Tensor:
 
 
 def _compare(words: Words, texts: dict[str, Tensor], **how: Any) -> list[tuple[int, ...]]:
-    """Features and gradients against the whole batch at once; the shapes that were encoded."""
+    """Compare features and gradients with those of the whole batch; return the shapes that were encoded."""
     whole = words(**texts)
     expected = torch.autograd.grad(_value(whole), list(words.parameters()))
     words.seen.clear()
@@ -72,7 +72,7 @@ def _compare(words: Words, texts: dict[str, Tensor], **how: Any) -> list[tuple[i
 
 
 @pytest.mark.parametrize("how", [{}, {"retain": 2}, {"sub_batch": 3}, {"retain": "auto"}], ids=str)
-def test_tokens_are_a_limit_and_texts_travel_by_length(
+def test_sub_batches_stay_within_the_tokens_and_are_sorted_by_length(
     words: Words, texts: dict[str, Tensor], how: dict[str, Any]
 ) -> None:
     seen = _compare(words, texts, sub_batch_tokens=40, **how)
@@ -88,7 +88,7 @@ def test_tokens_are_a_limit_and_texts_travel_by_length(
     assert sum(rows * width for rows, width in first) < 0.8 * B * L
 
 
-def test_a_text_longer_than_the_budget_travels_alone(words: Words, texts: dict[str, Tensor]) -> None:
+def test_a_text_longer_than_the_budget_is_encoded_alone(words: Words, texts: dict[str, Tensor]) -> None:
     assert (1, L) in _compare(words, texts, sub_batch_tokens=3)
 
 
@@ -100,7 +100,7 @@ def test_tokens_need_a_mask(words: Words) -> None:
         encode(words, torch.zeros(3, 4), sub_batch_tokens=8)
 
 
-def test_something_must_be_said_about_the_size(words: Words, texts: dict[str, Tensor]) -> None:
+def test_a_size_must_be_given(words: Words, texts: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match="`sub_batch` must be given, or sub_batch_tokens; got None"):
         encode(words, texts)
     with pytest.raises(ValueError, match="`sub_batch_tokens` must be a whole number of at least 1; got 'auto'"):
@@ -116,16 +116,16 @@ def test_with_room_for_all_nothing_is_encoded_twice(words: Words, texts: dict[st
 
 
 @pytest.mark.parametrize(("graphs", "again"), [(0.5, [8, 8, 8, 5]), (1.5, [8, 8, 8, 5]), (3.2, [8, 8]), (5.5, [])])
-def test_auto_retains_what_fits(
+def test_auto_retains_as_many_graphs_as_fit(
     words: Words, texts: dict[str, Tensor], monkeypatch: Any, graphs: float, again: list[int]
 ) -> None:
     held = {x.untyped_storage()._cdata for x in (*words.parameters(), *texts.values())}
-    with retention.counting() as kept:
+    with memory.counting() as kept:
         graph = words(**{name: leaf[:8] for name, leaf in texts.items()})
     each = sum(size for storage, size in kept.items() if storage not in held)
     del graph
-    monkeypatch.setattr(retention, "spare_bytes", lambda _: int(graphs * each) + 8)
-    monkeypatch.setattr(first_pass, "later_bytes", lambda *_: 0)
+    monkeypatch.setattr(memory, "spare_bytes", lambda _: int(graphs * each) + 8)
+    monkeypatch.setattr(forward, "later_bytes", lambda *_: 0)
     assert _rows(_compare(words, texts, sub_batch=8, retain="auto")) == [8, 8, 8, 5, *again]
 
 
@@ -150,20 +150,20 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("as_function", [False, True])
-def test_what_is_frozen_is_no_part_of_a_graph(as_function: bool, monkeypatch: Any) -> None:
-    """A graph refers to the frozen weights and the buffers that it passes; they are there once, for all graphs."""
+def test_frozen_weights_do_not_count_as_graph(as_function: bool, monkeypatch: Any) -> None:
+    """Graphs refer to frozen weights and buffers, which are in memory once for all graphs."""
     torch.manual_seed(3)
     adapted, x = Adapted(), torch.randn(16, 64, dtype=torch.float64)
     encoder = (lambda rows: adapted(rows)) if as_function else adapted
-    with retention.counting() as kept:
+    with memory.counting() as kept:
         graph = encoder(x[:4])
     everything = sum(kept.values())
     activations = sum(size for size in kept.values() if size <= 4 * 64 * 8)
     del graph
     # one graph with all that it refers to does not fit, four without do
     assert 6 * activations < everything
-    monkeypatch.setattr(retention, "spare_bytes", lambda _: 6 * activations)
-    monkeypatch.setattr(first_pass, "later_bytes", lambda *_: 0)
+    monkeypatch.setattr(memory, "spare_bytes", lambda _: 6 * activations)
+    monkeypatch.setattr(forward, "later_bytes", lambda *_: 0)
     adapted.runs = 0
     encode(encoder, x, sub_batch=4, retain="auto").sum().backward()
     # one more shows what is reached
@@ -171,7 +171,7 @@ def test_what_is_frozen_is_no_part_of_a_graph(as_function: bool, monkeypatch: An
 
 
 class _Alive(torch.autograd.Function):
-    """Notes how many graphs of its own kind there are when it begins another one."""
+    """An operation that counts the living graphs of its kind when it builds another one."""
 
     tokens: list[weakref.ref[_Token]] = []  # noqa: RUF012
     found: list[int] = []  # noqa: RUF012
@@ -190,7 +190,7 @@ class _Alive(torch.autograd.Function):
 
 @pytest.mark.parametrize("kind", ["attention in eval mode", "retained", "frozen part"])
 def test_a_graph_that_is_not_kept_is_gone_before_the_next_sub_batch(kind: str) -> None:
-    """Where the first pass builds it and drops it, where it is only weighed, and in the second pass."""
+    """In a first pass that builds and drops graphs, in one that only measures them, and in the second pass."""
     attention = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).train(kind != "attention in eval mode")
     if kind == "frozen part":
         # in the middle of the graph, which is too large to be kept
@@ -206,8 +206,8 @@ def test_a_graph_that_is_not_kept_is_gone_before_the_next_sub_batch(kind: str) -
 
 @pytest.mark.parametrize("retain", ["auto", 0])
 @pytest.mark.parametrize("fits", [0, 1, 3])
-def test_graphs_behind_a_frozen_trunk_give_way_too(retain: Any, fits: int, caplog: Any) -> None:
-    """Nobody asked for them; and where not even the first one fits, none is tried for ever."""
+def test_graphs_behind_a_frozen_trunk_give_way(retain: Any, fits: int, caplog: Any) -> None:
+    """They were kept without being asked for; if not even the first fits, trying ends."""
     torch.manual_seed(3)
     trunk, project = nn.Linear(6, 40).requires_grad_(False).double(), nn.Linear(40, 5).double()
     alive: list[Any] = []
@@ -237,7 +237,7 @@ def test_graphs_behind_a_frozen_trunk_give_way_too(retain: Any, fits: int, caplo
     assert caplog.messages[-1] == f"encode: out of memory; {fits} of 4 sub-batches keep their graph"
 
 
-def test_out_of_memory_gives_the_oldest_graphs_up_and_loses_nothing(texts: dict[str, Tensor], caplog: Any) -> None:
+def test_out_of_memory_frees_the_oldest_graphs_and_keeps_the_gradient(texts: dict[str, Tensor], caplog: Any) -> None:
     torch.manual_seed(3)
     words = Words(dropout=0.4).double()
     alive: list[Any] = []
@@ -265,7 +265,7 @@ def test_out_of_memory_gives_the_oldest_graphs_up_and_loses_nothing(texts: dict[
 
 
 class Backward(torch.autograd.Function):
-    """Runs out of memory in the backward as often as `left` says."""
+    """An operation that runs out of memory in its next `left` backwards."""
 
     left = 0
 
@@ -305,7 +305,7 @@ def test_graphs_that_cannot_be_back_propagated_are_encoded_again(
     assert caplog.text.count("encode: out of memory") == fails
 
 
-def test_told_how_many_graphs_to_keep_a_step_fails_rather_than_keep_less(texts: dict[str, Tensor]) -> None:
+def test_a_given_number_of_graphs_is_kept_or_the_step_fails(texts: dict[str, Tensor]) -> None:
     words = Words().double()
 
     def tight(**inputs: Tensor) -> Any:
@@ -352,8 +352,8 @@ GIB = 2**30
 def test_on_an_accelerator_all_graphs_that_fit_are_kept(monkeypatch: Any) -> None:
     """Two towers of 8 graphs, 108 GiB in all, on a device of 139.8 GiB with 137 free."""
     device, used = torch.device("cuda", 0), 0.0
-    monkeypatch.setattr(retention, "free_memory", lambda _: (int((137 - used) * GIB), int(139.8 * GIB)))
-    monkeypatch.setattr(retention, "allocated", lambda _: int(used * GIB))
+    monkeypatch.setattr(memory, "free_memory", lambda _: (int((137 - used) * GIB), int(139.8 * GIB)))
+    monkeypatch.setattr(memory, "allocated", lambda _: int(used * GIB))
 
     def kept(each: float, count: int) -> int:
         nonlocal used
@@ -363,7 +363,7 @@ def test_on_an_accelerator_all_graphs_that_fit_are_kept(monkeypatch: Any) -> Non
             used += each
             return [], []
 
-        choice = Retention("auto", count, device)
+        choice = RetainedGraphs("auto", count, device)
         choice.weighed(0, graph, 1, lambda _: GIB)
         used += each * (count - choice.first - 1)
         return count - choice.first
@@ -373,22 +373,22 @@ def test_on_an_accelerator_all_graphs_that_fit_are_kept(monkeypatch: Any) -> Non
     used = 0.0
     assert 0 < kept(10.7, 500) < 500
     assert 0 < kept(2.8, 500) < 500
-    assert 0.8 * 137 < used < (1 - retention.MARGIN) * 139.8 - 2.8
+    assert 0.8 * 137 < used < (1 - memory.MARGIN) * 139.8 - 2.8
     # one graph that takes nearly all of it
     used = 0.0
     assert [kept(85.6, 1), kept(22.4, 1)] == [1, 1]
 
 
-def test_what_may_be_taken(monkeypatch: Any) -> None:
-    monkeypatch.setattr(retention, "free_memory", lambda _: (100_000, 128_000))
+def test_spare_bytes_leave_a_margin(monkeypatch: Any) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda _: (100_000, 128_000))
     assert spare_bytes(torch.device("cuda")) == 100_000 - 0.06 * 128_000 - 2_000
     # others want a CPU's memory too
     assert spare_bytes(torch.device("cpu")) == spare_bytes(None) == int(0.6 * (100_000 - 12_800))
-    monkeypatch.setattr(retention, "free_memory", lambda _: (1_000, 128_000))
+    monkeypatch.setattr(memory, "free_memory", lambda _: (1_000, 128_000))
     assert spare_bytes(torch.device("cuda")) == spare_bytes(None) == 0
 
 
-def test_what_a_step_takes_beside_graphs() -> None:
+def test_later_bytes_count_sums_features_and_gradients() -> None:
     half, whole = nn.Parameter(torch.zeros(10, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(7))
     # running sum, a backward's own, and, where that is another type, what is handed over
     assert later_bytes([half], 0, (), 1) == 10 * (4 + 2 + 2)
@@ -412,12 +412,10 @@ def _gradients(words: Words, features: dict[str, Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(_value(features), list(words.parameters())))
 
 
-def test_auto_sub_batch_is_what_fits_and_is_found_once(
-    words: Words, texts: dict[str, Tensor], monkeypatch: Any
-) -> None:
-    each = retention.bytes_per_example(lambda n: words(**{name: leaf[:n] for name, leaf in texts.items()}), 8)
-    monkeypatch.setattr(fitting, "spare_bytes", lambda _: int(7.5 * each * fitting.BACKWARD))
-    monkeypatch.setattr(fitting, "later_bytes", lambda *_: 0)
+def test_an_auto_sub_batch_is_measured_once(words: Words, texts: dict[str, Tensor], monkeypatch: Any) -> None:
+    each = memory.bytes_per_example(lambda n: words(**{name: leaf[:n] for name, leaf in texts.items()}), 8)
+    monkeypatch.setattr(auto, "spare_bytes", lambda _: int(7.5 * each * auto.BACKWARD))
+    monkeypatch.setattr(auto, "later_bytes", lambda *_: 0)
     before = torch.get_rng_state()
     # two trials of what an example needs come first
     assert _rows(_compare(words, texts, sub_batch="auto"))[:7] == [8, 4, 7, 7, 7, 7, 1]
@@ -425,20 +423,20 @@ def test_auto_sub_batch_is_what_fits_and_is_found_once(
     assert _rows(_compare(words, texts, sub_batch="auto"))[:5] == [7, 7, 7, 7, 1]
 
 
-def test_a_batch_that_fits_whole_says_nothing_of_a_larger_one(words: Words, texts: dict[str, Tensor]) -> None:
+def test_a_batch_that_fits_whole_does_not_decide_for_a_larger_one(words: Words, texts: dict[str, Tensor]) -> None:
     few = {name: leaf[:10] for name, leaf in texts.items()}
     assert _seen(words, lambda: encode(words, few, sub_batch="auto")) == [8, 4, 10]
     assert _seen(words, lambda: encode(words, texts, sub_batch="auto")) == [8, 4, B]
     assert _seen(words, lambda: encode(words, few, sub_batch="auto")) == [10]
 
 
-def test_auto_sub_batch_of_what_is_not_differentiated_is_found_once_too(
+def test_an_auto_sub_batch_without_gradients_is_measured_once(
     words: Words, texts: dict[str, Tensor], monkeypatch: Any
 ) -> None:
-    """No graph says what an example takes: all that lives at once while it is encoded does."""
+    """Without a graph, the tensors that live at the same time show the bytes of an example."""
     for_one = {name: leaf[:1] for name, leaf in texts.items()}
     room = 20 * footprint(lambda: words(**for_one))
-    monkeypatch.setattr(fitting, "spare_bytes", lambda _: room)
+    monkeypatch.setattr(auto, "spare_bytes", lambda _: room)
     with torch.no_grad():
         first = _seen(words, lambda: encode(words, texts, sub_batch="auto"))
         again = _seen(words, lambda: encode(words, texts, sub_batch="auto"))
@@ -447,17 +445,17 @@ def test_auto_sub_batch_of_what_is_not_differentiated_is_found_once_too(
 
 
 def _seen(words: Words, run: Any) -> list[int]:
-    """Examples of every sub-batch that run() encodes."""
+    """The number of examples of every sub-batch that run() encodes."""
     words.seen.clear()
     run()
     return _rows(words.seen)
 
 
-def test_what_fits_without_a_graph_says_nothing_of_one(monkeypatch: Any) -> None:
-    """A frozen encoder of inputs that learn: evaluated first, trained later."""
+def test_a_size_without_a_graph_does_not_decide_for_one_with_it(monkeypatch: Any) -> None:
+    """A frozen encoder of learned inputs, evaluated first and trained later."""
     frozen, x = nn.Linear(4, 3).requires_grad_(False), torch.randn(B, 4)
     rooms = iter([10**9, 0])
-    monkeypatch.setattr(fitting, "spare_bytes", lambda _: next(rooms))
+    monkeypatch.setattr(auto, "spare_bytes", lambda _: next(rooms))
     passes: list[int] = []
     frozen.register_forward_hook(lambda _, rows, __: passes.append(len(rows[0])))
     with torch.no_grad():
@@ -488,7 +486,7 @@ def test_each_method_and_each_set_of_trained_parameters_has_its_own_size(monkeyp
 
     two, x = Two(), torch.randn(B, D)
     two.trunk.requires_grad_(False)
-    monkeypatch.setattr(fitting, "look", lambda *_: next(sizes))
+    monkeypatch.setattr(auto, "search", lambda *_: next(sizes))
 
     def encoded(encoder: Any) -> int:
         two.seen.clear()
@@ -540,7 +538,7 @@ def test_out_of_memory_halves_an_auto_sub_batch_for_good(
 
 
 class _Roomy:
-    """Runs `words` on as many texts as there is room for; `asked` are those that came."""
+    """`words` with room for a number of texts; `asked` are the texts of each call."""
 
     def __init__(self, words: Words, room: int) -> None:
         self.words, self.room = words, room
@@ -553,11 +551,9 @@ class _Roomy:
         return self.words(**inputs)
 
 
-def test_no_parameters_hook_hears_of_the_sizes_that_are_tried(
-    words: Words, texts: dict[str, Tensor], monkeypatch: Any
-) -> None:
-    """They get the gradient, once; that of a trial is none."""
-    monkeypatch.setattr(fitting, "tries", lambda _: True)
+def test_trials_of_a_size_call_no_parameter_hook(words: Words, texts: dict[str, Tensor], monkeypatch: Any) -> None:
+    """Hooks get the gradient of the step, once."""
+    monkeypatch.setattr(auto, "tries", lambda _: True)
     heard: list[Tensor] = []
     words.mix.weight.register_hook(heard.append)
     features = encode(words, texts, sub_batch="auto")
@@ -567,47 +563,46 @@ def test_no_parameters_hook_hears_of_the_sizes_that_are_tried(
     assert torch.equal(heard[0], truth)
 
 
-def test_told_a_size_a_step_fails_rather_than_take_another(words: Words, texts: dict[str, Tensor]) -> None:
+def test_a_given_size_is_used_or_the_step_fails(words: Words, texts: dict[str, Tensor]) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         encode(_Owned(words, _Roomy(words, 3)), texts, sub_batch=4)
 
 
-def test_a_rank_that_knows_the_size_looks_again_with_one_that_does_not(words: Words) -> None:
-    """Other texts came to the other rank before; where encoding is an exchange, one alone would wait for ever."""
-    key, looked = next(words.parameters()), []
-    # what the other rank says in turn: less than 0 is its size, 0 that it does not know
+def test_a_rank_that_knows_the_size_searches_again_with_one_that_does_not() -> None:
+    """Ranks may have seen other texts before; where encoding is a collective, one alone would wait for ever."""
+    known, searched = {}, []
+    # the other rank's answers in turn: minus its size, or 0 for unknown
     said: list[int] = []
 
     def size() -> int:
-        sizes = fitting.Sizes(key, "some", 40, lambda number: max(number, said.pop(0)))
-        return sizes.largest(lambda: looked.append(8) or 8)
+        most = lambda number: max(number, said.pop(0))  # noqa: E731
+        return auto.agreed_size(known, "some", 40, lambda: searched.append(8) or 8, most)
 
     said += [0, -6]
     assert size() == 6
-    assert len(looked) == 1
+    assert len(searched) == 1
     # both know: the smaller
     said += [-7]
     assert size() == 7
-    assert len(looked) == 1
+    assert len(searched) == 1
     # the other one does not
     said += [0, -9]
     assert size() == 8
-    assert len(looked) == 2
+    assert len(searched) == 2
     # the other one has few examples, all of which it encodes at once
-    said += [-fitting.ANY]
+    said += [-auto.UNLIMITED]
     assert size() == 8
     assert not said
 
 
-def test_a_rank_with_few_examples_holds_nobody_up() -> None:
+def test_a_rank_with_few_examples_accepts_any_size() -> None:
     said: list[int] = []
-    few = fitting.Sizes(None, "some", 3, lambda number: said.append(number) or number)
-    assert few.largest(lambda: 3) == 3
-    assert said == [0, -fitting.ANY]
+    assert auto.agreed_size({}, "some", 3, lambda: 3, lambda number: said.append(number) or number) == 3
+    assert said == [0, -auto.UNLIMITED]
 
 
-def test_weighing_a_graph_does_not_keep_it(words: Words, texts: dict[str, Tensor], monkeypatch: Any) -> None:
-    """What is saved is often its own node's output: holding it as it comes would hold the graph in a cycle."""
+def test_measuring_a_graph_does_not_keep_it(words: Words, texts: dict[str, Tensor], monkeypatch: Any) -> None:
+    """A saved tensor is often its own node's output: a reference to it would hold the graph in a cycle."""
     tokens: list[weakref.ref[_Token]] = []
 
     class Marked(torch.autograd.Function):
@@ -621,7 +616,7 @@ def test_weighing_a_graph_does_not_keep_it(words: Words, texts: dict[str, Tensor
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient
 
-    monkeypatch.setattr(retention, "spare_bytes", lambda device: 0)
+    monkeypatch.setattr(memory, "spare_bytes", lambda device: 0)
     features = encode(lambda ids: Marked.apply(words.words(ids)).exp(), texts["input_ids"], sub_batch=8, retain="auto")
     assert len(tokens) > 0
     assert features.requires_grad

@@ -1,4 +1,4 @@
-"""Encoders of every kind behind encode: what they draw, return, share and remember, and which cannot be exact."""
+"""Encoders of many kinds: random depth, several outputs, shared numbers, buffers; inexact ones are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contrastile import ClipLoss, NTXentLoss, SigLipLoss, contrast, encode
-from contrastile.reach import PROBE_ROWS
+from contrastile.gradcache.introspect import PROBE_ROWS
 from contrastile.scorers import MaxSim
 
 B, D_IN, D, SUB = 23, 6, 8, 5
@@ -96,7 +96,7 @@ def test_one_encoder_for_two_views_of_a_batch(x: Tensor, y: Tensor) -> None:
     assert len(seen) == 1
 
 
-def test_prefixes_of_features_each_with_its_loss(x: Tensor, y: Tensor) -> None:
+def test_each_prefix_of_the_features_may_have_its_loss(x: Tensor, y: Tensor) -> None:
     """Matryoshka: a dict of prefixes, or the slices taken behind encode."""
     torch.manual_seed(0)
     deep = Deep()
@@ -183,7 +183,7 @@ def test_a_bias_that_all_examples_share(x: Tensor, y: Tensor, retain: Any, as_fu
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what the host asks of the device, which it would have to wait for."""
+    """Count reads of device memory, for which the host waits."""
 
     count = 0
 
@@ -201,6 +201,75 @@ def test_a_number_is_compared_once_however_many_sub_batches(value: float, x: Ten
     assert found.item() == pytest.approx(value, nan_ok=True)
 
 
+class Scored(nn.Module):
+    """As OpenCLIP's model: features of both sides, and a scale, of shape [1] as FSDP2 wants it; and a score a row."""
+
+    def __init__(self, shape: tuple[int, ...], trained: bool) -> None:
+        super().__init__()
+        self.image, self.text, self.score = nn.Linear(D_IN, D), nn.Linear(D_IN, D), nn.Linear(D_IN, 1)
+        self.logit_scale = nn.Parameter(torch.full(shape, 1.5), requires_grad=trained)
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor | None = None, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+        y = x.cos() if y is None else y
+        image, text = (F.normalize(side, dim=-1) for side in (self.image(x), self.text(y)))
+        scores = self.score(x).squeeze(-1)
+        return {"image_features": image, "text_features": text, "logit_scale": self.logit_scale.exp(), "scores": scores}
+
+
+CUTS: list[dict[str, Any]] = [{"sub_batch": 1}, {"sub_batch": 1, "retain": 3}, {"sub_batch": 4}, {"sub_batch": 99}]
+# the longest text is alone, all are, none is
+CUTS += [{"sub_batch_tokens": tokens, "retain": 1} for tokens in (9, 1, 30)]
+
+
+@pytest.mark.parametrize("how", CUTS, ids=str)
+@pytest.mark.parametrize("batch", [1, 2, 9])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_scale_leaves_encode_with_its_shape_and_gradient(
+    x: Tensor, shape: tuple[int, ...], batch: int, how: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    scored, random = Scored(shape, True), torch.get_rng_state()
+    inputs = {"x": x[:batch], "attention_mask": (torch.arange(9) < torch.arange(9, 0, -1)[:, None]).long()[:batch]}
+    found = []
+    for out in (scored(**inputs), encode(scored, inputs, **how)):
+        assert out["logit_scale"].shape == shape
+        scores = out.pop("scores")
+        assert scores.shape == (batch,)
+        loss = ClipLoss()(**out) + (scores * torch.arange(batch)).sum() + out["logit_scale"].sum().sin()
+        found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(scored.parameters()))]))
+    assert distance(found[1], found[0]) <= 1e-12
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("how", CUTS, ids=str)
+def test_a_frozen_scale_and_equal_scores_are_distinguished(how: dict[str, Any]) -> None:
+    """Without a graph too, and with equal examples."""
+    scored = Scored((1,), False)
+    inputs = {"x": torch.ones(9, D_IN).double(), "attention_mask": torch.ones(9, 3)}
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            out = encode(scored, inputs, **how)
+        assert (out["logit_scale"].shape, out["scores"].shape) == ((1,), (9,))
+
+
+def test_a_scale_of_a_batch_without_rows(x: Tensor) -> None:
+    scored = Scored((1,), True)
+    out = encode(scored, (x[:0], x[:0]), sub_batch=1)
+    assert (out["logit_scale"].shape, out["scores"].shape) == ((1,), (0,))
+    out["logit_scale"].sum().backward()
+    assert torch.equal(scored.logit_scale.grad, scored.logit_scale.detach().exp())
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_number_that_depends_on_the_examples_is_refused(x: Tensor, shape: tuple[int, ...]) -> None:
+    ones = torch.ones(shape)
+    numbers = iter([ones, 2.5 * ones, *[ones] * 9])
+    sentence = r"^`encoder` must return the same number for all examples; got 2\.5 after 1\. Return one for each\.$"
+    with pytest.raises(ValueError, match=sentence):
+        encode(lambda rows: (rows, next(numbers)) if len(rows) > 2 else (rows, ones), x, sub_batch=SUB)
+
+
 def test_a_number_that_becomes_rows_is_refused(x: Tensor) -> None:
     outputs = iter([torch.zeros(()), torch.zeros(()), torch.zeros(SUB)])
     with pytest.raises(ValueError, match=rf"`encoder` must return rows of one shape.* got shape \[{SUB}\]"):
@@ -210,14 +279,7 @@ def test_a_number_that_becomes_rows_is_refused(x: Tensor) -> None:
         encode(lambda rows: (rows, next(outputs)), x, sub_batch=SUB)
 
 
-def test_a_number_that_depends_on_the_examples_is_refused(x: Tensor) -> None:
-    with pytest.raises(
-        ValueError, match=r"`encoder` must return the same number for all examples; got .* after .*. Ret"
-    ):
-        encode(lambda rows: (rows, rows.sum()), x, sub_batch=SUB)
-
-
-def test_in_bf16_throughout(x: Tensor) -> None:
+def test_bf16_gradients_are_as_near_as_float32_sums(x: Tensor) -> None:
     """Features bit for bit; gradients as near to float32 sums as those of single sub-batches are."""
     torch.manual_seed(0)
     deep, rows = Deep().bfloat16(), x.bfloat16()
@@ -253,7 +315,7 @@ def test_hooks_of_modules_run_in_both_passes(x: Tensor) -> None:
 
 
 class Running(nn.Module):
-    """Centres its rows with a running mean, which every forward moves in training."""
+    """A layer that subtracts a running mean, which every forward moves in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +344,7 @@ class Replaced(Running):
     ids=["running mean", "replaced mean", "spectral norm"],
 )
 @pytest.mark.parametrize("how", ["module", "function", "no gradient", "function, no gradient"])
-def test_what_remembers_earlier_examples_is_refused(module: nn.Module, name: str, how: str, x: Tensor) -> None:
+def test_a_module_that_changes_a_buffer_is_refused(module: nn.Module, name: str, how: str, x: Tensor) -> None:
     encoder = (lambda rows: module(rows)) if how.startswith("function") else module
     sentence = f"`encoder` must treat examples one by one; got {name}, which changes a buffer when it runs. Put it in e"
     with torch.set_grad_enabled(not how.endswith("no gradient")), pytest.raises(ValueError, match=sentence):
@@ -293,7 +355,7 @@ def test_what_remembers_earlier_examples_is_refused(module: nn.Module, name: str
 
 
 class Table(nn.Module):
-    """Adds positions from a table that grows when it has to, and is made anew where it was."""
+    """A layer that adds positions from a table, which grows when needed and is replaced by an equal one otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +368,7 @@ class Table(nn.Module):
         return self.linear(x + self.places)
 
 
-def test_a_table_that_grows_is_no_memory(x: Tensor) -> None:
+def test_a_buffer_that_grows_is_accepted(x: Tensor) -> None:
     table = Table()
     assert torch.equal(encode(table, x, sub_batch=SUB), table(x))
     assert torch.equal(encode(table, x, sub_batch=SUB), table(x))

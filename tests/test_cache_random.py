@@ -1,4 +1,4 @@
-"""What an encoder draws is drawn again in the second pass, from whichever generator; what cannot be is said."""
+"""The second pass draws the numbers of the first, from every kind of generator, or is refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from problems import distance
 from torch import Tensor, nn
 
 from contrastile import contrast, encode
+from contrastile.gradcache.rng import RandomState, own_generators
 from contrastile.losses.softmax import Softmax
-from contrastile.randomness import RandomState, own_generators
 
 B, D_IN, D, SUB = 23, 6, 5, 4
 DRAWS: dict[str, Any] = {
@@ -33,7 +33,7 @@ def x() -> Tensor:
 
 
 class LayerDrop(nn.Module):
-    """Leaves whole layers out, as older models do, and scales the others."""
+    """Layers of which some are left out at random, as in older models, and the others are scaled."""
 
     def __init__(self, draw: Any, layers: int = 3) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _seed() -> None:
 
 
 def _next() -> list[float]:
-    """What each generator draws next, a normal number that waits for its turn included."""
+    """The next draw of each generator, a cached normal number included."""
     return [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), float(torch.rand(()))]
 
 
@@ -79,7 +79,9 @@ def _check(module: nn.Module, encoder: Any, x: Tensor, truth: Any, retain: Any =
 @pytest.mark.parametrize("retain", [0, 2])
 @pytest.mark.parametrize("as_function", [False, True])
 @pytest.mark.parametrize("draw", DRAWS)
-def test_numbers_of_python_and_numpy_are_drawn_again(draw: str, as_function: bool, retain: int, x: Tensor) -> None:
+def test_python_and_numpy_draw_the_same_numbers_in_both_passes(
+    draw: str, as_function: bool, retain: int, x: Tensor
+) -> None:
     # an odd number of layers: every other sub-batch begins with a normal number that was drawn before
     module = LayerDrop(DRAWS[draw])
     truth = _plain(module, x)
@@ -87,7 +89,7 @@ def test_numbers_of_python_and_numpy_are_drawn_again(draw: str, as_function: boo
     _check(module, (lambda rows: module(rows)) if as_function else module, x, truth, retain)
 
 
-def test_a_normal_number_that_waited_before_the_first_sub_batch_is_drawn_again(x: Tensor) -> None:
+def test_a_cached_normal_number_is_drawn_again(x: Tensor) -> None:
     module = LayerDrop(lambda: 0.5 + abs(np.random.normal()), layers=1)
     found = []
     for encoding in (lambda x: torch.cat([module(part) for part in x.split(SUB)]), None):
@@ -98,7 +100,7 @@ def test_a_normal_number_that_waited_before_the_first_sub_batch_is_drawn_again(x
     assert all(distance(one, other) <= 1e-12 for one, other in zip(*found, strict=True))
 
 
-def test_numpys_generator_may_be_another_one(x: Tensor) -> None:
+def test_numpys_generator_may_be_of_another_type(x: Tensor) -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(7))
     try:
@@ -114,10 +116,10 @@ def test_numpys_generator_may_be_another_one(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("waiting", [False, True])
-def test_where_nothing_is_drawn_from_them_nothing_of_the_process_is_set(
+def test_unused_generators_of_the_process_are_not_set(
     waiting: bool, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other threads draw from them too, and go on undisturbed; dropout draws from torch."""
+    """Other threads that draw from them go on undisturbed; dropout draws from torch."""
     module = nn.Sequential(nn.Linear(D_IN, D), nn.Dropout(0.3)).double()
     _seed()
     if waiting:
@@ -132,7 +134,7 @@ def test_where_nothing_is_drawn_from_them_nothing_of_the_process_is_set(
     assert (random.random(), np.random.rand()) != between
 
 
-def test_the_states_of_many_sub_batches_that_draw_nothing_are_one() -> None:
+def test_captures_without_draws_share_one_state() -> None:
     _seed()
     first = RandomState.capture()
     second = RandomState.capture(last=first)
@@ -144,7 +146,7 @@ def test_the_states_of_many_sub_batches_that_draw_nothing_are_one() -> None:
     assert not second.same(third)
 
 
-def test_numpys_random_numbers_are_not_loaded_for_this() -> None:
+def test_numpy_random_is_not_imported() -> None:
     code = (
         "import sys, torch; from contrastile import encode\n"
         "encode(torch.nn.Linear(3, 2), torch.ones(5, 3), sub_batch=2).sum().backward()\n"
@@ -164,7 +166,7 @@ OWN: dict[str, Any] = {
 
 @pytest.mark.parametrize("as_function", [False, True])
 @pytest.mark.parametrize("kind", OWN)
-def test_a_generator_that_a_module_has_for_itself_is_set_back_too(kind: str, as_function: bool, x: Tensor) -> None:
+def test_a_modules_own_generator_is_set_back(kind: str, as_function: bool, x: Tensor) -> None:
     make, draw = OWN[kind]
     module = LayerDrop(lambda: draw(module.generator))
     module.generator = make()
@@ -176,8 +178,8 @@ def test_a_generator_that_a_module_has_for_itself_is_set_back_too(kind: str, as_
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_a_learned_distance_may_draw_from_them(draw: str) -> None:
-    """Each pair is scored twice, in tiles: with the same numbers, or the gradient is not that of the loss."""
+def test_a_learned_distance_draws_the_same_numbers_twice(draw: str) -> None:
+    """Each pair is scored twice, and needs the same numbers for the gradient of the loss."""
 
     class Dropping(nn.Module):
         def __init__(self) -> None:

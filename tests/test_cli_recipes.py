@@ -1,4 +1,4 @@
-"""The recipes that ship are valid, and one's own pictures need one key."""
+"""The recipes that ship are valid, and own pictures or texts need one key."""
 
 from pathlib import Path
 
@@ -19,12 +19,12 @@ def test_every_recipe_is_valid(path):
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
-def test_ones_own_texts_need_one_key(path, tmp_path):
+def test_own_texts_need_one_key(path, tmp_path):
     (tmp_path / "pairs.jsonl").write_text("")
     assert load_any_recipe(path, [f"data.source={tmp_path}/pairs.jsonl"]).data.source == f"{tmp_path}/pairs.jsonl"
 
 
-def test_the_dprs_differ_in_their_batch_alone():
+def test_the_two_dpr_recipes_differ_only_in_their_batch():
     by_name = {path.stem: load_any_recipe(path) for path in TEXTS}
     small, large = by_name["dpr"], by_name["dpr-512"]
     assert (small.train.batch, large.train.batch) == (((0.0, 128),), ((0.0, 512),))
@@ -33,7 +33,7 @@ def test_the_dprs_differ_in_their_batch_alone():
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
-def test_ones_own_pictures_need_one_key(path, tmp_path):
+def test_own_pictures_need_one_key(path, tmp_path):
     write_pictures(tmp_path)
     recipe = load_recipe(path, [f"data.source={tmp_path}/pictures.tsv"])
     assert recipe.data.source == f"{tmp_path}/pictures.tsv"

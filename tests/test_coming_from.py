@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Pool
+from ranks import Pool, forked
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +21,8 @@ from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SupConLoss, encode
 
 PAGE = (Path(contrastile.__file__).parent.parent / "docs" / "coming_from.md").read_text(encoding="utf-8")
 N = 6
+# features of the texts' encoder
+WIDTH = 48
 
 
 def blocks(heading: str) -> list[str]:
@@ -153,8 +155,8 @@ class Bert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.mix = (
-            nn.Embedding(20, 32),
-            nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.2), nn.Linear(32, 32)),
+            nn.Embedding(20, WIDTH),
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)),
         )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
@@ -220,22 +222,30 @@ def test_the_order_of_hard_negatives() -> None:
 
 
 class Sentences(nn.Module):
-    """The face of a SentenceTransformer: a dictionary in, with more than tensors, and one out."""
+    """The face of a SentenceTransformer: a dictionary in, with more than tensors, and one out.
+
+    It leaves the tokens of a prompt out of the mean, and has a layer for each task.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.bert = Bert().eval()
+        self.tasks = nn.ModuleDict({task: nn.Linear(WIDTH, WIDTH) for task in ("query", "document")})
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:
         tokens = {name: features[name] for name in ("input_ids", "attention_mask")}
         states = self.bert(**tokens).last_hidden_state
-        return {**features, "token_embeddings": states, "sentence_embedding": states.mean(1)}
+        length = features.get("prompt_length", 0)
+        pooled = states[:, int(length[0] if isinstance(length, Tensor) else length) :].mean(1)
+        task = features.get("task")
+        pooled = pooled if task is None else self.tasks[task](pooled)
+        return {**features, "token_embeddings": states, "sentence_embedding": pooled}
 
     def __getitem__(self, place: int) -> nn.Module:
         return [self.bert][place]
 
     def get_embedding_dimension(self) -> int:
-        return 32
+        return WIDTH
 
 
 def ranking(anchor: Tensor, keys: Tensor) -> Tensor:
@@ -243,31 +253,121 @@ def ranking(anchor: Tensor, keys: Tensor) -> Tensor:
     return F.cross_entropy(scores, torch.arange(len(anchor)))
 
 
-def test_a_loss_for_the_trainer_of_sentence_transformers() -> None:
-    model = Sentences()
-    ours = deepcopy(model)
-    columns = [{**batch(N), "modality": "text"} for _ in range(3)]
-    anchor, *others = (model(column)["sentence_embedding"] for column in columns)
-    truth = sum(ranking(anchor[:, :d], torch.cat(others)[:, :d]) for d in (32, 8))
-    truth.backward()
-    made = run(blocks("sentence-transformers")[0])["CachedRanking"](ours, sub_batch=4, dimensions=(32, 8))
-    loss = made(columns, None)
+def ranked(
+    model: nn.Module, columns: list[dict[str, Any]], dimensions: tuple[int | None, ...] = (None,)
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the whole batch at once."""
+    anchor, *others = (model({**column})["sentence_embedding"] for column in columns)
+    loss = sum(ranking(anchor[:, :d], torch.cat(others)[:, :d]) for d in dimensions)
     loss.backward()
-    found = (loss.detach(), gradients(ours))
-    torch.testing.assert_close(found, (truth.detach(), gradients(model)), rtol=1e-4, atol=1e-6)
+    return loss.detach(), gradients(model)
+
+
+def by_the_page(model: nn.Module, columns: list[dict[str, Any]], **how: Any) -> Tensor:
+    """The loss of the page's class, back-propagated."""
+    loss = run(blocks("sentence-transformers")[0])["CachedRanking"](model, sub_batch=4, **how)(columns, None)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("how", [{}, {"dimensions": (WIDTH, 8)}], ids=["all features", "Matryoshka"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"modality": "text"},
+        {"prompt_length": 2},
+        {"prompt_length": torch.tensor([2])},
+        {"prompt_length": torch.full((N,), 2)},
+        {"task": "document"},
+    ],
+    ids=["text", "prompt", "prompt, a tensor", "prompt, of rows", "task"],
+)
+def test_a_loss_for_the_trainer_of_sentence_transformers(more: dict[str, Any], how: dict[str, Any]) -> None:
+    model = Sentences().double()
+    ours = deepcopy(model)
+    columns = [{**batch(N), **more} for _ in range(3)]
+    same((by_the_page(ours, columns, **how), gradients(ours)), ranked(model, columns, **how))
 
 
 def test_sentence_transformers_own_losses() -> None:
     losses = pytest.importorskip("sentence_transformers.losses")
-    model = Sentences()
+    model = Sentences().double()
     ours, columns = deepcopy(model), [batch(N) for _ in range(3)]
     cached = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
-    truth = losses.MatryoshkaLoss(model, cached, [32, 8])([dict(column) for column in columns], None)
+    truth = losses.MatryoshkaLoss(model, cached, [WIDTH, 8])([dict(column) for column in columns], None)
     truth.backward()
-    loss = run(blocks("sentence-transformers")[0])["CachedRanking"](ours, sub_batch=4, dimensions=(32, 8))(columns)
-    loss.backward()
-    found = (loss.detach(), gradients(ours))
-    torch.testing.assert_close(found, (truth.detach(), gradients(model)), rtol=1e-4, atol=1e-6)
+    loss = by_the_page(ours, columns, dimensions=(WIDTH, 8))
+    same((loss, gradients(ours)), (truth.detach(), gradients(model)))
+
+
+def their_model(folder: Path) -> Any:
+    """A model of sentence-transformers without dropout, which leaves prompts out of its mean."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ":", *"abcdefghij"]))
+    sizes = {"vocab_size": 16, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+    undropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    BertModel(BertConfig(**sizes, **undropped, intermediate_size=64)).save_pretrained(folder)
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return SentenceTransformer(
+        modules=[Transformer(str(folder)), Pooling(WIDTH, include_prompt=False)], device="cpu"
+    ).double()
+
+
+def their_columns(model: Any, prompt: str | None) -> list[dict[str, Any]]:
+    """Three columns of texts of several lengths, as the trainer's collator has them."""
+    words = ("ab", "cde", "f g", "a b c", "h", "ij ij")
+    return [
+        model.preprocess([f"{word} {column}" * (1 + len(word) % 3) for word in words], prompt=prompt)
+        for column in "abc"
+    ]
+
+
+def rows_of(columns: list[dict[str, Any]], rows: slice) -> list[dict[str, Any]]:
+    """A rank's part."""
+    return [
+        {name: x[rows] if isinstance(x, Tensor) and name != "prompt_length" else x for name, x in column.items()}
+        for column in columns
+    ]
+
+
+def wrapped_by_the_page(rank: int, folder: Path, W: int, model: nn.Module, columns: list[dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=W)
+    wrapped, mine = DistributedDataParallel(model), slice(rank * N // W, (rank + 1) * N // W)
+    loss = by_the_page(wrapped, rows_of(columns, mine))
+    torch.save((loss, gradients(model)), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("W", [0, 1, 2])
+@pytest.mark.parametrize("prompt", [None, "a: "])
+@pytest.mark.parametrize("theirs", [False, True], ids=["stand-in", "sentence_transformers"])
+def test_that_loss_with_a_data_parallel_wrapper(tmp_path: Path, theirs: bool, prompt: str | None, W: int) -> None:
+    if theirs:
+        pytest.importorskip("sentence_transformers")
+        model = their_model(tmp_path)
+        columns = their_columns(model, prompt)
+        assert ("prompt_length" in columns[0]) == (prompt is not None)
+    else:
+        model, more = (
+            Sentences().double(),
+            {"task": "query"} if prompt is None else {"task": "document", "prompt_length": 2},
+        )
+        columns = [{**batch(N), **more} for _ in range(3)]
+    truth, ours = ranked(model, columns), deepcopy(model)
+    ours.zero_grad()
+    if W == 0:
+        same((by_the_page(ours, columns), gradients(ours)), truth)
+        return
+    with forked(W, wrapped_by_the_page, tmp_path, W, ours, columns) as processes:
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0] * W
+    for rank in range(W):
+        same(torch.load(tmp_path / f"{rank}.pt"), truth)
 
 
 def test_equal_texts_are_not_negatives_of_each_other() -> None:
@@ -296,13 +396,13 @@ def simclr(z: Tensor, temperature: float) -> Tensor:
     return F.cross_entropy(scores, torch.arange(len(z)).roll(len(z) // 2))
 
 
-def supcon(z: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """The paper's equation 2, for the anchors that have a positive."""
+def supcon(z: Tensor, labels: Tensor, temperature: float, alone: float | None = None) -> Tensor:
+    """The paper's equation 2: the mean over the anchors that have a positive, or with `alone` as the others' loss."""
     itself = torch.eye(len(z), dtype=torch.bool)
     logits = (z @ z.T / temperature).masked_fill(itself, -torch.inf).log_softmax(dim=1)
     positive = (labels[:, None] == labels) & ~itself
     rows = logits.masked_fill(~positive, 0).sum(1) / positive.sum(1)
-    return -rows[positive.any(1)].mean()
+    return -(rows[positive.any(1)] if alone is None else rows.where(positive.any(1), -alone)).mean()
 
 
 @pytest.fixture
@@ -332,7 +432,10 @@ def test_supcons_other_arguments() -> None:
     torch.testing.assert_close(SupConLoss()(features, labels, 10.0), supcon(flat, labels.repeat_interleave(3), 0.1))
     # a label that no other has leaves the mean
     few = torch.tensor([0, 0, 1, 1, 2, 3])
-    torch.testing.assert_close(SupConLoss()(features[:, 0], few, 10.0), supcon(features[:, 0], few, 0.1))
+    found = SupConLoss()(features[:, 0], few, 10.0)
+    torch.testing.assert_close(found, supcon(features[:, 0], few, 0.1))
+    # or counts as 0 in it: four of six anchors have a positive
+    torch.testing.assert_close(found * 4 / 6, supcon(features[:, 0], few, 0.1, alone=0.0))
 
 
 def test_pytorch_metric_learnings_losses() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from contrastile import ClipLoss, InfoNCELoss, contrast
-from contrastile._choose import TILES
+from contrastile._dispatch import TILES
 from contrastile.scorers import PairMLP
 from contrastile.tiles.eager import Eager
 
@@ -98,8 +98,8 @@ def test_operations_are_registered_as_they_behave(backend: str) -> None:
         None,
         None,
         None,
-        f"Softmax True False {backend} mean mean",
-        0.1,
+        "Softmax symmetric=True label_smoothing=0.1",
+        f"{backend} mean mean",
         [0, 0, 9],
     )
     torch.library.opcheck(torch.ops.contrastile.forward.default, arguments)
@@ -112,7 +112,7 @@ def test_gradients_have_memory_of_their_own(backend: str, name: str) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
     q, k = torch.randn(2, 9, 4)
-    settings = f"{name} {name == 'Softmax'} False {backend} mean mean", 0.0, [0, 0, 9]
+    settings = f"{name} symmetric={name == 'Softmax'}", f"{backend} mean mean", [0, 0, 9]
     tensors = q, k, torch.tensor(2.0), torch.tensor(-1.0), *[None] * 5
     _, *swept = torch.ops.contrastile.forward(*tensors, None, *settings)
     gradients = torch.ops.contrastile.backward(torch.tensor(1.0), *tensors, swept, *settings, [True] * 4)

@@ -1,4 +1,4 @@
-"""Pictures are bent a little, each its own way, and only as the generator says."""
+"""Augmentation: small distortions, each picture its own, decided by the generator alone."""
 
 import dataclasses
 
@@ -6,9 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from contrastile.data.augment import Augmentation, augment, prepare
+from contrastile.data import augment as augmentation
+from contrastile.data.augment import Augmentation, draw_parameters, prepare
 
 NOTHING = Augmentation(rotation=0.0, shear=0.0, scale=1.0, shift=0.0, blur=0.0)
+
+
+def augment(images, generator, ranges=Augmentation()):  # noqa: B008
+    return augmentation.augment(images, draw_parameters(len(images), generator, ranges))
 
 
 @pytest.fixture
@@ -32,36 +37,25 @@ def test_prepared_pictures_are_between_0_and_1(pictures):
     assert torch.equal((prepared * 255).round().byte(), pictures)
 
 
-def test_without_bends_it_only_prepares(pictures):
+def test_without_distortions_it_only_prepares(pictures):
     torch.testing.assert_close(augment(pictures, seeded(), NOTHING), prepare(pictures), rtol=0, atol=1e-6)
 
 
-def test_the_same_generator_bends_the_same_way(pictures):
-    assert torch.equal(augment(pictures, seeded(7)), augment(pictures, seeded(7)))
-
-
-def test_other_lots_bend_another_way(pictures):
-    assert not torch.equal(augment(pictures, seeded(7)), augment(pictures, seeded(8)))
-
-
-def test_no_other_randomness_is_used(pictures):
+def test_the_generator_alone_decides(pictures):
     before = torch.get_rng_state()
-    augment(pictures, seeded())
+    assert torch.equal(augment(pictures, seeded(7)), augment(pictures, seeded(7)))
+    assert not torch.equal(augment(pictures, seeded(7)), augment(pictures, seeded(8)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_every_picture_is_bent_its_own_way():
-    bent = augment(square(), seeded())
-    assert len({picture.numpy().tobytes() for picture in bent}) == 200
+def test_every_picture_is_distorted_its_own_way_within_0_and_1():
+    distorted = augment(square(), seeded())
+    assert len({picture.numpy().tobytes() for picture in distorted}) == 200
+    assert distorted.min() >= 0
+    assert distorted.max() <= 1
 
 
-def test_values_stay_between_0_and_1(pictures):
-    bent = augment(pictures, seeded())
-    assert bent.min() >= 0
-    assert bent.max() <= 1
-
-
-def test_what_comes_from_outside_continues_the_border():
+def test_pixels_from_outside_repeat_the_border():
     white = torch.full((50, 1, 16, 16), 255, dtype=torch.uint8)
     torch.testing.assert_close(augment(white, seeded()), torch.ones(50, 1, 16, 16))
 

@@ -15,14 +15,11 @@ def drawn(sizes, **position):
     return list(Batches(ROWS, sizes=sizes, **{"seed": 0, **position}))
 
 
-def test_sizes_are_those_asked_for():
+def test_an_epoch_has_every_row_once_in_batches_of_the_sizes_given():
     batches = drawn([2, 7, 1])
     assert [len(batch) for batch in batches] == [2, 7, 1]
     assert all(batch.dtype == torch.int64 for batch in batches)
-
-
-def test_an_epoch_has_every_row_once():
-    assert sorted(torch.cat(drawn([4, 4, 2])).tolist()) == ROWS.tolist()
+    assert sorted(torch.cat(batches).tolist()) == ROWS.tolist()
 
 
 def test_a_batch_reaches_into_the_next_epoch():
@@ -35,25 +32,22 @@ def test_a_batch_may_be_larger_than_the_set():
     assert sorted(np.bincount(batch.numpy() - 100).tolist()) == [2] * 5 + [3] * 5
 
 
-def test_epochs_are_shuffled_differently():
+def test_epochs_and_seeds_give_other_orders():
     first, second = drawn([10, 10])
     assert first.tolist() != second.tolist()
     assert first.tolist() != ROWS.tolist()
-
-
-def test_other_seeds_give_other_orders():
     assert torch.cat(drawn([10], seed=1)).tolist() != torch.cat(drawn([10], seed=2)).tolist()
 
 
 @pytest.mark.parametrize("step", range(8))
-def test_a_run_taken_up_again_sees_the_same_pairs(step):
+def test_a_resumed_run_sees_the_same_pairs(step):
     sizes = [3, 3, 4, 4, 1, 25, 2]
     whole, rest = drawn(sizes), drawn(sizes, step=step)
     assert len(rest) == len(sizes) - step
     assert all(torch.equal(a, b) for a, b in zip(whole[step:], rest, strict=True))
 
 
-def test_the_position_is_told():
+def test_the_position_is_known():
     batches = Batches(ROWS, sizes=[3, 4, 5], seed=0)
     list(islice(batches, 2))
     assert (batches.step, batches.examples) == (2, 7)

@@ -1,4 +1,4 @@
-"""The cache is there whole or not at all, is made once, and notices damage."""
+"""The cache: folders are whole or absent, made once, and checked for damage."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from contrastile.data.cache import PictureWriter, cached_pairs
+from contrastile.data.pairs import ImageWriter, cached_pairs
 
 SHAPE = (1, 8, 8)
 
@@ -37,35 +37,25 @@ def the_folder(cache):
     return folder
 
 
-def test_what_was_written_is_read(tmp_path):
+def test_pairs_are_read_as_they_were_written(tmp_path):
     pairs = opened(tmp_path, Maker())
     assert pairs.images[:, 0, 0, 0].tolist() == [0, 1, 2]
-    assert pairs.titles == ["title 0", "title 1", "title 2"]
+    assert pairs.captions == ["title 0", "title 1", "title 2"]
     assert pairs.ids.tolist() == [0, 1, 2]
     assert {name: rows.tolist() for name, rows in pairs.splits.items()} == {"train": [1, 2], "held_out": [0]}
     assert pairs.skipped == {"broken picture": 2}
     assert len(pairs) == 3
+    assert isinstance(pairs.images, np.memmap)
+    assert not pairs.images.flags.writeable
 
 
-def test_the_pictures_are_mapped_and_cannot_be_changed(tmp_path):
-    images = opened(tmp_path, Maker()).images
-    assert isinstance(images, np.memmap)
-    assert not images.flags.writeable
-
-
-def test_the_second_opening_makes_nothing(tmp_path):
+def test_each_settings_have_a_folder_that_is_made_once_in_silence(tmp_path, caplog):
     make = Maker()
-    opened(tmp_path, make)
-    opened(tmp_path, make)
-    assert make.calls == 1
-
-
-def test_other_settings_have_another_folder(tmp_path):
-    make = Maker()
-    opened(tmp_path, make, size=1)
-    opened(tmp_path, make, size=2)
+    for size in (1, 1, 2):
+        opened(tmp_path, make, size=size)
     assert make.calls == 2
     assert sum(path.is_dir() for path in tmp_path.iterdir()) == 2
+    assert caplog.text == ""
 
 
 def test_a_failure_leaves_nothing(tmp_path):
@@ -90,7 +80,7 @@ def cut(path):
 
 @pytest.mark.parametrize("damage", [flip_a_bit, cut, os.remove])
 @pytest.mark.parametrize("name", ["images.npy", "pairs.json", "manifest.json"])
-def test_damage_is_noticed_said_and_mended(tmp_path, caplog, name, damage):
+def test_damage_is_logged_and_repaired(tmp_path, caplog, name, damage):
     make = Maker()
     opened(tmp_path, make)
     damage(the_folder(tmp_path) / name)
@@ -100,11 +90,6 @@ def test_damage_is_noticed_said_and_mended(tmp_path, caplog, name, damage):
     assert name in caplog.text
     assert "damaged" in caplog.text
     assert pairs.images[:, 0, 0, 0].tolist() == [0, 1, 2]
-
-
-def test_a_first_opening_says_nothing(tmp_path, caplog):
-    opened(tmp_path, Maker())
-    assert caplog.text == ""
 
 
 def apart(run):
@@ -150,19 +135,19 @@ def test_two_processes_at_once_make_it_once(tmp_path):
 
 def test_a_file_of_any_length_has_the_right_header(tmp_path):
     for count in (0, 1, 1000):
-        with PictureWriter(tmp_path / "images.npy", SHAPE) as writer:
+        with ImageWriter(tmp_path / "images.npy", SHAPE) as writer:
             for _ in range(count):
                 writer.add(np.ones(SHAPE, np.uint8))
         assert np.load(tmp_path / "images.npy").shape == (count, *SHAPE)
 
 
 def test_a_picture_of_another_shape_is_refused(tmp_path):
-    with PictureWriter(tmp_path / "images.npy", SHAPE) as writer, pytest.raises(ValueError) as caught:
+    with ImageWriter(tmp_path / "images.npy", SHAPE) as writer, pytest.raises(ValueError) as caught:
         writer.add(np.ones((1, 9, 9), np.uint8))
     assert str(caught.value) == "`picture` must be uint8 (1, 8, 8); got uint8 (1, 9, 9). Convert it first."
 
 
-def test_a_full_disk_is_told_with_the_folders_name(tmp_path):
+def test_a_full_disk_is_an_error_with_the_folders_name(tmp_path):
     def make(writer):
         with open("/dev/full", "wb") as file:
             file.write(bytes(100_000))

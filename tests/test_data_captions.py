@@ -79,7 +79,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
          "AttributeError(\"'int' object has no attribute 'split'\")"),
     ],
 )  # fmt: skip
-def test_what_is_not_karpathy_s_is_refused(tmp_path, content, why):
+def test_other_json_is_refused(tmp_path, content, why):
     path = tmp_path / "x.json"
     path.write_text(content)
     assert refusal(path) == (
@@ -100,7 +100,7 @@ def test_pictures_outside_the_folder_are_refused(tmp_path, place):
 
 
 @pytest.mark.parametrize("place", ["../x.png", "/etc/x.png", "link/x.png"])
-def test_nor_does_a_table_lead_outside(tmp_path, place):
+def test_table_paths_outside_the_folder_are_refused(tmp_path, place):
     (tmp_path / "link").symlink_to("/etc")
     path = tmp_path / "x.tsv"
     path.write_text(f"filepath\ttitle\na.png\tone\n{tmp_path}/b.png\ttwo\n")

@@ -7,8 +7,8 @@ import pytest
 from tiny_tests import class_folder
 
 from contrastile.data.class_folder import open_class_folder
-from contrastile.data.classes import read_classes, read_mapping, read_templates
-from contrastile.data.templates import TEMPLATES
+from contrastile.data.classes import read_classes, read_mapping, read_prompts
+from contrastile.data.prompts import PROMPTS
 
 WNIDS = [f"n{number:08}" for number in (1440764, 1443537, 1484850, 2012849)]
 NAMES = ["tench", "goldfish", "white shark", "crane"]
@@ -84,7 +84,7 @@ def test_files_nested_without_end_are_refused(tmp_path, read):
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path):
-    for read, what in ((read_classes, "classes"), (read_mapping, "mapping"), (read_templates, "templates")):
+    for read, what in ((read_classes, "classes"), (read_mapping, "mapping"), (read_prompts, "templates")):
         with pytest.raises(ValueError) as caught:
             read(tmp_path / "none")
         expected = f"`{what}` must be a file that can be read; got {tmp_path / 'none'}. No such file or directory."
@@ -99,10 +99,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 
 
 def test_templates_are_ours_or_of_a_file(tmp_path):
-    assert read_templates("plain") == ("a photo of a {}.",)
-    assert all(template.count("{}") == 1 for kind in TEMPLATES.values() for template in kind)
+    assert read_prompts("plain") == ("a photo of a {}.",)
+    assert all(template.count("{}") == 1 for kind in PROMPTS.values() for template in kind)
     path = written(tmp_path / "x.txt", "a {} here\n\nthe {c}.\n")
-    assert read_templates(path) == ("a {} here", "the {}.")
+    assert read_prompts(path) == ("a {} here", "the {}.")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_templates_are_ours_or_of_a_file(tmp_path):
 def test_templates_without_a_place_are_refused(tmp_path, content, got):
     path = written(tmp_path / "x.txt", content)
     with pytest.raises(ValueError) as caught:
-        read_templates(path)
+        read_prompts(path)
     assert str(caught.value) == (
         f"`templates` must have one {{}} or {{c}} each, the place of the name; got {got} in {path}. "
         "One template a line."
@@ -217,7 +217,7 @@ def test_links_that_lead_out_of_the_folder_are_refused(tmp_path, link):
     )
 
 
-def test_folders_whose_class_nobody_names_are_refused(tmp_path):
+def test_folders_without_a_class_are_refused(tmp_path):
     root, names = class_folder(tmp_path / "x", {"a": "A", "b": "B", "c": "C"}), tmp_path / "names.json"
     assert refusal(root, classes=written(names, ["one", "two"])) == (
         "`classes` must be one for each folder where they are a mere list; "

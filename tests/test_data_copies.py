@@ -1,4 +1,4 @@
-"""Copies in shards: the run's own order, each pair so many times an epoch, few files at once, the same bytes always."""
+"""Copies in shards: the run's order, each pair equally often, few files at once, always the same bytes."""
 
 import tarfile
 from collections import Counter
@@ -9,11 +9,12 @@ import torch
 from tiny_runs import tiny_recipe
 
 from contrastile.data.batches import Batches
-from contrastile.data.collection import Stream
 from contrastile.data.copies import with_copies
-from contrastile.data.pairs import PairSet, open_pairs
+from contrastile.data.pairs import PairSet
+from contrastile.data.registry import open_pairs
 from contrastile.data.shards import find_in_tar
-from contrastile.train.feed import Feed, open_materials
+from contrastile.data.stream import Stream
+from contrastile.train.batch_builder import BatchBuilder, open_data_bundle
 
 PLACES = range(90)
 
@@ -31,8 +32,8 @@ def some_pairs(channels=1):
     return PairSet(images, titles, ids, {"train": np.arange(2, 12), "faces": np.arange(2)}, {})
 
 
-def copied(folder, copies=9, seed=3, size=16, kept=2, pairs=None):
-    return with_copies(pairs or some_pairs(), copies, seed=seed, cache=folder, size=size, kept=kept)
+def copied(folder, copies=9, seed=3, size=16, on_disk=2, pairs=None):
+    return with_copies(pairs or some_pairs(), copies, seed=seed, cache=folder, size=size, on_disk=on_disk)
 
 
 def read(pairs, places=PLACES, seed=3):
@@ -40,7 +41,7 @@ def read(pairs, places=PLACES, seed=3):
     rows = next(Batches(pairs.splits["train"], sizes=[places.stop], seed=seed))[places.start :]
     asked = (rows - len(pairs)).tolist()
     pictures, chosen = pairs.stream.read(asked, places, None)
-    return pictures.numpy().copy(), pairs.stream.titles(chosen), asked
+    return pictures.numpy().copy(), pairs.stream.captions(chosen), asked
 
 
 def shards(folder):
@@ -52,17 +53,17 @@ def test_an_epoch_has_each_pair_so_many_times(tmp_path):
     assert len(pairs.splits["train"]) == len(pairs.stream) == 90
     _, titles, asked = read(pairs)
     assert sorted(asked) == list(range(90))
-    expected = Counter(pairs.titles[row] for row in some_pairs().splits["train"])
+    expected = Counter(pairs.captions[row] for row in some_pairs().splits["train"])
     assert Counter(titles) == {title: 9 * count for title, count in expected.items()}
 
 
-def test_each_copy_is_its_pair_bent_anew(tmp_path):
+def test_each_copy_is_its_pair_augmented_anew(tmp_path):
     whole = some_pairs()
     pictures, titles, asked = read(copied(tmp_path))
     assert pictures.shape == (90, 1, 16, 16)
     assert len({picture.tobytes() for picture in pictures}) == 90
     for picture, title, row in zip(pictures, titles, asked, strict=True):
-        assert title == whole.titles[2 + row % 10]
+        assert title == whole.captions[2 + row % 10]
         assert np.abs(whole.images.mean(axis=(1, 2, 3)) - picture.mean()).argmin() == 2 + row % 10
 
 
@@ -81,7 +82,7 @@ def test_a_shard_is_a_shard(tmp_path):
         assert tar.getnames()[:3] == ["000000000000.png", "000000000000.txt", "000000000001.png"]
 
 
-def test_no_more_are_on_the_disk_than_told(tmp_path):
+def test_the_disk_holds_no_more_shards_than_the_limit(tmp_path):
     pairs, most = copied(tmp_path), 0
     for start in range(0, 90, 8):
         read(pairs, range(start, min(start + 8, 90)))
@@ -90,7 +91,7 @@ def test_no_more_are_on_the_disk_than_told(tmp_path):
     assert [path.name[:8] for path in shards(tmp_path)] == ["00000004", "00000005"]
 
 
-def test_whoever_begins_anywhere_reads_the_same(tmp_path):
+def test_a_run_that_begins_anywhere_reads_the_same(tmp_path):
     pictures, titles, _ = read(copied(tmp_path / "one"))
     for places in (range(37, 61), range(90), range(89, 90)):
         later, same, _ = read(copied(tmp_path / "other"), places)
@@ -98,7 +99,7 @@ def test_whoever_begins_anywhere_reads_the_same(tmp_path):
         assert same == titles[places.start : places.stop]
 
 
-def test_another_epoch_is_bent_otherwise(tmp_path):
+def test_another_epoch_is_augmented_otherwise(tmp_path):
     pairs = copied(tmp_path)
     pictures, _, _ = read(pairs)
     again, _, asked = read(pairs, range(90, 180))
@@ -118,7 +119,7 @@ def test_a_damaged_shard_is_written_again(tmp_path, caplog, damage):
     assert f"{path} is damaged and is written again" in caplog.text
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_files_of_a_killed_process_are_removed(tmp_path):
     pairs = copied(tmp_path)
     read(pairs, range(16))
     part = shards(tmp_path)[0].with_name(".part-00000001")
@@ -146,20 +147,20 @@ def test_ids_are_those_of_the_set(tmp_path):
 
 
 def test_a_tokenizer_reads_one_copy(tmp_path):
-    titles = copied(tmp_path).stream.some_titles(1000)
-    assert titles == some_pairs().titles[2:]
-    assert copied(tmp_path).stream.some_titles(3) == titles[::4]
+    titles = copied(tmp_path).stream.sample_captions(1000)
+    assert titles == some_pairs().captions[2:]
+    assert copied(tmp_path).stream.sample_captions(3) == titles[::4]
 
 
-def test_of_a_recipe_they_are_not_cropped(tmp_path, monkeypatch):
+def test_copies_of_a_recipe_are_not_cropped(tmp_path, monkeypatch):
     def few(*_, **__):
         return some_pairs()
 
-    monkeypatch.setattr("contrastile.data.glyphs.open_glyphs", few)
+    monkeypatch.setattr("contrastile.data.registry.PAIR_SOURCES", [(lambda _: True, few)])
     recipe = tiny_recipe(tmp_path, "data.source=glyphs", "data.copies=4", "seed=5")
-    materials = open_materials(recipe)
+    materials = open_data_bundle(recipe)
     rows = next(Batches(materials.pairs.splits["train"], sizes=[40], seed=5))
-    batch = Feed(materials, bend=True, seed=5).batch(rows)
+    batch = BatchBuilder(materials, augment=True, seed=5).batch(rows)
     pictures, _ = materials.pairs.stream.read((rows - 12).tolist(), range(40), None)
     assert torch.equal(batch.pixels, pictures)
     assert isinstance(materials.pairs.stream, Stream)
@@ -167,7 +168,7 @@ def test_of_a_recipe_they_are_not_cropped(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("word", ["data.source={}/pictures", "data.augment=false"])
-def test_copies_are_of_what_is_wholly_there_and_bent(tmp_path, word):
+def test_copies_are_augmented_and_of_decoded_sources_only(tmp_path, word):
     (tmp_path / "pictures").mkdir()
     with pytest.raises(ValueError, match=r"data\.copies: must be 1 but for glyphs or a table, with "):
         tiny_recipe(tmp_path, "data.copies=2", word.format(tmp_path))

@@ -13,13 +13,8 @@ def test_all_scans_with_their_digits():
     assert np.bincount(digits).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
-def test_the_names_are_those_of_the_glyphs():
-    assert DIGIT_NAMES[0] == "DIGIT ZERO"
-    assert DIGIT_NAMES[9] == "DIGIT NINE"
-    assert len(DIGIT_NAMES) == 10
-
-
-def test_ink_is_bright_on_dark():
+def test_names_are_those_of_the_glyphs_and_ink_is_bright_on_dark():
+    assert (DIGIT_NAMES[0], DIGIT_NAMES[9], len(DIGIT_NAMES)) == ("DIGIT ZERO", "DIGIT NINE", 10)
     pictures, _ = handwritten_digits(image_size=32)
     assert (pictures.max(axis=(1, 2, 3)) > 150).all()
     assert pictures[:, 0, 0].max() == 0

@@ -1,4 +1,4 @@
-"""The harvest: which functions, without which parts; each text once; splits that do not leak; a cache that agrees."""
+"""The harvest of docstrings: functions without docstring, each text once, splits that do not leak, the cache."""
 
 import json
 import textwrap
@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from contrastile.data import docstrings
-from contrastile.data.docstrings import distinct, documented, first_paragraph, harvest, source_files
-from contrastile.data.pairs import silent
-from contrastile.data.texts import Query, open_texts
+from contrastile.data.base import silent
+from contrastile.data.docstrings import distinct, documented, first_paragraph, harvest
+from contrastile.data.python_code import source_files
+from contrastile.data.registry import open_texts
+from contrastile.data.texts import Query
 
 SOURCE = '''
 import functools
@@ -102,7 +104,7 @@ def test_equal_code_and_equal_docstrings_are_taken_once(library):
     kept, skipped = distinct(iter(twice))
     assert len(kept) == 3
     assert skipped == {"docstring seen before": 3}
-    other = [docstrings.Found("a", "p", "Another docstring for the same code.", kept[0].code + "\n", "")]
+    other = [docstrings.Documented("a", "p", "Another docstring for the same code.", kept[0].code + "\n", "")]
     assert distinct(iter([*kept, *other]))[1] == {"code seen before": 1}
 
 
@@ -164,7 +166,7 @@ def test_a_second_opening_reads_the_same(opened, monkeypatch):
     assert second.digest() == first.digest()
 
 
-def test_what_was_written_since_is_harvested_again(opened, tmp_path):
+def test_a_changed_file_is_harvested_again(opened, tmp_path):
     before = opened()
     (tmp_path / "many" / "nothing.py").symlink_to(tmp_path / "nowhere.py")
     file = tmp_path / "many" / "pack7" / "__init__.py"
@@ -175,7 +177,7 @@ def test_what_was_written_since_is_harvested_again(opened, tmp_path):
     assert after.digest() != before.digest()
 
 
-def test_what_lies_elsewhere_now_is_said_to_stand_there(opened, tmp_path, monkeypatch):
+def test_a_moved_library_is_harvested_from_its_new_place(opened, tmp_path, monkeypatch):
     before = opened()
     (tmp_path / "many").rename(tmp_path / "moved")
     monkeypatch.setattr(docstrings, "library_folder", lambda: tmp_path / "moved")

@@ -1,4 +1,4 @@
-"""The built-in pairs: what is drawn, which ids they have, what is held out."""
+"""The built-in glyphs: their images, their ids, their held-out parts."""
 
 import unicodedata
 from collections import defaultdict
@@ -6,9 +6,11 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from contrastile.data.base import joined_ids
 from contrastile.data.digits import DIGIT_NAMES
 from contrastile.data.glyphs import HELD_OUT_FACES, Pen, font_files, named_characters, open_glyphs, split
-from contrastile.data.pairs import joined_ids, open_pairs, silent
+from contrastile.data.pairs import PairOptions
+from contrastile.data.registry import open_pairs
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def face():
 
 
 def rows_named(glyphs, name):
-    return [row for row, title in enumerate(glyphs.titles) if title == name]
+    return [row for row, title in enumerate(glyphs.captions) if title == name]
 
 
 def test_eighteen_faces_without_those_of_other_encodings():
@@ -35,34 +37,25 @@ def test_eighteen_faces_without_those_of_other_encodings():
 
 def test_about_54_000_pairs_of_7_300_names(glyphs):
     assert len(glyphs) == pytest.approx(54_000, rel=0.02)
-    assert len(set(glyphs.titles)) == pytest.approx(7_300, rel=0.02)
+    assert len(set(glyphs.captions)) == pytest.approx(7_300, rel=0.02)
 
 
-def test_pictures_are_bright_ink_on_dark(glyphs):
+def test_pictures_are_bright_ink_on_dark_with_a_free_edge(glyphs):
     assert glyphs.images.shape[1:] == (1, 32, 32)
     assert (glyphs.images.max(axis=(1, 2, 3)) > 0).all()
     assert glyphs.images.mean() < 64
-
-
-def test_the_edge_of_every_picture_is_free(glyphs):
     edge = np.ones((32, 32), dtype=bool)
     edge[1:-1, 1:-1] = False
     assert not glyphs.images[:, 0, edge].any()
 
 
-def test_one_name_has_one_id(glyphs):
-    ids = defaultdict(set)
-    for title, identity in zip(glyphs.titles, glyphs.ids.tolist(), strict=True):
-        ids[title].add(identity)
-    assert all(len(found) == 1 for found in ids.values())
-
-
-def test_one_picture_has_one_id(glyphs):
-    ids = defaultdict(set)
-    for picture, identity in zip(glyphs.images, glyphs.ids.tolist(), strict=True):
-        ids[picture.tobytes()].add(identity)
-    assert len(ids) < len(glyphs) - 10_000
-    assert all(len(found) == 1 for found in ids.values())
+def test_one_name_and_one_picture_have_one_id(glyphs):
+    by_name, by_picture = defaultdict(set), defaultdict(set)
+    for name, picture, identity in zip(glyphs.captions, glyphs.images, glyphs.ids.tolist(), strict=True):
+        by_name[name].add(identity)
+        by_picture[picture.tobytes()].add(identity)
+    assert len(by_picture) < len(glyphs) - 10_000
+    assert all(len(ids) == 1 for ids in (*by_name.values(), *by_picture.values()))
 
 
 @pytest.mark.parametrize("twin", ["GREEK CAPITAL LETTER ALPHA", "CYRILLIC CAPITAL LETTER A"])
@@ -78,15 +71,15 @@ def test_letters_that_look_different_are_negatives(glyphs):
 
 def test_ids_do_not_run_together(glyphs):
     names = defaultdict(set)
-    for title, identity in zip(glyphs.titles, glyphs.ids.tolist(), strict=True):
+    for title, identity in zip(glyphs.captions, glyphs.ids.tolist(), strict=True):
         names[identity].add(title)
     sizes = sorted(map(len, names.values()))
     assert sizes[-1] < 25
-    assert sizes.count(1) > 0.75 * len(set(glyphs.titles))
+    assert sizes.count(1) > 0.75 * len(set(glyphs.captions))
 
 
 def names_of(glyphs, part):
-    return {glyphs.titles[row] for row in glyphs.splits[part]}
+    return {glyphs.captions[row] for row in glyphs.splits[part]}
 
 
 def test_no_pair_is_in_two_splits(glyphs):
@@ -94,28 +87,20 @@ def test_no_pair_is_in_two_splits(glyphs):
     assert len(set(rows.tolist())) == len(rows)
 
 
-def test_held_out_faces_show_known_names(glyphs):
+def test_held_out_faces_show_known_names_in_new_pictures(glyphs):
     assert len(glyphs.splits["faces"]) > 3000
     assert names_of(glyphs, "faces") <= names_of(glyphs, "train")
-
-
-def test_held_out_faces_show_no_picture_of_the_training_set(glyphs):
     seen = {glyphs.images[row].tobytes() for row in glyphs.splits["train"]}
     assert not any(glyphs.images[row].tobytes() in seen for row in glyphs.splits["faces"])
 
 
-def test_held_out_names_share_no_id_with_the_training_set(glyphs):
-    assert len(names_of(glyphs, "names")) == pytest.approx(0.05 * 7_338, rel=0.02)
+def test_held_out_names_are_new_and_made_of_known_words(glyphs):
+    names, known = names_of(glyphs, "names"), names_of(glyphs, "train")
+    assert len(names) == pytest.approx(0.05 * 7_338, rel=0.02)
     assert not set(glyphs.ids[glyphs.splits["names"]]) & set(glyphs.ids[glyphs.splits["train"]])
-
-
-def test_held_out_names_are_made_of_known_words(glyphs):
-    words = {word for name in names_of(glyphs, "train") for word in name.split()}
-    assert all(set(name.split()) <= words for name in names_of(glyphs, "names"))
-
-
-def test_the_digits_are_trained_on(glyphs):
-    assert set(DIGIT_NAMES) <= names_of(glyphs, "train")
+    words = {word for name in known for word in name.split()}
+    assert all(set(name.split()) <= words for name in names)
+    assert set(DIGIT_NAMES) <= known
 
 
 def test_the_splits_are_frozen(glyphs):
@@ -158,13 +143,20 @@ def test_every_size_has_the_same_proportions(face):
     assert small == pytest.approx(large, abs=0.05)
 
 
+@pytest.fixture
+def few_faces(monkeypatch):
+    faces = [path for path in font_files() if "Display" in path.name]
+    monkeypatch.setattr("contrastile.data.glyphs.font_files", lambda: faces)
+
+
+@pytest.mark.usefixtures("few_faces")
 def test_colour_pictures_are_the_grey_ones_three_times(tmp_path):
-    few = [path for path in font_files() if "Display" in path.name]
-    opened = open_glyphs(image_size=16, channels=3, held_out=0.05, cache=tmp_path, progress=silent, faces=few)
+    opened = open_glyphs("glyphs", PairOptions(16, 3, 0.05, tmp_path))
     assert opened.images.shape[1:] == (3, 16, 16)
     assert (opened.images == opened.images[:, :1]).all()
 
 
+@pytest.mark.usefixtures("few_faces")
 def test_the_bar_reaches_its_end(tmp_path):
     class Bar:
         total = done = 0
@@ -184,6 +176,5 @@ def test_the_bar_reaches_its_end(tmp_path):
             self.done += n
 
     bar = Bar()
-    few = [path for path in font_files() if "Display" in path.name]
-    open_glyphs(image_size=8, channels=1, held_out=0.05, cache=tmp_path, progress=bar, faces=few)
+    open_glyphs("glyphs", PairOptions(8, 1, 0.05, tmp_path, bar))
     assert 0 < bar.done == bar.total

@@ -1,23 +1,29 @@
-"""What all sources share: ids, lots, and the sentences for settings that make no sense."""
+"""Common ground of all sources: ids, splits by hash, and the refusal of settings that make no sense."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from contrastile.data.pairs import groups_by_lot, joined_ids, lot, open_pairs
+import contrastile.data
+from contrastile.data.base import groups_by_id, hash_fraction, joined_ids, sorted_by_hash
+from contrastile.data.registry import open_pairs
 
 
-def test_rows_that_agree_in_nothing_have_ids_of_their_own():
-    assert joined_ids(["a", "b", "c"], [1, 2, 3]).tolist() == [0, 1, 2]
-
-
-def test_ids_join_through_other_rows():
-    names = ["A", "B", "B", "C", "D"]
-    pictures = ["1", "1", "2", "2", "3"]
-    assert joined_ids(names, pictures).tolist() == [0, 0, 0, 0, 1]
-
-
-def test_equal_values_in_different_columns_do_not_join():
-    assert joined_ids(["x", "y"], ["y", "z"]).tolist() == [0, 1]
+@pytest.mark.parametrize(
+    ("first", "second", "ids"),
+    [
+        (["a", "b", "c"], [1, 2, 3], [0, 1, 2]),
+        # through other rows
+        (["A", "B", "B", "C", "D"], ["1", "1", "2", "2", "3"], [0, 0, 0, 0, 1]),
+        # equal values in different columns do not join
+        (["x", "y"], ["y", "z"], [0, 1]),
+    ],
+)
+def test_rows_that_agree_in_a_column_share_an_id(first, second, ids):
+    assert joined_ids(first, second).tolist() == ids
 
 
 def test_ids_are_the_connected_components():
@@ -29,36 +35,42 @@ def test_ids_are_the_connected_components():
     assert np.array_equal(ids[:, None] == ids[None, :], reached)
 
 
-def test_a_lot_never_changes():
-    assert lot("LATIN SMALL LETTER A") == pytest.approx(0.72584, abs=1e-5)
+def test_a_hash_fraction_never_changes():
+    assert hash_fraction("LATIN SMALL LETTER A") == pytest.approx(0.72584, abs=1e-5)
 
 
-def test_groups_come_in_the_order_of_their_lots():
-    groups = groups_by_lot(["b", "a", "c", "a"], np.array([0, 1, 2, 1]))
+def test_groups_come_in_the_order_of_their_hash():
+    groups = sorted_by_hash(groups_by_id(["b", "a", "c", "a"], np.array([0, 1, 2, 1])))
     assert sorted(groups) == groups
     assert sorted(members for _, members in groups) == [[0], [1, 3], [2]]
 
 
-def refusal(tmp_path, **settings):
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"image_size": 7}, "`image_size` must be at least 8 pixels; got 7. Glyphs are legible from 32 on."),
+        ({"channels": 2}, "`channels` must be 1 (grey) or 3 (colour); got 2. Pictures are converted to either."),
+        *(
+            (
+                {"held_out": share},
+                f"`held_out` must be a share between 0 and 1; got {share}. 0.05 keeps a twentieth for evaluation.",
+            )
+            for share in (0.0, 1.0)
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path, settings, sentence):
     with pytest.raises(ValueError) as caught:
         open_pairs("glyphs", cache=tmp_path, **{"image_size": 32, **settings})
-    return str(caught.value)
+    assert str(caught.value) == sentence
 
 
-def test_pictures_of_a_few_pixels_are_refused(tmp_path):
-    assert refusal(tmp_path, image_size=7) == (
-        "`image_size` must be at least 8 pixels; got 7. Glyphs are legible from 32 on."
-    )
-
-
-def test_two_channels_are_refused(tmp_path):
-    assert refusal(tmp_path, channels=2) == (
-        "`channels` must be 1 (grey) or 3 (colour); got 2. Pictures are converted to either."
-    )
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_holding_out_nothing_or_all_is_refused(tmp_path, share):
-    assert refusal(tmp_path, held_out=share) == (
-        f"`held_out` must be a share between 0 and 1; got {share}. 0.05 keeps a twentieth for evaluation."
-    )
+def test_files_of_the_data_folder_import_each_other_in_one_direction():
+    imports = {}
+    for path in Path(contrastile.data.__path__[0]).glob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = [(node.module or "").split(".") for node in nodes]
+        imports[path.stem] = {name[2] for name in names if name[:2] == ["contrastile", "data"] and len(name) > 2}
+    order = list(TopologicalSorter(imports).static_order())
+    assert order[-1] == "registry"
+    assert imports["base"] == set()

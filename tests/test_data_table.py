@@ -1,15 +1,16 @@
-"""One's own pictures: what is read, what is skipped and why, what is held out."""
+"""Tables of images: rows that are read, rows that are skipped with their reason, the held-out part."""
 
 import logging
 import os
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from contrastile.data.pairs import open_pairs
-from contrastile.data.table import squared
+from contrastile.data.images import squared
+from contrastile.data.registry import open_pairs
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def refusal(album, **settings):
 def test_every_row_is_a_pair(album):
     pairs = album.open()
     assert pairs.images.shape == (20, 1, 8, 8)
-    assert pairs.titles == [f"shade number {shade}" for shade in range(20)]
+    assert pairs.captions == [f"shade number {shade}" for shade in range(20)]
     assert pairs.skipped == {}
 
 
@@ -55,19 +56,18 @@ def test_pictures_belong_to_their_titles(album):
     assert pairs.images[:, :, 4, 4].tolist() == [[shade * 10, 0, 255 - shade * 10] for shade in range(20)]
 
 
-def test_columns_may_come_in_any_order_beside_others(album):
-    album.lines = ["title\tlicence\tfilepath", *(f"{row}\tCC0\tpictures/{row}.png" for row in range(5))]
-    assert album.open().titles == ["0", "1", "2", "3", "4"]
-
-
-def test_windows_lines_and_a_byte_order_mark_are_read(album):
-    album.lines = [b"\xef\xbb\xbf" + album.lines[0].encode() + b"\r", *(line + "\r" for line in album.lines[1:])]
-    assert album.open().titles[0] == "shade number 0"
-
-
-def test_quotes_are_letters(album):
-    album.add("pictures/0.png", 'so-called "art')
-    assert album.open().titles[-1] == 'so-called "art'
+@pytest.mark.parametrize(
+    ("lines", "captions"),
+    [
+        (["title\tlicence\tfilepath", *(f"{row}\tCC0\tpictures/{row}.png" for row in range(3))], ["0", "1", "2"]),
+        (["\ufefffilepath\ttitle\r", "pictures/0.png\tone\r", "pictures/1.png\ttwo\r"], ["one", "two"]),
+        (["filepath\ttitle", "pictures/0.png\tone", 'pictures/1.png\tso-called "art'], ["one", 'so-called "art']),
+    ],
+    ids=["other columns", "windows", "quotes"],
+)
+def test_columns_in_any_order_windows_lines_and_single_quotes_are_read(album, lines, captions):
+    album.lines = lines
+    assert album.open().captions == captions
 
 
 def test_a_picture_is_cut_to_its_middle_square():
@@ -96,76 +96,52 @@ def test_sixteen_bits_become_eight():
     assert (squared(deep, (1, 8, 8)) == 128).all()
 
 
-def skipped(album, caplog):
-    with caplog.at_level(logging.WARNING, logger="contrastile"):
-        pairs = album.open()
-    assert len(pairs) == 20
-    (reason,) = pairs.skipped
-    assert pairs.skipped == {reason: 1}
-    assert f"1 of 21 rows are skipped ({reason}: 1)" in caplog.text
-    return reason
-
-
-def test_a_missing_picture_is_skipped(album, caplog):
-    album.add("nowhere.png")
-    assert skipped(album, caplog) == "missing picture"
-
-
-def test_a_picture_that_is_none_is_skipped(album, caplog):
-    album.add("page.jpg").write_text("<html>not found</html>")
-    assert skipped(album, caplog) == "broken picture"
-
-
-def test_a_picture_cut_short_is_skipped(album, caplog):
-    path = album.add("half.png")
+def cut_short(path):
     Image.effect_noise((64, 64), 50).save(path)
     path.write_bytes(path.read_bytes()[:1000])
-    assert skipped(album, caplog) == "broken picture"
 
 
-def test_a_folder_is_no_picture(album, caplog):
-    album.add("folder").mkdir()
-    assert skipped(album, caplog) == "broken picture"
+def huge(side):
+    """A picture whose header states a size that its pixels do not have."""
+
+    def write(path):
+        Image.new("1", (8, 8)).save(path)
+        content = bytearray(path.read_bytes())
+        content[16:24] = side.to_bytes(4, "big") * 2
+        content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+        path.write_bytes(content)
+
+    return write
 
 
-@pytest.mark.parametrize("side", [8001, 12_000, 20_000])
-def test_a_picture_of_too_many_pixels_is_skipped_by_its_header(album, caplog, side):
-    path = album.add("huge.png")
-    Image.new("1", (8, 8)).save(path)
-    content = bytearray(path.read_bytes())
-    content[16:24] = side.to_bytes(4, "big") * 2
-    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
-    path.write_bytes(content)
-    assert skipped(album, caplog) == "picture over 64 megapixels"
-
-
-def test_an_empty_title_is_skipped(album, caplog):
-    album.add("pictures/0.png", "   ")
-    assert skipped(album, caplog) == "empty title"
-
-
-def test_a_row_of_other_width_is_skipped(album, caplog):
-    album.add("pictures/0.png", "one\ttoo many")
-    assert skipped(album, caplog) == "wrong number of columns"
-
-
-def test_a_title_in_another_encoding_is_skipped(album, caplog):
-    album.lines.append("pictures/0.png\tcafé".encode("latin-1"))
-    assert skipped(album, caplog) == "not UTF-8"
-
-
-def test_reasons_are_counted(album):
-    for name in ("a.png", "b.png"):
-        album.add(name)
-    album.add("pictures/0.png", "")
-    assert album.open().skipped == {"missing picture": 2, "empty title": 1}
+@pytest.mark.parametrize(
+    ("line", "write", "reason"),
+    [
+        ("nowhere.png\ta title", None, "missing picture"),
+        ("x.png\ta title", lambda path: path.write_text("<html>not found</html>"), "broken picture"),
+        ("x.png\ta title", cut_short, "broken picture"),
+        ("x.png\ta title", Path.mkdir, "broken picture"),
+        *(("x.png\ta title", huge(side), "picture over 64 megapixels") for side in (8001, 12_000, 20_000)),
+        ("pictures/0.png\t   ", None, "empty title"),
+        ("pictures/0.png\tone\ttoo many", None, "wrong number of columns"),
+        ("pictures/0.png\tcafé".encode("latin-1"), None, "not UTF-8"),
+    ],
+)
+def test_a_bad_row_is_skipped_with_its_reason(album, caplog, line, write, reason):
+    album.lines.append(line)
+    if write is not None:
+        write(album.folder / "x.png")
+    with caplog.at_level(logging.WARNING, logger="contrastile"):
+        pairs = album.open()
+    assert (len(pairs), pairs.skipped) == (20, {reason: 1})
+    assert f"1 of 21 rows are skipped ({reason}: 1)" in caplog.text
 
 
 def test_too_many_bad_rows_are_an_error_also_from_the_cache(album):
     for name in ("a.png", "b.png"):
         album.add(name)
     album.add("pictures/0.png", "")
-    assert len(album.open(most_bad=0.2)) == 20
+    assert album.open(most_bad=0.2).skipped == {"missing picture": 2, "empty title": 1}
     for _ in range(2):
         assert refusal(album, most_bad=0.1) == (
             "`source` must have at most 10.0% bad pairs; got 3 of 23 (empty title: 1, missing picture: 2). "
@@ -193,7 +169,7 @@ def test_the_split_is_by_id_and_complete(album):
 def test_a_pair_keeps_its_side_when_others_come(album):
     def held_out():
         pairs = album.open(held_out=0.3)
-        return {pairs.titles[row] for row in pairs.splits["held_out"]}
+        return {pairs.captions[row] for row in pairs.splits["held_out"]}
 
     before = held_out()
     for row in range(20):
@@ -266,7 +242,7 @@ def test_a_csv_file_is_a_table_too(album, first, line):
     text = "\n".join([first, *(line.format(n=n) for n in range(20))])
     (album.folder / "pairs.csv").write_text(text, encoding="utf-8")
     pairs = open_pairs(str(album.folder / "pairs.csv"), cache=album.folder / "cache", image_size=8, channels=3)
-    assert pairs.titles == [f"shade, number {shade}" for shade in range(20)]
+    assert pairs.captions == [f"shade, number {shade}" for shade in range(20)]
     assert pairs.images[:, 0, 4, 4].tolist() == [shade * 10 for shade in range(20)]
 
 
@@ -277,3 +253,43 @@ def test_bad_rows_of_a_csv_file_are_counted(album, caplog):
     pairs = open_pairs(str(album.folder / "pairs.csv"), cache=album.folder / "cache", image_size=8, most_bad=0.2)
     assert pairs.skipped == {"not UTF-8": 1, "wrong number of columns": 1}
     assert len(pairs) == 18
+
+
+def opened_csv(album, rows, **settings):
+    (album.folder / "pairs.csv").write_text("\n".join(["filepath,title", *rows]) + "\n", encoding="utf-8")
+    return open_pairs(str(album.folder / "pairs.csv"), cache=album.folder / "cache", image_size=8, **settings)
+
+
+@pytest.mark.parametrize("closed", [None, 19, 10])
+def test_a_stray_quote_of_a_csv_file_is_refused_by_its_line(album, closed):
+    rows = [f"pictures/{n}.png,shade {n}" for n in range(20)]
+    rows[3] = 'pictures/3.png,"an open quote'
+    if closed == 10:
+        # to the end of the file, which is near
+        rows = rows[:closed]
+    elif closed:
+        rows += [f"pictures/{n}.png,again {n}" for n in range(20)]
+        rows[closed + 1] += '"'
+    with pytest.raises(ValueError) as caught:
+        opened_csv(album, rows)
+    assert str(caught.value) == (
+        f"`source` must close every quote within 16 lines; got one open at {album.folder}/pairs.csv:5. "
+        "Close it, or double it where it is a letter; .parquet holds texts of more lines."
+    )
+
+
+def test_all_lines_of_a_broken_row_of_a_csv_file_are_counted(album):
+    rows = [f'pictures/{n}.png,"shade {n}"' for n in range(20)]
+    # it is closed where the title after next begins
+    rows[3:5] = ['pictures/3.png,"an open quote', "pictures/4.png,plain"]
+    pairs = opened_csv(album, rows)
+    assert pairs.captions == [f"shade {n}" for n in (0, 1, 2, *range(6, 20))]
+    assert pairs.skipped == {"broken row": 3}
+
+
+def test_quotes_that_are_right_are_read(album):
+    rows = ['pictures/0.png,"a ""word""\nof\n\nlines, and commas"', 'pictures/1.png,a 5" screen', 'pictures/2.png,""']
+    rows += [f'pictures/{n}.png,"' + "\n" * 15 + f'{n}"' for n in (3, 4)]
+    pairs = opened_csv(album, rows)
+    assert pairs.captions == ['a "word" of lines, and commas', 'a 5" screen', "3", "4"]
+    assert pairs.skipped == {"empty title": 1}

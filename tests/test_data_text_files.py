@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from contrastile.data.corpora import read_corpus
-from contrastile.data.entries import Tally, read_entries
-from contrastile.data.texts import open_texts
+from contrastile.data.entries import read_entries
+from contrastile.data.passages import read_passages
+from contrastile.data.registry import open_texts
+from contrastile.data.skipped import SkipCounter
 
 
 def opened(tmp_path, source, **settings):
@@ -139,7 +140,7 @@ def test_a_broken_parquet_file_is_named(tmp_path):
         opened(tmp_path, "x.parquet")
 
 
-def test_a_label_says_what_is_no_match(tmp_path):
+def test_a_label_of_zero_is_no_match(tmp_path):
     (tmp_path / "x.csv").write_text("a,b,label\nq,p,1\nr,p,0\ns,p,1\n")
     texts = opened(tmp_path, "x.csv", bad_rows=0.5)
     assert (list(known(texts)), texts.skipped) == (["q", "s"], {"a pair that is no match": 1})
@@ -184,6 +185,36 @@ def test_a_bad_row_is_counted_and_the_others_are_used(tmp_path, caplog, name, ba
     assert caplog.messages == [f"{path}: 1 of 5 rows are skipped ({reason}: 1), the first at {path}:{line}"]
 
 
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_stray_quote_of_a_table_is_refused_by_its_line(tmp_path, name, closed):
+    mark = "," if name == "x.csv" else "\t"
+    rows = [f"q{n}{mark}p{n}" for n in range(100)]
+    rows[50] = f'q50{mark}"an open quote'
+    if closed:
+        rows[80] += '"'
+    (tmp_path / name).write_text("\n".join([f"a{mark}b", *rows]) + "\n")
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path, name)
+    assert str(caught.value) == (
+        f"`source` must close every quote within 16 lines; got one open at {tmp_path / name}:52. "
+        "Close it, or double it where it is a letter; .parquet holds texts of more lines."
+    )
+
+
+def test_all_lines_of_a_broken_row_are_counted(tmp_path, caplog):
+    # too many letters within a few lines; a quote that another row closes
+    long = [f'q,"{"x" * 2**19}', "y" * 2**19, 'z"']
+    rows = ["a,b", 'q0,"p\n0"', *long, "q1,p1", 'q2,"p', 'q3,"p3"', "q4,p4"]
+    (tmp_path / "x.csv").write_text("\n".join(rows) + "\n")
+    with caplog.at_level(logging.WARNING, logger="contrastile"):
+        texts = opened(tmp_path, "x.csv", bad_rows=0.7)
+    assert known(texts) == {"q0": (["p\n0"], []), "q1": (["p1"], []), "q4": (["p4"], [])}
+    assert texts.skipped == {"broken row": 4, "wrong number of columns": 1}
+    assert "5 of 8 rows are skipped" in caplog.text
+    assert f"the first at {tmp_path}/x.csv:4" in caplog.text
+
+
 def test_too_many_bad_rows_are_an_error_with_file_and_line(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"a": "q", "b": "p"}\n\n{\n{"a": "q2", "b": "p"}\n{"a": "q3"}\n')
     with pytest.raises(ValueError) as caught:
@@ -208,10 +239,10 @@ def test_a_list_that_breaks_off_is_an_error_with_its_line(tmp_path):
 
 def test_a_bad_entry_of_a_list_is_counted_at_its_line(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps([dpr(0), dpr(1), 5, dpr(2)], indent=0))
-    tally = Tally()
-    assert [entry["question"] for _, entry in read_entries(tmp_path / "x.json", tally)] == ["q0", "q1", "q2"]
+    counter = SkipCounter()
+    assert [entry["question"] for _, entry in read_entries(tmp_path / "x.json", counter)] == ["q0", "q1", "q2"]
     with pytest.raises(ValueError, match=r"first at .*x.json:") as caught:
-        tally.close(tmp_path / "x.json", 0.0)
+        counter.close(tmp_path / "x.json", 0.0)
     line = int(str(caught.value).rsplit("x.json:", 1)[1].split(".")[0])
     assert (tmp_path / "x.json").read_text().split("\n")[line - 1] == "5,"
 
@@ -220,9 +251,9 @@ def test_a_number_cut_by_a_block_is_one_bad_entry(tmp_path, monkeypatch):
     (tmp_path / "x.json").write_text('[{"a": "b", "c": "d"}, 123456789012345, {"a": "e", "c": "f"}]')
     for block in range(3, 40):
         monkeypatch.setattr("contrastile.data.entries.BLOCK", block)
-        tally = Tally()
-        assert [entry["a"] for _, entry in read_entries(tmp_path / "x.json", tally)] == ["b", "e"]
-        assert (tally.rows, tally.skipped) == (3, {"not an object": 1})
+        counter = SkipCounter()
+        assert [entry["a"] for _, entry in read_entries(tmp_path / "x.json", counter)] == ["b", "e"]
+        assert (counter.rows, counter.skipped) == (3, {"not an object": 1})
 
 
 @pytest.mark.parametrize(
@@ -235,11 +266,13 @@ def test_a_number_cut_by_a_block_is_one_bad_entry(tmp_path, monkeypatch):
         ("none.jsonl", "`source` must be a file that exists; got {}. Check its path."),
         ("cut.jsonl.gz", "`source` must be a file that can be read; got {}. "),
         ("empty.csv", "`source` must have a first line; got {}, which is empty. Name the columns there."),
+        ("broken.csv", "`source` must have a first line; got {}, where it is broken. Name the columns there."),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, name, sentence):
     (tmp_path / "x.txt").write_text("a\n")
     (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "broken.csv").write_text('"a"b,c\nq,p\n')
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"a": "b"}\n' * 1000)[:-20])
     with pytest.raises(ValueError) as caught:
         opened(tmp_path, name)
@@ -283,7 +316,7 @@ def test_a_share_is_held_out_or_a_file_of_its_own(tmp_path):
 
 
 def test_the_same_id_is_one_passage_with_its_first_text(tmp_path, caplog):
-    """What a corpus, a positive and a hard negative call by one id is no negative of itself."""
+    """A passage with one id in a corpus, a positive and a hard negative is no negative of itself."""
     lines(tmp_path / "more.jsonl", [{"_id": "7", "text": "born in Ulm"}, {"_id": "8", "text": "something else"}])
     entries = [
         {"question": "where?", "positive_ctxs": [{"passage_id": 7, "text": "born in  Ulm."}], "hard_negative_ctxs": []},
@@ -384,7 +417,7 @@ def test_an_id_is_taken_once(tmp_path):
     assert texts.skipped == {"id seen before": 1, "no judgement": 1}
 
 
-def test_what_a_source_does_not_take_is_refused(tmp_path):
+def test_options_that_a_source_has_no_use_for_are_refused(tmp_path):
     beir(tmp_path / "set", {"train": ["q0\td0\t1\n"]})
     (tmp_path / "x.csv").write_text("a,b\nq1,p1\nq2,p2\n")
     for source, more, sentence in (
@@ -398,7 +431,7 @@ def test_what_a_source_does_not_take_is_refused(tmp_path):
         open_texts("docstrings", cache=tmp_path, test="x.csv")
 
 
-def test_a_folder_that_is_not_beirs_is_told_what_it_lacks(tmp_path):
+def test_a_folder_not_in_beirs_format_is_refused_with_the_missing_files(tmp_path):
     (tmp_path / "set").mkdir()
     with pytest.raises(ValueError) as caught:
         opened(tmp_path, "set")
@@ -411,13 +444,13 @@ def test_a_folder_that_is_not_beirs_is_told_what_it_lacks(tmp_path):
 def test_wikipedias_passages(tmp_path):
     path = tmp_path / "psgs_w100.tsv"
     path.write_text('id\ttext\ttitle\n1\t"He said ""so""\tand left."\tHis title\n2\tplain\t\n3\t\t\n')
-    tally = Tally()
-    passages = list(read_corpus(path, tally))
+    counter = SkipCounter()
+    passages = list(read_passages(path, counter))
     assert [(one.id, one.text, one.title) for one in passages] == [
         ("1", 'He said "so"\tand left.', "His title"),
         ("2", "plain", ""),
     ]
-    assert tally.skipped == {"empty text": 1}
+    assert counter.skipped == {"empty text": 1}
     assert passages[1].source == f"{path}:3"
 
 
@@ -426,11 +459,11 @@ def test_ones_own_code_is_a_corpus(tmp_path):
     (tmp_path / "pack" / "mod.py").write_text(
         "def f(x):\n    return x\n\nclass A:\n    def g(self):\n        '''Says.'''\n"
     )
-    found = list(read_corpus(tmp_path, Tally()))
+    found = list(read_passages(tmp_path, SkipCounter()))
     assert [(one.id, one.source) for one in found] == [("pack.mod.f", f"{tmp_path}/pack/mod.py:1")]
     (tmp_path / "pack" / "nothing").mkdir()
     with pytest.raises(ValueError, match=r"must hold corpus.jsonl or Python files"):
-        list(read_corpus(tmp_path / "pack" / "nothing", Tally()))
+        list(read_passages(tmp_path / "pack" / "nothing", SkipCounter()))
 
 
 def test_mining_fills_in_negatives(tmp_path):

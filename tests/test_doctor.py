@@ -8,17 +8,18 @@ import pytest
 import torch
 from tiny_runs import write_recipe
 
-from contrastile import doctor
-from contrastile._choose import choose_tiles
+from contrastile._dispatch import choose_tiles
+from contrastile.bench.planner import OPTIMIZER_BYTES, backend_choice, broken, device_fault, examine, exchange_choice
+from contrastile.cli.doctor import lines
 from contrastile.cli.main import main
-from contrastile.doctor import StandIn, backend_of, broken, examine, exchange_of, told, tried, usable_cpus
-from contrastile.losses.base import Side
+from contrastile.losses.base import Shard
 from contrastile.losses.softmax import Softmax
+from contrastile.offload import usable_cpus
 
 CPU = torch.device("cpu")
 
 
-def test_it_says_what_the_machine_has(capsys):
+def test_the_report_names_versions_cpus_and_choices(capsys):
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert f"torch {torch.__version__}" in said
@@ -29,7 +30,7 @@ def test_it_says_what_the_machine_has(capsys):
     assert "workspace " in said
 
 
-def test_the_library_alone_has_a_doctor():
+def test_doctor_runs_without_the_extras():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'transformers', 'tqdm', 'PIL', 'safetensors'])); "
         "from contrastile.cli.main import main; sys.exit(main(['doctor']))"
@@ -39,7 +40,7 @@ def test_the_library_alone_has_a_doctor():
     assert '"auto" on cpu:' in done.stdout
 
 
-def test_json_is_the_same(capsys):
+def test_json_has_all_values_of_the_report(capsys):
     assert main(["doctor", "--json", "--ranks", "3", "--batch", "100", "--features", "7"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"][0]["name"] == "cpu"
@@ -48,41 +49,41 @@ def test_json_is_the_same(capsys):
     assert (exchange["takes"], exchange["ranks"], exchange["gathered"]) == ("gather", 3, 100 * 7 * 8)
     assert found["packages"]["beside"].keys() == {"triton", "timm", "open_clip_torch", "faiss-cpu", "peft"}
     assert found["recipe"] is None
-    # every line can be told of it again
-    assert list(told(found))[-1].startswith("  retain, sub_batch:")
+    # the lines can be made of the parsed JSON
+    assert list(lines(found))[-1].startswith("  retain, sub_batch:")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_backend_is_the_one_that_a_loss_takes(dtype):
-    side = Side(torch.zeros(3, 4, dtype=dtype), diagonal=0)
+def test_the_reported_backend_is_the_one_that_a_loss_takes(dtype):
+    side = Shard(torch.zeros(3, 4, dtype=dtype), diagonal=0)
     loss = Softmax(symmetric=True)
-    assert backend_of(loss, dtype, CPU)["takes"] == choose_tiles("auto", loss, side, side).__name__.lower()
+    assert backend_choice(loss, dtype, CPU)["takes"] == choose_tiles("auto", loss, side, side).__name__.lower()
 
 
-def test_reasons_are_told(monkeypatch):
-    monkeypatch.setattr("contrastile._choose.AUTOMATIC", {"cpu": ("triton", "eager")})
-    found = backend_of(Softmax(symmetric=True), torch.float64, CPU)
+def test_a_declined_backend_has_a_reason(monkeypatch):
+    monkeypatch.setattr("contrastile._dispatch.AUTOMATIC", {"cpu": ("triton", "eager")})
+    found = backend_choice(Softmax(symmetric=True), torch.float64, CPU)
     assert found == {"takes": "eager", "declined": {"triton": "no kernel for torch.float64"}}
 
 
 @pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 6), (torch.float32, 8), (torch.float64, 16)])
-def test_the_exchange_follows_the_memory(monkeypatch, dtype, each):
-    """What is gathered is a feature and its accumulator, which is float64 for float64."""
+def test_the_reported_exchange_follows_the_memory(monkeypatch, dtype, each):
+    """Gathering takes a feature and its accumulator, which is float64 for float64."""
     needed = 100 * 8 * each
     for memory, name in ((16 * needed, "gather"), (16 * needed - 16, "ring")):
-        monkeypatch.setattr("contrastile._choose.device_memory", lambda device, memory=memory: memory)
-        found = exchange_of(3, 100, 8, dtype, CPU)
+        monkeypatch.setattr("contrastile._dispatch.device_memory", lambda device, memory=memory: memory)
+        found = exchange_choice(3, 100, 8, dtype, CPU)
         assert (found["takes"], found["gathered"]) == (name, needed)
 
 
-def test_a_container_counts_for_less(tmp_path):
+def test_a_containers_limit_lowers_the_cpus(tmp_path):
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert usable_cpus(tmp_path) == 0.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert usable_cpus(tmp_path) == usable_cpus(tmp_path / "nowhere") >= 1
 
 
-def test_what_is_broken_is_told_and_ends_with_1(monkeypatch, capsys):
+def test_a_broken_device_is_reported_and_the_exit_code_is_1(monkeypatch, capsys):
     real = torch.ones
 
     def ones(*shape, device=None, **words):
@@ -92,22 +93,22 @@ def test_what_is_broken_is_told_and_ends_with_1(monkeypatch, capsys):
 
     monkeypatch.setattr(torch, "ones", ones)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert tried(CPU) is None
+    assert device_fault(CPU) is None
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "cuda:0: BROKEN: CUDA error: out of memory\n" in said
-    # the other device is told of all the same
+    # the working device is reported all the same
     assert '"auto" on cpu:' in said
 
 
 def test_a_wrong_product_is_broken(monkeypatch):
     real = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *shape, **words: 2 * real(*shape, **words))
-    assert tried(CPU) == "a product of two matrices comes out wrong"
+    assert device_fault(CPU) == "a product of two matrices comes out wrong"
     assert broken(examine()) == ["cpu: a product of two matrices comes out wrong"]
 
 
-def test_a_recipes_run_is_foreseen(tmp_path, capsys):
+def test_the_plan_of_a_recipe_has_its_sub_batches_and_memory(tmp_path, capsys):
     path = write_recipe(tmp_path)
     assert main(["doctor", str(path), "device=cpu", "--ranks", "2", "--json"]) == 0
     recipe = json.loads(capsys.readouterr().out)["recipe"]
@@ -146,7 +147,7 @@ train = {examples = 100, batch = 63, sub_batch = {query = 8, passage_tokens = 12
 """
 
 
-def test_a_retrievers_sides_are_cut_each_its_own_way(tmp_path, capsys):
+def test_queries_and_passages_have_sub_batches_of_their_own(tmp_path, capsys):
     (tmp_path / "r.toml").write_text(RETRIEVER)
     assert main(["doctor", str(tmp_path / "r.toml"), "device=cpu", "--ranks", "2", "--json"]) == 0
     recipe = json.loads(capsys.readouterr().out)["recipe"]
@@ -163,13 +164,13 @@ def test_a_retrievers_sides_are_cut_each_its_own_way(tmp_path, capsys):
     assert "    passage: 315 a rank in sub-batches of 20: " in capsys.readouterr().out
 
 
-def test_graphs_that_do_not_fit_are_told(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("contrastile.doctor.spare_bytes", lambda device: 1)
+def test_graphs_that_do_not_fit_are_reported(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("contrastile.bench.planner.spare_bytes", lambda device: 1)
     assert main(["doctor", str(write_recipe(tmp_path)), "device=cpu"]) == 0
     assert "about 0 of 9 graphs fit; not even one: lower sub_batch" in capsys.readouterr().out
 
 
-def test_texts_that_are_cut_by_tokens_are_counted_so(tmp_path, capsys):
+def test_a_sub_batch_in_tokens_is_counted_in_texts(tmp_path, capsys):
     path = write_recipe(tmp_path)
     words = ["model.tokenizer.length=4", "train.sub_batch={image=16, text_tokens=33}"]
     assert main(["doctor", str(path), "device=cpu", *words, "--json"]) == 0
@@ -189,8 +190,5 @@ def test_a_number_below_one_is_refused(capsys, name):
     assert capsys.readouterr().err == f"`--{name}` must be at least 1; got 0. Leave it out for the default.\n"
 
 
-def test_the_stand_in_has_the_shape_of_a_tokenizer(tmp_path):
-    tokens = StandIn(9, 4).tokenise(["a", "b"])
-    assert tokens["input_ids"].shape == tokens["attention_mask"].shape == (2, 4)
-    StandIn(9, 4).save(tmp_path)
-    assert doctor.STATES.keys() == {"adamw", "adafactor", "muon"}
+def test_every_optimizer_has_its_bytes():
+    assert OPTIMIZER_BYTES.keys() == {"adamw", "adafactor", "muon"}

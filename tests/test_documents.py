@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import contrastile
+from contrastile.train.config.base import Settings
 from contrastile.train.recipe import KINDS, load_any_recipe
-from contrastile.train.settings import Settings
 
 ROOT = Path(contrastile.__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -1,4 +1,4 @@
-"""Features that wait in host memory between encode and a loss that takes them from there: nothing else changes."""
+"""Features in host memory between encode and a loss: values and gradients stay the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from problems import distance
 from torch import Tensor, nn
 
-from contrastile import ClipLoss, _contrast, _streamed, cache, encode, first_pass
+from contrastile import ClipLoss, encode
+from contrastile.engine import plan
+from contrastile.exchange import host
+from contrastile.gradcache import backward, forward
 
 B, D = 29, 6
 
@@ -28,23 +31,24 @@ class Tower(nn.Module):
 
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """As if the CPU were an accelerator, and its host somewhere else; what was kept there."""
+    """Treat the CPU as an accelerator with a host of its own; return the shapes allocated on that host."""
     made: list[tuple[int, ...]] = []
-    room = first_pass.host_room
+    room = forward.host_room
 
     def noted(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         made.append(tuple(shape))
         return room(shape, dtype)
 
-    monkeypatch.setattr(first_pass, "on_accelerator", lambda x: True)
-    monkeypatch.setattr(first_pass, "host_room", noted)
-    monkeypatch.setattr(_contrast, "away", lambda features, device: True)
-    monkeypatch.setattr(_streamed, "cut", lambda *_: _streamed.Cut(13, 7))
+    monkeypatch.setattr(forward, "on_accelerator", lambda x: True)
+    monkeypatch.setattr(forward, "host_room", noted)
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "away", lambda features, device: True)
+    monkeypatch.setattr(host, "cut", lambda *_: host.Cut(13, 7))
     return made
 
 
 def _step(towers: list[Tower], inputs: list[Tensor], device: str | None = None, **how: Any) -> list[Tensor]:
-    """A step's loss and its gradients, those of the inputs and the scale too."""
+    """The loss of a step, its features, and the gradients of inputs, scale and parameters."""
     torch.manual_seed(3)
     leaves = [x.detach().requires_grad_() for x in inputs]
     scale = torch.tensor(10.0, dtype=torch.float64, requires_grad=True)
@@ -67,7 +71,7 @@ def inputs() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("retain", [0, 2, "auto"])
-def test_from_encode_to_the_loss_and_back_by_way_of_the_host(
+def test_features_in_host_memory_give_the_same_gradients(
     towers: list[Tower], inputs: list[Tensor], retain: int | Literal["auto"], request: pytest.FixtureRequest
 ) -> None:
     truth = _step(towers, inputs, retain=retain)
@@ -79,7 +83,7 @@ def test_from_encode_to_the_loss_and_back_by_way_of_the_host(
     assert all(distance(one, other) <= 1e-12 for one, other in zip(found, truth, strict=True))
 
 
-def test_where_nothing_is_differentiated_features_go_there_too(
+def test_features_without_gradient_go_to_the_host(
     towers: list[Tower], inputs: list[Tensor], rooms: list[tuple[int, ...]]
 ) -> None:
     with torch.no_grad():
@@ -87,26 +91,19 @@ def test_where_nothing_is_differentiated_features_go_there_too(
     assert rooms == [(B, D), (B,)]
 
 
-def test_the_host_waits_for_what_is_on_its_way(
+def test_each_pass_waits_for_copies_to_the_host(
     towers: list[Tower], inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the end of either pass, and only where it is asked for."""
+    """At the end of either pass, for modules and functions, and only with features on the host."""
     waited: list[Any] = []
-    for module in (first_pass, cache):
+    for module in (forward, backward):
         monkeypatch.setattr(module, "settle", waited.append)
     _step(towers, inputs)
     assert waited == []
     _step(towers, inputs, features="host")
     assert waited == [torch.device("cpu")] * 4
-
-
-def test_it_waits_for_a_function_too(
-    towers: list[Tower], inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which says nothing of devices."""
-    waited: list[Any] = []
-    for module in (first_pass, cache):
-        monkeypatch.setattr(module, "settle", waited.append)
+    waited.clear()
+    # a function has no device of its own
     features = encode(lambda x: towers[0](x)[0], inputs[0], sub_batch=8, features="host")
     features.sum().backward()
     with torch.no_grad():
@@ -114,11 +111,11 @@ def test_it_waits_for_a_function_too(
     assert waited == [torch.device("cpu")] * 3
 
 
-def test_without_an_accelerator_it_is_the_same(towers: list[Tower], inputs: list[Tensor]) -> None:
+def test_without_an_accelerator_host_and_device_are_the_same(towers: list[Tower], inputs: list[Tensor]) -> None:
     one, other = (_step(towers, inputs, features=where) for where in ("device", "host"))
     assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
-def test_other_places_are_refused(towers: list[Tower], inputs: list[Tensor]) -> None:
+def test_an_unknown_place_for_features_is_refused(towers: list[Tower], inputs: list[Tensor]) -> None:
     with pytest.raises(ValueError, match="`features` must be one of device, host; got 'disk'"):
         encode(towers[0], inputs[0], sub_batch=8, features="disk")  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def oracle(scores, right):
 
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_both_ways_are_what_brute_force_counts(seed, ties):
+def test_both_ways_equal_a_brute_force_count(seed, ties):
     image, text, owner = captioned(seed, ties)
     measured = both_ways(image, text, owner, ks=(1, 2, 5, 10))
     scores, right = scores_of(image, text), (torch.arange(11)[:, None] == owner).numpy()
@@ -62,7 +62,45 @@ def test_both_ways_are_what_brute_force_counts(seed, ties):
 
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_both_ways_are_what_trec_eval_counts_where_wrong_keys_are_named_to_come_first(seed, ties):
+def test_a_caption_of_several_images_is_right_for_each(seed, ties):
+    image, text, _ = captioned(seed, ties)
+    lot = torch.Generator().manual_seed(seed)
+    right = torch.rand(11, len(text), generator=lot) < 0.2
+    right[torch.randint(0, 11, (len(text),), generator=lot), torch.arange(len(text))] = True
+    right[torch.arange(11), torch.randint(0, len(text), (11,), generator=lot)] = True
+    owner, caption = right.nonzero()[torch.randperm(int(right.sum()), generator=lot)].T
+    measured, scores = both_ways(image, text, owner, caption), scores_of(image, text)
+    ways = {"image_to_text": (scores, right.numpy()), "text_to_image": (scores.T, right.numpy().T)}
+    for way, (table, hits) in ways.items():
+        found = oracle(table, hits)
+        assert measured[f"{way}_mean_rank"] == pytest.approx(found.mean() + 1, abs=1e-12)
+        assert [measured[f"{way}_R@{k}"] for k in (1, 5, 10)] == [(found < k).mean() for k in (1, 5, 10)]
+
+
+@pytest.mark.parametrize(
+    ("image", "text", "owner", "sentence"),
+    [
+        (torch.eye(2), torch.eye(2), torch.zeros(3, dtype=torch.int64),
+         "`owner` must be integers, one per caption; got torch.int64 of shape [3] for 2. "
+         "Give every caption the row of its picture."),
+        (torch.eye(2), torch.eye(2), torch.zeros(2),
+         "`owner` must be integers, one per caption; got torch.float32 of shape [2] for 2. "
+         "Give every caption the row of its picture."),
+        (torch.eye(2)[:0], torch.eye(2), torch.zeros(2, dtype=torch.int64),
+         "`image` must not be empty; got no rows. There is nothing to measure."),
+        (torch.eye(2), torch.eye(2)[:0], torch.zeros(0, dtype=torch.int64),
+         "`text` must not be empty; got no rows. There is nothing to measure."),
+    ],
+)  # fmt: skip
+def test_images_and_captions_that_do_not_fit_are_refused(image, text, owner, sentence):
+    with pytest.raises(ValueError) as caught:
+        both_ways(image, text, owner)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_both_ways_equal_trec_eval_where_names_rank_wrong_keys_first(seed, ties):
     pytrec_eval = pytest.importorskip("pytrec_eval")
     image, text, owner = captioned(seed, ties)
     measured = both_ways(image, text, owner)
@@ -81,14 +119,14 @@ def test_both_ways_are_what_trec_eval_counts_where_wrong_keys_are_named_to_come_
         assert measured[f"{way}_mean_rank"] == pytest.approx(np.mean(places), abs=1e-9)
 
 
-def test_equal_keys_are_tied_wherever_they_stand():
+def test_equal_keys_are_tied_in_all_tiles():
     query = F.normalize(torch.randn(40, 37), dim=-1)
     key = F.normalize(torch.randn(1, 37), dim=-1).expand(23, -1)
     assert ranks(query, key, torch.zeros(40, dtype=torch.int64), torch.arange(23)).tolist() == [22] * 40
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_classes_are_told_as_brute_force_tells_them(seed):
+def test_accuracies_equal_a_brute_force_count(seed):
     """Several classes may be right for a label, one for several labels, and a label may have no pictures."""
     lot = torch.Generator().manual_seed(seed)
     image, classes = (torch.randint(-2, 3, (n, 3), generator=lot).float() for n in (31, 9))
@@ -105,7 +143,7 @@ def test_classes_are_told_as_brute_force_tells_them(seed):
     }
 
 
-def test_no_pictures_are_refused():
+def test_classification_without_images_is_refused():
     with pytest.raises(ValueError) as caught:
         classified(torch.ones(0, 2), torch.eye(2), torch.ones(0, dtype=torch.int64), torch.eye(2, dtype=torch.bool))
     assert str(caught.value) == "`image` must not be empty; got no pictures. There is nothing to measure."

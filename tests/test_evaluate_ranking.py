@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from contrastile.evaluate.answers import answer_hits, has_answer, words
+from contrastile.evaluate.answer_recall import answer_recall, has_answer, words
 from contrastile.evaluate.ranking import means, measure, ranking
 from contrastile.evaluate.trec import judged_of, read_judgements, read_run, write_run
 
@@ -47,7 +47,7 @@ def many_tasks(seeds):
     return run, judgements
 
 
-def test_a_thousand_random_runs_are_measured_as_trec_eval_does():
+def test_measures_of_a_thousand_random_runs_equal_trec_eval():
     pytrec_eval = pytest.importorskip("pytrec_eval")
     run, judgements = many_tasks(range(1000))
     wanted = {re.sub(r"_(\d+)$", r".\1", twin) for twin in TWINS.values()}
@@ -59,7 +59,7 @@ def test_a_thousand_random_runs_are_measured_as_trec_eval_does():
             assert math.isclose(ours[query][name], values[twin], rel_tol=1e-12, abs_tol=1e-12), (query, name)
 
 
-def test_the_reciprocal_rank_is_cut_where_trec_eval_would_be_given_ten():
+def test_mrr_at_ten_equals_trec_eval_on_the_first_ten():
     pytrec_eval = pytest.importorskip("pytrec_eval")
     run, judgements = many_tasks(range(100))
     tens = {query: {name: scores[name] for name in ranking(scores)[:10]} for query, scores in run.items()}
@@ -69,7 +69,7 @@ def test_the_reciprocal_rank_is_cut_where_trec_eval_would_be_given_ten():
         assert ours[query]["MRR@10"] == pytest.approx(values["recip_rank"], abs=1e-12)
 
 
-def test_a_query_that_was_not_answered_counts_nothing():
+def test_a_query_missing_in_the_run_counts_zero():
     measured = measure({"q": {"a": 1.0}}, {"q": {"a": 1}, "r": {"a": 1}}, ["MAP"])
     assert measured == {"q": {"MAP": 1.0}, "r": {"MAP": 0.0}}
     assert means(measured) == {"MAP": 0.5}
@@ -100,7 +100,7 @@ def test_a_run_is_written_and_read_back_exactly(tmp_path):
     assert (first[1], first[3], first[5]) == ("Q0", "1", "mine")
 
 
-def test_a_written_run_is_measured_alike_elsewhere(tmp_path):
+def test_trec_eval_measures_a_written_run_the_same(tmp_path):
     pytrec_eval = pytest.importorskip("pytrec_eval")
     run, judgements = random_task(3)
     write_run(tmp_path / "x.trec", run)
@@ -118,7 +118,7 @@ def test_a_written_run_is_measured_alike_elsewhere(tmp_path):
         ("q Q0 a 2 0.4 tag", '`run` must have each passage once per query; got "q Q0 a 2 0.4 tag" at {}:2. Leave one'),
     ],
 )
-def test_a_broken_run_names_file_and_line(tmp_path, line, sentence):
+def test_an_error_in_a_run_names_file_and_line(tmp_path, line, sentence):
     path = tmp_path / "x.trec"
     path.write_text(f"q Q0 a 1 0.5 tag\n{line}\n")
     with pytest.raises(ValueError, match=re.escape(sentence.format(path))):
@@ -130,12 +130,12 @@ def test_ids_with_blanks_are_refused(tmp_path):
         write_run(tmp_path / "x.trec", {"q": {"a b": 1.0}})
 
 
-def test_a_run_that_is_not_there_is_named(tmp_path):
+def test_a_missing_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"`run` must be a file that can be read; got .*none. No such file"):
         read_run(tmp_path / "none")
 
 
-def test_judgements_of_trec_and_of_beir(tmp_path):
+def test_judgements_of_trec_and_of_beir_are_read(tmp_path):
     (tmp_path / "trec").write_text("q 0 a 1\nq 0 b -1\n")
     (tmp_path / "beir").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\nq\tb\t-1\n")
     assert read_judgements(tmp_path / "trec") == read_judgements(tmp_path / "beir") == {"q": {"a": 1, "b": -1}}
@@ -166,7 +166,7 @@ def test_answers_are_matched_word_by_word(text, answers, found):
     assert has_answer(text, answers) is found
 
 
-def test_words_are_decomposed_small_and_without_blanks():
+def test_words_are_decomposed_in_lower_case_without_blanks():
     assert words("\u00c5 x_y\n\u200b!") == ["a\u030a", "x", "_", "y", "!"]
 
 
@@ -174,17 +174,17 @@ def test_words_are_decomposed_small_and_without_blanks():
     ("text", "answer", "found"),
     [("born in 1879", r"18\d\d", True), ("BORN", "born", True), ("a\nb", "^b$", True), ("a (", "(", False)],
 )
-def test_answers_as_patterns(text, answer, found):
+def test_answers_may_be_patterns(text, answer, found):
     assert has_answer(text, [answer], "regex") is found
 
 
-def test_hits_look_at_the_first_passages_only():
+def test_answer_recall_counts_the_first_k_passages_only():
     found = [["x", "y", "right"], ["right", "x", "y"], ["x", "x", "x"]]
-    assert answer_hits(found, [["right"]] * 3, ks=[1, 2, 3, 9]) == {1: 1 / 3, 2: 1 / 3, 3: 2 / 3, 9: 2 / 3}
+    assert answer_recall(found, [["right"]] * 3, ks=[1, 2, 3, 9]) == {1: 1 / 3, 2: 1 / 3, 3: 2 / 3, 9: 2 / 3}
 
 
-def test_answers_need_their_questions_and_a_known_way():
+def test_answers_without_questions_and_unknown_matches_are_refused():
     with pytest.raises(ValueError, match=re.escape("`answers` must be as many as the questions, one at least; got 1")):
-        answer_hits([["x"]], [])
+        answer_recall([["x"]], [])
     with pytest.raises(ValueError, match=re.escape('`match` must be one of string, regex; got "glob".')):
         has_answer("x", ["x"], "glob")

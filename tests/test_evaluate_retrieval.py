@@ -1,9 +1,10 @@
-"""Recall in tiles, against a count on the whole matrix."""
+"""Recall and the best keys in tiles, against counts and sorts of the whole matrix."""
 
 import pytest
 import torch
 
 from contrastile.evaluate.retrieval import both_ways, chance, ranks, recall
+from contrastile.evaluate.topk import topk
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def whole_numbers(rows):
 
 
 @pytest.mark.parametrize("ids", [1, 3, 10, 100])
-def test_as_a_count_on_the_whole_matrix_with_ties(ids):
+def test_recall_equals_a_count_on_the_whole_matrix_with_ties(ids):
     query, key = whole_numbers(16), whole_numbers(23)
     query_ids, key_ids = torch.randint(0, ids, (16,)), torch.randint(0, ids, (23,))
     expected = oracle(query, key, query_ids, key_ids)
@@ -39,29 +40,24 @@ def test_as_a_count_on_the_whole_matrix_with_ties(ids):
         assert share == pytest.approx(sum(rank < k for rank in expected) / 16)
 
 
-def test_any_of_several_right_answers_counts():
+def test_any_of_several_right_keys_counts():
     key = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
     assert ranks(torch.tensor([[1.0, 0.0]]), key, torch.tensor([7]), torch.tensor([7, 8, 7])).tolist() == [0]
     assert ranks(torch.tensor([[0.0, 1.0]]), key, torch.tensor([7]), torch.tensor([7, 8, 7])).tolist() == [1]
 
 
-def test_a_collapsed_model_finds_nothing():
+def test_a_collapsed_model_has_no_recall():
     same = torch.ones(20, 4)
     assert recall(same, same, torch.arange(20), torch.arange(20), ks=(1, 19, 20)) == {1: 0.0, 19: 0.0, 20: 1.0}
 
 
-def test_a_query_without_a_right_key_is_not_found():
-    found = recall(torch.eye(2), torch.eye(2), torch.tensor([0, 5]), torch.arange(2), ks=(1, 2, 10))
-    assert found[1] == found[2] == 0.5
-
-
-def test_scores_that_are_no_numbers_are_not_right():
+def test_nan_scores_are_not_right():
     features = torch.full((4, 3), float("nan"))
     assert recall(features, torch.eye(4)[:, :3], torch.arange(4), torch.arange(4), ks=(1, 3)) == {1: 0.0, 3: 0.0}
     assert recall(torch.eye(4)[:, :3], features, torch.arange(4), torch.arange(4), ks=(1, 3)) == {1: 0.0, 3: 0.0}
 
 
-def test_chance_is_what_random_features_reach():
+def test_chance_is_the_recall_of_random_features():
     query_ids, key_ids = torch.randint(0, 6, (3000,)), torch.randint(0, 6, (11,))
     expected = chance(query_ids, key_ids, ks=(1, 5))
     found = recall(torch.randn(3000, 11), torch.eye(11), query_ids, key_ids, ks=(1, 5))
@@ -119,22 +115,63 @@ EYE, IDS = torch.eye(3), torch.arange(3)
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments, sentence):
+def test_arguments_that_do_not_fit_are_refused(arguments, sentence):
     assert refusal(*arguments) == sentence
 
 
-def test_recall_at_nothing_is_refused():
+def test_recall_at_zero_and_chance_of_no_queries_are_refused():
     sentence = "`ks` must be numbers of at least 1; got [0]. Recall at 1, 5 and 10 is usual."
     assert refusal(EYE, EYE, IDS, IDS, ks=[0]) == sentence
-
-
-def test_chance_of_no_queries_is_refused():
     with pytest.raises(ValueError) as caught:
         chance(IDS[:0], IDS)
     assert str(caught.value) == "`query_ids` must not be empty; got no queries. There is nothing to measure."
 
 
-def test_a_query_without_a_right_key_is_never_found():
+def test_a_query_without_a_right_key_is_not_answered():
     key = torch.eye(3)
     assert recall(key[:2], key, torch.tensor([0, 9]), torch.arange(3), ks=[1, 3, 10]) == {1: 0.5, 3: 0.5, 10: 0.5}
     assert both_ways(key, key[:1], torch.tensor([0]), ks=[5])["image_to_text_R@5"] == pytest.approx(1 / 3)
+
+
+def best_of_all(query, key, k):
+    ordered = (query.float() @ key.float().T).sort(dim=1, descending=True, stable=True)
+    return ordered.values[:, :k], ordered.indices[:, :k]
+
+
+@pytest.mark.parametrize("k", [1, 3, 6, 23])
+def test_topk_equals_a_sort_of_the_whole_matrix(k):
+    query, key = torch.randn(16, 4), torch.randn(23, 4)
+    values, indices = topk(query, key, k)
+    expected = best_of_all(query, key, k)
+    assert torch.equal(indices, expected[1])
+    torch.testing.assert_close(values, expected[0])
+
+
+@pytest.mark.parametrize("k", [1, 4, 12])
+def test_among_equal_scores_the_lower_index_comes_first(k):
+    query = torch.randint(-1, 2, (30, 3)).float()
+    key = torch.randint(-1, 2, (23, 3)).float()
+    assert torch.equal(topk(query, key, k)[1], best_of_all(query, key, k)[1])
+
+
+def test_nan_scores_come_last():
+    key = -torch.ones(6, 3)
+    key[0] = float("nan")
+    assert topk(torch.ones(1, 3), key, 6)[1].tolist() == [[1, 2, 3, 4, 5, 0]]
+
+
+def test_half_precision_features_are_compared_in_float32():
+    query, key = torch.randn(9, 4).bfloat16(), torch.randn(23, 4).bfloat16()
+    assert torch.equal(topk(query, key, 5)[1], best_of_all(query, key, 5)[1])
+
+
+def test_no_queries_give_empty_results():
+    values, indices = topk(torch.randn(0, 4), torch.randn(23, 4), 2)
+    assert values.shape == indices.shape == (0, 2)
+
+
+@pytest.mark.parametrize("k", [0, 24])
+def test_a_k_outside_the_number_of_keys_is_refused(k):
+    with pytest.raises(ValueError) as caught:
+        topk(torch.randn(2, 4), torch.randn(23, 4), k)
+    assert str(caught.value) == f"`k` must be between 1 and the 23 keys; got {k}. Ask for fewer, or give more keys."

@@ -1,4 +1,4 @@
-"""Classes by their names."""
+"""Features of classes from their names in prompts."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def encode(texts):
     return torch.tensor([TABLE[text] for text in texts])
 
 
-def test_one_prompt_is_the_unit_feature_of_its_sentence():
+def test_one_prompt_gives_the_unit_feature_of_its_text():
     assert class_features(["A", "B"], encode=encode).tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
@@ -22,14 +22,14 @@ def test_prompts_are_averaged_as_unit_features():
     torch.testing.assert_close(features, torch.tensor([[0.5**0.5, 0.5**0.5], [0.0, 1.0]]))
 
 
-def test_a_name_with_braces_stays_itself():
+def test_a_name_with_braces_is_not_formatted():
     seen = []
     class_features(["{}"], encode=lambda texts: seen.extend(texts) or torch.ones(1, 2), prompts=["a {} here"])
     assert seen == ["a {} here"]
 
 
 @pytest.mark.parametrize("prompts", [[], ["a letter"], ["{} {}"]])
-def test_a_prompt_without_its_place_is_refused(prompts):
+def test_a_prompt_without_exactly_one_placeholder_is_refused(prompts):
     with pytest.raises(ValueError) as caught:
         class_features(["A"], encode=encode, prompts=prompts)
     sentence = (
@@ -44,13 +44,13 @@ def test_no_classes_are_refused():
     assert str(caught.value) == "`names` must not be empty; got no names. Give every class its name."
 
 
-def test_synonyms_are_averaged_as_unit_features_too():
+def test_synonyms_are_averaged_as_unit_features():
     one, two = class_features([("A", "letter A"), "B"], encode=encode)
     torch.testing.assert_close(one, torch.tensor([0.5**0.5, 0.5**0.5]))
     assert two.tolist() == [0.0, 1.0]
 
 
-def test_templates_and_synonyms_are_one_mean():
+def test_prompts_and_synonyms_are_one_mean():
     torch.manual_seed(0)
     table = {}
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from problems import COLUMN_OPTIONS, PROBLEMS, ROW_OPTIONS, Problem, distance, p
 from ranks import Pool
 from torch import Tensor
 
-from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, _choose, agreement, contrast
+from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, _dispatch, contrast
+from contrastile.distributed import consistency
 from contrastile.losses.base import PairLoss
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
@@ -86,6 +89,41 @@ def test_as_one_process(pool: Pool, name: str, W: int, exchange: str) -> None:
     if name in ("info_nce_everything", "nt_xent") and (0, 0) in shares:
         shares = [(N or 2, M or 2) for N, M in shares]
     _check(pool, name, shares, exchange=exchange)
+
+
+def _on_a_node(
+    rank: int, group: Any, name: str, shares: list[tuple[int, int]], size: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size)):
+        return _on_a_rank(rank, group, name, shares, {"exchange": "hierarchical"})
+
+
+@pytest.mark.parametrize(("W", "size"), [(4, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize("name", ["clip", "siglip", "clip_ids_weights_smoothing", "info_nce_everything"])
+def test_a_ring_of_nodes_is_as_one_process(pool: Pool, name: str, W: int, size: int) -> None:
+    shares = [(3, 3), (5, 5), (2, 2), (4, 4)][:W]
+    whole, leaves = _whole(name, shares)
+    truth, true_gradients = whole.by_tiles(leaves)
+    answers = pool.run(_on_a_node, W, name, shares, size)
+    assert all(distance(loss, truth) <= 1e-12 for loss, _ in answers)
+    for key, true_gradient in true_gradients.items():
+        parts = [gradients[key] / W for _, gradients in answers]
+        combined = torch.cat(parts) if key in ("q", "k") else torch.stack(parts).sum(0)
+        assert distance(combined, true_gradient) <= 1e-12, key
+
+
+def _uneven_nodes(rank: int, group: Any) -> str:
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"), pytest.raises(ValueError) as error:
+        contrast(torch.eye(3), torch.eye(3), scale=1.0, exchange="hierarchical", group=group)
+    return str(error.value)
+
+
+def test_nodes_of_unequal_size_are_refused(pool: Pool) -> None:
+    sentence = (
+        "`exchange` must have nodes of 2 ranks each for hierarchical; got 3 ranks. "
+        "Start equally many ranks on every node, or take gather or ring."
+    )
+    assert pool.run(_uneven_nodes, 3) == [sentence] * 3
 
 
 def _fused_on_a_rank(
@@ -251,10 +289,10 @@ def test_what_a_class_finds_wrong_on_one_rank_is_raised_on_all(pool: Pool, name:
 
 def _taken(rank: int, group: Any, dtype: torch.dtype, memory: int) -> tuple[str, bool]:
     """What "auto" takes on a device of so much memory, for 2 x 8 pairs of 4 features; and whether it computes."""
-    taken, known = [], _choose.automatic_exchange
+    taken, known = [], _dispatch.automatic_exchange
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_choose, "device_memory", lambda device: memory)
-        patch.setattr(_choose, "automatic_exchange", lambda *given: taken.append(known(*given)) or taken[0])
+        patch.setattr(_dispatch, "device_memory", lambda device: memory)
+        patch.setattr(_dispatch, "automatic_exchange", lambda *given: taken.append(known(*given)) or taken[0])
         q = torch.ones(8, 4, dtype=dtype)
         value = contrast(q, q, scale=1.0, group=group, workspace=2**20)
     return taken[0], bool((value - math.log(16)).abs() < 1e-2)
@@ -269,14 +307,14 @@ def test_auto_counts_an_accumulator_in_its_own_type(pool: Pool, dtype: torch.dty
 
 def _shouted(rank: int, group: Any) -> str:
     try:
-        agreement.agree(group, {"error": 400 * "\N{SLIGHTLY SMILING FACE}"} if rank == 1 else {"step": 1})
+        consistency.agree(group, {"error": 400 * "\N{SLIGHTLY SMILING FACE}"} if rank == 1 else {"step": 1})
     except ValueError as error:
         return str(error)
     return "nothing was wrong"
 
 
 def test_a_sentence_of_long_letters_is_raised_on_all(pool: Pool) -> None:
-    assert pool.run(_shouted, 2) == ["rank 1: " + agreement.SENTENCE * "\N{SLIGHTLY SMILING FACE}"] * 2
+    assert pool.run(_shouted, 2) == ["rank 1: " + consistency.SENTENCE * "\N{SLIGHTLY SMILING FACE}"] * 2
 
 
 def _tiles_computed(rank: int, group: Any, exchange: str) -> tuple[int, int]:
@@ -347,7 +385,7 @@ def test_agreements_wait_for_no_work_of_the_device(monkeypatch: pytest.MonkeyPat
     depth, depths = [0], []
 
     @contextmanager
-    def apart(device: torch.device) -> Iterator[None]:
+    def own_stream(device: torch.device) -> Iterator[None]:
         depth[0] += 1
         yield
         depth[0] -= 1
@@ -356,14 +394,14 @@ def test_agreements_wait_for_no_work_of_the_device(monkeypatch: pytest.MonkeyPat
         depths.append(depth[0])
         everyone.copy_(mine.repeat(2))
 
-    monkeypatch.setattr(agreement, "size", lambda group: 2)
-    monkeypatch.setattr(agreement, "_apart", apart)
-    monkeypatch.setattr(agreement, "together", lambda *_: nullcontext())
-    monkeypatch.setattr(agreement, "_voice", lambda group: (group, torch.device("cpu")))
-    monkeypatch.setattr(agreement.dist, "all_reduce", lambda *_, **__: depths.append(depth[0]))
-    monkeypatch.setattr(agreement, "all_gather", gather)
-    assert agreement.most(3, None) == 3
-    assert agreement.tally(None, {"loss": "clip"}, (4, 5)) == [[4, 5], [4, 5]]
+    monkeypatch.setattr(consistency, "size", lambda group: 2)
+    monkeypatch.setattr(consistency, "_own_stream", own_stream)
+    monkeypatch.setattr(consistency, "collective", lambda *_: nullcontext())
+    monkeypatch.setattr(consistency, "_carrier", lambda group: (group, torch.device("cpu")))
+    monkeypatch.setattr(consistency.dist, "all_reduce", lambda *_, **__: depths.append(depth[0]))
+    monkeypatch.setattr(consistency, "all_gather", gather)
+    assert consistency.most(3, None) == 3
+    assert consistency.tally(None, {"loss": "clip"}, (4, 5)) == [[4, 5], [4, 5]]
     assert depths == [1, 1]
 
 

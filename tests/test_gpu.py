@@ -18,15 +18,17 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, _check, _replay, contrast, encode
-from contrastile._check import MOST_LOOKS
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, contrast, encode
 from contrastile.bench.gate import Gate, Sample, problem
 from contrastile.bench.loss import float32_products
 from contrastile.bench.peers import Case
-from contrastile.losses.dense import dense_clip, dense_sigmoid
+from contrastile.engine import arguments as checks
+from contrastile.engine import graph
+from contrastile.engine.arguments import MOST_LOOKS
+from contrastile.losses.reference import dense_clip, dense_sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles import eager
-from contrastile.tiles.triton_device import interpreting
+from contrastile.tiles.triton.plan import interpreting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,8 +43,8 @@ MIB = 2**20
 def _on_the_device() -> Iterator[None]:
     with CUDA:
         yield
-    _replay._graphs.clear()
-    _replay._calls.clear()
+    graph._graphs.clear()
+    graph._calls.clear()
     torch.cuda.empty_cache()
 
 
@@ -83,7 +85,7 @@ def test_large_sizes_by_a_sample(loss: str) -> None:
     case = Case(loss, 2**16 - 3, 512, "bfloat16")
     gate, sample = Gate(case, CUDA), Sample(loss, problem(case, CUDA))
     modules = {"clip": ClipLoss, "siglip": SigLipLoss, "infonce": InfoNCELoss}
-    at_size, cast = sample.distance(sample.found(modules[loss](backend="triton", workspace=256 * MIB)))
+    at_size, cast = sample.distance(sample.step(modules[loss](backend="triton", workspace=256 * MIB)))
     assert gate.red(at_size, cast) is None
 
 
@@ -100,7 +102,7 @@ def test_products_of_eager_tiles(dtype: torch.dtype) -> None:
     k = F.normalize(torch.randn(4096, 256), dim=-1).to(dtype)
     g = (torch.softmax(k.float() @ k.float().T, 1) - torch.eye(4096)) / 8192
     total = torch.zeros(4096, 256)
-    eager._add_product(total, g, k)
+    eager.add_product(total, g, k)
     assert distance(total, g.double() @ k.double()) <= (5e-4 if dtype == torch.float16 else 4e-3)
 
 
@@ -177,10 +179,10 @@ def test_a_small_call_replayed_has_the_bits_of_a_plain_one(name: str, monkeypatc
             found = _step(loss, leaves)
         torch.cuda.synchronize()
         with monkeypatch.context() as patch:
-            patch.setattr(_replay, "CALLS", 10**9)
+            patch.setattr(graph, "CALLS", 10**9)
             plain = _step(loss, leaves)
         assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
-    assert len(_replay._graphs) == 1
+    assert len(graph._graphs) == 1
 
 
 def test_calls_that_are_replayed_know_nothing_of_each_other() -> None:
@@ -190,7 +192,7 @@ def test_calls_that_are_replayed_know_nothing_of_each_other() -> None:
     together = torch.autograd.grad(3.0 * sum(values), [leaf for leaves in batches for leaf in leaves])
     for found, truth in zip(together, [x for gradients in apart for x in gradients], strict=True):
         assert distance(found, 3.0 * truth.double()) <= 4e-3
-    assert len(_replay._graphs) == 1
+    assert len(graph._graphs) == 1
 
 
 def test_graphs_that_are_not_used_are_given_up() -> None:
@@ -198,7 +200,7 @@ def test_graphs_that_are_not_used_are_given_up() -> None:
     for n in (100, 200, 300):
         for _ in range(3):
             _step(loss, _pairs(n, 64))
-    assert [key[1][0][0] for key in _replay._graphs] == [200, 300]
+    assert [len(one.inputs[2]) for one in graph._graphs.values()] == [200, 300]
 
 
 def test_a_step_inside_a_graph_of_its_own() -> None:
@@ -262,7 +264,7 @@ def _no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", ["triton", "eager"])
 def test_positives_do_not_wait_for_the_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_check, "_looks", _check.Looks())
+    monkeypatch.setattr(checks, "_looks", checks.Looks())
     q, k, scale = _pairs(300, 64)
     own, given = NTXentLoss(backend=backend), InfoNCELoss(backend=backend)
     positives = torch.arange(300).flip(0)

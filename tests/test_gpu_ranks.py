@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -73,10 +72,8 @@ def test_the_main_job(tmp_path: Path, W: int, parallel: str, kind: str) -> None:
 
 @pytest.mark.parametrize("W", _on_gpus(2, 4))
 def test_a_killed_rank_ends_the_others(tmp_path: Path, W: int) -> None:
-    began = time.monotonic()
     recipe = str(write_recipe(tmp_path))
-    done = _torchrun(W, "killed", "train", recipe, "--runs", str(tmp_path / "runs"), cpu=False)
+    # longer than all of it is given
+    done = _torchrun(W, "killed", "train", recipe, "train.timeout=600", "--runs", str(tmp_path / "runs"), cpu=False)
     assert done.returncode != 0
     assert re.search(r"no answer from rank 1, on rank 0 in step 3 \(", done.stderr), done.stderr[-2000:]
-    # starting takes its time; waiting for the timeout would take 100 s more
-    assert time.monotonic() - began < 90

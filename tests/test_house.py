@@ -14,42 +14,25 @@ import contrastile
 ROOT = Path(contrastile.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 
-# the ground's own storeys
-OF_RANKS = {
-    "comm": {"rollcall"},
-    "agreement": {"rollcall", "comm"},
-    "in_step": {"rollcall", "comm", "agreement"},
-}
-GROUND = {"_types", "_wrong", "_check", *OF_RANKS, "rollcall", "offload", "footprint", "randomness"}
+GROUND = {"_types", "_errors", "_torch", "distributed", "offload"}
 BELOW = {
     "losses": GROUND,
-    "reach": GROUND,
-    "lengths": GROUND,
-    "retention": GROUND,
-    "wrappers": GROUND,
-    "likeness": GROUND,
-    "sums": GROUND | {"reach"},
-    "first_pass": GROUND | {"reach", "wrappers", "lengths", "likeness", "retention"},
-    "fitting": GROUND | {"reach", "retention", "first_pass", "sums"},
-    "cache": GROUND | {"reach", "wrappers", "lengths", "likeness", "retention", "sums", "first_pass", "fitting"},
+    "gradcache": GROUND,
     "models": GROUND,
     "data": GROUND,
+    "scorers": GROUND,
 }
-BELOW["tiles"] = GROUND | {"losses", "reach"}
+BELOW["tiles"] = GROUND | {"losses", "gradcache"}
 BELOW["exchange"] = BELOW["tiles"] | {"tiles"}
-BELOW["_choose"] = BELOW["exchange"] | {"exchange"}
-BELOW["_sweep"] = BELOW["_choose"] | {"_choose"}
-BELOW["_task"] = BELOW["_sweep"] | {"_sweep"}
-BELOW["_operation"] = BELOW["_task"] | {"_task"}
-BELOW["_replay"] = BELOW["_streamed"] = BELOW["_operation"]
-BELOW["_scored"] = BELOW["_operation"] | {"reach"}
-BELOW["_contrast"] = BELOW["_operation"] | {"_operation", "_replay", "_scored", "_streamed"}
-BELOW["scorers"] = GROUND
-BELOW["modules"] = BELOW["_contrast"] | {"_contrast"}
-BELOW["evaluate"] = BELOW["modules"] | {"modules", "cache", "models", "data"}
-BELOW["train"] = BELOW["evaluate"] | {"evaluate", "retention"}
-BELOW["bench"] = BELOW["doctor"] = BELOW["train"] | {"train"}
-BELOW["cli"] = BELOW["bench"] | {"bench", "doctor"}
+BELOW["_dispatch"] = BELOW["exchange"] | {"exchange"}
+BELOW["engine"] = BELOW["_dispatch"] | {"_dispatch"}
+BELOW["functional"] = BELOW["engine"] | {"engine"}
+BELOW["modules"] = BELOW["functional"] | {"functional"}
+BELOW["evaluate"] = BELOW["modules"] | {"modules", "models", "data"}
+BELOW["train"] = BELOW["evaluate"] | {"evaluate"}
+BELOW["retrieval"] = BELOW["train"] | {"train"}
+BELOW["experiments"] = BELOW["bench"] = BELOW["retrieval"] | {"retrieval"}
+BELOW["cli"] = BELOW["bench"] | {"bench", "experiments"}
 DRAWERS = {"losses", "tiles", "exchange"}
 
 
@@ -77,14 +60,14 @@ def test_nothing_points_upward_or_sideways(path: Path) -> None:
     here = inside[0]
     if here in ("__init__", "__main__"):
         return
-    lowest = {"_check", "_types", "_wrong"}
-    allowed = lowest | OF_RANKS.get(here, set()) if here in GROUND else BELOW[here]
+    lowest = {"_types", "_errors", "_torch", "offload"}
+    allowed = lowest if here in GROUND else BELOW[here]
     for module in _imports(path):
         there = _drawer(module)
         if there == here:
             # within a drawer the base serves all; the others do not know each other, and its front shows them
             name = module.split(".")[2] if len(module.split(".")) > 2 else "base"
-            kernels = path.stem.startswith("triton") and name.startswith("triton_")
+            kernels = path.parent.name == name == "triton"
             front = path.stem == "__init__"
             assert here not in DRAWERS or kernels or front or name in SHARED[here], (
                 f"{path} imports its neighbour {module}"
@@ -93,11 +76,48 @@ def test_nothing_points_upward_or_sideways(path: Path) -> None:
             assert there == "__version__" or there in allowed, f"{path} may not import {module}"
 
 
+def _module(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def _edges() -> dict[str, set[str]]:
+    """The modules that each module imports, function-local imports included."""
+    modules = {_module(path) for path in FILES}
+    edges: dict[str, set[str]] = {}
+    for path in FILES:
+        targets = set()
+        for name in _imports(path):
+            home = contrastile._HOMES.get(name.removeprefix("contrastile."))
+            name = f"contrastile.{home}" if home else name
+            targets.add(name if name in modules else name.rpartition(".")[0])
+        edges[_module(path)] = targets & modules - {_module(path), "contrastile"}
+    return edges
+
+
+def test_no_import_leads_back_to_where_it_began() -> None:
+    edges, done = _edges(), set[str]()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join([*way[way.index(module) :], module])
+        if module not in done:
+            for target in sorted(edges[module]):
+                visit(target, (*way, module))
+            done.add(module)
+
+    for module in sorted(edges):
+        visit(module, ())
+
+
+def test_the_root_holds_ten_files_at_most() -> None:
+    assert len(list(ROOT.glob("*.py"))) <= 10
+
+
 # what neighbours in a drawer may know: its base, and what others are a special case of; the kernels fill several files
 SHARED = {
-    "losses": {"base"},
+    "losses": {"base", "softmax"},
     "tiles": {"base", "eager"},
-    "exchange": {"base"},
+    "exchange": {"base", "gather", "ring"},
 }
 
 
@@ -124,13 +144,13 @@ def test_importing_the_library_loads_nothing_optional() -> None:
     assert _fresh(code) == "[]"
 
 
-def test_importing_the_library_takes_no_longer_than_torch_and_a_fifth_of_a_second() -> None:
+def test_importing_the_library_costs_little_beside_torch() -> None:
+    """Counted, because seconds depend on what else runs: 14,000 calls take a seventh of one."""
     code = (
-        "import time, torch; start = time.process_time(); from contrastile import ClipLoss, encode; "
-        "print(time.process_time() - start)"
+        "import sys, torch; calls = []; sys.setprofile(lambda frame, event, _: calls.append(event)); "
+        "from contrastile import ClipLoss, encode; sys.setprofile(None); print(calls.count('call'))"
     )
-    # another try where the machine was busy
-    assert any(float(_fresh(code)) < 0.2 for _ in range(3))
+    assert int(_fresh(code)) < 20_000
 
 
 def test_a_run_is_not_loaded_without_what_it_needs(tmp_path: Path) -> None:

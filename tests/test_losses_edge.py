@@ -11,17 +11,10 @@ from problems import distance
 from torch import Tensor
 
 import contrastile
-from contrastile import (
-    ClipLoss,
-    InfoNCELoss,
-    NTXentLoss,
-    SigLipLoss,
-    SupConLoss,
-    _check,
-    contrast,
-    modules,
-)
-from contrastile.losses.dense import dense_sigmoid, dense_softmax
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast, modules
+from contrastile.engine import arguments as checks
+from contrastile.losses.base import Tile
+from contrastile.losses.reference import dense_sigmoid, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.scorers import Bilinear
@@ -290,9 +283,9 @@ def test_a_temperature_in_the_place_of_the_scale_is_said_once() -> None:
 def test_lengths_on_a_gpu_are_read_in_few_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's tensors are taken for a GPU's, in a process that has read none yet."""
     looked, rows = [], F.normalize(torch.randn(2, 4, 8), dim=-1)
-    monkeypatch.setattr(_check, "waits", lambda x: True)
-    monkeypatch.setattr(_check, "captured", lambda *x: False)
-    monkeypatch.setattr(modules, "_looks", _check.Looks())
+    monkeypatch.setattr(checks, "waits", lambda x: True)
+    monkeypatch.setattr(checks, "captured", lambda *x: False)
+    monkeypatch.setattr(modules, "_looks", checks.Looks())
     lengths = torch.linalg.vector_norm
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda *x, **how: looked.append(0) or lengths(*x, **how))
     kept = getattr(contrastile, name)()
@@ -300,16 +293,32 @@ def test_lengths_on_a_gpu_are_read_in_few_calls(name: str, monkeypatch: pytest.M
         OF_COSINES[name](kept, *rows)
     sides = len(looked)
     assert sides in (1, 2)
-    for _ in range(_check.MOST_LOOKS + 2):
+    for _ in range(checks.MOST_LOOKS + 2):
         OF_COSINES[name](type(kept)(), *rows)
-    assert len(looked) == sides * _check.MOST_LOOKS
+    assert len(looked) == sides * checks.MOST_LOOKS
 
 
-def test_no_second_order_by_mistake() -> None:
-    q, k = (x.requires_grad_() for x in torch.randn(2, 5, 8))
-    (gradient,) = torch.autograd.grad(contrast(q, k, scale=1.0), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        gradient.sum().backward()
+@pytest.mark.parametrize("size", [1.0, 100.0, 1000.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("labels", [False, True])
+def test_means_of_large_logits_that_are_nearly_equal_keep_their_digits(
+    labels: bool, smoothing: float, size: float
+) -> None:
+    """The statistics of logits as they are: no product's rounding hides theirs."""
+    x = size + 1e-2 * torch.randn(24, 96)
+    # a part of the columns hardly counts
+    x[:, 40:50] -= 0.9 * size
+    positive = torch.arange(24)[:, None] % 3 == torch.arange(96) % 3 if labels else torch.eye(24, 96, dtype=torch.bool)
+    log_p = x.double().log_softmax(1)
+    of_positives = (log_p * positive).sum(1) / positive.sum(1)
+    truth = -((1 - smoothing) * of_positives + smoothing * log_p.mean(1))
+    loss = Softmax(label_smoothing=smoothing)
+    stats = loss.init(24, dtype=x.dtype, device=x.device)
+    for start in range(0, 96, 32):
+        marks = positive[:, start : start + 32]
+        (part,) = loss.absorb(Tile(x[:, start : start + 32].clone(), marks if marks.any() else None, None, None))
+        stats = loss.merge(stats, part)
+    torch.testing.assert_close(loss.finish(stats).loss.double(), truth, rtol=3e-7, atol=0)
 
 
 @pytest.mark.parametrize("given", ["ids", "labels"])

@@ -138,7 +138,7 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`backend` must be one of auto, dense, eager, triton; got 'cuda'. Leave it out for the default.": lambda: ClipLoss(
         backend="cuda"
     ),
-    "`exchange` must be one of auto, single, replicate, gather, ring; got 'all'. Leave it out for the "
+    "`exchange` must be one of auto, single, replicate, gather, ring, hierarchical; got 'all'. Leave it out for the "
     "default.": lambda: ClipLoss(exchange="all"),
     "`gradient` must be one of mean, sum; got 'average'. Leave it out for the default.": lambda: ClipLoss(
         gradient="average"

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from contrastile.exchange.base import Shards
+from contrastile.exchange.base import Layout
 from contrastile.exchange.ring import Ring
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.eager import Eager
@@ -74,7 +74,7 @@ def _extra(loss: str, W: int) -> list[int]:
 def _declared(N: int, D: int, W: int) -> int:
     """Bytes of the two shards under way, and of both sides' accumulators in float32."""
     sizes = (N,) * W
-    return Ring.extra_bytes(Shards(None, 0, sizes, sizes), D, torch.bfloat16) + 2 * N * D * 4
+    return Ring.extra_bytes(Layout(None, 0, sizes, sizes), D, torch.bfloat16) + 2 * N * D * 4
 
 
 @pytest.mark.parametrize(("loss", "W"), [("ClipLoss", 2), ("ClipLoss", 3), ("SigLipLoss", 3)])

@@ -1,4 +1,4 @@
-"""A retriever's encoders: shared or separate, cut to their words, pooled as asked, adapted by little."""
+"""A retriever's encoders: shared or separate, trimmed to their tokens, pooled, and with low-rank adapters."""
 
 import re
 
@@ -34,35 +34,30 @@ def library(**settings):
     return {"kind": "transformers", "config": BERT, **settings}
 
 
-def test_subwords_take_names_apart_and_know_no_unknown_word(tokenizer):
+def test_subwords_split_names_and_cover_unseen_words(tokenizer):
     ids = tokenizer.tokenise(["get_max", "get max", "getting"])
     assert ids["attention_mask"].sum(dim=1).tolist()[0] == ids["attention_mask"].sum(dim=1).tolist()[1] + 1
     assert (ids["input_ids"] != 1).all()
 
 
-def test_subwords_are_saved_and_read_again(tokenizer, tmp_path):
+def test_a_subword_tokenizer_is_saved_and_loaded(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
     assert again.tokenise(TEXTS)["input_ids"].tolist() == tokenizer.tokenise(TEXTS)["input_ids"].tolist()
 
 
-def test_a_length_of_the_moment_cuts(tokenizer):
+def test_a_length_per_call_truncates(tokenizer):
     tokens = tokenizer.tokenise(TEXTS, 3)
     assert tokens["input_ids"].shape == tokens["attention_mask"].shape == (3, 3)
 
 
-def test_one_encoder_serves_both_sides(tokenizer):
-    model = built(tokenizer)
-    tokens = tokenizer.tokenise(TEXTS)
-    assert torch.equal(model.encode_query(**tokens), model.encode_passage(**tokens))
-    assert list(model.encoders) == ["both"]
-
-
-def test_separate_encoders_differ(tokenizer):
-    side = {"kind": "words", "width": 8}
-    model = build_retriever({"query": side, "passage": side}, tokenizer=tokenizer)
-    tokens = tokenizer.tokenise(TEXTS)
-    assert not torch.equal(model.encode_query(**tokens), model.encode_passage(**tokens))
+def test_one_encoder_serves_both_sides_and_separate_ones_differ(tokenizer):
+    side, tokens = {"kind": "words", "width": 8}, tokenizer.tokenise(TEXTS)
+    both = built(tokenizer)
+    assert torch.equal(both.encode_query(**tokens), both.encode_passage(**tokens))
+    assert list(both.encoders) == ["both"]
+    separate = build_retriever({"query": side, "passage": side}, tokenizer=tokenizer)
+    assert not torch.equal(separate.encode_query(**tokens), separate.encode_passage(**tokens))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
@@ -84,7 +79,7 @@ def test_a_bag_is_the_weighted_mean_of_its_words(tokenizer):
         torch.testing.assert_close(features, expected)
 
 
-def test_the_last_place_is_the_last_word(tokenizer):
+def test_last_pooling_takes_the_last_token(tokenizer):
     model = built(tokenizer, both=library(pooling="last"))
     tokens = tokenizer.tokenise(TEXTS)
     states = model.encoders["both"].model(**tokens).last_hidden_state
@@ -93,7 +88,7 @@ def test_the_last_place_is_the_last_word(tokenizer):
     torch.testing.assert_close(model.encode_passage(**tokens), expected)
 
 
-def test_the_last_place_may_stand_before_padding_or_after_it():
+def test_last_pooling_accepts_padding_on_either_side():
     from types import SimpleNamespace
 
     from contrastile.models.pretrained import POOLINGS
@@ -108,7 +103,7 @@ def test_a_text_without_words_is_encoded(tokenizer):
     assert built(tokenizer).encode_query(**tokenizer.tokenise([""])).isfinite().all()
 
 
-def test_features_are_compared_by_cosine_or_by_product(tokenizer):
+def test_features_are_compared_by_cosine_or_dot_product(tokenizer):
     features = torch.tensor([[3.0, 4.0, 12.0]])
     assert built(tokenizer).comparable(features, 2).tolist() == [[pytest.approx(0.6), pytest.approx(0.8)]]
     assert built(tokenizer, normalise=False).comparable(features).tolist() == features.tolist()
@@ -122,7 +117,7 @@ def test_the_scale_is_fixed_unless_it_is_learned(tokenizer):
 @pytest.mark.parametrize(
     "settings", [{}, {"both": {"kind": "bag", "width": 8}}, {"features": 5}, {"both": library(), "features": 5}]
 )
-def test_settings_make_the_same_shapes_again(tokenizer, settings):
+def test_settings_rebuild_the_same_shapes(tokenizer, settings):
     model = built(tokenizer, **settings)
     again = build_retriever(model.settings, tokenizer=tokenizer)
     again.load_state_dict(model.state_dict())
@@ -156,7 +151,7 @@ def test_adapters_alone_are_trained(tokenizer):
         ({"both": {"kind": "conv"}}, "`both.kind` must be one of bag, words, transformers; got conv. "),
         (
             {"both": {"kind": "words", "depth": 3}},
-            "`both` must have the settings of an encoder of the kind words",
+            "`both` must have the settings of a tower of the kind words",
         ),
         ({"scale": 0.0}, "`scale` must be above 0; got 0.0. "),
         (
@@ -165,12 +160,12 @@ def test_adapters_alone_are_trained(tokenizer):
         ),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(tokenizer, settings, sentence):
+def test_invalid_settings_are_refused(tokenizer, settings, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         built(tokenizer, **settings)
 
 
-def test_targets_that_are_nowhere_are_refused(tokenizer):
+def test_unknown_adapter_targets_are_refused(tokenizer):
     pytest.importorskip("peft")
     lora = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": ("q_proj",)}
     with pytest.raises(ValueError) as caught:

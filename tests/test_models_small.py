@@ -1,4 +1,4 @@
-"""The small towers treat every example alone, see what they must, and are small."""
+"""The small towers: features independent of batch and padding, gradients of all parameters, size."""
 
 import pytest
 import torch
@@ -22,23 +22,19 @@ def text(*rows):
 
 
 @pytest.mark.parametrize("size", [8, 31, 32, 64])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_pictures_of_any_size_have_features_of_one(size, channels):
-    tower = ConvTower(channels=channels, width=8)
+@pytest.mark.parametrize(("channels", "width"), [(1, 8), (3, 8), (1, 1), (1, 3), (1, 6)])
+def test_images_of_any_size_have_features_of_the_same_size(size, channels, width):
+    tower = ConvTower(channels=channels, width=width)
     assert tower(torch.rand(3, channels, size, size)).shape == (3, tower.features)
 
 
-def test_a_picture_does_not_see_its_neighbours(conv):
-    pixels = torch.rand(6, 1, 32, 32)
-    torch.testing.assert_close(conv(pixels)[2:3], conv(pixels[2:3]), rtol=1e-5, atol=1e-6)
+def test_features_do_not_depend_on_the_batch(conv, words):
+    for tower, inputs in ((conv, (torch.rand(6, 1, 32, 32),)), (words, text([1, 2, 3], [4], [5, 6, 7, 8, 9, 10]))):
+        alone = tower(*(each[1:2] for each in inputs))
+        torch.testing.assert_close(tower(*inputs)[1:2], alone, rtol=1e-5, atol=1e-6)
 
 
-def test_a_title_does_not_see_its_neighbours(words):
-    ids, mask = text([1, 2, 3], [4], [5, 6, 7, 8, 9, 10])
-    torch.testing.assert_close(words(ids, mask)[1:2], words(ids[1:2], mask[1:2]), rtol=1e-5, atol=1e-6)
-
-
-def test_it_matters_where_the_ink_stands(conv):
+def test_the_position_of_strokes_matters(conv):
     pixels = torch.zeros(2, 1, 32, 32)
     pixels[0, :, 4:8, 4:8] = pixels[1, :, 20:24, 20:24] = 1
     left, right = conv(pixels)
@@ -57,7 +53,7 @@ def test_padding_has_no_influence(words):
     torch.testing.assert_close(words(ids[:, :4], mask[:, :4]), words(ids, mask))
 
 
-def test_a_title_without_words_has_finite_features(words):
+def test_an_empty_text_has_finite_features(words):
     assert words(*text([])).isfinite().all()
 
 
@@ -82,9 +78,3 @@ def test_bfloat16_autocast_stays_close(conv, words, side):
 def test_the_default_towers_are_small():
     towers = [ConvTower(channels=1), WordsTower(vocabulary=1870, length=13)]
     assert sum(parameter.numel() for tower in towers for parameter in tower.parameters()) < 800_000
-
-
-@pytest.mark.parametrize("width", [1, 3, 6])
-def test_any_width_can_be_normalised(width):
-    tower = ConvTower(channels=1, width=width)
-    assert tower(torch.rand(2, 1, 32, 32)).shape == (2, tower.features)

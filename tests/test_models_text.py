@@ -1,4 +1,4 @@
-"""Titles become numbers: words, digits and marks, the same after saving."""
+"""Tokenizers: words, digits and marks as tokens, the same after saving; sentences for invalid folders."""
 
 import json
 
@@ -20,7 +20,7 @@ def words(tokenizer, text):
     return tokens["input_ids"][0, : int(tokens["attention_mask"].sum())].tolist()
 
 
-def test_short_texts_are_filled_up_and_masked(tokenizer):
+def test_short_texts_are_padded_and_masked(tokenizer):
     tokens = tokenizer.tokenise(["LATIN A", "LATIN SMALL LETTER B"])
     assert tokens["input_ids"].shape == (2, 8)
     assert tokens["input_ids"].dtype == tokens["attention_mask"].dtype == torch.int64
@@ -28,27 +28,22 @@ def test_short_texts_are_filled_up_and_masked(tokenizer):
     assert (tokens["input_ids"][0, 2:] == tokenizer.pad).all()
 
 
-def test_long_texts_are_cut(tokenizer):
+def test_long_texts_are_truncated_and_case_does_not_matter(tokenizer):
     assert words(tokenizer, "LATIN " * 20) == words(tokenizer, "LATIN") * 8
-
-
-def test_case_does_not_matter(tokenizer):
     assert words(tokenizer, "latin Small LETTER a") == words(tokenizer, TITLES[0])
+    assert tokenizer.tokenise([])["input_ids"].shape == (0, 8)
 
 
-def test_digits_are_read_one_by_one(tokenizer):
+def test_digits_are_single_tokens(tokenizer):
     dots_12, dots_21 = (words(tokenizer, f"BRAILLE PATTERN DOTS-{dots}") for dots in (12, 21))
     assert sorted(dots_12) == sorted(dots_21)
     assert dots_12 != dots_21
 
 
-def test_a_word_never_seen_is_unknown(tokenizer):
+def test_an_unseen_word_is_unknown(tokenizer):
     (unknown,) = words(tokenizer, "GREEK")
     assert words(tokenizer, "CYRILLIC") == [unknown]
     assert unknown != tokenizer.pad
-
-
-def test_every_token_is_within_the_vocabulary(tokenizer):
     assert tokenizer.tokenise([*TITLES, "GREEK"])["input_ids"].max() < tokenizer.vocabulary_size
 
 
@@ -59,11 +54,7 @@ def test_the_most_frequent_words_are_kept():
     assert words(tokenizer, "A") == words(tokenizer, "B")
 
 
-def test_no_texts_give_no_rows(tokenizer):
-    assert tokenizer.tokenise([])["input_ids"].shape == (0, 8)
-
-
-def test_a_saved_tokenizer_reads_the_same(tokenizer, tmp_path):
+def test_a_saved_tokenizer_gives_the_same_tokens(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
     again = load_tokenizer(tmp_path)
@@ -71,10 +62,6 @@ def test_a_saved_tokenizer_reads_the_same(tokenizer, tmp_path):
     for name, ids in tokenizer.tokenise(texts).items():
         assert torch.equal(again.tokenise(texts)[name], ids)
     assert (again.length, again.pad, again.vocabulary_size) == (8, tokenizer.pad, tokenizer.vocabulary_size)
-
-
-def test_another_length_may_be_asked_for(tokenizer, tmp_path):
-    tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path, length=3).tokenise(TITLES)["input_ids"].shape == (3, 3)
 
 
@@ -92,7 +79,7 @@ def library_folder(tokenizer, tmp_path):
     return folder
 
 
-def test_a_folder_of_transformers_is_read(tokenizer, library_folder):
+def test_a_tokenizer_of_transformers_is_loaded(tokenizer, library_folder):
     loaded = load_tokenizer(library_folder, length=8)
     for name, ids in tokenizer.tokenise(TITLES).items():
         assert torch.equal(loaded.tokenise(TITLES)[name], ids)
@@ -100,18 +87,18 @@ def test_a_folder_of_transformers_is_read(tokenizer, library_folder):
     assert loaded.vocabulary_size == tokenizer.vocabulary_size
 
 
-def test_a_folder_of_transformers_is_saved_with_its_length(library_folder, tmp_path):
+def test_a_tokenizer_of_transformers_is_saved_with_its_length(library_folder, tmp_path):
     load_tokenizer(library_folder, length=5).save(tmp_path / "run")
     assert load_tokenizer(tmp_path / "run").tokenise(TITLES)["input_ids"].shape == (3, 5)
 
 
-def test_a_tokenizer_without_a_mask_lets_everything_through(library_folder):
+def test_a_tokenizer_without_a_mask_gets_a_mask_of_ones(library_folder):
     path = library_folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_input_names": ["input_ids"]}))
     assert load_tokenizer(library_folder, length=8).tokenise(["LATIN"])["attention_mask"].tolist() == [[1] * 8]
 
 
-def test_a_tokenizer_of_no_length_needs_one(library_folder):
+def test_a_tokenizer_without_a_length_needs_one(library_folder):
     with pytest.raises(ValueError) as caught:
         load_tokenizer(library_folder)
     assert str(caught.value).startswith(f"`length` must be given for the tokenizer of {library_folder}; got 1000000")
@@ -145,7 +132,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         ({"length": 0}, "`length` must be at least 1 token; got 0. Titles of a few words need about 16."),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, sentence):
+def test_invalid_settings_are_refused(settings, sentence):
     with pytest.raises(ValueError) as caught:
         train_tokenizer(TITLES, **settings)
     assert str(caught.value) == sentence

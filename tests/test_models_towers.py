@@ -1,4 +1,4 @@
-"""Towers by configuration: every kind builds, trains, is built again from its own settings, or is refused in words."""
+"""Towers by configuration: every kind builds, trains and is rebuilt from its settings; invalid ones are refused."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ def _quiet_library():
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def test_bytes_become_numbers_in_the_tower():
+def test_uint8_pixels_are_scaled_by_the_tower():
     tokenizer = train_tokenizer(["a b c"], length=4)
     model = build_model({"features": 8, "image_size": 16, "channels": 3}, tokenizer=tokenizer)
     pictures = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
@@ -48,7 +48,7 @@ def test_bytes_become_numbers_in_the_tower():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_pictures_take_the_precision_of_their_tower(dtype, tokenizer):
+def test_pixels_take_the_precision_of_their_tower(dtype, tokenizer):
     """The scale stays in float32 where only the tower is made smaller."""
     model = build_model({"features": 8, "image_size": 16, "channels": 1}, tokenizer=tokenizer)
     model.image.to(dtype)
@@ -71,13 +71,13 @@ def both_features(model, tokenizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_sides_meet_in_one_size(kind, tokenizer):
+def test_both_sides_have_features_of_one_size(kind, tokenizer):
     image, text = both_features(built(tokenizer, **KINDS[kind]), tokenizer)
     assert image.shape == text.shape == (3, {"clip": 24, "siglip": 16}.get(kind, 20))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_own_settings_build_it_again(kind, tokenizer):
+def test_a_model_is_rebuilt_from_its_settings(kind, tokenizer):
     model = built(tokenizer, **KINDS[kind]).eval()
     again = build_model(json.loads(json.dumps(model.settings)), tokenizer=tokenizer).eval()
     again.load_state_dict(model.state_dict())
@@ -86,7 +86,7 @@ def test_its_own_settings_build_it_again(kind, tokenizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_trains_under_bfloat16_autocast(kind, tokenizer):
+def test_a_model_trains_under_bfloat16_autocast(kind, tokenizer):
     model = built(tokenizer, **KINDS[kind])
     with torch.autocast("cpu", torch.bfloat16):
         image, text = both_features(model, tokenizer)
@@ -96,28 +96,28 @@ def test_it_trains_under_bfloat16_autocast(kind, tokenizer):
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_scale_and_bias_start_where_they_are_told(tokenizer):
+def test_scale_and_bias_start_at_the_given_values(tokenizer):
     model = built(tokenizer, scale=20.0, bias=-10.0)
     assert model.logit_scale.exp().item() == pytest.approx(20.0)
     assert model.logit_bias.item() == -10.0
     assert model.logit_scale.shape == model.logit_bias.shape == ()
 
 
-def test_without_a_word_the_scale_is_clips_and_there_is_no_bias(tokenizer):
+def test_by_default_the_scale_is_that_of_clip_without_bias(tokenizer):
     for settings in ({}, {"both": CLIP}, {"both": SIGLIP}):
         model = built(tokenizer, **settings)
         assert model.logit_scale.exp().item() == pytest.approx(1 / 0.07)
         assert model.logit_bias is None
 
 
-def test_grey_pictures_fit_a_model_of_three_colours(tokenizer):
+def test_grey_images_fit_a_model_of_three_channels(tokenizer):
     image = {"kind": "transformers", "config": {**VIT["config"], "num_channels": 3}}
     model = built(tokenizer, image=image).eval()
     grey = torch.rand(2, 1, 32, 32)
     assert torch.equal(model.encode_image(grey), model.encode_image(grey.expand(-1, 3, -1, -1)))
 
 
-def test_a_model_of_one_channel_takes_the_mean_of_the_colours(tokenizer):
+def test_a_model_of_one_channel_is_normalised_with_the_mean_over_channels(tokenizer):
     config, mean, std = {**VIT["config"], "num_channels": 1}, [0.1, 0.2, 0.6], [0.1, 0.2, 0.3]
     tower = built(tokenizer, image={**VIT, "config": config, "mean": mean, "std": std}).eval().image.tower
     grey = torch.rand(2, 1, 32, 32)
@@ -125,7 +125,7 @@ def test_a_model_of_one_channel_takes_the_mean_of_the_colours(tokenizer):
     torch.testing.assert_close(tower(grey), states.mean(dim=1))
 
 
-def test_mean_pooling_leaves_padding_out(tokenizer):
+def test_mean_pooling_ignores_padding(tokenizer):
     model = built(tokenizer, text=BERT).eval()
     tokens = tokenizer.tokenise(["LATIN A"])
     cut = {name: ids[:, :2] for name, ids in tokens.items()}
@@ -146,7 +146,7 @@ def saved_clip(tmp_path_factory):
     return model, str(folder)
 
 
-def test_a_saved_clip_gives_its_own_features_and_scale(saved_clip, tokenizer):
+def test_a_saved_clip_gives_the_same_features_and_scale(saved_clip, tokenizer):
     original, folder = saved_clip
     model = built(tokenizer, both={"kind": "transformers", "folder": folder}, channels=3).eval()
     # the texts end as CLIP's own tokenizer ends them
@@ -159,7 +159,7 @@ def test_a_saved_clip_gives_its_own_features_and_scale(saved_clip, tokenizer):
 
 
 @pytest.mark.parametrize("text", [TEXT, {**TEXT, "eos_token_id": 2}, {**TEXT, "eos_token_id": 39}])
-def test_a_clip_reads_all_of_a_text_whose_tokenizer_writes_no_end(tokenizer, text):
+def test_clip_pools_the_last_token_where_the_tokenizer_writes_no_end(tokenizer, text):
     config = {**CLIP["config"], "text_config": text}
     model = built(tokenizer, both={"kind": "transformers", "config": config}).eval()
     for later in (1, 2):
@@ -170,7 +170,7 @@ def test_a_clip_reads_all_of_a_text_whose_tokenizer_writes_no_end(tokenizer, tex
         assert (one - other).abs().max() > 1e-3
 
 
-def test_a_text_that_ends_as_clip_expects_is_taken_there(tokenizer):
+def test_clip_pools_the_end_token_where_the_tokenizer_writes_one(tokenizer):
     class Ending:
         length, pad, vocabulary_size = 6, 0, 40
 
@@ -183,14 +183,14 @@ def test_a_text_that_ends_as_clip_expects_is_taken_there(tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "vit and bert", "poolers"])
-def test_how_far_a_text_is_padded_changes_nothing(kind, tokenizer):
+def test_features_do_not_depend_on_padding(kind, tokenizer):
     model = built(tokenizer, **KINDS[kind]).eval()
     tokens = tokenizer.tokenise(["LATIN A", "BETA BETA BETA"])
     short = {name: ids[:, :3] for name, ids in tokens.items()}
     torch.testing.assert_close(model.encode_text(**short), model.encode_text(**tokens))
 
 
-def test_a_saved_clip_is_built_again_without_its_folder(saved_clip, tokenizer):
+def test_a_saved_clip_is_rebuilt_without_its_folder(saved_clip, tokenizer):
     model = built(tokenizer, both={"kind": "transformers", "folder": saved_clip[1]}).eval()
     assert saved_clip[1] not in json.dumps(model.settings)
     again = build_model(model.settings, tokenizer=tokenizer).eval()
@@ -214,7 +214,7 @@ def dtypes(model):
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_weights_that_a_folder_has_in_half_precision_are_trained_in_float32(tokenizer, tmp_path, half):
+def test_half_precision_weights_of_a_folder_are_trained_in_float32(tokenizer, tmp_path, half):
     from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, ViTConfig, ViTModel
 
     described = {key: value for key, value in CLIP["config"].items() if key != "model_type"}
@@ -238,12 +238,12 @@ def test_weights_that_a_folder_has_in_half_precision_are_trained_in_float32(toke
         assert dtypes(build_model(model.settings, tokenizer=tokenizer)) == {torch.float32}
 
 
-def test_a_run_that_noted_half_precision_is_built_in_float32(tokenizer):
+def test_settings_with_half_precision_are_built_in_float32(tokenizer):
     noted = {**BERT["config"], "transformers_version": "5.0.0", "dtype": "bfloat16"}
     assert dtypes(built(tokenizer, text={"kind": "transformers", "config": noted})) == {torch.float32}
 
 
-def test_what_a_folder_says_beside_is_kept_with_the_run(tokenizer, tmp_path):
+def test_other_entries_of_a_folder_are_saved_with_the_run(tokenizer, tmp_path):
     from transformers import ViTConfig, ViTModel
 
     ViTModel(ViTConfig(image_size=32, num_channels=1, patch_size=8, **TINY)).save_pretrained(tmp_path)
@@ -256,7 +256,7 @@ def test_what_a_folder_says_beside_is_kept_with_the_run(tokenizer, tmp_path):
     again.load_state_dict(model.state_dict())
 
 
-def test_a_key_by_its_older_name_is_read(tokenizer):
+def test_a_key_by_its_older_name_is_accepted(tokenizer):
     sizes = {**TINY, "num_key_value_heads": 2, "max_position_embeddings": 16}
     model = built(tokenizer, text=library(model_type="llama", rope_theta=77.0, **sizes))
     assert model.text.tower.model.config.rope_parameters["rope_theta"] == 77.0
@@ -361,7 +361,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_built_is_refused(case, tokenizer):
+def test_invalid_models_are_refused(case, tokenizer):
     settings, sentence = REFUSED[case]
     with pytest.raises(ValueError) as caught:
         built(tokenizer, **settings)

@@ -1,4 +1,4 @@
-"""What waits where: the device by its number, and nothing to copy where nothing is encoded again, what is free."""
+"""Host memory: devices with their index, streaming, free bytes."""
 
 import os
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from contrastile.gradcache.rng import begin_random
 from contrastile.offload import free_memory, numbered, settle, stream
-from contrastile.randomness import begin_random
 
 GROUP = "/sys/fs/cgroup/memory"
 
@@ -22,8 +22,8 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch):
     assert numbered("meta") == torch.device("meta")
 
 
-def test_a_kind_of_which_there_is_one_needs_no_number_and_no_streams(monkeypatch):
-    """As torch.mps is: it draws, and it can be waited for."""
+def test_a_device_type_without_index_and_streams_is_supported(monkeypatch):
+    """torch.mps is one: it has a generator, and can be synchronised."""
     asked = []
     alone = SimpleNamespace(manual_seed=asked.append, synchronize=lambda: asked.append("waited"))
     monkeypatch.setattr(torch, "get_device_module", lambda _: alone)
@@ -33,7 +33,7 @@ def test_a_kind_of_which_there_is_one_needs_no_number_and_no_streams(monkeypatch
     assert asked == ["waited", 7]
 
 
-def test_where_every_graph_was_kept_nothing_travels():
+def test_without_bounds_nothing_is_copied():
     assert list(stream([torch.zeros(4, 2), None], [], torch.device("cuda", 0))) == []
 
 

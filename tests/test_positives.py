@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contrastile import InfoNCELoss, NTXentLoss, _check
-from contrastile._check import MOST_LOOKS
+from contrastile import InfoNCELoss, NTXentLoss
+from contrastile.engine import arguments as checks
+from contrastile.engine.arguments import MOST_LOOKS
 
 OUT_OF_RANGE = "`positives` must index this rank's 7 keys, or be -1; got 7"
 
@@ -20,9 +21,9 @@ OUT_OF_RANGE = "`positives` must index this rank's 7 keys, or be -1; got 7"
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's tensors are taken for a GPU's, in a process that has read none yet."""
-    monkeypatch.setattr(_check, "waits", lambda x: True)
-    monkeypatch.setattr(_check, "captured", lambda *x: False)
-    monkeypatch.setattr(_check, "_looks", _check.Looks())
+    monkeypatch.setattr(checks, "waits", lambda x: True)
+    monkeypatch.setattr(checks, "captured", lambda *x: False)
+    monkeypatch.setattr(checks, "_looks", checks.Looks())
 
 
 class _Read(TorchDispatchMode):
@@ -60,7 +61,7 @@ def test_a_loss_that_makes_its_positives_reads_none() -> None:
 def test_a_compiled_loss_that_makes_its_positives_reads_none(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     looked: list[int] = []
-    monkeypatch.setattr(_check, "in_range", lambda positives, keys: looked.append(keys))
+    monkeypatch.setattr(checks, "in_range", lambda positives, keys: looked.append(keys))
     loss = torch.compile(lambda a, b: NTXentLoss()(a, b, 2.0), backend="eager", fullgraph=True)
     listed = torch.compile(lambda q, k, p: InfoNCELoss()(q, k, 2.0, positives=p), backend="eager", fullgraph=True)
     a, b = F.normalize(torch.randn(2, 6, 4), dim=-1)
@@ -94,7 +95,7 @@ def test_unread_positives_out_of_range_make_the_loss_and_all_gradients_nan(
 ) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
-    monkeypatch.setattr(_check, "MOST_LOOKS", 1)
+    monkeypatch.setattr(checks, "MOST_LOOKS", 1)
     loss, (q, k, scale) = InfoNCELoss(backend=backend, reduction=reduction), _leaves()
     scale.requires_grad_()
     positives = torch.tensor([0, 1, 2, 3, 7])
@@ -107,7 +108,7 @@ def test_unread_positives_out_of_range_make_the_loss_and_all_gradients_nan(
 
 @pytest.mark.usefixtures("on_gpu")
 def test_the_only_row_with_an_unread_positive_out_of_range_is_nan_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_check, "MOST_LOOKS", 0)
+    monkeypatch.setattr(checks, "MOST_LOOKS", 0)
     q, k, scale = _leaves(1)
     for reduction in ("mean", "sum", "none"):
         assert InfoNCELoss(reduction=reduction)(q, k, scale, positives=torch.tensor([7])).isnan().all()
@@ -116,7 +117,7 @@ def test_the_only_row_with_an_unread_positive_out_of_range_is_nan_too(monkeypatc
 @pytest.mark.usefixtures("on_gpu")
 def test_a_compiled_loss_keeps_the_same_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(_check, "MOST_LOOKS", 1)
+    monkeypatch.setattr(checks, "MOST_LOOKS", 1)
     step = torch.compile(
         lambda q, k, scale, positives: InfoNCELoss()(q, k, scale, positives=positives), backend="aot_eager"
     )

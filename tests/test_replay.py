@@ -6,7 +6,6 @@ Graphs need a GPU (`test_gpu.py`); here one is played by the plain call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +13,10 @@ import torch
 from problems import PROBLEMS, distance
 from torch import Tensor
 
-from contrastile import _replay, contrast
-from contrastile._sweep import Call, Gradients
+from contrastile import contrast
+from contrastile.engine import graph, plan
+from contrastile.engine.operation import Call, with_gradients
+from contrastile.tiles.base import Accumulated
 
 CAPTURED: list[tuple[int, ...]] = []
 
@@ -24,23 +25,25 @@ class Played:
     """A graph as far as its caller can tell."""
 
     def __init__(self, call: Call, inputs: Sequence[Any], wanted: Sequence[bool]) -> None:
-        CAPTURED.append(tuple(inputs[0].shape))
+        CAPTURED.append(tuple(inputs[2].shape))
         self.call, self.wanted = call, wanted
 
-    def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, Gradients]:
-        return _replay.forward_with_gradients(replace(self.call, made=[]), *inputs, self.wanted)
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, Accumulated]:
+        scale, bias, *features = inputs
+        return with_gradients(self.call, self.call.tiles(scale, bias), scale, bias, features, self.wanted)
 
 
 @pytest.fixture
 def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_replay, "small", lambda call, q: call.reduction != "none")
-    monkeypatch.setattr(_replay, "_Graph", Played)
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "small", lambda rows, cols, weights, reduction, *_: reduction != "none")
+    monkeypatch.setattr(graph, "_Graph", Played)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     CAPTURED.clear()
     yield
-    _replay._graphs.clear()
-    _replay._calls.clear()
+    graph._graphs.clear()
+    graph._calls.clear()
 
 
 def _plain(name: str, *shape: int) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
@@ -76,16 +79,16 @@ def test_upstream_gradients_and_frozen_sides(frozen: tuple[str, ...]) -> None:
 @pytest.mark.usefixtures("_played")
 def test_kinds_that_are_not_used_are_given_up() -> None:
     for n in (3, 4, 5, 3):
-        for _ in range(_replay.CALLS + 1):
+        for _ in range(graph.CALLS + 1):
             contrast(torch.randn(n, 4, requires_grad=True), torch.randn(n, 4), scale=1.0)
     assert CAPTURED == [(3, 4), (4, 4), (5, 4), (3, 4)]
-    assert len(_replay._graphs) == _replay.KEPT
+    assert len(graph._graphs) == graph.KEPT
 
 
 def test_nothing_is_small_on_a_cpu() -> None:
-    for _ in range(_replay.CALLS + 1):
+    for _ in range(graph.CALLS + 1):
         contrast(torch.randn(3, 4, requires_grad=True), torch.randn(3, 4), scale=1.0)
-    assert not _replay._calls
+    assert not graph._calls
 
 
 @pytest.mark.usefixtures("_played")
@@ -96,8 +99,8 @@ def test_a_capture_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch
         tried.append(1)
         raise RuntimeError("no")
 
-    monkeypatch.setattr(_replay, "_Graph", failing)
+    monkeypatch.setattr(graph, "_Graph", failing)
     q, k = torch.randn(2, 6, 4)
-    losses = [contrast(q.requires_grad_(), k, scale=1.0).detach() for _ in range(_replay.CALLS + 3)]
+    losses = [contrast(q.requires_grad_(), k, scale=1.0).detach() for _ in range(graph.CALLS + 3)]
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     assert len(tried) == 1

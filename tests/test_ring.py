@@ -15,11 +15,11 @@ from ranks import Pool
 from test_exchange import SHARES, _on_a_rank, _whole
 from torch import Tensor
 
-from contrastile import agreement, comm
-from contrastile.exchange.base import Shards
+from contrastile.distributed import collectives, consistency
+from contrastile.exchange.base import Layout
 from contrastile.exchange.ring import Ring
-from contrastile.losses.base import Side
-from contrastile.tiles.base import Turn
+from contrastile.losses.base import Shard
+from contrastile.tiles.base import InFlight
 
 # seconds after which a rank of the simulation that waits for another gives up
 PATIENCE = 20
@@ -85,11 +85,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         ("size", lambda group: group.circle.W if group else 1),
         ("rank", lambda group: group.rank),
         ("total", total),
-        ("held", lambda group: 0),
+        ("reserved_multiprocessors", lambda group: 0),
         ("post", post),
     ):
-        monkeypatch.setattr(comm, name, stand_in)
-    monkeypatch.setattr(agreement, "tally", lambda group, _, counts: group.circle.everyone(group.rank, counts))
+        monkeypatch.setattr(collectives, name, stand_in)
+    monkeypatch.setattr(consistency, "tally", lambda group, _, counts: group.circle.everyone(group.rank, counts))
 
 
 def _simulate(name: str, shares: list[tuple[int, int]]) -> list[tuple[Tensor, dict[str, Tensor]]]:
@@ -172,19 +172,19 @@ def test_nothing_is_touched_while_it_travels(
     """What is computed between a post and its wait runs beside the transfer on a device: neither may see the other."""
     for rank, n in enumerate(columns):
         air = Air()
-        monkeypatch.setattr(comm, "post", air.post)
+        monkeypatch.setattr(collectives, "post", air.post)
         features, home = torch.zeros(n, 5, dtype=torch.bfloat16), torch.zeros(n, 5)
 
-        def visit(shard: Side, turn: Turn, air: Air = air) -> None:
+        def visit(shard: Shard, turn: InFlight, air: Air = air) -> None:
             # the rows' product
-            air.read(*shard.luggage())
-            air.write(turn.here())
+            air.read(*shard.payload())
+            air.write(turn.value())
             if early and turn.early:
-                turn.leave()
-                air.read(*shard.luggage())
+                turn.release()
+                air.read(*shard.payload())
 
-        shards = Shards(None, rank, (7,) * len(columns), columns)
-        Ring("mean", shards)._around(Side(features, 0), home, 0, visit)
+        layout = Layout(None, rank, (7,) * len(columns), columns)
+        Ring("mean", layout)._around(Shard(features, 0), home, 0, visit)
         # a hop for each rank, and the way home
         assert air.posted == len(columns) + 1
         assert air.arriving is None

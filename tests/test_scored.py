@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from contrastile import contrast, encode
-from contrastile.footprint import footprint
+from contrastile.gradcache.memory import footprint
 from contrastile.losses import Sigmoid, Softmax
 from contrastile.scorers import Bilinear, MaxSim, PairMLP
 from contrastile.tiles.scored import Scored
@@ -21,14 +21,17 @@ from contrastile.tiles.scored import Scored
 WORKSPACE = 2**20
 
 
-def close(x: Tensor, truth: Tensor) -> bool:
-    """To 1e-12 of its size; what cancels to rounding noise, to 1e-14 itself."""
-    return x.shape == truth.shape and float((x - truth).norm()) <= 1e-12 * float(truth.norm()) + 1e-14
+def close(x: Tensor, truth: Tensor, size: float = 1.0) -> bool:
+    """To 1e-12 of its size; what cancels to rounding noise, to 1e-14 of the size of what cancels."""
+    return x.shape == truth.shape and float((x - truth).norm()) <= 1e-12 * float(truth.norm()) + 1e-14 * size
 
 
 def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    """Gradients of one call; those that cancel are sums of numbers as large as the others."""
+    size = max([1.0, *(float(truth.norm()) for truth in other if truth is not None)])
     return all(
-        (x is None) == (truth is None) and (x is None or close(x, truth)) for x, truth in zip(one, other, strict=True)
+        (x is None) == (truth is None) and (x is None or close(x, truth, size))
+        for x, truth in zip(one, other, strict=True)
     )
 
 
@@ -268,7 +271,9 @@ def test_bf16_parameters_are_summed_in_float32(parameters: torch.dtype) -> None:
     for x, plain, truth in zip(module.parameters(), dense.parameters(), exact.parameters(), strict=True):
         if truth is not exact.output.bias:
             assert x.grad.dtype == parameters
-            assert distance(x.grad, truth.grad) <= 2 * distance(plain.grad, truth.grad)
+            # where the plain sum is right by luck, a few roundings of the 1024 float32 sums
+            slack = 4 * torch.finfo(torch.float32).eps
+            assert distance(x.grad, truth.grad) <= max(2 * distance(plain.grad, truth.grad), slack)
 
 
 def test_autocast_reaches_the_scorer_in_both_passes() -> None:

@@ -18,7 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from contrastile import _scored, comm, contrast, encode
+from contrastile import contrast, encode
+from contrastile.distributed import collectives
+from contrastile.engine import plan
 from contrastile.losses import Sigmoid
 from contrastile.scorers import Bilinear, PairMLP
 
@@ -150,7 +152,7 @@ def _slopes(rank: int, group: Any, exchange: str, name: str) -> list[tuple[float
     def loss() -> Tensor:
         torch.manual_seed(10 + rank)
         # tiles of two rows and columns: many to be drawn again
-        with mock.patch.object(_scored, "fitting_side", return_value=2):
+        with mock.patch.object(plan, "fitting_side", return_value=2):
             features = encode(model.image, images, sub_batch=2), encode(model.text, texts, sub_batch=3)
             how = {"loss": Sigmoid(), "bias": -1.0} if name == "sigmoid" else {}
             return contrast(*features, scorer=model.scorer, scale=2.0, group=group, exchange=exchange, **how)
@@ -158,7 +160,7 @@ def _slopes(rank: int, group: Any, exchange: str, name: str) -> list[tuple[float
     loss().backward()
     slopes, step = [], 1e-6
     for parameter in model.parameters():
-        gradient = comm.total(parameter.grad, group) / 3
+        gradient = collectives.total(parameter.grad, group) / 3
         direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=parameter.dtype)
         with torch.no_grad():
             parameter += step * direction

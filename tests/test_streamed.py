@@ -10,8 +10,10 @@ from problems import PROBLEMS, distance
 from ranks import Pool
 from torch import Tensor
 
-from contrastile import ClipLoss, SigLipLoss, _contrast, _streamed, contrast
-from contrastile.offload import Belt
+from contrastile import ClipLoss, SigLipLoss, contrast
+from contrastile.engine import plan
+from contrastile.exchange import host
+from contrastile.offload import BlockStream
 from contrastile.scorers import Bilinear
 
 # rows of a strip and columns of a shard: several of both, one of either, and one of both
@@ -22,15 +24,16 @@ CUTS = [(13, 7), (1000, 7), (13, 1000), (1000, 1000)]
 def streaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As if the features waited elsewhere; the blocks that were carried."""
     blocks: list[int] = []
-    monkeypatch.setattr(_contrast, "away", lambda features, device: True)
-    monkeypatch.setattr(_streamed, "cut", lambda *_: _streamed.Cut(*request.param))
-    load = Belt._load
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "away", lambda features, device: True)
+    monkeypatch.setattr(host, "cut", lambda *_: host.Cut(*request.param))
+    load = BlockStream._load
 
-    def counted(self: Belt, index: int, fresh: bool) -> Any:
+    def counted(self: BlockStream, index: int, fresh: bool) -> Any:
         blocks.append(index)
         return load(self, index, fresh)
 
-    monkeypatch.setattr(Belt, "_load", counted)
+    monkeypatch.setattr(BlockStream, "_load", counted)
     return blocks
 
 
@@ -109,16 +112,16 @@ def test_the_device_of_the_features_changes_nothing() -> None:
 
 def test_strips_and_shards_fit_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     device, gib = torch.device("cpu"), 2**30
-    monkeypatch.setattr(_streamed, "free_memory", lambda _: (14 * gib, 16 * gib))
-    found = _streamed.cut(2**22, 2**22, 768, torch.bfloat16, device, 2 * gib)
+    monkeypatch.setattr(host, "free_memory", lambda _: (14 * gib, 16 * gib))
+    found = host.cut(2**22, 2**22, 768, torch.bfloat16, device, 2 * gib)
     taken = (found.strip + 3 * found.shard) * 768 * 6
-    assert 4 * gib < taken <= _streamed.SHARE * 12 * gib
-    assert found.shard == _streamed.SHARD
+    assert 4 * gib < taken <= host.SHARE * 12 * gib
+    assert found.shard == host.SHARD
     # with next to nothing free it still goes on
-    monkeypatch.setattr(_streamed, "free_memory", lambda _: (0, 16 * gib))
-    least = _streamed.LEAST_ROWS
-    assert _streamed.cut(2**20, 2**20, 768, torch.bfloat16, device, gib) == _streamed.Cut(least, least)
-    assert _streamed.cut(0, 0, 768, torch.bfloat16, device, gib).strip == least
+    monkeypatch.setattr(host, "free_memory", lambda _: (0, 16 * gib))
+    least = host.LEAST_ROWS
+    assert host.cut(2**20, 2**20, 768, torch.bfloat16, device, gib) == host.Cut(least, least)
+    assert host.cut(0, 0, 768, torch.bfloat16, device, gib).strip == least
 
 
 def _x(n: int = 3) -> Tensor:

@@ -6,6 +6,7 @@ kernels for each capability that it reads, and prints what each takes.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -17,21 +18,21 @@ import pytest
 
 pytest.importorskip("triton")
 
-from contrastile.tiles.triton_device import SHAPES
+from contrastile.tiles.triton.plan import SHAPES
 
 # bytes of shared memory that one program may have, by compute capability
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-# bytes of it that a multiprocessor keeps of each program
-KEPT = 1_024
-PRODUCTS = ("totals", "maxima", "gradient", "careful_gradient")
+# bytes of it that a multiprocessor reserves for each program
+RESERVED = 1_024
+TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 # six products of three pieces
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
-# all that the small kernels may be asked for
+# every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "q_stride", "k_stride", "out_stride")
-# the kernels most of the time goes to: several programs of them share a multiprocessor
+# kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
 
 
@@ -63,11 +64,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int], dict[str, int]]) -> None:
     taken = compiled(capability)
-    small = {"split", "norms", "merge_sums", "merge_parts", "listed_gradient"}
-    assert {name.split()[0] for name in taken} >= {*PRODUCTS, *small}
+    assert {name.split()[0] for name in taken} == {kernel.fn.__name__ for kernel in _kernels()}
     assert max(taken.values()) <= SHARED[capability]
     programs = SHAPES[capability].programs
-    assert programs * (max(taken[name] for name in BUSY) + KEPT) <= SHARED[capability] + KEPT
+    assert programs * (max(taken[name] for name in BUSY) + RESERVED) <= SHARED[capability] + RESERVED
 
 
 def _type(name: str, shape: Any) -> str:
@@ -80,38 +80,48 @@ def _type(name: str, shape: Any) -> str:
         return "*bf16"
     if name.endswith(("ids_ptr", "labels_ptr")):
         return "*i32"
-    if name.endswith(("places_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
+    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
         return "*i64"
-    return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "cut") else "i32"
+    return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation") else "i32"
+
+
+def _kernels() -> list[Any]:
+    """Every function that is launched: those that say what they are not specialized for."""
+    from contrastile.tiles.triton import backward, forward, reductions
+
+    return [
+        function
+        for module in (forward, backward, reductions)
+        for name, function in vars(module).items()
+        if getattr(function, "fn", None) is not None
+        and function.fn.__module__ == module.__name__
+        and "@triton.jit(do_not_specialize" in inspect.getsource(function.fn)
+    ]
 
 
 def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """The kernels, and what each is compiled for."""
-    from contrastile.tiles import triton_ends, triton_gradients, triton_kernels, triton_listed, triton_vectors
-    from contrastile.tiles.triton_kernels import UNROLLED
+    """The kernels, and the options that each is compiled with."""
+    from contrastile.tiles.triton.forward import SIGMOID, UNROLLED
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
-    sigmoid = {"SIGMOID": True, "COLUMNS": False, "LOSS": True}
-    for name in PRODUCTS:
-        kernel = getattr(triton_gradients if name.endswith("gradient") else triton_kernels, name)
+    sigmoid = {"EPILOGUE": SIGMOID.value, "COLUMNS": False, "LOSS": True}
+    for kernel in _kernels():
+        name = kernel.fn.__name__
+        if name not in TILE_KERNELS:
+            yield kernel, name, plain | EVERYTHING
+            continue
         yield kernel, f"{name} plain", plain
         if name in ("totals", "gradient"):
             yield kernel, f"{name} sigmoid", plain | sigmoid
+        else:
+            yield kernel, f"{name} labels", plain | {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False}
         if capability == 90:
             yield kernel, f"{name} six products", plain | SIX
             yield kernel, f"{name} ids", plain | {"IDS": True}
-            for listed in (1, UNROLLED.value + 1):
-                flat = {"FLATTEN": listed == 1}
-                yield kernel, f"{name} {listed} places", plain | flat | {"DIAGONAL": False, "PLACES": listed}
-        if name in ("maxima", "careful_gradient"):
-            yield kernel, f"{name} labels", plain | {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False}
-    for module, names in (
-        (triton_vectors, ("split", "norms", "numbers", "merge_sums", "merge_maxima", "merge_parts", "prepare")),
-        (triton_listed, ("listed_totals", "listed_gradient", "add_pairs")),
-        (triton_ends, ("finish", "share", "scaled")),
-    ):
-        for name in names:
-            yield getattr(module, name), name, plain | EVERYTHING
+            yield kernel, f"{name} smooth", plain | {"SMOOTH": True}
+            for per_row in (1, UNROLLED.value + 1):
+                flat = {"FLATTEN": per_row == 1}
+                yield kernel, f"{name} {per_row} positives", plain | flat | {"DIAGONAL": False, "POSITIVES": per_row}
 
 
 def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:

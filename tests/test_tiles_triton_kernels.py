@@ -6,7 +6,7 @@ Interpreted on the CPU; on a GPU, and in bf16 too, with `make test-gpu`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,19 +19,16 @@ pytest.importorskip("triton")
 
 from contrastile import contrast
 from contrastile._types import Reduction
-from contrastile.losses.base import Finished, Side
-from contrastile.losses.dense import dense_softmax
+from contrastile.losses.base import Finished, PairLoss, Shard
+from contrastile.losses.reference import dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
-from contrastile.tiles import triton_device
-from contrastile.tiles import triton_launch as launch
-from contrastile.tiles import triton_operands as operands
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import Triton
-from contrastile.tiles.triton_device import SHAPE_INTERPRETED, interpreting, shape_for
-from contrastile.tiles.triton_kernels import FLAG, SHIFT, UNROLLED
-from contrastile.tiles.triton_launch import Merge
-from contrastile.tiles.triton_operands import Masks, Pair
+from contrastile.tiles.triton import launch, plan
+from contrastile.tiles.triton.backend import Triton
+from contrastile.tiles.triton.epilogue import EPILOGUES, SOFTMAX
+from contrastile.tiles.triton.forward import CAREFUL, SHIFT, UNROLLED
+from contrastile.tiles.triton.plan import SHAPE_INTERPRETED, Masks, Pair, interpreting, shape_for
 
 COMPILED = not interpreting()
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
@@ -62,19 +59,23 @@ def _unit(n: int, dtype: torch.dtype = torch.float16, features: int = D) -> Tens
     return F.normalize(torch.randn(n, features), dim=-1).to(dtype)
 
 
-def _finished(tiles: Triton | Eager, rows: Side, cols: Side) -> tuple[Finished, Finished]:
-    row_stats, col_stats = tiles.stats(rows, cols)
+def _finished(tiles: Triton | Eager, rows: Shard, cols: Shard) -> tuple[Finished, Finished]:
+    row_stats, col_stats = tiles.forward(rows, cols)
     assert col_stats is not None
     return tiles.loss.finish(row_stats), tiles.loss.finish(col_stats)
 
 
-def _gradients(tiles: Triton | Eager, rows: Side, cols: Side) -> tuple[Tensor, Tensor]:
+def _with_states(tiles: Triton | Eager, rows: Shard, cols: Shard, divisor: float = 1) -> list[Shard]:
+    """Both sides with what the backward reads, for the sum of both directions' losses over the divisor."""
+    finished = zip((rows, cols), _finished(tiles, rows, cols), strict=True)
+    return [replace(side, state=end.state, coefficient=end.counts / divisor) for side, end in finished]
+
+
+def _gradients(tiles: Triton | Eager, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor]:
     """u and v of the mean of both directions' losses."""
-    of_rows, of_cols = _finished(tiles, rows, cols)
-    rows = replace(rows, state=of_rows.state, coefficient=of_rows.counts / (2 * len(rows)))
-    cols = replace(cols, state=of_cols.state, coefficient=of_cols.counts / (2 * len(cols)))
+    rows, cols = _with_states(tiles, rows, cols, 2 * len(rows))
     u, v = (torch.zeros(side.features.shape, dtype=tiles.scale.dtype) for side in (rows, cols))
-    tiles.grads(rows, cols, u, v)
+    tiles.backward(rows, cols, u, v)
     return u, v
 
 
@@ -83,14 +84,14 @@ def _alike(x: Tensor, y: Tensor) -> bool:
     return distance(x, y) <= 1e-6 if COMPILED else torch.equal(x, y)
 
 
-def _exact(tiles: Triton, rows: Side, cols: Side) -> tuple[Eager, Side, Side]:
+def _exact(tiles: Triton, rows: Shard, cols: Shard) -> tuple[Eager, Shard, Shard]:
     """The same in float64, by plain PyTorch."""
     wide = (replace(side, features=side.features.double()) for side in (rows, cols))
     return Eager(tiles.loss, tiles.scale.double(), None, 2**30), *wide
 
 
-def _pair(q: Tensor, k: Tensor) -> tuple[Side, Side]:
-    return Side(q, diagonal=0), Side(k)
+def _pair(q: Tensor, k: Tensor) -> tuple[Shard, Shard]:
+    return Shard(q, diagonal=0), Shard(k)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,7 +113,7 @@ def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(n
 
 @pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}, {"exclude_self": True}], ids=str)
 @pytest.mark.parametrize("listed", [UNROLLED.value, UNROLLED.value + 1, 11])
-def test_any_number_of_positives_by_index(listed: int, how: dict[str, Any]) -> None:
+def test_any_number_of_positives_by_index_is_exact(listed: int, how: dict[str, Any]) -> None:
     n, m = N, N + SHAPE.cols
     # once more than there are, in places that come again, and with pads; one row with none
     positives = torch.randint(-1, m, (n, listed)).masked_fill(torch.arange(n)[:, None] == 3, -1)
@@ -129,12 +130,12 @@ def test_any_number_of_positives_by_index(listed: int, how: dict[str, Any]) -> N
 
 
 def test_long_lists_of_positives_take_one_kernel() -> None:
-    pair = Pair(*(operands.operand(_unit(n), 1, SHAPE) for n in (8, 50)), Masks(places=torch.zeros(8, 30).long()))
-    longer = replace(pair, masks=Masks(places=torch.zeros(8, 31).long()))
-    compiled, looped = "PLACES", "places"
+    pair = Pair(*(launch.operand(_unit(n), 1, SHAPE) for n in (8, 50)), Masks(positives=torch.zeros(8, 30).long()))
+    longer = replace(pair, masks=Masks(positives=torch.zeros(8, 31).long()))
+    compiled, looped = "POSITIVES", "positives"
     assert pair.arguments[compiled] == longer.arguments[compiled] == UNROLLED.value + 1
     assert (pair.arguments[looped], longer.arguments[looped]) == (30, 31)
-    assert not pair.flat
+    assert not pair.flattened
 
 
 @pytest.mark.parametrize(("precision", "error"), [("highest", 1e-6), ("high", 1e-4)])
@@ -149,21 +150,21 @@ def test_float32_follows_the_precision_of_matrix_products(precision: str, error:
 
 
 @pytest.mark.parametrize("scale", [10.0, 100.0])
-def test_fp16_gradients_before_the_final_cast(scale: float) -> None:
+def test_fp16_gradients_are_exact_before_the_final_cast(scale: float) -> None:
     tiles, (rows, cols) = _tiles(scale), _pair(_unit(N), _unit(N))
     for found, truth in zip(_gradients(tiles, rows, cols), _gradients(*_exact(tiles, rows, cols)), strict=True):
         assert distance(found, truth) <= 3e-4
 
 
 @pytest.mark.parametrize("features", [1, 7, 33, 100])
-def test_any_number_of_features(features: int) -> None:
+def test_any_number_of_features_is_exact(features: int) -> None:
     tiles = _tiles(5.0)
     rows, cols = _pair(_unit(33, features=features), _unit(33, features=features))
     for found, truth in zip(_gradients(tiles, rows, cols), _gradients(*_exact(tiles, rows, cols)), strict=True):
         assert distance(found, truth) <= 3e-4
 
 
-def test_any_strides() -> None:
+def test_strided_features_give_the_same_gradients() -> None:
     q, k = _unit(N), _unit(N)
     straight = _gradients(_tiles(), *_pair(q, k))
     apart = torch.full((N, 2 * D), torch.nan, dtype=q.dtype)
@@ -177,14 +178,14 @@ def test_the_workspace_changes_nothing(loss: Softmax) -> None:
     n = 5 * SHAPE.rows - 10
     rows, cols = _pair(_unit(n), _unit(n))
     # two tiles by two, and copies of their features
-    little = 2 * (2 * SHAPE.rows) * (2 * SHAPE.cols) + 2 * 4 * SHAPE.rows * operands.padded(D, SHAPE)
+    little = 2 * (2 * SHAPE.rows) * (2 * SHAPE.cols) + 2 * 4 * SHAPE.rows * plan.padded(D, SHAPE)
     wide, narrow = (_tiles(loss=loss, workspace=workspace) for workspace in (2**30, little))
     assert narrow.workspace_bytes(n, n, D, torch.float16) <= little < wide.workspace_bytes(n, n, D, torch.float16)
     for one, other in zip(_gradients(narrow, rows, cols), _gradients(wide, rows, cols), strict=True):
         assert distance(one, other) <= 1e-6
 
 
-def test_the_same_bits_every_time() -> None:
+def test_every_run_gives_the_same_bits() -> None:
     rows, cols = _pair(_unit(N), _unit(N))
     first = _gradients(_tiles(), rows, cols)
     for _ in range(100 if COMPILED else 1):
@@ -193,7 +194,7 @@ def test_the_same_bits_every_time() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_features_whose_columns_are_dense(reduction: Reduction) -> None:
+def test_features_with_dense_columns_give_the_same_result(reduction: Reduction) -> None:
     q, k = (_unit(SHAPE.rows + 6, torch.float32).requires_grad_() for _ in range(2))
     across = [x.detach().T.contiguous().T.requires_grad_() for x in (q, k)]
     losses = [contrast(*pair, scale=20.0, backend="triton", reduction=reduction) for pair in ((q, k), across)]
@@ -207,10 +208,10 @@ def test_features_whose_columns_are_dense(reduction: Reduction) -> None:
 def test_shards_of_columns_merge_into_the_whole() -> None:
     tiles, (rows, cols) = _tiles(), _pair(_unit(N), _unit(N))
     shards = [cols.narrow(0, 41), cols.narrow(41, N)]
-    (one, left), (other, right) = (tiles.stats(rows, shard) for shard in shards)
+    (one, left), (other, right) = (tiles.forward(rows, shard) for shard in shards)
     assert left is not None
     assert right is not None
-    whole, whole_cols = tiles.stats(rows, cols)
+    whole, whole_cols = tiles.forward(rows, cols)
     assert whole_cols is not None
     merged = tiles.loss.finish(tiles.loss.merge(one, other))
     assert distance(merged.loss, tiles.loss.finish(whole).loss) <= 1e-6
@@ -218,15 +219,14 @@ def test_shards_of_columns_merge_into_the_whole() -> None:
     assert distance(met.loss, tiles.loss.finish(whole_cols).loss) <= 1e-6
 
 
-def test_a_shard_that_has_travelled() -> None:
-    tiles, (rows, cols) = _tiles(), _pair(_unit(N), _unit(N))
-    of_rows, of_cols = _finished(tiles, rows, cols)
-    rows = replace(rows, state=of_rows.state, coefficient=of_rows.counts)
-    straight = replace(cols, state=of_cols.state, coefficient=of_cols.counts)
-    travelled = replace(straight, state=of_cols.state.T.contiguous().T)
+def test_a_shard_whose_state_is_transposed_gives_the_same_bits() -> None:
+    tiles = _tiles()
+    rows, cols = _with_states(tiles, *_pair(_unit(N), _unit(N)))
+    assert cols.state is not None
+    transposed = replace(cols, state=cols.state.T.contiguous().T)
     u, again = torch.zeros(N, D), torch.zeros(N, D)
-    tiles.grads(rows, straight, u, None)
-    tiles.grads(rows, travelled, again, None)
+    tiles.backward(rows, cols, u, None)
+    tiles.backward(rows, transposed, again, None)
     assert torch.equal(u, again)
 
 
@@ -251,7 +251,9 @@ def _one_far_out(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 @pytest.mark.parametrize("hostile", [_collapsed, _opposed, _duplicated, _one_far_out])
-def test_hostile_features(hostile: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], scale: float) -> None:
+def test_hostile_features_are_as_exact_as_float32_allows(
+    hostile: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], scale: float
+) -> None:
     tiles, (rows, cols) = _tiles(scale), _pair(*hostile(_unit(N), _unit(N)))
     exact = _exact(tiles, rows, cols)
     for found, truth in zip(_finished(tiles, rows, cols), _finished(*exact), strict=True):
@@ -262,41 +264,42 @@ def test_hostile_features(hostile: Callable[[Tensor, Tensor], tuple[Tensor, Tens
         assert (found - truth).norm() <= 1e-3 * max(1.0, scale / 100) * max(truth.norm(), N**-0.5)
 
 
-def test_the_flag_goes_up_where_the_fast_sums_would_be_lost() -> None:
+def test_the_careful_flag_is_set_where_fast_sums_would_be_lost() -> None:
     q, k = _opposed(_unit(N), _unit(N))
     for scale, expected in ((1000.0, 1), (20.0, 0)):
-        numbers = _fast_totals(q, k, torch.tensor(scale))
-        assert numbers[int(FLAG.value)] == expected
-        assert numbers[int(SHIFT.value)] >= 0
+        constants = _fast_totals(q, k, torch.tensor(scale))
+        assert constants[int(CAREFUL.value)] == expected
+        assert constants[int(SHIFT.value)] >= 0
 
 
 def _fast_totals(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    numbers = launch.numbers(q, k, scale, None, sigmoid=False)
-    row_part = torch.empty(1, operands.tiles_of(len(k), SHAPE.cols), len(q))
-    launch.totals(_as_pair(q, k), numbers, row_part, None, smooth=False, sigmoid=False)
+    constants = launch.block_constants(q, k, scale, None, SOFTMAX)
+    row_part = torch.empty(1, plan.tiles_of(len(k), SHAPE.cols), len(q))
+    launch.sums(_as_pair(q, k), constants, [row_part], SOFTMAX)
     stats = SYMMETRIC.init(len(q), dtype=torch.float32, device=q.device)
-    launch.merge_sums(Merge(row_part, stats, first=True, last=True), None, numbers, sigmoid=False)
-    return numbers
+    launch.merge_sums([row_part], [stats], constants, SOFTMAX)
+    return constants
 
 
 def _as_pair(q: Tensor, k: Tensor, masks: Masks = Masks()) -> Pair:  # noqa: B008 (a frozen value)
-    return Pair(*(operands.operand(x, 1, SHAPE) for x in (q, k)), masks)
+    return Pair(*(launch.operand(x, 1, SHAPE) for x in (q, k)), masks)
 
 
-def _numbers(factor: float, shift: float) -> Tensor:
-    """Those of a softmax whose flag is down."""
+def _constants(factor: float, shift: float) -> Tensor:
+    """Those of a softmax whose careful flag is not set."""
     return torch.tensor([factor, shift, 1.0, 0.0, factor, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("masks", [Masks(), Masks(diagonal=3), Masks(itself=-5), Masks(diagonal=0, itself=7)], ids=repr)
+@pytest.mark.parametrize(
+    "masks", [Masks(), Masks(diagonal=3), Masks(self_diagonal=-5), Masks(diagonal=0, self_diagonal=7)], ids=repr
+)
 def test_integers_are_summed_exactly(masks: Masks) -> None:
     q, k = (torch.randint(-1, 2, (n, D)).half() for n in (N, 45))
     # factor 1, no shift: every term is a power of two, every sum a number of at most 24 bits
-    numbers = _numbers(1.0, 6.0)
-    row_part, col_part = torch.empty(1, operands.tiles_of(45, SHAPE.cols), N), torch.empty(1, 3, 45)
-    launch.totals(_as_pair(q, k, masks), numbers, row_part, col_part, smooth=False, sigmoid=False)
+    row_part, col_part = torch.empty(1, plan.tiles_of(45, SHAPE.cols), N), torch.empty(1, 3, 45)
+    launch.sums(_as_pair(q, k, masks), _constants(1.0, 6.0), [row_part, col_part], SOFTMAX)
     exact = torch.exp2(q.double() @ k.double().T - 6)
-    for offset in (masks.diagonal, masks.itself):
+    for offset in (masks.diagonal, masks.self_diagonal):
         if offset is not None:
             exact.diagonal(offset).zero_()
     kept = exact * (exact >= 2.0**-20) * (exact <= 2.0**3)
@@ -313,14 +316,13 @@ def test_a_strip_of_integers_is_written_exactly() -> None:
     q, k = (F.one_hot(torch.randint(D, (n,)), D).half() for n in (N, 45))
     a, b = (torch.randint(1, 9, (n,)).float() for n in (N, 45))
     pair = _as_pair(q, k, Masks(diagonal=2))
-    out = operands.strip(pair.q, pair.k)
-    out.fill_(torch.nan)
-    sums, sides = launch.no_sums(out.device), [(a, a), (b, b)]
+    strip = pair.new_strip().fill_(torch.nan)
+    sums, weights = launch.new_sums(strip.device), [(a, a), (b, b)]
     for _ in range(2):
-        launch.gradient(pair, _numbers(3.0, 1.0), sides, out, sums, smooth=False, sigmoid=False, row_part=None)
+        launch.gradient(pair, _constants(3.0, 1.0), weights, strip, sums, SOFTMAX)
     exact = torch.exp2(3 * q.float() @ k.float().T - 1) * (a[:, None] + b[None, :])
     exact.diagonal(2).zero_()
-    (written,) = operands.pieces(out, pair.q, pair.k)
+    (written,) = pair.strip_pieces(strip)
     assert torch.equal(written.float(), exact)
     # what two sweeps come to, in a sum of products of integers
     assert sums.sum() == 2 * (exact * (q.float() @ k.float().T)).sum()
@@ -345,7 +347,7 @@ def test_the_scales_gradient_does_not_go_through_the_16_bit_strip(scale: float, 
         assert distance((dq.double() * q.detach()).sum() / scale, true) > 2e-5
 
 
-def test_a_sigmoids_sums() -> None:
+def test_the_gradients_of_a_sigmoids_scale_and_bias_are_exact() -> None:
     q, k = _unit(N).requires_grad_(), _unit(45).requires_grad_()
     numbers = [torch.tensor(x, requires_grad=True) for x in (30.0, -3.0)]
     loss = contrast(
@@ -379,14 +381,12 @@ def test_features_that_are_not_finite_give_nan(value: float) -> None:
     assert contrast(q, k, scale=10.0, backend="triton").isnan()
 
 
-def test_what_is_not_asked_for_is_not_computed() -> None:
-    tiles, (rows, cols) = _tiles(), _pair(_unit(N), _unit(N))
-    of_rows, of_cols = _finished(tiles, rows, cols)
-    rows = replace(rows, state=of_rows.state, coefficient=of_rows.counts)
-    cols = replace(cols, state=of_cols.state, coefficient=of_cols.counts)
+def test_the_columns_gradient_alone_has_the_same_bits() -> None:
+    tiles = _tiles()
+    rows, cols = _with_states(tiles, *_pair(_unit(N), _unit(N)))
     both, alone = (torch.zeros(N, D), torch.zeros(N, D)), torch.zeros(N, D)
-    tiles.grads(rows, cols, *both)
-    tiles.grads(rows, cols, None, alone)
+    tiles.backward(rows, cols, *both)
+    tiles.backward(rows, cols, None, alone)
     assert torch.equal(alone, both[1])
 
 
@@ -396,50 +396,63 @@ def test_a_sigmoid_in_one_sweep_equals_two(dtype: torch.dtype) -> None:
     rows, cols = _pair(_unit(N, dtype), _unit(N, dtype))
     rows = replace(rows, state=torch.empty(0, N), coefficient=torch.rand(N))
     once, twice = ((torch.zeros(N, D), torch.zeros(N, D)) for _ in range(2))
-    stats, total = tiles.stats_and_grads(rows, cols, *once)
-    assert distance(stats, tiles.stats(rows, cols)[0]) <= 1e-6
-    assert torch.equal(total, tiles.grads(rows, cols, *twice))
+    stats = tiles.init(rows)
+    total = tiles.backward(rows, cols, *once, stats)
+    assert distance(stats, tiles.forward(rows, cols)[0]) <= 1e-6
+    assert torch.equal(total, tiles.backward(rows, cols, *twice))
     assert all(torch.equal(one, two) for one, two in zip(once, twice, strict=True))
 
 
 @pytest.mark.parametrize("name", ["clip_ids_weights_smoothing", "sup_con", "siglip"])
-def test_chips_without_a_copy_engine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chips_without_a_copy_engine_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = PROBLEMS[name](45, 70)
     tensors = problem.tensors(torch.float32)
     loss, gradients = problem.by_tiles(tensors, backend="triton")
     if COMPILED:
-        monkeypatch.setattr(triton_device, "SHAPES", {80: replace(SHAPE, tma=False)})
+        monkeypatch.setattr(plan, "SHAPES", {80: replace(SHAPE, tma=False)})
     else:
-        monkeypatch.setattr(triton_device, "SHAPE_INTERPRETED", replace(SHAPE, tma=False))
+        monkeypatch.setattr(plan, "SHAPE_INTERPRETED", replace(SHAPE, tma=False))
     again, gradients_again = problem.by_tiles(tensors, backend="triton")
     assert torch.equal(loss, again)
     assert all(torch.equal(gradient, gradients_again[key]) for key, gradient in gradients.items())
 
 
-def test_gradients_are_added_to_what_is_there() -> None:
-    tiles, (rows, cols) = _tiles(), _pair(_unit(N), _unit(N))
-    of_rows, of_cols = _finished(tiles, rows, cols)
-    rows = replace(rows, state=of_rows.state, coefficient=of_rows.counts / N)
-    cols = replace(cols, state=of_cols.state, coefficient=of_cols.counts / N)
+def test_gradients_are_added_to_the_accumulators() -> None:
+    tiles = _tiles()
+    rows, cols = _with_states(tiles, *_pair(_unit(N), _unit(N)), divisor=N)
     fresh, added = torch.zeros(N, D), torch.ones(N, D)
-    tiles.grads(rows, cols, fresh, None)
-    tiles.grads(rows, cols, added, None)
+    tiles.backward(rows, cols, fresh, None)
+    tiles.backward(rows, cols, added, None)
     assert (added - 1 - fresh).abs().max() <= 1e-6
 
 
-def test_no_rows_and_no_columns() -> None:
+def test_no_rows_give_empty_statistics() -> None:
     tiles = _tiles()
-    empty = Side(torch.empty(0, D, dtype=torch.float16), diagonal=0)
-    stats, col_stats = tiles.stats(empty, Side(_unit(5)))
+    empty = Shard(torch.empty(0, D, dtype=torch.float16), diagonal=0)
+    stats, col_stats = tiles.forward(empty, Shard(_unit(5)))
     assert stats.shape == (8, 0)
     assert col_stats is not None
-    assert torch.equal(col_stats, tiles.init(Side(_unit(5))))
+    assert torch.equal(col_stats, tiles.init(Shard(_unit(5))))
 
 
 def test_symmetric_smoothing_equals_the_dense_formula_over_many_super_tiles() -> None:
     q, k = _unit(90, torch.float32), _unit(90, torch.float32)
     loss = contrast(q, k, scale=20.0, label_smoothing=0.1, backend="triton", workspace=2**20)
     truth = dense_softmax(q.double(), k.double(), 20.0, symmetric=True, label_smoothing=0.1)
+    assert distance(loss, truth) <= 1e-6
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_smoothing_equals_the_dense_formula_where_the_careful_kernels_run(labels: bool) -> None:
+    """Positives by label, or logits of which the fast sums would lose some; over several super-tiles."""
+    n = 2 * SHAPE.cols + 5
+    q, k = (_unit(n, torch.float32) for _ in range(2))
+    groups = torch.arange(n) % 5
+    given = {"query_labels": groups, "key_labels": groups} if labels else {}
+    positive = groups[:, None] == groups if labels else None
+    loss = contrast(q, k, scale=1000.0, label_smoothing=0.1, backend="triton", workspace=2**20, **given)
+    wide = (q.double(), k.double(), 1000.0)
+    truth = dense_softmax(*wide, positive=positive, symmetric=True, label_smoothing=0.1)
     assert distance(loss, truth) <= 1e-6
 
 
@@ -450,12 +463,12 @@ def test_float64_is_declined_with_its_reason() -> None:
 
 @pytest.mark.skipif(COMPILED, reason="needs tensors on the CPU")
 def test_the_cpu_is_declined_where_kernels_are_not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("contrastile.tiles.triton.interpreting", lambda: False)
+    monkeypatch.setattr(plan, "interpreting", lambda: False)
     rows, cols = _pair(_unit(5), _unit(5))
     assert Triton.declines(SYMMETRIC, rows, cols) == "the features are on cpu, not on an NVIDIA device"
 
 
-def test_another_loss_is_declined() -> None:
+def test_another_loss_is_declined_by_its_name() -> None:
     class Mine(Softmax):
         pass
 
@@ -463,9 +476,25 @@ def test_another_loss_is_declined() -> None:
     assert Triton.declines(Mine(), rows, cols) == "no kernel for Mine"
 
 
-def test_groups_are_counted_in_32_bits() -> None:
+@pytest.mark.parametrize("loss", [Softmax, Sigmoid])
+def test_a_field_that_no_kernel_knows_is_declined_by_its_name(
+    loss: type[PairLoss], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, cols = _pair(_unit(5), _unit(5))
+    assert Triton.declines(loss(), rows, cols) is None
+    wider = make_dataclass(loss.__name__, [("decoupled", bool, False)], bases=(loss,), frozen=True)
+    monkeypatch.setitem(EPILOGUES, wider, EPILOGUES[loss])
+    assert Triton.declines(wider(), rows, cols) == f"no kernel for {loss.__name__}.decoupled"
+
+
+@pytest.mark.parametrize("loss", EPILOGUES)
+def test_the_fields_of_an_epilogue_exist(loss: type[PairLoss]) -> None:
+    assert EPILOGUES[loss].fields == {field.name for field in fields(loss)}
+
+
+def test_groups_are_numbered_in_32_bits() -> None:
     ids = torch.tensor([2**40, -7, 2**40 + 2**32, 5, -7])
-    counted = operands.counted(Side(_unit(3), ids=ids[:3]), Side(_unit(2), ids=ids[3:]))
-    both = torch.cat([side["ids"] for side in counted])
+    numbered = plan.numbered_groups(Shard(_unit(3), ids=ids[:3]), Shard(_unit(2), ids=ids[3:]))
+    both = torch.cat([side["ids"] for side in numbered])
     assert both.dtype == torch.int32
     assert both.tolist() == [2, 0, 3, 1, 0]

@@ -26,7 +26,7 @@ def undisturbed(tmp_path_factory):
     return recipe, run_recipe(recipe, folder / "runs").folder
 
 
-def test_a_run_learns_from_shards(tmp_path):
+def test_a_run_learns_from_tar_shards(tmp_path):
     recipe = shards_recipe(tmp_path, "train.examples=1200", "data.augment=false")
     losses = [
         line["loss"]
@@ -36,14 +36,14 @@ def test_a_run_learns_from_shards(tmp_path):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
-def test_it_is_evaluated_and_reported_as_others_are(undisturbed):
+def test_a_collection_is_evaluated_and_reported(undisturbed):
     _, folder = undisturbed
     tests = [row["test"] for row in json.loads((folder / "evaluation.json").read_text())]
     assert tests[0] == "held-out pairs, picture → name"
     assert (folder / "report.html").is_file()
 
 
-def test_killed_and_resumed_in_the_middle_of_an_epoch_it_is_the_same(undisturbed, tmp_path):
+def test_a_run_killed_within_an_epoch_resumes_bit_identically(undisturbed, tmp_path):
     recipe, whole = undisturbed
     patience = 0.3
     while not killed(recipe, tmp_path, patience):
@@ -51,7 +51,7 @@ def test_killed_and_resumed_in_the_middle_of_an_epoch_it_is_the_same(undisturbed
     same_run(tmp_path / recipe.name, whole)
 
 
-def test_stopped_and_resumed_it_counts_on(tmp_path, monkeypatch):
+def test_counts_of_skipped_pairs_resume(tmp_path, monkeypatch):
     recipe = shards_recipe(tmp_path, "data.max_bad_fraction=1.0")
     (tmp_path / "B-left.png").write_bytes(b"<html>")
     (tmp_path / "H-low.png").write_bytes(b"<html>")
@@ -83,7 +83,7 @@ def test_the_crop_is_not_drawn_without_augmentation(tmp_path):
     assert not torch.equal(*weights)
 
 
-def test_shards_that_changed_cannot_be_gone_on_with(undisturbed, tmp_path, monkeypatch):
+def test_a_changed_collection_is_refused_on_resume(undisturbed, tmp_path, monkeypatch):
     recipe = shards_recipe(tmp_path, "train.examples=64")
     real = loop.step
     monkeypatch.setattr(loop, "step", lambda *arguments: signal.raise_signal(signal.SIGINT) or real(*arguments))

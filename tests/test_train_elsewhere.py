@@ -8,20 +8,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tiny_runs import tiny_recipe, write_pictures, write_recipe
 from tiny_tests import class_folder, karpathy
 
 from contrastile.cli.main import main
-from contrastile.data.decoding import stretches
-from contrastile.data.table import decode
-from contrastile.train import elsewhere
-from contrastile.train.checkpoint import load
-from contrastile.train.elsewhere import open_test
-from contrastile.train.evaluate_settings import RetrievalSettings, ZeroShotSettings
+from contrastile.data.images import decode
+from contrastile.data.loader import read_chunks
+from contrastile.train import transfer
+from contrastile.train.config.evaluate import RetrievalSettings, ZeroShotSettings
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.recipe import RecipeError, load_recipe
+from contrastile.train.run import load
+from contrastile.train.transfer import open_test
 
 LETTERS = {f"n{number:08}": letter for number, letter in enumerate("ABCDEFGH")}
 NAMES = {folder: f"letter {letter}" for folder, letter in LETTERS.items()}
@@ -83,7 +84,7 @@ def test_each_probe_measures_a_sample(finished):
     }
 
 
-def test_nothing_of_it_changes_what_is_learned(finished, tmp_path):
+def test_tests_do_not_change_the_training(finished, tmp_path):
     recipe, outcome = finished
     write_pictures(tmp_path)
     plain = recipe.model_copy(
@@ -111,13 +112,13 @@ def test_the_measures_are_those_of_the_features(finished):
     assert metrics["imagenet-zeroshot-val-top5"] == pytest.approx((ahead < 5).double().mean().item())
 
 
-def test_a_run_learns_to_tell_them(tmp_path):
+def test_training_raises_zero_shot_accuracy(tmp_path):
     recipe = tiny_recipe(tmp_path, *overrides(tmp_path), "train.examples=3000", "train.batch=32", "data.augment=false")
     rows = rows_of(run_recipe(recipe, tmp_path / "runs").folder)
     assert rows["imagenet, zero-shot"]["recall"]["1"] > 3 * rows["imagenet, zero-shot"]["chance"]
 
 
-def test_by_the_command_on_these_alone(finished, tmp_path, capsys):
+def test_the_command_measures_the_named_tests_alone(finished, tmp_path, capsys):
     recipe, outcome = finished
     folder, files = outcome.folder, recipe.data.source.rpartition("/")[0]
     before, galleries = rows_of(folder), (folder / "report.html").read_text().count('class="find')
@@ -149,7 +150,7 @@ def test_by_the_command_on_these_alone(finished, tmp_path, capsys):
          '`--zero-shot` must be a folder; there is no "nowhere".'),
     ],
 )  # fmt: skip
-def test_words_that_do_not_fit_are_refused(finished, capsys, words, sentence):
+def test_options_that_do_not_fit_are_refused(finished, capsys, words, sentence):
     assert main(["evaluate", str(finished[1].folder), *words]) == 2
     assert capsys.readouterr().err == f"{sentence}\n"
 
@@ -194,7 +195,7 @@ def test_lists_that_do_not_fit_are_an_error_before_the_first_step(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_one_that_fails_ends_nothing(tmp_path, caplog):
+def test_a_failing_test_does_not_end_the_run(tmp_path, caplog):
     recipe = tiny_recipe(tmp_path, *overrides(tmp_path), "train.examples=64", "data.max_bad_fraction=0.1")
     for path in list((tmp_path / "val").glob("*/0.png")):
         path.write_bytes(b"<html>")
@@ -236,11 +237,39 @@ def test_a_few_bad_pictures_are_left_out_and_counted(finished, tmp_path, caplog)
     assert "1 of 24 pictures are left out (broken picture: 1)" in caplog.text
 
 
-def test_classes_that_cannot_be_told_apart_are_said(finished, tmp_path, caplog):
+def test_equal_captions_are_one_answer_and_one_query(tmp_path):
+    """A model that knows every class of its pictures finds all of them, though they share their captions."""
+    names = {"A": [1.0, 0.0, 0.0], "B": [0.0, 1.0, 0.0], "C": [0.0, 0.0, 1.0], "ring": [0.6, 0.8, 0.0]}
+    lines = ["filepath\ttitle"]
+    for number, letter in enumerate("AABBBC"):
+        Image.new("L", (16, 16), "ABC".index(letter)).save(tmp_path / f"{number}.png")
+        lines += [f"{number}.png\t{letter}"] * (number % 2 + 1)
+    lines += ["0.png\tring", "2.png\tring"]
+    (tmp_path / "captions.tsv").write_text("\n".join(lines) + "\n")
+    encoded = []
+
+    def encode_text(texts):
+        encoded.extend(texts)
+        return torch.tensor([names[text] for text in texts])
+
+    run = SimpleNamespace(
+        recipe=tiny_recipe(tmp_path), device=torch.device("cpu"), model=torch.nn.Identity(), encode_text=encode_text,
+        encode_image=lambda pictures: torch.eye(3)[pictures[:, 0, 0, 0].long()],
+    )  # fmt: skip
+    there, back = open_test(RetrievalSettings(captions=str(tmp_path / "captions.tsv"))).measure(run)
+    assert sorted(encoded) == sorted(names)
+    assert (there["queries"], there["choices"], there["recall"]) == (6, 4, {"1": 1.0})
+    assert (back["queries"], back["choices"], back["recall"]) == (4, 6, {"1": 0.75, "5": 1.0})
+    # the right answers of each picture among 4, and of each caption among 6
+    assert there["chance"] == pytest.approx((2 + 1 + 2 + 1 + 1 + 1) / 6 / 4)
+    assert back["chance"] == pytest.approx((2 + 3 + 1 + 2) / 4 / 6)
+
+
+def test_classes_with_equal_features_are_logged(finished, tmp_path, caplog):
     run = load(finished[1].folder, device="cpu")
     (tmp_path / "names.json").write_text(json.dumps({**NAMES, "n00000001": "letter A", "n00000004": "letter A"}))
     settings = ZeroShotSettings(folder=finished[0].evaluate.zero_shot[0].folder, classes=str(tmp_path / "names.json"))
-    (row,) = elsewhere.ZeroShot("x", open_test(settings).folder, ["{}"]).measure(run)
+    (row,) = transfer.ZeroShot("x", open_test(settings).folder, ["{}"]).measure(run)
     assert "x: 2 classes have the very features of others: names that are equal, or cut at 4 tokens" in caplog.text
     # ties count against the model
     assert row["metrics"]["x-zeroshot-val-mean-per-class-recall"] <= 5 / 8
@@ -252,7 +281,7 @@ def test_a_zero_shot_test_and_a_captioned_one_may_have_one_name(tmp_path):
     assert [len(measure()) for _, measure in job.tests()] == [1, 2]
 
 
-def test_another_test_may_be_named_when_a_run_goes_on(tmp_path):
+def test_tests_may_change_on_resume(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.examples=96")
     run_recipe(recipe, tmp_path / "runs")
     again = tiny_recipe(tmp_path, "train.examples=96", *overrides(tmp_path))
@@ -263,26 +292,26 @@ def test_another_test_may_be_named_when_a_run_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_pictures_come_in_stretches(tmp_path, apart):
+def test_pictures_are_encoded_in_chunks(tmp_path, apart):
     root = class_folder(tmp_path, {"a": "A", "b": "B"}, each=10)
     paths = [str(path) for path in sorted(root.glob("*/*.png"))]
     (root / "b" / "3.png").write_bytes(b"")
-    found = list(stretches(paths, (1, 16, 16), stretch=7, apart=apart))
+    found = list(read_chunks(paths, (1, 16, 16), chunk=7, apart=apart))
     assert [part for part, _, _ in found] == [range(7), range(7, 14), range(14, 20)]
     pictures, reasons = torch.cat([one for _, one, _ in found]), [why for _, _, some in found for why in some]
     bad = paths.index(str(root / "b" / "3.png"))
     assert [place for place, why in enumerate(reasons) if why] == [bad]
     for place, path in enumerate(paths):
         assert place == bad or np.array_equal(pictures[place].numpy(), decode(Path(path), (1, 16, 16)))
-    assert not list(stretches([], (1, 16, 16), stretch=7, apart=apart))
+    assert not list(read_chunks([], (1, 16, 16), chunk=7, apart=apart))
 
 
-def test_pictures_are_held_until_the_device_has_them(tmp_path, monkeypatch):
+def test_pictures_are_held_until_the_device_has_copied_them(tmp_path, monkeypatch):
     """Whose memory the next but one stretch is decoded into."""
-    told, real = [], elsewhere.stretches
+    told, real = [], transfer.read_chunks
 
-    def stretches_told(*arguments, **words):
-        for one in real(*arguments, **{**words, "stretch": 3}):
+    def chunks_told(*arguments, **words):
+        for one in real(*arguments, **{**words, "chunk": 3}):
             told.append("decoded")
             yield one
 
@@ -290,9 +319,9 @@ def test_pictures_are_held_until_the_device_has_them(tmp_path, monkeypatch):
         told.append("encoded")
         return torch.zeros(len(pictures), 2)
 
-    monkeypatch.setattr(elsewhere, "stretches", stretches_told)
-    monkeypatch.setattr(elsewhere, "settle", lambda device: told.append(f"there, {device}"))
+    monkeypatch.setattr(transfer, "read_chunks", chunks_told)
+    monkeypatch.setattr(transfer, "settle", lambda device: told.append(f"there, {device}"))
     root = class_folder(tmp_path, {"a": "A", "b": "B"}, each=3)
     run = SimpleNamespace(recipe=tiny_recipe(tmp_path), device=torch.device("cpu"), encode_image=encode_image)
-    elsewhere._encode(run, sorted(map(str, root.glob("[ab]/*.png"))), "x")
+    transfer._encode(run, sorted(map(str, root.glob("[ab]/*.png"))), "x")
     assert told == ["decoded", "encoded", "there, cpu"] * 2

@@ -18,11 +18,11 @@ from test_train_ranks import Launched, _main, _trained, _words
 from tiny_runs import same_run, tiny_recipe
 
 from contrastile.cli.main import main
-from contrastile.train import elsewhere, loop
-from contrastile.train.checkpoint import load
+from contrastile.train import loop, transfer
 from contrastile.train.config import Recipe
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import read_metrics
+from contrastile.train.run import load
 from contrastile.train.sharded import shard
 
 # loaded once, before ranks are forked
@@ -32,10 +32,10 @@ SHORT = ("train.examples=48", "train.batch=16", "evaluate.every=1.0")
 
 
 def _rows(job: ImageText, most: int | None) -> list[Any]:
-    """24 and 6 pictures, in stretches of four, the last one short, and in one, where three of four ranks have none."""
+    """24 and 6 pictures, in chunks of four, the last one short, and in one, where three of four ranks have none."""
     found = []
     for stretch in (4, 100):
-        with patch.object(elsewhere, "STRETCH", stretch):
+        with patch.object(transfer, "CHUNK", stretch):
             found += [row for test in job._tests for row in test.measure(job.run, most)]
     return found
 
@@ -64,15 +64,15 @@ def test_measures_are_those_of_one_process_exactly(
 
 def _fails_on_one(rank: int, group: Any, recipe: Recipe) -> list[str]:
     job, told = ImageText.open(recipe), []
-    real = elsewhere.stretches
+    real = transfer.read_chunks
 
-    def stretches(*arguments: Any, **words: Any) -> Any:
+    def read_chunks(*arguments: Any, **words: Any) -> Any:
         if rank == 2:
             raise MemoryError("no room for pictures")
         return real(*arguments, **words)
 
     for test in job._tests:
-        with patch.object(elsewhere, "stretches", stretches):
+        with patch.object(transfer, "read_chunks", read_chunks):
             try:
                 test.measure(job.run)
             except (ValueError, MemoryError) as error:
@@ -81,22 +81,22 @@ def _fails_on_one(rank: int, group: Any, recipe: Recipe) -> list[str]:
     return [*told, str(len(_rows(job, None)))]
 
 
-def test_what_fails_on_one_rank_fails_on_all(pool: Pool, tmp_path: Path) -> None:
+def test_a_test_that_fails_on_one_rank_fails_on_all(pool: Pool, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, *overrides(tmp_path))
     assert pool.run(_fails_on_one, 4, recipe) == [["rank 2: no room for pictures"] * 2 + ["6"]] * 4
 
 
 def _fails_on(rank: int, words: list[str], who: tuple[int, ...]) -> int:
     """Some ranks have no room for pictures where they look at them first."""
-    real, calls = elsewhere.stretches, []
+    real, calls = transfer.read_chunks, []
 
-    def stretches(*arguments: Any, **more: Any) -> Any:
+    def read_chunks(*arguments: Any, **more: Any) -> Any:
         calls.append(1)
         if rank in who and len(calls) == 1:
             raise MemoryError("no room for pictures")
         return real(*arguments, **more)
 
-    elsewhere.stretches = stretches
+    transfer.read_chunks = read_chunks
     try:
         return main(words)
     except MemoryError as error:
@@ -104,7 +104,7 @@ def _fails_on(rank: int, words: list[str], who: tuple[int, ...]) -> int:
         return 1
 
 
-def test_in_shards_what_fails_on_one_rank_ends_the_others_with_its_words(tmp_path: Path) -> None:
+def test_a_sharded_test_that_fails_on_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
     """They run the towers together then: an agreement would meet what they exchange."""
     words = _words(tmp_path, *overrides(tmp_path), *SHORT, "train.parallel=shard")
     with Launched(3, tmp_path, _fails_on, words, (1,)) as launched:
@@ -113,7 +113,7 @@ def test_in_shards_what_fails_on_one_rank_ends_the_others_with_its_words(tmp_pat
             assert "no answer from rank 1, which left by MemoryError: no room for pictures, " in launched.said(rank)
 
 
-def test_in_shards_what_fails_on_all_ranks_is_told_and_the_training_goes_on(tmp_path: Path) -> None:
+def test_a_sharded_test_that_fails_on_all_ranks_is_logged(tmp_path: Path) -> None:
     words = _words(tmp_path, *overrides(tmp_path), *SHORT, "train.parallel=shard")
     with Launched(2, tmp_path, _fails_on, words, (0, 1)) as launched:
         assert launched.codes() == [0, 0]
@@ -128,7 +128,7 @@ def _tests(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_at_the_end_all_ranks_measure_all_pictures(tmp_path: Path, parallel: str) -> None:
     words = (*overrides(tmp_path), *SHORT, "evaluate.probe=5", f"train.parallel={parallel}", "optim.ema=0.9")
-    with patch.object(elsewhere, "STRETCH", 4):
+    with patch.object(transfer, "CHUNK", 4):
         folder = _trained(tmp_path, 3, *words, "train.sub_batch=4")
         recipe = tiny_recipe(tmp_path, *words)
         run = load(folder, device="cpu")
@@ -149,11 +149,11 @@ def _killed_while_it_measures(rank: int, words: list[str], name: str) -> int:
     def test(_: Any) -> None:
         os.kill(os.getpid(), getattr(signal, name))
 
-    loop.Training.test = test
+    loop.Trainer.test = test
     return main(words)
 
 
-def test_a_run_that_is_killed_while_it_measures_has_its_steps(tmp_path: Path) -> None:
+def test_a_run_killed_during_its_tests_keeps_its_steps(tmp_path: Path) -> None:
     words = (*overrides(tmp_path), *SHORT)
     whole = _trained(tmp_path, 2, *words).rename(tmp_path / "whole")
     with Launched(2, tmp_path, _killed_while_it_measures, _words(tmp_path, *words), "SIGKILL") as launched:

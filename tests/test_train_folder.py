@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from contrastile.cli.main import main
-from contrastile.train.folder import RunFolder, finished_run, make_folder, make_way, new_run
+from contrastile.train.folder import RunFolder, finished_run, make_folder, make_way, new_run, run_id
 
 
-def test_a_second_run_moves_the_first_aside(tmp_path, caplog):
+def test_a_second_run_renames_the_first(tmp_path, caplog):
     for text in ("first", "second", "third"):
         with new_run(tmp_path, "glyphs") as folder:
             folder.write_text("note", text)
@@ -19,7 +19,7 @@ def test_a_second_run_moves_the_first_aside(tmp_path, caplog):
     assert caplog.messages == [f"the earlier {path} is now {path}-{number}" for number in (1, 2)]
 
 
-def test_a_run_under_way_is_left_alone(tmp_path):
+def test_a_running_folder_is_locked(tmp_path):
     with new_run(tmp_path, "glyphs") as folder:
         folder.write_text("note", "mine")
         with pytest.raises(ValueError) as caught, new_run(tmp_path, "glyphs"):
@@ -31,7 +31,7 @@ def test_a_run_under_way_is_left_alone(tmp_path):
         assert (folder / "note").read_text() == "mine"
 
 
-def test_a_killed_run_holds_nothing(tmp_path):
+def test_a_killed_process_releases_its_lock(tmp_path):
     program = (
         "import os; from contrastile.train.folder import new_run\n"
         f"with new_run({str(tmp_path)!r}, 'glyphs'): os._exit(9)"
@@ -42,7 +42,7 @@ def test_a_killed_run_holds_nothing(tmp_path):
     assert (tmp_path / "glyphs-1").is_dir()
 
 
-def test_a_file_is_replaced_only_when_it_is_whole(tmp_path):
+def test_a_file_is_replaced_only_by_a_complete_one(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_text("note", "whole")
 
@@ -57,13 +57,48 @@ def test_a_file_is_replaced_only_when_it_is_whole(tmp_path):
     assert (folder / "note").read_text() == "whole"
 
 
+@pytest.mark.parametrize("there", ["another one", "none"])
+def test_a_locked_folder_that_was_moved_is_refused(tmp_path, there):
+    with new_run(tmp_path, "glyphs") as folder:
+        path = folder.path
+        folder.write_text("note", "mine")
+        path.rename(tmp_path / "moved")
+        if there == "another one":
+            path.mkdir()
+        for act in (
+            lambda: folder.write_text("note", "more"),
+            lambda: folder / "note",
+            lambda: run_id(folder),
+            lambda: folder.checksum("note"),
+        ):
+            with pytest.raises(ValueError) as caught:
+                act()
+            assert str(caught.value) == (
+                f'`run` must find its folder where it began; got {there} at "{path}". '
+                "Move its own back there and go on with --resume."
+            )
+        assert [one.name for one in tmp_path.rglob("*") if one.is_file()] == ["note"]
+        if there == "another one":
+            path.rmdir()
+        (tmp_path / "moved").rename(path)
+        assert (folder / "note").read_text() == "mine"
+
+
+def test_every_run_has_its_own_id(tmp_path):
+    ids = []
+    for name in ("one", "two"):
+        with new_run(tmp_path, name) as folder:
+            ids += [run_id(folder), run_id(folder)]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+
+
 def test_json_reads_back(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_json("facts", {"é": [1, 2.5, None]})
     assert folder.read_json("facts") == {"é": [1, 2.5, None]}
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError) as caught:
         finished_run(tmp_path)
     assert str(caught.value) == (
@@ -72,7 +107,7 @@ def test_what_is_no_run_is_refused(tmp_path):
     )
 
 
-def test_a_run_that_has_only_begun_is_refused_with_the_way_on(tmp_path):
+def test_an_unfinished_run_is_refused_with_the_command_that_resumes_it(tmp_path):
     run = tmp_path / "runs" / "glyphs"
     run.mkdir(parents=True)
     for name in ("recipe.toml", "metrics.jsonl"):
@@ -85,13 +120,13 @@ def test_a_run_that_has_only_begun_is_refused_with_the_way_on(tmp_path):
     )
 
 
-def test_json_that_is_damaged_is_named(tmp_path):
+def test_damaged_json_is_refused_by_name(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"`run\.json` must be JSON; got .*: Expecting property name"):
         RunFolder(tmp_path).read_json("run.json")
 
 
-def test_runs_that_cannot_be_made_are_refused(tmp_path):
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
         ValueError, match=r"`--runs` must be a folder, or where one can be made; got .*Not a directory\."
@@ -99,7 +134,7 @@ def test_runs_that_cannot_be_made_are_refused(tmp_path):
         make_folder("--runs", tmp_path / "file" / "runs")
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_there_is_anything_to_write(tmp_path, monkeypatch):
+def test_an_unwritable_file_is_refused_in_advance(tmp_path, monkeypatch):
     make_way("csv", tmp_path / "some" / "where" / "x.csv")
     assert [path.name for path in (tmp_path / "some").rglob("*")] == ["where"]
     with pytest.raises(ValueError, match=r"`csv` must be a file that can be written to; got .*some\"\. Name another"):
@@ -115,7 +150,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_there_is_anything_to_wr
             make_way("csv", path)
 
 
-def test_a_run_that_cannot_be_written_to_is_not_measured(tmp_path, monkeypatch, capsys):
+def test_an_unwritable_run_is_refused_before_its_evaluation(tmp_path, monkeypatch, capsys):
     for name, content in (("recipe.toml", "[train]\nexamples = 10\n"), ("model.safetensors", ""), ("run.json", "{}")):
         (tmp_path / name).write_text(content)
     monkeypatch.setattr("os.access", lambda path, mode: False)

@@ -20,7 +20,7 @@ def test_a_log_gets_a_line_at_the_end():
     assert line.endswith(" · loss 1.5")
 
 
-def test_a_log_gets_a_line_now_and_then(monkeypatch):
+def test_a_log_gets_a_line_every_interval(monkeypatch):
     monkeypatch.setattr(log, "LINE_EVERY", 0.0)
     stream = io.StringIO()
     bar = LineBar(1000, "training", "pairs", stream=stream)
@@ -30,7 +30,7 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch):
     assert line.endswith(" left")
 
 
-def test_what_takes_seconds_each_is_told_so():
+def test_a_slow_rate_is_shown_in_seconds_each():
     stream = io.StringIO()
     bar = LineBar(10, "comparing", "runs", stream=stream)
     bar._began -= 9
@@ -39,7 +39,7 @@ def test_what_takes_seconds_each_is_told_so():
     assert stream.getvalue() == "comparing  30% · 3 runs · 3 s each · 0:21 left\n"
 
 
-def test_what_was_done_before_is_no_speed():
+def test_resumed_units_do_not_count_for_the_rate():
     stream = io.StringIO()
     bar = LineBar(10, "training", "pairs", 5, stream)
     bar._began -= 2
@@ -51,7 +51,7 @@ def test_what_was_done_before_is_no_speed():
     assert stream.getvalue().endswith("training 100% · 10 pairs · 0 pairs/s · 0:00 taken\n")
 
 
-def test_an_estimate_may_change(monkeypatch):
+def test_the_total_may_change(monkeypatch):
     monkeypatch.setattr(log, "LINE_EVERY", 0.0)
     stream = io.StringIO()
     LineBar(1000, "training", "pairs", stream=stream).update(250, total=500)
@@ -96,12 +96,12 @@ def test_a_line_cut_short_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3599.7, "1:00:00"), (3725, "1:02:05")])
-def test_time_as_people_read_it(seconds, text):
+def test_seconds_are_formatted_as_hours_minutes_and_seconds(seconds, text):
     assert clock(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (2048, "2 KiB"), (5 << 20, "5 MiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5120.0 GiB")]
 )
-def test_bytes_as_people_read_them(count, text):
+def test_bytes_are_formatted_in_powers_of_1024(count, text):
     assert size(count) == text

@@ -1,28 +1,31 @@
-"""A whole run, small: what it leaves behind, that it learns, that it repeats, that it stops well."""
+"""Whole small runs: files, metrics, weights, report; learning, repeating, stopping."""
 
 import json
 import math
 import re
+import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_runs import tiny_recipe, weights, write_pictures
+from tiny_runs import timed, tiny_recipe, weights, write_pictures
 
 import contrastile
-from contrastile.train import figures, loop
-from contrastile.train.clock import Clock
-from contrastile.train.facts import Trained
-from contrastile.train.feed import Batch
+from contrastile.train import loop
+from contrastile.train.batch_builder import Batch
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, step
+from contrastile.train.metadata import TrainResult
 from contrastile.train.optim import build_optimizer
+from contrastile.train.progress import Progress
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
-from contrastile.train.report import full
+from contrastile.train.report import figures
+from contrastile.train.report.page import full
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +34,12 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     recipe = tiny_recipe(folder)
     return recipe, run_recipe(recipe, folder / "runs")
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of the finished run's folder, to be damaged."""
+    return Path(shutil.copytree(finished[1].folder, tmp_path / "copied"))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +68,7 @@ def test_the_resolved_recipe_reads_back(finished):
     assert load_recipe(outcome.folder / "recipe.toml") == recipe
 
 
-def test_metrics_tell_of_every_step(finished):
+def test_metrics_have_a_line_for_every_step(finished):
     recipe, outcome = finished
     steps = [line for line in read_metrics(outcome.folder / "metrics.jsonl") if line["kind"] == "step"]
     assert [line["batch"] for line in steps] == [16] * 15 + [48] * 5
@@ -74,7 +83,7 @@ def test_probes_come_at_the_start_between_and_at_the_end(finished):
     assert set(probes[0]["recall"]) == {"held_out"}
 
 
-def test_the_table_has_every_test_beside_its_chance(finished):
+def test_the_table_has_recall_and_chance_of_every_test(finished):
     _, outcome = finished
     results = json.loads((outcome.folder / "evaluation.json").read_text())
     assert [row["test"] for row in results] == [
@@ -93,22 +102,16 @@ def test_the_run_learns(learned):
     assert losses[-1] < 0.8 * math.log(48)
 
 
-def test_the_same_seed_gives_the_same_weights(finished, tmp_path):
+@pytest.mark.parametrize("seed", [0, 1])
+def test_equal_seeds_alone_give_equal_weights(finished, tmp_path, seed):
     recipe, outcome = finished
-    again = run_recipe(recipe, tmp_path)
+    again = run_recipe(recipe.model_copy(update={"seed": seed}), tmp_path)
     first, second = weights(outcome.folder), weights(again.folder)
     assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[name], second[name]) for name in first) == (seed == recipe.seed)
 
 
-def test_another_seed_gives_other_weights(finished, tmp_path):
-    recipe, outcome = finished
-    again = run_recipe(recipe.model_copy(update={"seed": 1}), tmp_path)
-    first, second = weights(outcome.folder), weights(again.folder)
-    assert not all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_loaded_run_is_the_trained_one(finished):
+def test_a_loaded_run_has_the_trained_weights(finished):
     _, outcome = finished
     run = contrastile.load(outcome.folder, device="cpu")
     assert {name: value.tolist() for name, value in run.model.state_dict().items()} == {
@@ -117,16 +120,17 @@ def test_a_loaded_run_is_the_trained_one(finished):
     assert not run.model.training
 
 
-def test_a_loaded_run_reads_pictures_and_texts(finished):
+def test_a_loaded_run_encodes_pictures_and_texts_or_none(finished):
     _, outcome = finished
     run = contrastile.load(outcome.folder, device="cpu")
     images = run.encode_image([Image.new("RGB", (40, 20), "white"), Image.new("L", (16, 16))])
     texts = run.encode_text(["letter A left", "letter Q"])
     assert images.shape == texts.shape == (2, 16)
     assert torch.cat([images, texts]).norm(dim=-1).tolist() == pytest.approx([1.0] * 4)
+    assert run.encode_image([]).shape == run.encode_text([]).shape == (0, 16)
 
 
-def test_one_picture_or_text_goes_into_a_list(finished):
+def test_a_single_picture_or_text_outside_a_list_is_refused(finished):
     _, outcome = finished
     run = contrastile.load(outcome.folder, device="cpu")
     picture = Image.new("L", (16, 16))
@@ -153,12 +157,6 @@ def test_one_picture_or_text_goes_into_a_list(finished):
         assert str(caught.value) == sentence
 
 
-def test_no_pictures_and_no_texts_have_no_features(finished):
-    _, outcome = finished
-    run = contrastile.load(outcome.folder, device="cpu")
-    assert run.encode_image([]).shape == run.encode_text([]).shape == (0, 16)
-
-
 @pytest.mark.drawn
 def test_a_curve_of_one_step_can_be_seen():
     point = f"fill: {figures.COLOURS[0]}"
@@ -173,7 +171,7 @@ def test_pictures_and_their_bytes_are_encoded_alike(finished):
     assert torch.equal(run.encode_image(pictures), run.encode_image(run.transform(pictures)))
 
 
-def test_floats_are_no_pictures(finished):
+def test_float_pictures_are_refused(finished):
     _, outcome = finished
     run = contrastile.load(outcome.folder, device="cpu")
     with pytest.raises(ValueError) as caught:
@@ -184,34 +182,32 @@ def test_floats_are_no_pictures(finished):
     )
 
 
-def test_damaged_weights_are_refused(tmp_path):
-    outcome = run_recipe(tiny_recipe(tmp_path, "train.examples=32"), tmp_path / "runs")
-    path = outcome.folder / "model.safetensors"
+def test_damaged_weights_are_refused(copied):
+    path = copied / "model.safetensors"
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
     with pytest.raises(ValueError) as caught:
-        contrastile.load(outcome.folder)
+        contrastile.load(copied)
     assert str(caught.value) == (
         "`model.safetensors` must be the file that the run wrote; got another checksum. "
         "The file is damaged or another one; train again or restore it."
     )
 
 
-def test_weights_of_other_towers_are_refused(tmp_path):
-    outcome = run_recipe(tiny_recipe(tmp_path, "train.examples=32"), tmp_path / "runs")
-    facts = json.loads((outcome.folder / "run.json").read_text())
-    facts["towers"]["image"]["width"] = 16
-    (outcome.folder / "run.json").write_text(json.dumps(facts))
+def test_weights_of_other_towers_are_refused(copied):
+    metadata = json.loads((copied / "run.json").read_text())
+    metadata["towers"]["image"]["width"] = 16
+    (copied / "run.json").write_text(json.dumps(metadata))
     with pytest.raises(ValueError) as caught:
-        contrastile.load(outcome.folder)
+        contrastile.load(copied)
     assert str(caught.value) == (
-        f'`run` must hold weights of these towers; got "{outcome.folder}", whose shapes differ. '
+        f'`run` must hold weights of these towers; got "{copied}", whose shapes differ. '
         "Another version of contrastile wrote it; train again or install that version."
     )
 
 
-def test_towers_of_the_library_train_and_load(tmp_path):
+def test_transformers_towers_train_and_load(tmp_path):
     size = "hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16"
     vision = f"model.image={{kind='transformers', config={{model_type='vit', patch_size=8, {size}}}}}"
     text = f"model.text={{kind='transformers', config={{model_type='bert', {size}}}}}"
@@ -219,7 +215,7 @@ def test_towers_of_the_library_train_and_load(tmp_path):
     assert contrastile.load(outcome.folder).encode_text(["letter A"]).shape == (1, 16)
 
 
-def test_a_gpu_that_is_not_there_is_refused(finished):
+def test_a_missing_gpu_is_refused(finished):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ValueError) as caught:
@@ -228,13 +224,13 @@ def test_a_gpu_that_is_not_there_is_refused(finished):
     assert str(caught.value) == said
 
 
-def test_the_cached_step_is_the_plain_one(tmp_path):
+def test_a_step_with_sub_batches_has_the_gradients_of_a_plain_one(tmp_path):
     gradients = []
     for sub_batch, retain in ((16, 0), (48, 1)):
         overrides = f"train.sub_batch={sub_batch}", f"train.retain={retain}"
         recipe = tiny_recipe(tmp_path, *overrides, "data.augment=false")
         job = ImageText.open(recipe)
-        job.loss(job.feed.batch(torch.from_numpy(np.resize(job.rows, 48)))).backward()
+        job.loss(job.builder.batch(torch.from_numpy(np.resize(job.rows, 48)))).backward()
         gradients.append({name: parameter.grad for name, parameter in job.run.model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-6)
@@ -253,7 +249,7 @@ def test_accumulated_parts_have_their_own_negatives(tmp_path):
 def test_equal_ids_are_not_negatives(tmp_path):
     recipe = tiny_recipe(tmp_path, "data.augment=false")
     job = ImageText.open(recipe)
-    batch = job.feed.batch(torch.arange(6))
+    batch = job.builder.batch(torch.arange(6))
     alike = Batch(batch.pixels, batch.tokens, torch.zeros(6, dtype=torch.int64))
     assert job.loss(alike).item() == pytest.approx(0.0, abs=1e-6)
     assert job.loss(batch).item() > 0.5
@@ -264,14 +260,14 @@ def test_the_scale_is_clamped_after_a_step(tmp_path):
     job = ImageText.open(recipe)
     with torch.no_grad():
         job.run.model.logit_scale.fill_(9.0)
-    step(job, build_optimizer(job.run.model, recipe.optim), [job.feed.batch(torch.arange(8))])
+    step(job, build_optimizer(job.run.model, recipe.optim), [job.builder.batch(torch.arange(8))])
     assert job.run.model.logit_scale.item() == pytest.approx(math.log(100.0))
 
 
-def test_a_loss_that_is_no_number_never_reaches_the_weights(tmp_path):
+def test_a_non_finite_loss_does_not_change_the_weights(tmp_path):
     recipe = tiny_recipe(tmp_path)
     job = ImageText.open(recipe)
-    model, batch = job.run.model, job.feed.batch(torch.arange(8))
+    model, batch = job.run.model, job.builder.batch(torch.arange(8))
     batch.pixels[3] = math.nan
     before = {name: value.clone() for name, value in model.state_dict().items()}
     value, norm = step(job, build_optimizer(model, recipe.optim), [batch])
@@ -286,18 +282,18 @@ def test_siglip_bf16_and_adafactor_run(tmp_path):
     assert weights(outcome.folder)["logit_bias"].shape == ()
 
 
-def test_fp16_is_scaled_and_comes_back_to_its_size(tmp_path):
+def test_fp16_gradients_are_unscaled_before_clipping(tmp_path):
     norms = []
     for precision in ("float32", "fp16"):
         recipe = tiny_recipe(tmp_path, "data.augment=false", f"train.precision={precision}")
         job = ImageText.open(recipe)
         scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=2.0**10)
-        batch = job.feed.batch(torch.arange(12))
+        batch = job.builder.batch(torch.arange(12))
         norms.append(step(job, build_optimizer(job.run.model, recipe.optim), [batch], scaler))
     assert norms[1] == pytest.approx(norms[0], rel=2e-2)
 
 
-def test_in_float64_all_ways_end_with_the_same_weights(tmp_path):
+def test_float64_training_is_exact_with_any_sub_batch(tmp_path):
     """Whatever is rounded on the way, to float32 say, would show."""
     found = []
     for sub_batch in ("48", "16"):
@@ -311,7 +307,7 @@ def test_in_float64_all_ways_end_with_the_same_weights(tmp_path):
     assert all(parameter.dtype == torch.float64 for parameter in again.model.parameters())
 
 
-def test_fp16_gets_over_a_factor_that_is_too_large(tmp_path, monkeypatch):
+def test_fp16_recovers_from_a_loss_scale_that_is_too_large(tmp_path, monkeypatch):
     """The scaler halves its factor until gradients fit: these steps are skipped, and no row of them ends the run."""
     real = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda *names, **words: real(*names, **words, init_scale=2.0**40))
@@ -333,7 +329,7 @@ def test_a_locked_tower_stays_and_its_projection_learns(tmp_path):
     assert [name for name in moved if name.startswith("text.tower")]
 
 
-def test_what_is_kept_is_the_average(tmp_path, finished):
+def test_the_saved_weights_are_the_ema(tmp_path, finished):
     recipe, outcome = finished
     averaged = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"ema": 0.9})})
     other = run_recipe(averaged, tmp_path)
@@ -348,7 +344,7 @@ def test_what_is_kept_is_the_average(tmp_path, finished):
     assert losses[0] == losses[1]
 
 
-def test_a_stop_keeps_what_was_learned(tmp_path, monkeypatch):
+def test_a_stopped_run_saves_its_weights(tmp_path, monkeypatch):
     real, calls = loop.step, []
 
     def stop_at_the_third(*arguments):
@@ -364,7 +360,7 @@ def test_a_stop_keeps_what_was_learned(tmp_path, monkeypatch):
     assert (outcome.folder / "report.html").is_file()
 
 
-def test_a_failing_step_keeps_the_weights_before_it(tmp_path, monkeypatch):
+def test_a_failing_step_leaves_the_weights_before_it_saved(tmp_path, monkeypatch):
     real, calls = loop.step, []
 
     def fail_at_the_third(*arguments):
@@ -396,7 +392,7 @@ def test_a_loaded_run_needs_no_data(tmp_path):
     assert contrastile.load(outcome.folder).encode_text(["letter A"]).shape == (1, 16)
 
 
-def test_measurements_of_one_step_that_fail_are_told_apart(tmp_path, monkeypatch):
+def test_failing_measurements_of_one_step_have_distinct_names(tmp_path, monkeypatch):
     """In shards ranks ask each other whether all failed: one answer must not be taken for the next one's."""
     places = []
     monkeypatch.setattr(loop, "is_sharded", lambda model: True)
@@ -404,13 +400,13 @@ def test_measurements_of_one_step_that_fail_are_told_apart(tmp_path, monkeypatch
     job = ImageText.open(tiny_recipe(tmp_path))
     monkeypatch.setattr(job, "probe", lambda: 1 / 0)
     with Metrics(None) as metrics:
-        course = loop.Training(job, metrics, Trained(), ALONE)
-        course.probe()
-        course.probe()
+        trainer = loop.Trainer(job, metrics, TrainResult(), ALONE)
+        trainer.probe()
+        trainer.probe()
     assert len(places) == len(set(places)) == 2
 
 
-def test_minutes_end_a_run_that_is_not_through(tmp_path, caplog, capsys):
+def test_train_minutes_end_a_run_early(tmp_path, caplog, capsys):
     outcome = run_recipe(tiny_recipe(tmp_path, "train.examples=10000000", "train.minutes=0.01"), tmp_path / "runs")
     assert 0 < outcome.examples < 10_000_000
     said = f"train.minutes=0.01 ended the training after {outcome.examples} of 10000000 pairs"
@@ -419,30 +415,57 @@ def test_minutes_end_a_run_that_is_not_through(tmp_path, caplog, capsys):
     assert last.startswith(f"training 100% · {outcome.examples:,} pairs")
 
 
-def test_a_run_makes_one_step_at_least(tmp_path):
+def test_a_run_takes_at_least_one_step(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.minutes=0.000001")
-    trained = Trained()
+    trained = TrainResult()
     with Metrics(None) as metrics:
         loop.train(ImageText.open(recipe), metrics, trained)
     assert (trained.steps, trained.examples) == (1, 48)
 
 
-def test_the_clock_goes_by_what_is_further():
-    by_examples, by_time = Clock(100, minutes=None), Clock(10**9, minutes=1.0)
-    by_examples.seen = 25
-    by_time.now = 30.0
-    assert by_examples.share() == 0.25
-    assert by_examples.share(ahead=5) == 0.3
-    assert by_time.share() == pytest.approx(0.5, abs=0.01)
+def test_a_step_that_would_exceed_the_minutes_is_not_taken(tmp_path, caplog):
+    # a second for each pair: steps of 16 until half of the time is over, then of 48
+    with timed(lambda count: count):
+        outcome = run_recipe(tiny_recipe(tmp_path, "train.minutes=2.0"), tmp_path / "runs")
+    assert outcome.examples == 4 * 16 + 48
+    assert "train.minutes=2 ended the training after 112 of 480 pairs" in caplog.messages
+    lines = read_metrics(outcome.folder / "metrics.jsonl")
+    assert [line for line in lines if line["kind"] == "end"] == [
+        {"kind": "end", "examples": 112, "of": 480, "why": "train.minutes"}
+    ]
+    facts = json.loads((outcome.folder / "run.json").read_text())
+    assert (facts["examples"], facts["planned"], facts["seconds"]) == (112, 480, 112.0)
+    assert "; train.minutes ended the run after 112 of 480 pairs" in (outcome.folder / "report.html").read_text()
 
 
-def test_the_clock_foresees_the_end():
-    clock = Clock(10**9, minutes=1.0, seen=1000)
-    clock.now = 15.0
-    assert clock.expected() == pytest.approx(4000, rel=0.02)
+def test_a_run_that_fits_into_its_minutes_takes_all_steps(tmp_path, caplog):
+    with timed(lambda count: count):
+        outcome = run_recipe(tiny_recipe(tmp_path, "train.minutes=8.0"), tmp_path / "runs")
+    assert outcome.examples == 480
+    assert "train.minutes" not in caplog.text
+    assert "end" not in {line["kind"] for line in read_metrics(outcome.folder / "metrics.jsonl")}
+    assert "train.minutes ended" not in (outcome.folder / "report.html").read_text()
 
 
-def test_the_report_needs_nothing_beside_it(finished):
+def test_the_time_of_a_step_is_estimated_from_the_last_one():
+    progress = Progress(10**9, minutes=1.0)
+    # the first step has no estimate
+    assert progress.has_time_for(10**6)
+    progress.pace, progress.now = 2.0, 20.0
+    assert progress.has_time_for(20)
+    assert not progress.has_time_for(21)
+    assert Progress(100, minutes=None, pace=1e9).has_time_for(100)
+
+
+def test_progress_is_the_larger_share_of_examples_and_minutes():
+    by_examples = Progress(100, minutes=None, seen=25)
+    assert (by_examples.share(), by_examples.share(ahead=5)) == (0.25, 0.3)
+    by_time = Progress(10**9, minutes=1.0, seen=1000, now=15.0)
+    assert by_time.share() == pytest.approx(0.25, abs=0.01)
+    assert by_time.expected() == pytest.approx(4000, rel=0.02)
+
+
+def test_the_report_has_no_external_references(finished):
     page = (finished[1].folder / "report.html").read_text()
     addresses = re.findall(r"""(?:src|href|action)\s*=\s*["']([^"']*)""", page) + re.findall(r"url\(([^)]*)\)", page)
     assert addresses
@@ -452,7 +475,7 @@ def test_the_report_needs_nothing_beside_it(finished):
     assert "<link" not in page
 
 
-def test_the_report_says_what_it_must(finished):
+def test_the_report_has_all_sections_and_figures(finished):
     _, outcome = finished
     page = (outcome.folder / "report.html").read_text()
     for heading in ("Results", "How it learned", "Memory", "What it reads", "What it finds"):
@@ -468,7 +491,7 @@ def test_the_report_says_what_it_must(finished):
     assert page.count('src="data:image/png;base64,') > 5
 
 
-def test_the_short_last_step_is_no_drop_of_the_loss():
+def test_the_loss_curve_leaves_out_a_short_last_step():
     steps = [{"batch": 48, "planned": 48}, {"batch": 48, "planned": 48}, {"batch": 3, "planned": 48}]
     assert full(steps) == steps[:2]
     assert full(steps[:2]) == steps[:2]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from contrastile.retention import bytes_per_example, kept_bytes
+from contrastile.gradcache.memory import bytes_per_example, kept_bytes
 from contrastile.train.memory import PeakMemory, Weighed, dense_need
 
 
@@ -34,17 +34,17 @@ def test_one_example_at_a_time_is_enough():
     assert bytes_per_example(lambda count: layer(torch.randn(count, 10)).exp(), 1) == 4 * (10 + 50)
 
 
-def test_the_dense_need_is_the_other_activations_and_one_matrix():
+def test_plain_autograd_needs_all_other_activations_and_one_matrix():
     need = dense_need(1000, 4096, 256)
-    assert (need.beyond, need.activations, need.matrix) == (3840, 3_840_000, 4 * 4096 * 4096)
+    assert (need["beyond"], need["activations"], need["matrix"]) == (3840, 3_840_000, 4 * 4096 * 4096)
 
 
 def test_a_batch_within_a_sub_batch_needs_only_the_matrix():
     need = dense_need(1000, 100, 256)
-    assert (need.activations, need.matrix) == (0, 40_000)
+    assert (need["activations"], need["matrix"]) == (0, 40_000)
 
 
-def test_the_peak_sees_what_is_gone_again():
+def test_the_peak_counts_freed_memory():
     peak = PeakMemory(torch.device("cpu"))
     before = peak.start()
     block = torch.ones(64 << 20, dtype=torch.uint8)
@@ -52,7 +52,7 @@ def test_the_peak_sees_what_is_gone_again():
     assert peak.bytes() - before >= 60 << 20
 
 
-def test_a_new_start_forgets_the_old_peak():
+def test_a_new_start_resets_the_peak():
     peak = PeakMemory(torch.device("cpu"))
     peak.start()
     block = torch.ones(64 << 20, dtype=torch.uint8)
@@ -78,13 +78,13 @@ def test_tensors_are_weighed_to_the_byte_at_their_highest():
     assert weighed(lambda: None) == 0
 
 
-def test_room_that_was_freed_before_does_not_hide_what_comes():
+def test_reused_memory_counts():
     blocks = [torch.ones(1 << 14) for _ in range(512)]
     del blocks
     assert weighed(lambda: [torch.ones(1 << 14) for _ in range(256)]) == 256 * 4 << 14
 
 
-def test_what_goes_leaves_nothing_below_0():
+def test_freed_tensors_do_not_count_below_0():
     held = [torch.ones(1000)]
     assert weighed(held.clear) == 0
     held = [torch.ones(1000)]
@@ -100,7 +100,7 @@ def test_gradients_are_weighed():
     assert 3 * 4 * 64 * 64 <= weighed(lambda: (x @ x).exp().sum().backward()) <= 4 * 4 * 64 * 64
 
 
-def test_an_error_passes_and_leaves_the_balance_free():
+def test_the_profiler_is_usable_after_an_error():
     def work():
         raise ZeroDivisionError
 

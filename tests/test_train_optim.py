@@ -1,4 +1,4 @@
-"""The step's last part: which parameters decay, how the rate runs, where the scale may go."""
+"""Optimizers, parameter groups, learning-rate schedules, clipping, the bounds of the scale, and the EMA."""
 
 import json
 import math
@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from contrastile.train.adafactor import Adafactor
-from contrastile.train.average import Average
+from contrastile.train.checkpoints import join_tensors, split_tensors
 from contrastile.train.config import TrainSettings
-from contrastile.train.muon import Muon, Together, matrices
+from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings
+from contrastile.train.ema import Ema
+from contrastile.train.muon import CombinedOptimizer, Muon, matrices
 from contrastile.train.optim import (
     build_optimizer,
     clamp_scale,
@@ -22,8 +24,6 @@ from contrastile.train.optim import (
     set_learning_rate,
     with_warmup,
 )
-from contrastile.train.optim_settings import AdafactorSettings, AdamWSettings, MuonSettings
-from contrastile.train.state import put_together, taken_apart
 
 
 def small_model():
@@ -32,7 +32,7 @@ def small_model():
     return model
 
 
-def test_only_what_has_two_axes_decays():
+def test_only_parameters_with_two_axes_decay():
     model = small_model()
     decaying, free = parameter_groups(model.parameters(), 0.1)
     assert (decaying["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
@@ -42,18 +42,14 @@ def test_only_what_has_two_axes_decays():
 
 def test_every_trained_parameter_is_in_one_group():
     model = small_model()
+    model[1].requires_grad_(False)
     grouped = [parameter for group in parameter_groups(model.parameters(), 0.1) for parameter in group["params"]]
-    assert sorted(map(id, grouped)) == sorted(map(id, model.parameters()))
+    assert sorted(map(id, grouped)) == sorted(
+        id(parameter) for parameter in model.parameters() if parameter.requires_grad
+    )
 
 
-def test_frozen_parameters_are_left_out():
-    model = small_model()
-    model[0].requires_grad_(False)
-    grouped = [parameter for group in parameter_groups(model.parameters(), 0.1) for parameter in group["params"]]
-    assert len(grouped) == len(list(model.parameters())) - 2
-
-
-def test_a_decay_of_the_scale_would_move_it_and_does_not():
+def test_the_scale_does_not_decay():
     model = small_model()
     optimizer = build_optimizer(model, AdamWSettings(learning_rate=0.1, weight_decay=0.5))
     for parameter in model.parameters():
@@ -66,22 +62,23 @@ def test_a_decay_of_the_scale_would_move_it_and_does_not():
 
 @pytest.mark.parametrize(
     ("settings", "kind"),
-    [(AdamWSettings(), torch.optim.AdamW), (AdafactorSettings(), Adafactor), (MuonSettings(), Together)],
+    [(AdamWSettings(), torch.optim.AdamW), (AdafactorSettings(), Adafactor), (MuonSettings(), CombinedOptimizer)],
 )
 def test_the_recipe_names_the_optimizer(settings, kind):
     assert type(build_optimizer(small_model(), settings)) is kind
 
 
-def test_adamw_takes_its_settings():
-    settings = AdamWSettings(learning_rate=0.3, betas=(0.5, 0.6), eps=1e-3)
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (AdamWSettings(learning_rate=0.3, betas=(0.5, 0.6), eps=1e-3), {"eps": 1e-3}),
+        (AdafactorSettings(learning_rate=0.3, betas=(0.5, 0.6), beta2_decay=-0.7), {"beta2_decay": -0.7}),
+    ],
+)
+def test_optimizers_take_their_settings(settings, names):
     group = build_optimizer(small_model(), settings).param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"]) == (0.3, (0.5, 0.6), 1e-3)
-
-
-def test_adafactor_takes_its_settings():
-    settings = AdafactorSettings(learning_rate=0.3, betas=(0.5, 0.6), beta2_decay=-0.7)
-    group = build_optimizer(small_model(), settings).param_groups[0]
-    assert (group["lr"], group["betas"], group["beta2_decay"]) == (0.3, (0.5, 0.6), -0.7)
+    expected = {"lr": 0.3, "betas": (0.5, 0.6), **names}
+    assert {name: group[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -102,21 +99,15 @@ def test_every_optimizer_lowers_a_loss(settings):
 
 
 @pytest.mark.parametrize(
-    ("progress", "share"),
-    [(0.0, 0.0), (0.05, 0.5), (0.1, 1.0), (0.55, 0.5), (1.0, 0.0), (1.7, 0.0)],
+    ("progress", "warmup", "final", "share"),
+    [
+        *[(0.0, 0.1, 0.0, 0.0), (0.05, 0.1, 0.0, 0.5), (0.1, 0.1, 0.0, 1.0), (0.55, 0.1, 0.0, 0.5)],
+        *[(1.0, 0.1, 0.0, 0.0), (1.7, 0.1, 0.0, 0.0), (1.0, 0.1, 0.25, 0.25), (0.0, 0.0, 0.0, 1.0)],
+    ],
 )
-def test_the_rate_rises_straight_and_falls_as_half_a_cosine(progress, share):
-    settings = AdamWSettings(learning_rate=2.0, warmup=0.1)
+def test_the_rate_rises_linearly_and_falls_as_half_a_cosine_to_its_final_share(progress, warmup, final, share):
+    settings = AdamWSettings(learning_rate=2.0, warmup=warmup, final=final)
     assert learning_rate(progress, settings) == pytest.approx(2.0 * share, abs=1e-12)
-
-
-def test_the_rate_ends_at_its_final_share():
-    settings = AdamWSettings(learning_rate=2.0, warmup=0.1, final=0.25)
-    assert learning_rate(1.0, settings) == pytest.approx(0.5)
-
-
-def test_without_warmup_the_rate_begins_at_its_highest():
-    assert learning_rate(0.0, AdamWSettings(learning_rate=2.0, warmup=0.0)) == 2.0
 
 
 def test_the_rate_reaches_every_group():
@@ -132,20 +123,14 @@ def test_the_scale_stays_between_1_and_100(before, after):
     assert log_scale.item() == pytest.approx(after)
 
 
-def test_a_gradient_is_cut_to_the_norm():
+@pytest.mark.parametrize(("clip_norm", "norm"), [(0.5, 0.5), (0.0, math.sqrt(12))])
+def test_a_gradient_is_clipped_to_a_positive_norm(clip_norm, norm):
     model = nn.Linear(3, 3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    assert clip_gradients(model, 0.5).item() == pytest.approx(math.sqrt(12))
-    assert torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm().item() == pytest.approx(0.5)
-
-
-def test_a_norm_of_zero_cuts_nothing():
-    model = nn.Linear(3, 3)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    clip_gradients(model, 0.0)
-    assert model.weight.grad.max().item() == 1.0
+    assert clip_gradients(model, clip_norm).item() == pytest.approx(math.sqrt(12))
+    clipped = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert clipped.norm().item() == pytest.approx(norm)
 
 
 # --- Adafactor
@@ -190,7 +175,7 @@ def test_squares_of_one_row_and_one_column_are_kept_exactly():
     torch.testing.assert_close(weight.detach(), -weight.grad.sign(), rtol=1e-5, atol=1e-5)
 
 
-def test_adafactor_keeps_little():
+def test_adafactors_state_of_a_matrix_is_two_vectors():
     weight = torch.nn.Parameter(torch.zeros(64, 128))
     weight.grad = torch.ones_like(weight)
     optimizer = Adafactor([weight], betas=(0.0, 0.95))
@@ -199,7 +184,7 @@ def test_adafactor_keeps_little():
     assert kept == 64 + 128
 
 
-def test_its_decay_follows_the_schedule_and_not_the_height_of_the_rate():
+def test_adafactors_decay_follows_the_schedule_and_not_the_height_of_the_rate():
     for peak in (1e-3, 1e-1):
         weight = torch.nn.Parameter(torch.ones(4))
         optimizer = Adafactor([weight], lr=peak, weight_decay=0.5)
@@ -243,7 +228,7 @@ def big_vision_adafactor(weight, gradients, schedule, peak, decay, *, momentum=0
 
 
 @pytest.mark.parametrize("shape", [(7,), (31, 90), (32, 90), (90, 32), (48, 48), (34, 3, 40)])
-def test_adafactor_is_big_visions(shape):
+def test_adafactor_equals_big_visions(shape):
     lots = np.random.default_rng(0)
     start, gradients = lots.normal(size=shape).astype(np.float32), lots.normal(size=(40, *shape)).astype(np.float32)
     peak, decay, schedule = 0.03, 1e-2, [min((step + 1) / 10, 1.0) for step in range(40)]
@@ -294,7 +279,7 @@ def test_muon_is_its_formula(shape):
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (1, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_muon_is_torchs_bit_for_bit(shape, dtype):
+def test_muon_equals_torchs_bit_for_bit(shape, dtype):
     generator = torch.Generator().manual_seed(2)
     own, other = (nn.Parameter(torch.ones(shape, dtype=dtype)) for _ in range(2))
     optimizers = (
@@ -310,7 +295,7 @@ def test_muon_is_torchs_bit_for_bit(shape, dtype):
     assert not torch.equal(own, torch.ones(shape, dtype=dtype))
 
 
-def test_muon_makes_its_state_once(monkeypatch):
+def test_muon_creates_its_state_once(monkeypatch):
     made, zeros_like = [], torch.zeros_like
     monkeypatch.setattr(torch, "zeros_like", lambda x: made.append(x.shape) or zeros_like(x))
     weights = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(4, 2))]
@@ -380,7 +365,7 @@ def test_towers_without_matrices_are_refused():
     )
 
 
-def test_muon_goes_on_bit_for_bit_and_its_rate_reaches_both_members():
+def test_muon_resumes_bit_for_bit_and_its_rate_reaches_both_members():
     def model():
         torch.manual_seed(3)
         return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4))
@@ -399,11 +384,11 @@ def test_muon_goes_on_bit_for_bit_and_its_rate_reaches_both_members():
     optimizer = build_optimizer(begun, MuonSettings())
     steps(begun, optimizer, range(3))
     tensors = {}
-    plain = json.loads(json.dumps(taken_apart(optimizer.state_dict(), "optimizer", tensors)))
+    plain = json.loads(json.dumps(split_tensors(optimizer.state_dict(), "optimizer", tensors)))
     resumed = model()
     resumed.load_state_dict(begun.state_dict())
     again = build_optimizer(resumed, MuonSettings())
-    again.load_state_dict(put_together(plain, tensors))
+    again.load_state_dict(join_tensors(plain, tensors))
     steps(resumed, again, range(3, 6))
     assert {group["lr"] for group in again.param_groups} == {0.06}
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
@@ -463,9 +448,9 @@ def test_a_warmup_longer_than_the_run_is_refused():
 # --- the average
 
 
-def test_the_average_is_its_formula():
+def test_the_ema_is_its_formula():
     model = nn.Linear(3, 2)
-    average, mean = Average(model, 0.5), model.weight.detach().clone()
+    average, mean = Ema(model, 0.5), model.weight.detach().clone()
     for step in range(1, 8):
         with torch.no_grad():
             model.weight.add_(torch.randn(2, 3))
@@ -476,15 +461,15 @@ def test_the_average_is_its_formula():
     with average.in_place():
         torch.testing.assert_close(model.weight.detach(), mean)
     assert torch.equal(model.weight, own)
-    other = Average(model, 0.5)
+    other = Ema(model, 0.5)
     other.load_state_dict(average.state_dict())
     other.settle()
     torch.testing.assert_close(model.weight.detach(), mean)
 
 
-def test_without_a_decay_the_average_is_the_model():
+def test_without_a_decay_the_ema_is_the_model():
     model = nn.Linear(3, 2)
-    average, own = Average(model, None), model.weight.detach().clone()
+    average, own = Ema(model, None), model.weight.detach().clone()
     average.update()
     average.settle()
     assert torch.equal(model.weight, own)

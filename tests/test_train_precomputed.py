@@ -12,11 +12,11 @@ from tiny_runs import tiny_recipe, weights, write_shards
 import contrastile
 from contrastile.models.small import ConvTower
 from contrastile.models.towers import Projected
+from contrastile.train import feature_cache as module
 from contrastile.train import loop
-from contrastile.train import precomputed as module
+from contrastile.train.feature_cache import FeatureTable
 from contrastile.train.image_text import ImageText
 from contrastile.train.loop import run_recipe
-from contrastile.train.precomputed import Precomputed
 
 LOCKED = ("model.locked=['image']", "data.augment=false", "train.examples=160", "evaluate.every=1.0")
 ONCE = "model.precompute=true"
@@ -32,12 +32,12 @@ def sources(folder: Path, shards: bool) -> list[str]:
 def few(monkeypatch):
     """Pictures in parts of nine and stretches of four."""
     monkeypatch.setattr(module, "PART", 9)
-    monkeypatch.setattr(module, "STRETCH", 4)
+    monkeypatch.setattr(module, "CHUNK", 4)
 
 
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "float64", "bf16", "fp16"])
-def test_a_run_is_the_one_that_sees_pictures_every_time(few, tmp_path, shards, precision):
+def test_cached_features_train_like_encoded_pictures(few, tmp_path, shards, precision):
     words = (*LOCKED, *sources(tmp_path, shards), f"train.precision={precision}")
     live = run_recipe(tiny_recipe(tmp_path, *words), tmp_path / "live").folder
     once = run_recipe(tiny_recipe(tmp_path, *words, ONCE), tmp_path / "once").folder
@@ -77,15 +77,15 @@ def test_no_picture_is_encoded_in_a_step_and_the_next_run_encodes_none(few, tmp_
     monkeypatch.setattr(loop, "step", stepped)
     run_recipe(recipe, tmp_path / "runs")
     assert set(seen) == {(2, True)}
-    monkeypatch.setattr(module, "_encoded", None)
+    monkeypatch.setattr(module, "_encode", None)
     ImageText.open(recipe)
     # other weights, other features
     with pytest.raises(TypeError):
         ImageText.open(recipe.model_copy(update={"seed": 5}))
 
 
-def test_what_was_made_before_an_interruption_stays(few, tmp_path, monkeypatch):
-    recipe, real, calls = tiny_recipe(tmp_path, *LOCKED, ONCE), module._encoded, []
+def test_parts_made_before_an_interruption_stay(few, tmp_path, monkeypatch):
+    recipe, real, calls = tiny_recipe(tmp_path, *LOCKED, ONCE), module._encode, []
 
     def encoded(*arguments):
         calls.append(1)
@@ -93,7 +93,7 @@ def test_what_was_made_before_an_interruption_stays(few, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(module, "_encoded", encoded)
+    monkeypatch.setattr(module, "_encode", encoded)
     with pytest.raises(KeyboardInterrupt):
         ImageText.open(recipe)
     # a part of nine has three stretches; the second part was begun
@@ -111,10 +111,10 @@ def test_pairs_whose_picture_cannot_be_read_are_left_out_and_counted(few, tmp_pa
     assert write_again == source
     words += [f"data.source='{source}'", "data.max_bad_fraction=0.2"]
     job = ImageText.open(tiny_recipe(tmp_path, *words))
-    told = json.loads(json.dumps(job.facts_so_far(contrastile.train.facts.Trained())))
+    told = json.loads(json.dumps(job.metadata_so_far(contrastile.train.metadata.TrainResult())))
     assert told["skipped"] == {"broken picture": 2}
-    stream, rows = job.stream, job.rows - len(job.materials.pairs)
-    titles = stream.titles(rows.tolist())
+    stream, rows = job.stream, job.rows - len(job.bundle.pairs)
+    titles = stream.captions(rows.tolist())
     assert len(titles) == told["pairs"]
     assert not {"letter A left", "letter B left"} & set(titles)
     with pytest.raises(ValueError, match=r"`source` must have at most 5\.0% bad pairs; got \d of 18"):
@@ -122,14 +122,14 @@ def test_pairs_whose_picture_cannot_be_read_are_left_out_and_counted(few, tmp_pa
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_tower_that_gives_no_numbers_is_no_broken_picture(few, tmp_path, monkeypatch, shards):
+def test_non_finite_features_are_refused(few, tmp_path, monkeypatch, shards):
     def encoded(*arguments):
         features = real(*arguments)
         features[1, 2] = np.inf
         return features
 
-    real = module._encoded
-    monkeypatch.setattr(module, "_encoded", encoded)
+    real = module._encode
+    monkeypatch.setattr(module, "_encode", encoded)
     recipe = tiny_recipe(tmp_path, *LOCKED, ONCE, *sources(tmp_path, shards))
     with pytest.raises(ValueError) as caught:
         ImageText.open(recipe)
@@ -140,7 +140,7 @@ def test_a_tower_that_gives_no_numbers_is_no_broken_picture(few, tmp_path, monke
 
 
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
-def test_on_ranks_it_is_the_curve_of_one_process(few, tmp_path, parallel):
+def test_ranks_with_cached_features_have_the_curve_of_one_process(few, tmp_path, parallel):
     (tmp_path / "alone").mkdir()
     words = (*LOCKED, ONCE)
     alone = run_recipe(tiny_recipe(tmp_path / "alone", *words), tmp_path / "alone" / "runs").folder
@@ -151,9 +151,9 @@ def test_on_ranks_it_is_the_curve_of_one_process(few, tmp_path, parallel):
     assert len(list((tmp_path / "cache").glob("features-*"))) == 4
 
 
-def test_rows_are_found_in_their_parts():
+def test_a_feature_table_reads_rows_from_their_parts():
     every = np.arange(40, dtype=np.float32).reshape(20, 2)
-    kept = Precomputed([every[:8], every[8:16], every[16:]], 8)
+    kept = FeatureTable([every[:8], every[8:16], every[16:]], 8)
     rows = np.array([19, 0, 8, 7, 19, 15])
     assert torch.equal(kept[rows], torch.from_numpy(every[rows]))
     assert kept[rows[:0]].shape == (0, 2)

@@ -36,7 +36,7 @@ def test_gpus_that_processes_share_out_are_counted(device, processes, said, monk
     assert chip(torch.device(device), processes) == said
 
 
-def test_four_columns():
+def test_provenance_has_four_columns():
     origin = provenance(CPU)
     assert [*origin] == ["chip", "versions", "date", "commit"]
     assert origin["date"] == date.today().isoformat()

@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -13,16 +14,16 @@ import traceback
 import pytest
 import torch
 from ranks import set_aside
-from tiny_runs import left, same_run, tiny_recipe
+from tiny_runs import left, same_run, timed, tiny_recipe
 
 from contrastile.cli.main import main
-from contrastile.train import image_text, log, loop
-from contrastile.train.checkpoint import same_recipe
-from contrastile.train.feed import Feed
+from contrastile.train import checkpoints, image_text, log, loop
+from contrastile.train.batch_builder import BatchBuilder
 from contrastile.train.folder import RunFolder, resumed_run
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe
+from contrastile.train.run import same_recipe
 
 # dropout and augmentation are on, and a checkpoint is saved every fourth step
 DROPOUT = (
@@ -65,7 +66,7 @@ def killed(recipe, runs, seconds):
     return False
 
 
-def test_killed_at_thirty_random_moments_it_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
+def test_thirty_kills_at_random_moments_leave_the_result_bit_identical(undisturbed, tmp_path):
     recipe, whole = undisturbed
     lot, kills, stories = random.Random(0), 0, 0
     # a run is killed again and again until it comes through; then another one, until there were thirty kills
@@ -83,7 +84,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("at", [1, 4, 5, 13, 20])
-def test_lost_behind_any_step_it_goes_on_from_its_newest_checkpoint(undisturbed, tmp_path, monkeypatch, at):
+def test_a_run_killed_after_any_step_resumes_from_its_newest_checkpoint(undisturbed, tmp_path, monkeypatch, at):
     recipe, whole = undisturbed
     real, steps = loop.step, []
 
@@ -126,7 +127,7 @@ def stopped(recipe, runs, monkeypatch, at, number=signal.SIGTERM, times=1):
         return run_recipe(recipe, runs)
 
 
-def test_asked_to_stop_it_finishes_its_step_saves_and_goes_on_from_there(undisturbed, tmp_path, monkeypatch):
+def test_a_stopped_run_finishes_its_step_saves_and_resumes_there(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     outcome = stopped(recipe, tmp_path, monkeypatch, at=6)
     assert (outcome.stopped_by, outcome.examples) == (signal.SIGTERM, 6 * 16)
@@ -137,7 +138,7 @@ def test_asked_to_stop_it_finishes_its_step_saves_and_goes_on_from_there(undistu
     assert len(count) == 14
 
 
-def test_asked_to_stop_in_its_last_step_it_still_ends_the_same(undisturbed, tmp_path, monkeypatch):
+def test_a_stop_in_the_last_step_leaves_the_result_bit_identical(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     assert stopped(recipe, tmp_path, monkeypatch, at=20).stopped_by == signal.SIGTERM
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
@@ -151,14 +152,14 @@ def test_asked_to_stop_in_its_last_step_it_still_ends_the_same(undisturbed, tmp_
         ("loss.kind=siglip", "train.precision=bf16", "train.batch=[[0.0, 16], [0.5, 48]]", "optim.schedule=cooldown"),
     ],
 )
-def test_whatever_it_trains_with_it_goes_on_the_same(tmp_path, monkeypatch, overrides):
+def test_every_optimizer_and_precision_resumes_bit_identically(tmp_path, monkeypatch, overrides):
     recipe = tiny_recipe(tmp_path, "train.examples=240", "train.batch=16", *overrides)
     whole = run_recipe(recipe, tmp_path / "whole").folder
     assert stopped(recipe, tmp_path / "runs", monkeypatch, at=7).stopped_by
     same_run(run_recipe(recipe, tmp_path / "runs", resume=True).folder, whole)
 
 
-def test_asked_twice_it_stops_at_once(undisturbed, tmp_path, monkeypatch):
+def test_a_second_signal_stops_at_once(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     with pytest.raises(KeyboardInterrupt) as caught:
         stopped(recipe, tmp_path, monkeypatch, at=6, number=signal.SIGTERM, times=2)
@@ -169,7 +170,7 @@ def test_asked_twice_it_stops_at_once(undisturbed, tmp_path, monkeypatch):
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
-def test_the_newest_checkpoint_damaged_the_one_before_is_used(undisturbed, tmp_path, monkeypatch, caplog):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(undisturbed, tmp_path, monkeypatch, caplog):
     recipe, whole = undisturbed
     folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
     with (folder / "checkpoints" / "step-000000006" / "optimizer.safetensors").open("r+b") as file:
@@ -178,7 +179,7 @@ def test_the_newest_checkpoint_damaged_the_one_before_is_used(undisturbed, tmp_p
     assert "step-000000006 is damaged (the checksum of optimizer.safetensors does not agree)" in caplog.text
 
 
-def test_a_failing_evaluation_is_an_error_after_which_nothing_is_lost(undisturbed, tmp_path, monkeypatch):
+def test_a_failing_evaluation_is_an_error_and_loses_nothing(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     with monkeypatch.context() as patched:
         patched.setattr(ImageText, "report", lambda *_: (_ for _ in ()).throw(OSError("no space")))
@@ -188,7 +189,7 @@ def test_a_failing_evaluation_is_an_error_after_which_nothing_is_lost(undisturbe
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
-def test_a_failing_probe_and_full_metrics_do_not_touch_the_training(undisturbed, tmp_path, monkeypatch, caplog):
+def test_a_failing_probe_and_lost_metrics_do_not_change_the_training(undisturbed, tmp_path, monkeypatch, caplog):
     recipe, whole = undisturbed
     monkeypatch.setattr(image_text, "probe", lambda *_: 1 / 0)
     outcome = run_recipe(recipe, tmp_path)
@@ -198,7 +199,7 @@ def test_a_failing_probe_and_full_metrics_do_not_touch_the_training(undisturbed,
     assert "the probe after 0 pairs failed, the training goes on: ZeroDivisionError" in caplog.text
 
 
-def test_metrics_on_a_full_disk_lose_lines_and_nothing_else(tmp_path, monkeypatch, caplog):
+def test_metrics_on_a_full_disk_lose_whole_lines_only(tmp_path, monkeypatch, caplog):
     class Full:
         """Takes half a line, as a disk that fills up does."""
 
@@ -252,7 +253,7 @@ def limited(size, run):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
 
 
-def test_a_run_on_a_full_disk_says_so_fails_at_its_end_and_loses_nothing(undisturbed, tmp_path, monkeypatch):
+def test_a_full_disk_fails_at_the_end_of_a_run_and_loses_no_checkpoint(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     kept = stopped(recipe, tmp_path, monkeypatch, at=6).folder / "checkpoints" / "step-000000006"
     words = [str(tmp_path / "tiny.toml"), DROPOUT, *SAVED, "--runs", str(tmp_path), "--resume"]
@@ -289,7 +290,7 @@ class Broken:
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def test_a_bar_that_nobody_reads_does_not_end_a_run(undisturbed, tmp_path, monkeypatch):
+def test_a_closed_output_does_not_end_a_run(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", Broken())
@@ -298,13 +299,13 @@ def test_a_bar_that_nobody_reads_does_not_end_a_run(undisturbed, tmp_path, monke
     same_run(outcome.folder, whole)
 
 
-def test_metrics_that_lost_lines_are_told(tmp_path, caplog):
+def test_lost_lines_of_metrics_are_logged(tmp_path, caplog):
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
         metrics.load_state_dict({"bytes": 10})
     assert "has lost lines from before the checkpoint" in caplog.text
 
 
-def test_metrics_that_are_damaged_lose_those_lines_alone(tmp_path, caplog):
+def test_damaged_lines_of_metrics_are_left_out(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "step"}\n{"kind": "st')
     with Metrics(path) as metrics:
@@ -316,7 +317,7 @@ def test_metrics_that_are_damaged_lose_those_lines_alone(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:700], lambda text: text.replace("id", "ix", 1)])
-def test_a_damaged_tokenizer_is_told(undisturbed, tmp_path, monkeypatch, damage):
+def test_a_damaged_tokenizer_is_refused(undisturbed, tmp_path, monkeypatch, damage):
     recipe, _ = undisturbed
     folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
     path = folder / "tokenizer.json"
@@ -325,9 +326,9 @@ def test_a_damaged_tokenizer_is_told(undisturbed, tmp_path, monkeypatch, damage)
         run_recipe(recipe, tmp_path, resume=True)
 
 
-def test_a_step_that_is_no_number_is_skipped_and_counted(tmp_path, monkeypatch):
+def test_a_non_finite_step_is_skipped_and_counted(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path, "train.examples=128", "train.batch=16")
-    real, calls = Feed.batch, []
+    real, calls = BatchBuilder.batch, []
 
     def spoilt(feed, rows, share):
         batch = real(feed, rows, share)
@@ -336,7 +337,7 @@ def test_a_step_that_is_no_number_is_skipped_and_counted(tmp_path, monkeypatch):
             batch.pixels[0] = float("nan")
         return batch
 
-    monkeypatch.setattr(Feed, "batch", spoilt)
+    monkeypatch.setattr(BatchBuilder, "batch", spoilt)
     outcome = run_recipe(recipe, tmp_path / "runs")
     lines = read_metrics(outcome.folder / "metrics.jsonl")
     kinds = [line["kind"] for line in lines if line["kind"] != "probe"]
@@ -346,14 +347,14 @@ def test_a_step_that_is_no_number_is_skipped_and_counted(tmp_path, monkeypatch):
     assert "3 steps whose loss or gradient was no finite number" in (outcome.folder / "report.html").read_text()
 
 
-def test_resuming_what_never_began_begins_it(undisturbed, tmp_path):
+def test_resuming_a_run_that_does_not_exist_begins_it(undisturbed, tmp_path):
     recipe, whole = undisturbed
     (tmp_path / recipe.name).mkdir()
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
     assert (tmp_path / f"{recipe.name}-1").is_dir()
 
 
-def test_what_nothing_reads_may_be_another(undisturbed, tmp_path, monkeypatch):
+def test_unused_keys_of_a_recipe_may_change_on_resume(undisturbed, tmp_path, monkeypatch):
     recipe, _ = undisturbed
     stopped(recipe, tmp_path, monkeypatch, at=2)
     same_recipe(RunFolder(tmp_path / recipe.name), _with_optim(recipe, cooldown=0.5))
@@ -378,20 +379,116 @@ def test_another_recipe_is_refused(undisturbed, tmp_path, monkeypatch):
     )
 
 
-def test_what_is_resumed_is_no_speed_and_a_batch_beyond_the_data_is_told(tmp_path, monkeypatch, capsys, caplog):
+def test_resumed_steps_do_not_count_for_the_rate_and_a_large_batch_is_logged(tmp_path, monkeypatch, capsys, caplog):
     recipe = tiny_recipe(tmp_path)
     stopped(recipe, tmp_path, monkeypatch, at=3)
     assert "train.batch is 48, of 18 pairs to train on: they come several times in a step" in caplog.text
     capsys.readouterr()
     begun = []
-    monkeypatch.setattr(log.LineBar, "close", lambda bar: begun.append((bar._what, bar._begun)))
+    monkeypatch.setattr(log.LineBar, "close", lambda bar: begun.append((bar._label, bar._begun)))
     run_recipe(recipe, tmp_path, resume=True)
     assert ("training", 48) in begun
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_remains_of_a_killed_process_are_removed(tmp_path):
     (tmp_path / ".run.json.part").write_text("hal")
-    (tmp_path / ".tokenizer-x").mkdir()
+    (tmp_path / ".tokenizer-x0_abcde").mkdir()
+    (tmp_path / ".spent-checkpoints" / "step-000000004").mkdir(parents=True)
     (tmp_path / "recipe.toml").write_text("")
     with resumed_run(RunFolder(tmp_path)):
         assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
+
+
+def test_files_of_the_user_in_a_run_stay(undisturbed, tmp_path, monkeypatch):
+    recipe, whole = undisturbed
+    folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
+    for name in (".git", ".tokenizer-mine", ".wide.part", "checkpoints/.mine"):
+        (folder / name).mkdir()
+    for name in (".notes.md", ".part", "checkpoints/notes.md", "checkpoints/step-notes"):
+        (folder / name).write_text("mine")
+    (folder / ".linked").symlink_to(tmp_path)
+    checkpoint = folder / "checkpoints" / "step-000000006"
+    for copy in (".bak", "-keep", "-1"):
+        shutil.copytree(checkpoint, checkpoint.with_name(checkpoint.name + copy))
+    own = {checkpoint, checkpoint.with_name("step-000000004"), folder / "run.id"}
+    before = {path for path in folder.rglob("*") if not own & {path, *path.parents}}
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    assert not [path for path in before if not os.path.lexists(path)]
+    assert not [path for path in (folder / "checkpoints").iterdir() if path not in before]
+
+
+def test_a_checkpoint_of_another_run_is_refused(undisturbed, tmp_path, monkeypatch):
+    recipe, _ = undisturbed
+    folder = stopped(recipe, tmp_path / "one", monkeypatch, at=2).folder
+    for name, seed in (("another", recipe.seed + 1), ("alike", recipe.seed)):
+        other = stopped(recipe.model_copy(update={"seed": seed}), tmp_path / name, monkeypatch, at=6).folder
+        step = folder / "checkpoints" / "step-000000006"
+        shutil.copytree(other / "checkpoints" / step.name, step)
+        with pytest.raises(ValueError) as caught:
+            run_recipe(recipe, tmp_path / "one", resume=True)
+        ids = [(at / "run.id").read_text().strip() for at in (folder, other)]
+        key, own, got = ("seed", 0, 1) if name == "another" else ("run", *ids)
+        assert str(caught.value) == (
+            f'`checkpoint` must be this run\'s own, of {key} {own}; got "{step}", of {key} {got}. '
+            "Move it away, or train anew, without --resume."
+        )
+        shutil.rmtree(step)
+
+
+def test_checkpoints_of_earlier_versions_without_an_origin_resume(undisturbed, tmp_path, monkeypatch, caplog):
+    recipe, whole = undisturbed
+    folder, probe = stopped(recipe, tmp_path, monkeypatch, at=6).folder, image_text.probe
+    step = folder / "checkpoints" / "step-000000006"
+    (folder / "run.id").unlink()
+    plain = json.loads((step / "state.json").read_text())
+    del plain["origin"]
+    (step / "state.json").write_text(json.dumps(plain))
+    files = {path.name: checkpoints._size_and_checksum(path) for path in step.iterdir() if path.name != "manifest.json"}
+    (step / "manifest.json").write_text(checkpoints._manifest(files))
+    drawn = []
+    monkeypatch.setattr(image_text, "probe", lambda *_: drawn.append((folder / "run.id").read_text()) or probe(*_))
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+    said = f"the checkpoint {step} was written before checkpoints said whose they are; it is taken for this run's"
+    assert caplog.messages.count(said) == 1
+    assert len(drawn[0]) == 17
+    # it is of use only while there are checkpoints
+    assert not (folder / "run.id").exists()
+
+
+def test_a_run_whose_folder_is_moved_writes_nothing_into_another(undisturbed, tmp_path, monkeypatch):
+    recipe, whole = undisturbed
+    real, steps, path = loop.step, [], tmp_path / recipe.name
+
+    def step(*arguments):
+        steps.append(1)
+        if len(steps) == 3:
+            path.rename(tmp_path / "moved")
+            path.mkdir()
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "step", step)
+    with pytest.raises(ValueError) as caught:
+        run_recipe(recipe, tmp_path)
+    assert str(caught.value) == (
+        f'`run` must find its folder where it began; got another one at "{path}". '
+        "Move its own back there and go on with --resume."
+    )
+    assert list(path.iterdir()) == []
+    # at the next checkpoint, which is saved every fourth step
+    assert len(steps) == 4
+    # what it had is in its own
+    path.rmdir()
+    (tmp_path / "moved").rename(path)
+    monkeypatch.setattr(loop, "step", real)
+    same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
+
+
+def test_a_resumed_run_restores_the_time_of_its_steps(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path, "train.minutes=2.0")
+    with timed(lambda count: count):
+        # the step of 48 pairs from 64 to 112 seconds: there is no time for another one
+        assert stopped(recipe, tmp_path, monkeypatch, at=5).stopped_by
+    with timed(lambda count: count):
+        outcome = run_recipe(recipe, tmp_path, resume=True)
+    assert outcome.examples == 112
+    assert [line["kind"] for line in read_metrics(outcome.folder / "metrics.jsonl")].count("end") == 1

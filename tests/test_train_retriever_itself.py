@@ -1,4 +1,4 @@
-"""Questions that are passages too, as in BEIR's ArguAna and Quora: no question finds itself, or is its own negative."""
+"""Questions that are passages too, as in BEIR's ArguAna and Quora, are neither their own results nor negatives."""
 
 import json
 from pathlib import Path
@@ -12,15 +12,16 @@ from tiny_texts import tiny_retriever
 
 import contrastile
 from contrastile.cli.main import main
-from contrastile.data.texts import open_texts
+from contrastile.data.registry import open_texts
 from contrastile.evaluate.trec import read_judgements, read_run
+from contrastile.experiments.retriever_memory import BM25_LABELS, RetrieverMemory
+from contrastile.experiments.sweep import Trial
 from contrastile.modules import InfoNCELoss
 from contrastile.train.loop import run_recipe
 from contrastile.train.ranks import Ranks
-from contrastile.train.retriever.compare import bm25
+from contrastile.train.retriever.batches import open_text_materials
 from contrastile.train.retriever.evaluation import probe
-from contrastile.train.retriever.feed import open_text_materials
-from contrastile.train.retriever.job import Retrieval, retriever_loss
+from contrastile.train.retriever.job import RetrieverJob, retriever_loss
 
 ANIMALS = ["fox", "cat", "owl", "bee", "eel", "ant", "cow", "dog", "elk", "hen", "jay", "koi"]
 
@@ -46,7 +47,7 @@ def recipe_of(tmp_path, folder, *overrides):
     return tiny_retriever(tmp_path, f"data.source={folder}", "train.examples=32", "train.batch=8", *overrides)
 
 
-def test_the_passage_of_a_questions_id_is_itself_unless_it_is_judged_right(tmp_path, caplog):
+def test_the_passage_with_a_questions_id_is_the_question_unless_judged_right(tmp_path, caplog):
     folder = beir(tmp_path / "set", judged_itself={2})
     texts = open_texts(str(folder), cache=tmp_path)
     assert caplog.messages == [
@@ -58,7 +59,7 @@ def test_the_passage_of_a_questions_id_is_itself_unless_it_is_judged_right(tmp_p
     assert second.positives == (3, 2)
 
 
-def test_a_probe_does_not_find_the_question_itself_either(tmp_path):
+def test_a_probe_leaves_out_the_question_itself(tmp_path):
     """Every question is nearest to its own text, and nearer to the right one than to all others."""
     folder = beir(tmp_path / "set")
     recipe = recipe_of(tmp_path, folder)
@@ -78,7 +79,7 @@ def test_a_probe_does_not_find_the_question_itself_either(tmp_path):
     assert probe(run, materials) == {"test": {"1": 1.0, "5": 1.0}}
 
 
-def test_a_probe_takes_every_right_passage_for_an_answer(tmp_path):
+def test_a_probe_accepts_every_right_passage(tmp_path):
     folder = beir(tmp_path / "set")
     with (folder / "qrels" / "test.tsv").open("a") as file:
         file.write("a8\ta11\t1\n")
@@ -95,7 +96,7 @@ def test_a_probe_takes_every_right_passage_for_an_answer(tmp_path):
     assert probe(run, materials)["test"]["1"] == pytest.approx(2 / 5)
 
 
-def test_ids_of_other_files_say_nothing(tmp_path):
+def test_ids_of_question_files_do_not_mark_the_question_itself(tmp_path):
     lines = [
         {"query_id": f"{n}", "query": f"question {n}", "positive_passages": [{"docid": f"{n + 1}", "text": f"p{n}"}]}
         for n in range(4)
@@ -115,7 +116,7 @@ def test_a_question_is_not_mined_as_its_own_negative(tmp_path):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_question_is_no_negative_of_itself_in_a_batch(tmp_path, size):
     recipe = recipe_of(tmp_path, beir(tmp_path / "set"), "data.mined=1", "data.negatives=1")
-    job = Retrieval.open(recipe)
+    job = RetrieverJob.open(recipe)
     shares = [job.parts(torch.from_numpy(job.rows), 1, Ranks(rank, size))[0] for rank in range(size)]
     keys = torch.cat([share.key_ids for share in shares])
     asked = torch.cat([share.query_ids for share in shares])
@@ -139,7 +140,7 @@ def results(folder, part="test"):
     return {row["test"].rpartition(", ")[2]: row for row in rows if row["test"].startswith(part)}
 
 
-def test_no_question_is_among_its_own_results(tmp_path):
+def test_a_question_is_not_among_its_results(tmp_path):
     recipe = recipe_of(tmp_path, beir(tmp_path / "set"), "evaluate.depth=5")
     folder = run_recipe(recipe, tmp_path / "runs").folder
     run = contrastile.load(folder, device="cpu")
@@ -158,8 +159,9 @@ def test_no_question_is_among_its_own_results(tmp_path):
         assert not any(query in ranking for query, ranking in ranked.items())
     assert read_judgements(folder / "test.qrels")["a8"] == {"a9": 1}
     # the comparison's row of BM25 is the same
-    compared = bm25(recipe, open_text_materials(recipe))["test"]
-    assert compared["@1"] == results(folder)["BM25"]["recall"]["1"]
+    study = RetrieverMemory(recipe=recipe, memory=0, batches=[])
+    compared = study.run(Trial(BM25_LABELS, None, {}), open_text_materials(recipe), Ranks(), tmp_path)
+    assert compared.measures["test @1"] == results(folder)["BM25"]["recall"]["1"]
 
 
 def test_measures_are_those_of_trec_eval_without_identical_ids(tmp_path):
@@ -188,7 +190,7 @@ def test_measures_are_those_of_trec_eval_without_identical_ids(tmp_path):
     assert results(folder)["retriever"]["recall"]["1"] == pytest.approx(mean, abs=1e-12)
 
 
-def test_a_corpus_smaller_than_the_depth_loses_no_other_passage(tmp_path):
+def test_a_corpus_of_the_depths_size_loses_no_other_passage(tmp_path):
     # as deep as there are passages: those who find themselves have one result less
     folder = run_recipe(recipe_of(tmp_path, beir(tmp_path / "set"), "evaluate.depth=12"), tmp_path / "runs").folder
     found = read_run(folder / "test.retriever.trec")
@@ -198,7 +200,7 @@ def test_a_corpus_smaller_than_the_depth_loses_no_other_passage(tmp_path):
     assert "What it finds: test" in (folder / "report.html").read_text()
 
 
-def test_other_texts_and_their_index_leave_them_out_too(tmp_path):
+def test_transfer_evaluation_and_index_leave_out_the_question_itself(tmp_path):
     folder = run_recipe(tiny_retriever(tmp_path, "train.examples=64"), tmp_path / "runs").folder
     other = beir(tmp_path / "set", more=["a longer way to say no", "no"])
     words = ["evaluate", str(folder), "--texts", str(other), "--device", "cpu"]
@@ -213,7 +215,7 @@ def test_other_texts_and_their_index_leave_them_out_too(tmp_path):
         assert not any(query in ranking for query, ranking in found.items())
 
 
-def test_a_question_that_is_judged_right_of_itself_is_found(tmp_path: Path):
+def test_a_question_that_is_judged_right_for_itself_is_retrieved(tmp_path: Path):
     recipe = recipe_of(tmp_path, beir(tmp_path / "set", judged_itself=set(range(12))))
     folder = run_recipe(recipe, tmp_path / "runs").folder
     found = read_run(folder / "test.retriever.trec")

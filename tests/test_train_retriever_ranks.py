@@ -1,4 +1,4 @@
-"""A retriever on several ranks: the curve of one process, each passage on one rank, the same run when it is resumed."""
+"""A retriever on several ranks: the losses of one process, each passage on one rank, bit-identical resumes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import contrastile
 from contrastile.train.loop import run_recipe
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import load_any_recipe
-from contrastile.train.retriever.feed import homes
-from contrastile.train.retriever.job import Retrieval
+from contrastile.train.retriever.batches import assign_ranks
+from contrastile.train.retriever.job import RetrieverJob
 
 SHORT = ("train.examples=132", "evaluate.every=1.0")
 # a question has several right passages, and some passages are right for several
@@ -44,7 +44,7 @@ def _trained(folder: Path, W: int, *overrides: str) -> Path:
         (3, ("train.batch=43", "train.accumulate=2", "loss.exchange=ring", "loss.gradient=sum", *SEVERAL)),
     ],
 )
-def test_the_curve_is_that_of_one_process(tmp_path: Path, W: int, overrides: tuple[str, ...]) -> None:
+def test_ranks_have_the_losses_of_one_process(tmp_path: Path, W: int, overrides: tuple[str, ...]) -> None:
     (tmp_path / "alone").mkdir()
     alone = run_recipe(tiny_retriever(tmp_path / "alone", *SHORT, *overrides), tmp_path / "alone" / "runs").folder
     together = _trained(tmp_path, W, *SHORT, *overrides)
@@ -58,7 +58,7 @@ def test_the_curve_is_that_of_one_process(tmp_path: Path, W: int, overrides: tup
     assert contrastile.load(together).encode_query(["where"]).shape == (1, 16)
 
 
-def test_towers_with_dropout_train_on_ranks_of_which_some_have_nothing(tmp_path: Path) -> None:
+def test_ranks_without_queries_train(tmp_path: Path) -> None:
     recipe = write_text_recipe(tmp_path)
     recipe.write_text("\n".join(line for line in recipe.read_text().splitlines() if not line.startswith("both")))
     encoders = bert("query", "cls"), bert("passage", "last")
@@ -75,7 +75,7 @@ def test_towers_with_dropout_train_on_ranks_of_which_some_have_nothing(tmp_path:
 SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9", bert("both"))
 
 
-def test_stopped_and_resumed_on_as_many_ranks_it_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_resumed_on_as_many_ranks_is_bit_identical(tmp_path: Path) -> None:
     whole = _trained(tmp_path, 2, *SAVED).rename(tmp_path / "whole")
     words = _words(tmp_path, *SAVED)
     with Launched(2, tmp_path, _late_signal, words, signal.SIGTERM) as launched:
@@ -103,10 +103,10 @@ def test_ranks_that_read_other_texts_are_refused(tmp_path: Path) -> None:
 def _other_texts(rank: int, words: list[str], source: Path) -> int:
     """Rank 1 finds other texts under the same name."""
     from contrastile.cli.main import main
-    from contrastile.train.retriever import feed
+    from contrastile.train.retriever import batches
 
-    real = feed.open_texts
-    feed.open_texts = lambda name, **how: real(str(source) if rank == 1 else name, **how)
+    real = batches.open_texts
+    batches.open_texts = lambda name, **how: real(str(source) if rank == 1 else name, **how)
     return main(words)
 
 
@@ -118,7 +118,7 @@ def _answer_some_twice(texts: Path, *, every: int) -> None:
     texts.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def test_a_batch_in_which_one_rank_alone_has_two_right_passages_is_compared(tmp_path: Path) -> None:
+def test_ranks_may_have_different_numbers_of_positives(tmp_path: Path) -> None:
     words = _words(tmp_path, *SHORT, *SEVERAL, "train.batch=4", "train.examples=60")
     _answer_some_twice(tmp_path / "texts.jsonl", every=30)
     with Launched(2, tmp_path, _main, words) as launched:
@@ -126,10 +126,10 @@ def test_a_batch_in_which_one_rank_alone_has_two_right_passages_is_compared(tmp_
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_each_passage_is_on_one_rank_and_what_is_right_is_beside_its_query(tmp_path: Path, size: int) -> None:
+def test_each_passage_is_on_one_rank_with_its_queries(tmp_path: Path, size: int) -> None:
     write_text_recipe(tmp_path)
     _answer_some_twice(tmp_path / "texts.jsonl", every=4)
-    job = Retrieval.open(load_any_recipe(tmp_path / "tiny.toml", SEVERAL))
+    job = RetrieverJob.open(load_any_recipe(tmp_path / "tiny.toml", SEVERAL))
     rows = torch.from_numpy(job.rows)
     (whole,) = job.parts(rows, 1, Ranks())
     shares = [job.parts(rows, 1, Ranks(rank, size))[0] for rank in range(size)]
@@ -149,8 +149,8 @@ def test_each_passage_is_on_one_rank_and_what_is_right_is_beside_its_query(tmp_p
     assert {share.positives.shape[1] for share in shares} == {2}
 
 
-def test_queries_that_share_a_right_passage_share_a_rank() -> None:
-    assert homes([[1], [2], [3], [4]], size=2) == [0, 1, 0, 1]
-    assert homes([[1], [2, 3], [4], [3, 5], [5], [6]], size=3) == [0, 1, 2, 1, 1, 0]
-    assert homes([[1], [2], [1, 2]], size=2) == [0, 0, 0]
-    assert homes([], size=2) == []
+def test_queries_that_share_a_positive_share_a_rank() -> None:
+    assert assign_ranks([[1], [2], [3], [4]], size=2) == [0, 1, 0, 1]
+    assert assign_ranks([[1], [2, 3], [4], [3, 5], [5], [6]], size=3) == [0, 1, 2, 1, 1, 0]
+    assert assign_ranks([[1], [2], [1, 2]], size=2) == [0, 0, 0]
+    assert assign_ranks([], size=2) == []

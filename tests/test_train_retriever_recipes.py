@@ -13,7 +13,7 @@ from contrastile.modules import InfoNCELoss
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.recipe import load_any_recipe
-from contrastile.train.retriever.job import Retrieval
+from contrastile.train.retriever.job import RetrieverJob
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -50,11 +50,11 @@ def test_the_cached_gradients_are_the_uncached_ones_with_dropout_on(tmp_path, na
     # the recipe's own sub-batches where they are small enough to cut this batch
     sub_batch = () if name.startswith("dpr") else ("train.sub_batch={query=16, passage=8}",)
     recipe = shipped(name, tmp_path, "train.precision=float32", *sub_batch)
-    job = Retrieval.open(recipe)
+    job = RetrieverJob.open(recipe)
     model = job.run.model.train()
     rates = {part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)}
     assert rates == {0.1}
-    (batch,) = job.feed.parts(job.feed.draw(torch.from_numpy(job.rows), 1), 1)
+    (batch,) = job.builder.parts(job.builder.sample(torch.from_numpy(job.rows), 1), 1)
     assert len(batch) > 2 * recipe.train.sub_batch.query
     assert len(batch.key_ids) > 8 * recipe.train.sub_batch.passage
     torch.manual_seed(5)
@@ -80,7 +80,7 @@ def test_the_cached_gradients_are_the_uncached_ones_with_dropout_on(tmp_path, na
 @pytest.mark.parametrize(
     ("name", "precision", "batch"), [("dpr", "fp16", 16), ("dpr", "bf16", 16), ("dpr-512", "fp16", 40)]
 )
-def test_dprs_settings_train_on_its_entries(tmp_path, name, precision, batch):
+def test_the_dpr_settings_train_on_its_entries(tmp_path, name, precision, batch):
     lines = [f"tell me {entry['question']}\t{entry['answers']!r}" for entry in entries()][:7]
     # as DPR has them, without a line of names
     (tmp_path / "test.qa.csv").write_text("\n".join(lines) + "\n")
@@ -103,7 +103,7 @@ def test_dprs_settings_train_on_its_entries(tmp_path, name, precision, batch):
     assert run.encode_query(["where is the red fox house"]).shape == (1, 16)
 
 
-def test_dprs_recipes_say_what_was_published():
+def test_the_dpr_recipes_have_the_published_settings():
     for name, batch in (("dpr", 128), ("dpr-512", 512)):
         recipe = load_any_recipe(RECIPES / f"{name}.toml")
         assert recipe.train.batch == ((0.0, batch),)

@@ -11,10 +11,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from contrastile.train.batch_builder import Batch
+from contrastile.train.checkpoints import Checkpoints, join_tensors, split_tensors, step_seed
 from contrastile.train.config import SaveSettings
-from contrastile.train.feed import Batch
-from contrastile.train.guard import Guard
-from contrastile.train.state import Checkpoints, Course, put_together, step_seed, taken_apart
+from contrastile.train.nonfinite import NonFiniteGuard
+from contrastile.train.progress import Progress
 
 
 class Numbers:
@@ -50,7 +51,7 @@ def restored(folder, **settings):
     return checkpoints(folder, **settings).restore({"part": part}), number_of(part)
 
 
-def test_parts_come_back_as_they_were(tmp_path):
+def test_a_checkpoint_restores_model_and_optimizer(tmp_path):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -69,24 +70,24 @@ def test_parts_come_back_as_they_were(tmp_path):
         assert all(torch.equal(value, after["state"][place][name]) for name, value in kept.items())
 
 
-def test_what_shares_memory_is_kept_too(tmp_path):
+def test_tensors_that_share_memory_are_saved(tmp_path):
     model = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
     model["second"].weight = model["first"].weight
     checkpoints(tmp_path).save(1, 0.0, {"model": model})
     assert checkpoints(tmp_path).restore({"model": model}) == 1
 
 
-def test_what_is_neither_tensor_nor_plain_is_refused():
+def test_values_other_than_tensors_and_json_are_refused():
     with pytest.raises(TypeError, match=r"part\.x is set, which has no place in a checkpoint"):
-        taken_apart({"x": {1}}, "part", {})
+        split_tensors({"x": {1}}, "part", {})
 
 
-def test_numbers_come_back_exactly():
+def test_numbers_are_restored_exactly():
     numbers = {"third": 1 / 3, "least": 5e-324, "none": None, "pair": (1, 2.0), 3: float("inf")}
-    assert put_together(json.loads(json.dumps(taken_apart(numbers, "", {}))), {}) == numbers
+    assert join_tensors(json.loads(json.dumps(split_tensors(numbers, "", {}))), {}) == numbers
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_old_checkpoints_are_removed(tmp_path):
     saved(tmp_path, [1, 2, 30], keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000000002", "step-000000030"]
     assert restored(tmp_path) == (30, 30)
@@ -98,13 +99,13 @@ def test_saving_the_same_step_twice_changes_nothing(tmp_path):
     assert restored(tmp_path) == (4, 4)
 
 
-def test_where_nothing_was_saved_nothing_is_restored(tmp_path):
+def test_without_a_checkpoint_nothing_is_restored(tmp_path):
     assert restored(tmp_path) == (0, -1)
     assert Checkpoints(None, SaveSettings()).restore({}) == 0
     assert not Checkpoints(None, SaveSettings()).save(1, 0.0, {})
 
 
-def test_when_one_is_due(tmp_path):
+def test_checkpoints_are_due_by_steps_or_minutes(tmp_path):
     by_steps = Checkpoints(tmp_path, SaveSettings(steps=3, minutes=1e6))
     assert [step for step in range(1, 10) if by_steps.due(step, 1.0)] == [3, 6, 9]
     by_time = Checkpoints(tmp_path, SaveSettings(minutes=1.0))
@@ -135,7 +136,7 @@ def damages(folder):
         yield path, lambda path=path: path.unlink()
 
 
-def test_any_damage_of_the_newest_is_told_and_the_one_before_is_used(tmp_path, caplog):
+def test_a_damaged_checkpoint_is_logged_and_the_one_before_is_used(tmp_path, caplog):
     saved(tmp_path, [1, 2])
     count = 0
     for path, damage in damages(tmp_path / "checkpoints" / "step-000000002"):
@@ -152,7 +153,7 @@ def test_any_damage_of_the_newest_is_told_and_the_one_before_is_used(tmp_path, c
     assert restored(tmp_path) == (2, 2)
 
 
-def test_the_step_of_a_damaged_one_can_be_saved_again(tmp_path):
+def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(tmp_path):
     saved(tmp_path, [1, 2])
     (tmp_path / "checkpoints" / "step-000000002" / "state.json").unlink()
     assert restored(tmp_path) == (1, 1)
@@ -160,7 +161,7 @@ def test_the_step_of_a_damaged_one_can_be_saved_again(tmp_path):
     assert restored(tmp_path) == (2, 2)
 
 
-def test_where_all_are_damaged_nothing_is_pretended(tmp_path):
+def test_damage_of_all_checkpoints_is_an_error(tmp_path):
     saved(tmp_path, [1, 2])
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step-00000000{step}" / "manifest.json").unlink()
@@ -172,7 +173,7 @@ def test_where_all_are_damaged_nothing_is_pretended(tmp_path):
     )
 
 
-def test_other_data_are_refused(tmp_path):
+def test_a_checkpoint_of_other_data_is_refused(tmp_path):
     saved(tmp_path, [1])
     with pytest.raises(ValueError) as caught:
         restored(tmp_path, data="others")
@@ -182,7 +183,44 @@ def test_other_data_are_refused(tmp_path):
     )
 
 
-def test_other_parts_are_refused(tmp_path):
+def test_a_checkpoint_of_another_recipe_is_refused_on_every_rank(tmp_path):
+    settings, part = SaveSettings(), {"part": Numbers(1)}
+    Checkpoints(tmp_path, settings, recipe={"seed": 1, "old": True}).save(3, 0.0, part)
+    # a key that one of both versions does not know decides nothing
+    assert Checkpoints(tmp_path, settings, recipe={"new": 1, "seed": 1}).restore(part) == 3
+    other = Checkpoints(tmp_path, settings, recipe={"seed": 2}, writes=False)
+    for act in (lambda: other.restore(part), lambda: other.restore_as(3, part)):
+        with pytest.raises(ValueError) as caught:
+            act()
+        assert str(caught.value) == (
+            f'`checkpoint` must be this run\'s own, of seed 2; got "{tmp_path}/step-000000003", of seed 1. '
+            "Move it away, or train anew, without --resume."
+        )
+
+
+def test_copies_of_checkpoints_are_neither_read_nor_removed(tmp_path):
+    kept = saved(tmp_path, [1, 2])
+    folder = tmp_path / "checkpoints"
+    copies = ["step-000000002-keep", "step-000000009.bak", "step-9"]
+    for copy in copies:
+        shutil.copytree(folder / "step-000000002", folder / copy)
+    assert restored(tmp_path) == (2, 2)
+    saved(tmp_path, [3], keep=1)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*copies, "step-000000003"])
+    kept.drop()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(copies)
+
+
+def test_drop_removes_damaged_checkpoints_too(tmp_path):
+    saved(tmp_path, [1, 2])
+    (tmp_path / "checkpoints" / "step-000000002" / "state.json").unlink()
+    assert restored(tmp_path) == (1, 1)
+    checkpoints(tmp_path).drop()
+    assert list(tmp_path.iterdir()) == []
+    checkpoints(tmp_path).drop()
+
+
+def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
     saved(tmp_path, [1])
     with pytest.raises(ValueError) as caught:
         checkpoints(tmp_path).restore({"another": Numbers(0)})
@@ -258,7 +296,7 @@ def test_a_kill_at_any_event_of_a_save_loses_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("failing", ["fsync", "mkdir", "rename", "safetensors"])
-def test_a_full_disk_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog, failing):
+def test_a_full_disk_is_logged_and_does_not_end_the_run(tmp_path, monkeypatch, caplog, failing):
     saved(tmp_path, [1])
 
     def full(*arguments, **_):
@@ -284,17 +322,17 @@ def test_a_full_disk_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog, 
 # --- the plain parts
 
 
-def test_a_course_comes_back_into_the_same_list():
-    course, other = Course(0.1), Course(0.1)
-    course.sizes.extend([16] * 5 + [32] * 2)
-    course.seconds, course.next_probe = 12.5, 0.3
+def test_progress_is_restored_into_the_same_list_of_sizes():
+    progress, other = Progress(100, None, 0.1), Progress(100, None, 0.1)
+    progress.sizes.extend([16] * 5 + [32] * 2)
+    progress.seconds, progress.next_probe = 12.5, 0.3
     sizes = other.sizes
-    other.load_state_dict(json.loads(json.dumps(course.state_dict())))
-    assert sizes == course.sizes
+    other.load_state_dict(json.loads(json.dumps(progress.state_dict())))
+    assert sizes == progress.sizes
     assert (other.seconds, other.next_probe) == (12.5, 0.3)
 
 
-def test_the_lots_of_a_step_are_its_own():
+def test_every_step_and_rank_has_its_own_seed():
     seeds = {step_seed(seed, step, rank) for seed in range(3) for step in range(50) for rank in range(4)}
     assert len(seeds) == 600
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -303,13 +341,13 @@ def test_the_lots_of_a_step_are_its_own():
 def parts_of(pixel):
     """A batch in two parts, the second of one pixel."""
     tokens = {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}
-    return [Batch(torch.full((1,), value), tokens, torch.zeros(1, dtype=torch.int64)) for value in (0.0, pixel)]
+    return [Batch(torch.full((1,), value), tokens, torch.zeros(1, dtype=torch.int64)).floats for value in (0.0, pixel)]
 
 
 def test_three_skipped_steps_in_a_row_stop_the_run(caplog):
     model = nn.Linear(2, 2)
     model.weight.grad = torch.tensor([[1.0, float("nan")], [0.0, 0.0]])
-    guard, pixels = Guard(), parts_of(0.0)
+    guard, pixels = NonFiniteGuard(), parts_of(0.0)
     nan = float("nan")
     assert not guard.passes(1, nan, nan, model, pixels)
     assert "step 1 is skipped: a loss of nan with a gradient of norm nan, first seen in the gradient of weight" in (
@@ -329,8 +367,8 @@ def test_three_skipped_steps_in_a_row_stop_the_run(caplog):
     assert guard.skipped == 5
 
 
-def test_the_culprit_is_named():
-    guard, model = Guard(), nn.Linear(2, 2)
+def test_the_first_non_finite_tensor_is_named():
+    guard, model = NonFiniteGuard(), nn.Linear(2, 2)
     guard.in_a_row = 2
     with pytest.raises(FloatingPointError, match="the pixels of the batch"):
         guard.passes(3, float("nan"), 1.0, model, parts_of(float("inf")))

@@ -13,13 +13,13 @@ from test_train_resume import Killed
 from tiny_runs import left, same_run, tiny_recipe
 from torch import nn
 
-from contrastile.train import live, loop, report
+from contrastile.train import loop, trackers
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.recipe import RecipeError
 from contrastile.train.stopwatch import DeviceTimer, Stopwatch, shares_text
-from contrastile.train.trackers import Careful, scalars
+from contrastile.train.trackers import FailSafe, scalars
 
 SHORT = ("train.examples=96", "train.batch=16", "save.steps=2")
 
@@ -64,7 +64,7 @@ def test_every_part_of_a_step_is_marked_in_both_directions():
         watch.mark("towers")
         loss(*(tower(torch.ones(2, 3)) for tower in towers)).backward()
         optimizer.step()
-        seen.append(watch.facts(6)["shares"])
+        seen.append(watch.read(6)["shares"])
     # data; towers; loss, forward and backward; the towers' backwards, one after the other
     assert seen[0] == {"data": round(1 / 6, 4), "loss": round(2 / 6, 4), "towers": round(3 / 6, 4)}
     # and the optimizer's step before
@@ -72,15 +72,15 @@ def test_every_part_of_a_step_is_marked_in_both_directions():
     assert seen[1] == {part: round(count / 7, 4) for part, count in counts.items()}
 
 
-def test_a_step_without_an_optimizers_step_is_forgotten():
+def test_the_marks_of_a_skipped_step_are_dropped():
     watch = Stopwatch(Counted())
     for _ in range(3):
         watch.start()
         watch.mark("towers")
-        assert watch.facts(1)["shares"] == {"data": 1.0}
+        assert watch.read(1)["shares"] == {"data": 1.0}
 
 
-def test_a_device_is_waited_for_only_where_its_queue_is_empty(monkeypatch):
+def test_a_mark_does_not_wait_for_the_device(monkeypatch):
     waited = []
 
     class Event:
@@ -105,7 +105,7 @@ def test_a_device_is_waited_for_only_where_its_queue_is_empty(monkeypatch):
 
 
 @pytest.mark.parametrize("overrides", [(), ("train.accumulate=3", "train.retain=0", "loss.kind=siglip")])
-def test_a_run_says_where_its_steps_time_goes(tmp_path, overrides):
+def test_metrics_have_the_shares_of_a_steps_time(tmp_path, overrides):
     recipe = tiny_recipe(tmp_path, "train.examples=96", *overrides)
     lines = read_metrics(run_recipe(recipe, tmp_path / "runs").folder / "metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "step"]
@@ -117,7 +117,7 @@ def test_a_run_says_where_its_steps_time_goes(tmp_path, overrides):
     assert "optimizer" not in steps[0]["shares"]
 
 
-def test_the_log_line_says_it_all(tmp_path, capsys):
+def test_the_log_line_has_all_values(tmp_path, capsys):
     run_recipe(tiny_recipe(tmp_path, "train.examples=64"), tmp_path / "runs")
     line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("training 100%"))
     for fact in ("pairs/s", "loss ", "norm ", "rate ", "scale ", "time ", "peak ", "towers ", "data "):
@@ -140,7 +140,7 @@ class Raising:
     def __init__(self, at=0):
         self.heard, self.at = 0, at
 
-    def hear(self, kind, values):
+    def log(self, kind, values):
         self.heard += 1
         if self.heard > self.at:
             raise ConnectionError("no way there")
@@ -149,9 +149,9 @@ class Raising:
         raise OSError("nor back")
 
 
-def test_a_failing_listener_is_told_once_and_the_file_is_whole(tmp_path, caplog):
+def test_a_failing_listener_is_logged_once_and_the_file_is_complete(tmp_path, caplog):
     listener = Raising(at=2)
-    with Metrics(tmp_path / "metrics.jsonl", [Careful(listener, "it")]) as metrics:
+    with Metrics(tmp_path / "metrics.jsonl", [FailSafe(listener, "it")]) as metrics:
         for step in range(5):
             metrics.write("step", examples=step)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
@@ -161,8 +161,8 @@ def test_a_failing_listener_is_told_once_and_the_file_is_whole(tmp_path, caplog)
     ]
 
 
-def test_one_that_fails_at_the_end_is_told_too(tmp_path, caplog):
-    with Metrics(tmp_path / "metrics.jsonl", [Careful(Raising(at=9), "it")]) as metrics:
+def test_a_listener_that_fails_at_its_close_is_logged(tmp_path, caplog):
+    with Metrics(tmp_path / "metrics.jsonl", [FailSafe(Raising(at=9), "it")]) as metrics:
         metrics.write("step", examples=1)
     assert "OSError('nor back')" in caplog.text
 
@@ -195,7 +195,7 @@ def fake_wandb(monkeypatch, fails_at=10**9):
     return told
 
 
-def test_wandb_hears_steps_and_probes_and_the_run_is_the_same(plain, tmp_path, monkeypatch):
+def test_wandb_receives_steps_and_probes_and_the_run_is_the_same(plain, tmp_path, monkeypatch):
     told = fake_wandb(monkeypatch)
     recipe, whole = plain
     folder = run_recipe(logged(recipe, wandb="letters"), tmp_path).folder
@@ -212,7 +212,7 @@ def test_wandb_hears_steps_and_probes_and_the_run_is_the_same(plain, tmp_path, m
     assert told.finished == 1
 
 
-def test_wandb_away_changes_nothing_but_a_warning(plain, tmp_path, monkeypatch, caplog):
+def test_a_failing_wandb_is_a_warning(plain, tmp_path, monkeypatch, caplog):
     fake_wandb(monkeypatch, fails_at=3)
     recipe, whole = plain
     same_run(run_recipe(logged(recipe, wandb="letters"), tmp_path).folder, whole)
@@ -235,7 +235,7 @@ def lost_at(monkeypatch, at):
     monkeypatch.setattr(loop, "step", lost)
 
 
-def test_a_resumed_run_goes_on_in_wandb_without_a_step_twice(plain, tmp_path, monkeypatch):
+def test_a_resumed_run_continues_in_wandb_without_repeated_steps(plain, tmp_path, monkeypatch):
     told = fake_wandb(monkeypatch)
     recipe, whole = plain
     with monkeypatch.context() as patched:
@@ -268,7 +268,7 @@ class FakeWriter:
         pass
 
 
-def test_a_resumed_run_goes_on_in_tensorboard_without_a_step_twice(plain, tmp_path, monkeypatch):
+def test_a_resumed_run_continues_in_tensorboard_without_repeated_steps(plain, tmp_path, monkeypatch):
     module = types.ModuleType("torch.utils.tensorboard")
     files = {}
     module.SummaryWriter = partial(FakeWriter, files)
@@ -306,14 +306,14 @@ def test_the_real_wandb_takes_it_without_a_server(plain, tmp_path, monkeypatch):
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_only_numbers_are_told():
+def test_listeners_receive_numbers_only():
     line = {"examples": 3, "loss": 1, "ok": True, "why": "x", "shares": {"data": 0.5}, "none": None}
     assert list(scalars("step", line)) == [("step/loss", 1.0), ("step/shares/data", 0.5)]
 
 
 @pytest.mark.parametrize(("override", "package"), [("log.tensorboard=true", "tensorboard"), ("log.wandb=x", "wandb")])
 def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch, override, package):
-    monkeypatch.setattr("contrastile.train.settings.find_spec", lambda name: None)
+    monkeypatch.setattr("contrastile.train.config.base.find_spec", lambda name: None)
     with pytest.raises(RecipeError) as caught:
         tiny_recipe(tmp_path, override)
     assert str(caught.value) == (
@@ -322,7 +322,7 @@ def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch, over
     )
 
 
-def test_another_tracker_may_be_named_when_a_run_is_resumed(plain, tmp_path, monkeypatch):
+def test_trackers_may_change_on_resume(plain, tmp_path, monkeypatch):
     recipe, _ = plain
     monkeypatch.setattr(loop, "step", lambda *words: signal.raise_signal(signal.SIGINT) or (1.0, 1.0))
     run_recipe(recipe, tmp_path)
@@ -335,8 +335,8 @@ def test_another_tracker_may_be_named_when_a_run_is_resumed(plain, tmp_path, mon
 
 
 @pytest.mark.drawn
-def test_the_report_is_there_while_the_run_trains(plain, tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "MOST", float("inf"))
+def test_the_report_is_written_while_the_run_trains(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "MOST", float("inf"))
     pages, real = [], loop.step
 
     def look(*arguments):
@@ -359,7 +359,7 @@ def test_the_report_is_there_while_the_run_trains(plain, tmp_path, monkeypatch):
 
 
 @pytest.mark.drawn
-def test_the_report_of_a_stopped_run_has_its_curves_and_says_how_it_goes_on(plain, tmp_path, monkeypatch, caplog):
+def test_the_report_of_a_stopped_run_has_curves_and_says_how_to_resume(plain, tmp_path, monkeypatch, caplog):
     real, steps = loop.step, []
 
     def stop(*arguments):
@@ -377,7 +377,7 @@ def test_the_report_of_a_stopped_run_has_its_curves_and_says_how_it_goes_on(plai
     assert "64 seen" in page
     assert page.count("<svg") == 6
     # one that fails is told, and the run is resumed all the same
-    monkeypatch.setattr(live, "write_report", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(trackers, "write_report", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(loop, "step", lambda *arguments: signal.raise_signal(signal.SIGINT) or real(*arguments))
     run_recipe(recipe, tmp_path, resume=True)
     assert "the report failed, the run is kept: ZeroDivisionError('division by zero')" in caplog.messages
@@ -385,33 +385,33 @@ def test_the_report_of_a_stopped_run_has_its_curves_and_says_how_it_goes_on(plai
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
-def test_pages_take_no_more_than_their_share_of_the_time(plain, tmp_path, monkeypatch):
+def test_live_reports_take_at_most_their_share_of_the_time(plain, tmp_path, monkeypatch):
     written, now = [], [100.0]
-    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(trackers.time, "monotonic", lambda: now[0])
 
     def draw(*names, **words):
         written.append(now[0])
         now[0] += 1.0
 
-    monkeypatch.setattr(live, "write_report", draw)
-    heard = live.LiveReport(RunFolder(tmp_path), dict)
+    monkeypatch.setattr(trackers, "write_report", draw)
+    heard = trackers.LiveReport(RunFolder(tmp_path), dict)
     for _ in range(100):
-        heard.hear("probe", {})
+        heard.log("probe", {})
         now[0] += 1.0
-    heard.hear("step", {})
+    heard.log("step", {})
     assert written[0] == 100.0
     assert 2 <= len(written) <= 0.05 * (now[0] - 100.0) + 1
 
 
-def test_a_report_that_fails_ends_nothing(plain, tmp_path, monkeypatch, caplog):
-    real = report.write_report
+def test_a_failing_report_does_not_end_the_run(plain, tmp_path, monkeypatch, caplog):
+    real = trackers.write_report
 
     def fail_while_training(*names, so_far=None, **words):
         if so_far is not None:
             raise OSError("the disk is full")
         return real(*names, **words)
 
-    monkeypatch.setattr(live, "write_report", fail_while_training)
+    monkeypatch.setattr(trackers, "write_report", fail_while_training)
     recipe, whole = plain
     folder = run_recipe(recipe, tmp_path).folder
     same_run(folder, whole)

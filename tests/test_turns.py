@@ -17,31 +17,30 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from contrastile import comm
-from contrastile.losses.base import Side
+from contrastile.distributed import collectives
+from contrastile.losses.base import Shard
 from contrastile.losses.softmax import Softmax
-from contrastile.tiles import triton_launch as launch
-from contrastile.tiles import triton_products as products
-from contrastile.tiles.base import Turn
-from contrastile.tiles.triton import Triton
-from contrastile.tiles.triton_operands import PROGRAMS_INTERPRETED
+from contrastile.tiles.base import InFlight
+from contrastile.tiles.triton import backend, launch
+from contrastile.tiles.triton.backend import Triton
+from contrastile.tiles.triton.plan import PROGRAMS_INTERPRETED
 
 N, M, D = 45, 70, 19
 # bytes that hold a part of the block only
 LITTLE = 6000
 
 
-def _sides(dtype: torch.dtype, diagonal: int | None) -> tuple[Triton, Side, Side]:
+def _sides(dtype: torch.dtype, diagonal: int | None) -> tuple[Triton, Shard, Shard]:
     """A block whose diagonal of positives begins at that column; None: it lies in another block."""
     q, k = (F.normalize(torch.randn(n, D), dim=-1).to(dtype) for n in (N, M))
     tiles = Triton(Softmax(symmetric=True), torch.tensor(10.0), None, LITTLE)
-    rows, cols = Side(q, start=0, diagonal=1000 if diagonal is None else diagonal), Side(k, start=0)
+    rows, cols = Shard(q, start=0, diagonal=1000 if diagonal is None else diagonal), Shard(k, start=0)
     sides = []
-    for side, stats in zip((rows, cols), tiles.stats(rows, cols), strict=True):
+    for side, stats in zip((rows, cols), tiles.forward(rows, cols), strict=True):
         assert stats is not None
         # as if each row had met its positive elsewhere
         stats = stats.clone()
-        stats[2:6] = torch.tensor([1.0, 1.0, 1.0, 1.0])[:, None]
+        stats[4:] = torch.tensor([1.0, 1.0, 0.0, 1.0])[:, None]
         found = tiles.loss.finish(stats)
         sides.append(replace(side, state=found.state, coefficient=found.counts / len(side)))
     return tiles, *sides
@@ -49,13 +48,13 @@ def _sides(dtype: torch.dtype, diagonal: int | None) -> tuple[Triton, Side, Side
 
 def _watched(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
     def watch(name: str) -> None:
-        real = getattr(products, name)
+        real = getattr(backend, f"_{name}")
 
         def watched(*given: Any) -> None:
             log.append(name)
             real(*given)
 
-        monkeypatch.setattr(products, name, watched)
+        monkeypatch.setattr(backend, f"_{name}", watched)
 
     watch("add_rows")
     watch("add_cols")
@@ -70,11 +69,11 @@ def _swept(dtype: torch.dtype, diagonal: int | None, log: list[str], **how: bool
         log.append("leaves")
         left.append(gathered.clone())
 
-    turn = Turn(gathered, lambda: log.append("waits"), go_on, **how)
-    total = tiles.grads(rows, cols, u, turn)
-    turn.leave()
+    turn = InFlight(gathered, lambda: log.append("waits"), go_on, **how)
+    total = tiles.backward(rows, cols, u, turn)
+    turn.release()
     seen, again = list(log), torch.zeros_like(u)
-    assert torch.equal(total, tiles.grads(rows, cols, again, v))
+    assert torch.equal(total, tiles.backward(rows, cols, again, v))
     log[:] = seen
     assert torch.equal(u, again)
     (gone,) = left
@@ -118,18 +117,18 @@ def test_pairs_that_are_listed_are_in_it_before_it_leaves(monkeypatch: pytest.Mo
 
 def test_a_turn_waits_once_and_leaves_once() -> None:
     log: list[str] = []
-    turn = Turn(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=False, early=False)
-    assert turn.here() is turn.here()
+    turn = InFlight(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=False, early=False)
+    assert turn.value() is turn.value()
     assert log == ["waits"]
-    turn.leave()
-    turn.leave()
+    turn.release()
+    turn.release()
     assert log == ["waits", "leaves"]
     # what nobody asked for is waited for before it goes on; and a first one need not come
     log.clear()
-    turn = Turn(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=True, early=False)
-    turn.here()
+    turn = InFlight(torch.zeros(1), lambda: log.append("waits"), lambda: log.append("leaves"), first=True, early=False)
+    turn.value()
     assert not log
-    turn.leave()
+    turn.release()
     assert log == ["waits", "leaves"]
 
 
@@ -143,12 +142,12 @@ def test_transfers_hold_as_many_multiprocessors_as_they_may(
         monkeypatch.setenv(name, value)
     backend = SimpleNamespace(options=SimpleNamespace(config=SimpleNamespace(max_ctas=limit)))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    assert comm.held(SimpleNamespace(_get_backend=lambda device: backend)) == held
+    assert collectives.reserved_multiprocessors(SimpleNamespace(_get_backend=lambda device: backend)) == held
     # as debugging has it
     wrapper = SimpleNamespace(wrapped_pg=backend)
-    assert comm.held(SimpleNamespace(_get_backend=lambda device: wrapper)) == held
+    assert collectives.reserved_multiprocessors(SimpleNamespace(_get_backend=lambda device: wrapper)) == held
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
-    assert comm.held(SimpleNamespace()) == 0
+    assert collectives.reserved_multiprocessors(SimpleNamespace()) == 0
 
 
 def test_multiprocessors_are_left_to_what_travels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +165,9 @@ def test_multiprocessors_are_left_to_what_travels(monkeypatch: pytest.MonkeyPatc
     found = []
     for spared in (0, 1, 200):
         u, v = torch.zeros(N, D), torch.zeros(M, D)
-        total = replace(tiles, workspace=2**30).sparing(spared).grads(rows, cols, u, v)
+        wide = replace(tiles, workspace=2**30)
+        wide.reserve(spared)
+        total = wide.backward(rows, cols, u, v)
         found.append((max(grids), u, v, total))
         grids.clear()
     assert [most for most, *_ in found] == [PROGRAMS_INTERPRETED, PROGRAMS_INTERPRETED - 1, 1]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from contrastile import ClipLoss, contrast, encode
-from contrastile._check import whole_number
-from contrastile._choose import Options
-from contrastile.evaluate.top import top
+from contrastile._dispatch import Options
+from contrastile._errors import whole_number
+from contrastile.evaluate.topk import topk
 from contrastile.models.retriever import Retriever
 from contrastile.models.text import train_tokenizer
 
@@ -102,9 +102,9 @@ def test_a_scale_may_be_any_number_that_is_real(two: Any) -> None:
 
 def test_others_take_any_too() -> None:
     eye = torch.eye(3)
-    assert torch.equal(top(eye, eye, np.int64(2))[1], top(eye, eye, 2)[1])
+    assert torch.equal(topk(eye, eye, np.int64(2))[1], topk(eye, eye, 2)[1])
     with pytest.raises(ValueError, match=r"`k` must be between 1 and the 3 keys; got 2\.5\. Ask"):
-        top(eye, eye, 2.5)  # type: ignore[arg-type]
+        topk(eye, eye, 2.5)  # type: ignore[arg-type]
     tokenizer = train_tokenizer(["a b c"], size=np.int64(5), length=torch.tensor(4))
     assert type(tokenizer.length) is int
     retriever = Retriever.__new__(Retriever)

@@ -1,4 +1,4 @@
-"""encode under DistributedDataParallel and FSDP2: true gradients, one reduction, and no way around the wrapper."""
+"""encode under DistributedDataParallel and FSDP2: true gradients, one reduction, no bypass of the wrapper."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint_sequential
 
-from contrastile import comm, encode, wrappers
+from contrastile import _torch, encode
+from contrastile.distributed import collectives
 
 STEPS = 3
 
@@ -72,6 +73,10 @@ WAYS: dict[str, Callable[[Any, Pair, Tensor, Tensor], Any]] = {
     "in the forward": lambda wrapped, model, x, y: wrapped(x, y),
     "by the method's name": lambda wrapped, model, x, y: (*_both(wrapped, x, y), *model.numbers()),
     "text first, some kept": _text_first,
+    "by a function of the module": lambda wrapped, model, x, y: (
+        *encode((wrapped, lambda inner, x, y: inner(x, y)[:2]), (x, y), sub_batch=2),
+        *model.numbers(),
+    ),
 }
 
 
@@ -112,6 +117,36 @@ def test_ddp_reduces_each_gradient_once(pool: Pool, way: str, how: dict[str, Any
     pool.check(_ddp_steps, 3, way, how)
 
 
+class Shifted(nn.Linear):
+    """A tower with a buffer, such as a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__(D_IN, D, dtype=torch.float64)
+        self.register_buffer("shift", torch.ones(D, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.shift
+
+
+def _buffers(rank: int, group: Any) -> None:
+    torch.manual_seed(0)
+    tower, x = Shifted(), torch.randn(4, D_IN, dtype=torch.float64)
+    wrapped = DistributedDataParallel(tower, process_group=group)
+    for step in range(2):
+        # the first rank's is everybody's, before each forward
+        tower.shift.fill_(step + 2 if rank == 0 else 100)
+        encoded = [encode(encoder, x, sub_batch=3) for encoder in (wrapped, (wrapped, lambda inner, x: inner(x)))]
+        assert tower.shift.tolist() == [step + 2] * D
+        for features in encoded:
+            wrapped.zero_grad()
+            features.sum().backward()
+            assert distance(tower.weight.grad, (x.sum(0) * (step + 2)).expand(D, D_IN)) <= 1e-15
+
+
+def test_ddp_broadcasts_buffers_to_all_ranks(pool: Pool) -> None:
+    pool.check(_buffers, 2)
+
+
 def _each_tower(rank: int, group: Any) -> None:
     model, reference = Pair(shape=()), Pair(shape=())
     x, y, labels = batch(1, 0)
@@ -125,7 +160,7 @@ def _each_tower(rank: int, group: Any) -> None:
     _compare(_found(model), _found(reference))
 
 
-def test_each_tower_wrapped_for_itself(pool: Pool) -> None:
+def test_each_tower_may_have_its_own_wrapper(pool: Pool) -> None:
     pool.check(_each_tower, 3)
 
 
@@ -157,7 +192,7 @@ def _order(rank: int, group: Any, apart: bool) -> list[str]:
     return [what for at, what in enumerate(seen) if at == 0 or what != seen[at - 1]]
 
 
-def test_a_wrapper_reduces_when_its_own_last_replay_is_done(pool: Pool) -> None:
+def test_ddp_reduces_a_tower_after_its_last_replay(pool: Pool) -> None:
     assert pool.run(_order, 2, False) == [["text", "image", "reduced"]] * 2
     assert pool.run(_order, 2, True) == [["text", "reduced", "image", "reduced"]] * 2
 
@@ -187,7 +222,7 @@ def test_one_tower_for_both_sides_is_reduced_once(pool: Pool, kind: str, plain: 
 
 
 def _accumulate(rank: int, group: Any, kind: str, way: str) -> None:
-    """Two micro-batches, the loss scaled as a GradScaler scales it; only the second is reduced."""
+    """Two micro-batches with a loss scaled by a GradScaler; only the second is reduced."""
     model = Pair(sub_batch=2 if way == "in the forward" else None)
     truth = _truth(Pair(), 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -245,13 +280,15 @@ def _partly_trained(rank: int, group: Any, kind: str, way: str, what: str, how: 
     [("DDP", {}), ("DDP", {"find_unused_parameters": True}), ("DDP", {"static_graph": True}), ("FSDP2", {})],
     ids=str,
 )
-def test_frozen_and_unused_parameters(pool: Pool, kind: str, how: dict[str, Any], way: str, what: str) -> None:
+def test_frozen_and_unused_parameters_get_the_plain_gradients(
+    pool: Pool, kind: str, how: dict[str, Any], way: str, what: str
+) -> None:
     pool.check(_partly_trained, 2, kind, way, what, how)
 
 
 @contextmanager
 def _scatters() -> Iterator[list[str]]:
-    """Notes each reduce-scatter of FSDP2."""
+    """Record each reduce-scatter of FSDP2."""
     scattered: list[str] = []
     plain = _fsdp_param_group.foreach_reduce
 
@@ -370,7 +407,7 @@ def _mixed(rank: int, group: Any) -> None:
             assert distance(found[1][name], gradient) <= 2e-2, name
 
 
-def test_fsdp2_in_mixed_precision(pool: Pool) -> None:
+def test_fsdp2_in_mixed_precision_rounds_once(pool: Pool) -> None:
     pool.check(_mixed, 2)
 
 
@@ -388,12 +425,12 @@ def _hybrid(rank: int, group: Any) -> None:
     assert len(scattered) == 3
 
 
-def test_hybrid_sharding(pool: Pool) -> None:
+def test_hybrid_sharding_gives_the_plain_gradients(pool: Pool) -> None:
     pool.check(_hybrid, 4)
 
 
 def _sentences(rank: int, group: Any) -> dict[str, str]:
-    """What is said of each way that would not be right."""
+    """The error of each use that would give a wrong gradient."""
     model, x = Pair(shape=()), torch.ones(4, D_IN, dtype=torch.float64)
     wrapped = DistributedDataParallel(model, process_group=group)
     holder = nn.ModuleDict({"tower": wrapped})
@@ -412,6 +449,7 @@ def _sentences(rank: int, group: Any) -> dict[str, str]:
         "not a method": (wrapped, "sub_batch"),
         "not a module": ("model", "encode_image"),
         "the other way round": ("encode_image", model),
+        "two modules": (model.image, model.text),
         "not registered": flat.encode_image,
         "not registered, bound": partial(flat.encode_image),
         "part of a shard": flat.image,
@@ -442,7 +480,7 @@ UNKNOWN = (
 )
 
 
-def test_what_would_not_be_reduced_is_refused(pool: Pool) -> None:
+def test_an_unreduced_gradient_is_refused(pool: Pool) -> None:
     first, second = pool.run(_sentences, 2)
     assert first == second
     assert first == {
@@ -455,6 +493,7 @@ def test_what_would_not_be_reduced_is_refused(pool: Pool) -> None:
         "not a method": NAMES + "(Pair, 'sub_batch')" + CHECK,
         "not a module": NAMES + "(str, 'encode_image')" + CHECK,
         "the other way round": NAMES + "(str, Pair)" + CHECK,
+        "two modules": NAMES + "(Tower, Tower)" + CHECK,
         "not registered": UNKNOWN,
         "not registered, bound": UNKNOWN,
         "part of a shard": "`encoder` must be a module that FSDP2 shards, or its method; got a part of one, whose "
@@ -487,7 +526,7 @@ def _allowed(rank: int, group: Any) -> None:
     assert distance(encode((model.image, "forward"), x, sub_batch=3).detach(), plain) <= 1e-15
 
 
-def test_what_needs_no_reduction_is_allowed(pool: Pool) -> None:
+def test_an_encoder_that_needs_no_reduction_is_accepted(pool: Pool) -> None:
     pool.check(_allowed, 2)
 
 
@@ -522,7 +561,7 @@ def test_parameters_changed_before_the_backward_are_noticed(pool: Pool, kind: st
 def _sharded_number(rank: int, group: Any, combined: str) -> Tensor:
     mesh = DeviceMesh.from_group(group, "cpu")
     number = distribute_tensor(torch.tensor([2.0]), mesh, [Shard(0)]).requires_grad_()
-    whole = comm.whole(number, combined)
+    whole = collectives.unsharded(number, combined)
     assert torch.equal(whole, torch.tensor([2.0]))
     (whole * (rank + 1)).sum().backward()
     return number.grad.full_tensor()
@@ -535,5 +574,5 @@ def test_a_sharded_scale_is_combined_as_the_wrapper_would(pool: Pool, combined: 
 
 def test_a_state_of_torch_2_11_has_one_group_or_none() -> None:
     group = SimpleNamespace(fsdp_params=[])
-    assert wrappers._groups(SimpleNamespace(_fsdp_param_group=group)) == [group]
-    assert wrappers._groups(SimpleNamespace(_fsdp_param_group=None)) == []
+    assert _torch.fsdp_groups(SimpleNamespace(_fsdp_param_group=group)) == [group]
+    assert _torch.fsdp_groups(SimpleNamespace(_fsdp_param_group=None)) == []

@@ -1,4 +1,4 @@
-"""Towers in shards, and a rank whose memory ends in the step itself: the others do not wait until time is up."""
+"""Sharded towers, and a rank that runs out of memory in a step: the others do not wait for the time-out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHORT = "CUDA out of memory. Tried to allocate 3.00 GiB."
 
 
 class Tower(nn.Module):
-    """A layer that is gathered by itself, and memory that ends at a call."""
+    """Two layers, one of them gathered by itself; runs out of memory at call `ends`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,12 +63,11 @@ def _run(rank: int, folder: Path, who: tuple[int, ...], place: str) -> None:
 
 
 def _all(folder: Path, who: tuple[int, ...], place: str) -> list[list[str]]:
-    began = time.monotonic()
     with forked(W, _run, folder, who, place) as processes:
+        # gloo's own half hour is not needed
         for process in processes:
-            process.join(30)
+            process.join(SOON)
         assert [process.exitcode for process in processes] == [0] * W
-        assert time.monotonic() - began < 3 * SOON
     return [(folder / f"{rank}.txt").read_text().splitlines() for rank in range(W)]
 
 
@@ -84,6 +83,6 @@ def test_one_rank_short_of_memory_is_an_error_on_all(tmp_path: Path, place: str)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_where_all_are_short_of_memory_each_says_so(tmp_path: Path, place: str) -> None:
+def test_ranks_that_all_run_out_of_memory_raise_their_own_error(tmp_path: Path, place: str) -> None:
     for said in _all(tmp_path, (0, 1), place):
         assert said[:2] == ["done", f"OutOfMemoryError: {SHORT}"]

@@ -1,4 +1,4 @@
-"""Where one rank runs out of memory, under DistributedDataParallel and FSDP2: all agree, and nobody waits."""
+"""A rank that runs out of memory under DistributedDataParallel and FSDP2: all ranks agree, and none waits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from contrastile import ClipLoss, encode, first_pass, fitting, retention
+from contrastile import ClipLoss, encode
+from contrastile.gradcache import auto, forward, memory
 
 ROWS, PLENTY = 12, 100
 
 
 class _Overflow(torch.autograd.Function):
-    """Runs out of memory on the way back."""
+    """An operation that runs out of memory in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ class _Overflow(torch.autograd.Function):
 
 
 class Limited(nn.Module):
-    """Has room for some rows, and finds out after its first block, or when that is back-propagated."""
+    """A tower with room for some rows, which fails after its first block, or in that block's backward."""
 
     def __init__(self, room: int, where: str, seed: int = 8) -> None:
         super().__init__()
@@ -71,12 +72,12 @@ class Both(nn.Module):
 
 @contextmanager
 def _trying() -> Iterator[None]:
-    """Sizes are tried, as they are on a GPU."""
-    tries, fitting.tries = fitting.tries, lambda _: True
+    """Try sizes, as on a GPU."""
+    tries, auto.tries = auto.tries, lambda _: True
     try:
         yield
     finally:
-        fitting.tries = tries
+        auto.tries = tries
 
 
 def _mine(rank: int, seed: int = 1) -> Tensor:
@@ -114,7 +115,7 @@ def _compare(model: nn.Module, truth: dict[str, Tensor]) -> None:
 
 
 def _one_runs_out_of_memory(rank: int, group: Any, how: str, where: str) -> None:
-    """All take the size that fits on the rank with the least room, and none waits for another."""
+    """All ranks take the size that fits on the one with the least room."""
     tower, plain = Limited(3 if rank == 1 else PLENTY, where), Limited(PLENTY, where)
     plain(_mine(rank)).square().sum().backward()
     truth, wrapped = _combined(plain, group), _wrapped(how, tower, group)
@@ -133,7 +134,7 @@ def _one_runs_out_of_memory(rank: int, group: Any, how: str, where: str) -> None
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("how", ["DistributedDataParallel", "FSDP2"])
-def test_a_rank_that_runs_out_of_memory_speaks_for_all(pool: Pool, how: str, where: str) -> None:
+def test_all_ranks_take_the_size_of_the_smallest(pool: Pool, how: str, where: str) -> None:
     pool.check(_one_runs_out_of_memory, 3, how, where)
 
 
@@ -180,13 +181,13 @@ def _no_room_at_all(rank: int, group: Any, how: str, where: str) -> str:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("how", ["DistributedDataParallel", "FSDP2"])
-def test_where_one_rank_has_no_room_for_one_example_nobody_waits_for_it(pool: Pool, how: str, where: str) -> None:
+def test_a_rank_without_room_for_one_example_is_an_error_on_all(pool: Pool, how: str, where: str) -> None:
     theirs = "encode: another rank has no room for a single example"
     assert pool.run(_no_room_at_all, 3, how, where) == [theirs, "no room", theirs]
 
 
 def _weights_are_no_part_of_a_graph(rank: int, group: Any, frozen: bool) -> None:
-    """Room for three graphs as they are, and for none that has the weights which are gathered for it."""
+    """Allow memory for three graphs without their gathered weights, and for none with them."""
     width = 64
     torch.manual_seed(3)
     tower = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)]).double()
@@ -198,16 +199,16 @@ def _weights_are_no_part_of_a_graph(rank: int, group: Any, frozen: bool) -> None
     fully_shard(tower, mesh=DeviceMesh.from_group(group, "cpu"))
     # of two rows, each layer's inputs
     each = 4 * 2 * width * 8
-    kept, later = retention.spare_bytes, first_pass.later_bytes
-    retention.spare_bytes, first_pass.later_bytes = lambda _: 5 * each, lambda *_: 0
+    kept, later = memory.spare_bytes, forward.later_bytes
+    memory.spare_bytes, forward.later_bytes = lambda _: 5 * each, lambda *_: 0
     try:
         encode(tower, torch.randn(8, width, dtype=torch.float64), sub_batch=2, retain="auto").sum().backward()
     finally:
-        retention.spare_bytes, first_pass.later_bytes = kept, later
+        memory.spare_bytes, forward.later_bytes = kept, later
     # one more shows whether what is trained is used
     assert len(runs) == 4 + frozen
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_weights_that_are_gathered_are_no_part_of_a_graph(pool: Pool, frozen: bool) -> None:
+def test_gathered_weights_do_not_count_as_graph(pool: Pool, frozen: bool) -> None:
     pool.check(_weights_are_no_part_of_a_graph, 2, frozen)

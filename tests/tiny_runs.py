@@ -4,13 +4,18 @@ And what a run leaves behind, for tests that compare two.
 """
 
 import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from contrastile.train import loop, progress
 from contrastile.train.config import Recipe
 from contrastile.train.log import MEASURED, read_metrics
 from contrastile.train.recipe import load_recipe
@@ -82,6 +87,22 @@ def write_shards(folder: Path, shards: int = 3) -> str:
                 for member in (path, title):
                     tar.add(member, arcname=member.name)
     return f"{folder}/{{00..{shards - 1:02}}}.tar"
+
+
+@contextmanager
+def timed(seconds: Callable[[int], float]) -> Iterator[None]:
+    """A clock for runs, by which a step of so many examples takes `seconds` of it, and nothing else takes any time."""
+    now, real = [0.0], loop.step
+
+    def step(job: Any, optimizer: Any, parts: Any, *others: Any) -> Any:
+        now[0] += seconds(sum(part.whole for part in parts))
+        return real(job, optimizer, parts, *others)
+
+    with (
+        patch.object(progress, "time", SimpleNamespace(monotonic=lambda: now[0])),
+        patch.object(loop, "step", step),
+    ):
+        yield
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

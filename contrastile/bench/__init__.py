@@ -1,1 +1,1 @@
-"""The bench: what the losses cost in time and memory, beside what people run today, after a check against float64."""
+"""The bench: time and memory of losses and whole steps beside public packages, after a check against float64."""

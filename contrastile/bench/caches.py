@@ -1,27 +1,25 @@
-"""Other people's gradient caches, driven with the same towers: who is measured beside `encode`.
+"""Public gradient caches on the same towers, measured beside `encode`.
 
-Stands beside `ways.py`. Each is imported when it runs and called the way its documentation says; none is a dependency.
-Their loss is their own or the dense formula, as their users have it.
+Stands on `ways.py`. Each is imported when it runs and called as its documentation says; none is a dependency. The loss
+is the package's own or the dense formula, as its users have it.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from contrastile.bench.peers import not_installed
 from contrastile.bench.ways import Task, Way
-from contrastile.losses.dense import dense_clip
+from contrastile.losses.reference import dense_clip
 
 
 class _Under(nn.Module):
-    """A tower with autocast inside: these caches run both passes in one go, and autocast would keep the weights of the
-    first, which have no graph."""
+    """A tower with autocast inside: around both passes of these caches, autocast would keep the cast weights of the
+    first pass, which have no graph."""
 
     def __init__(self, tower: nn.Module, task: Task) -> None:
         super().__init__()
@@ -33,7 +31,7 @@ class _Under(nn.Module):
 
 
 def grad_cache(task: Task) -> Tensor:
-    """The class of the paper's repository, with the dense loss."""
+    """Run the class of the paper's repository with the dense loss."""
 
     def loss(images: Tensor, texts: Tensor) -> Tensor:
         with task.autocast():
@@ -41,20 +39,20 @@ def grad_cache(task: Task) -> Tensor:
 
     towers = [_Under(tower, task) for tower, _ in task.sides]
     cache = import_module("grad_cache").GradCache(models=towers, chunk_sizes=task.sub_batch, loss_fn=loss)
-    found: Tensor = cache(*(leaf for _, leaf in task.sides))
-    return found
+    loss_value: Tensor = cache(*(leaf for _, leaf in task.sides))
+    return loss_value
 
 
 class _Model(nn.ModuleList):
-    """Both towers as sentence-transformers calls a model; an input is told by its name."""
+    """Both towers as a model of sentence-transformers, which gets its inputs by name."""
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        place, name = (0, "pixels") if "pixels" in features else (1, "input_ids")
-        return {"sentence_embedding": self[place](features[name])}
+        side, name = (0, "pixels") if "pixels" in features else (1, "input_ids")
+        return {"sentence_embedding": self[side](features[name])}
 
 
 def cached_ranking(task: Task) -> Tensor:
-    """Its cached loss, in both directions; the scale is a constant there."""
+    """Run its cached loss in both directions; the scale is a constant there."""
     loss = import_module("sentence_transformers.losses").CachedMultipleNegativesRankingLoss(
         _Model(_Under(tower, task) for tower, _ in task.sides),
         scale=float(task.towers.logit_scale.detach().exp()),
@@ -70,7 +68,7 @@ def cached_ranking(task: Task) -> Tensor:
 
 
 class _Clip(nn.Module):
-    """Both towers as open_clip's training loop calls a model."""
+    """Both towers as a model of open_clip's training loop."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -82,33 +80,16 @@ class _Clip(nn.Module):
         return {"image_features": self.image(images), "text_features": self.text(texts), "logit_scale": scale}
 
 
-class _Data:
-    """A batch as the loader that open_clip's loop walks over."""
+class _Loader(list[Any]):
+    """A batch as the loader of open_clip's training loop."""
 
     def __init__(self, task: Task) -> None:
-        parts = zip(*(leaf.split(task.sub_batch) for _, leaf in task.sides), strict=True)
-        self.dataloader = _Loader(parts)
-        self.dataloader.num_batches, self.dataloader.num_samples = task.sub_batches, task.batch
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
-
-
-class _Loader(list[Any]):
-    num_batches: int
-    num_samples: int
-
-
-class _NoOptimizer:
-    def zero_grad(self) -> None:
-        pass
-
-    def step(self) -> None:
-        pass
+        super().__init__(zip(*(leaf.split(task.sub_batch) for _, leaf in task.sides), strict=True))
+        self.num_batches, self.num_samples = task.sub_batches, task.batch
 
 
 def open_clip(task: Task) -> Tensor:
-    """`--accum-freq` in its training loop: as many losses of the whole batch as there are sub-batches."""
+    """Run its training loop with `--accum-freq`: one loss of the whole batch per sub-batch."""
     loss, train = import_module("open_clip").ClipLoss(), import_module("open_clip_train.train").train_one_epoch
     arguments = Namespace(
         device=str(task.device),
@@ -118,29 +99,23 @@ def open_clip(task: Task) -> Tensor:
         skip_scheduler=True,
         grad_clip_norm=None,
         horovod=False,
-        # another than the first does not log
+        # only the first rank logs
         rank=1,
         local_rank=1,
         log_every_n_steps=1,
     )
-    train(_Clip(task), {"train": _Data(task)}, loss, 0, _NoOptimizer(), None, None, None, arguments)
+    data = Namespace(dataloader=_Loader(task), set_epoch=lambda _: None)
+    optimizer = Namespace(zero_grad=lambda: None, step=lambda: None)
+    train(_Clip(task), {"train": data}, loss, 0, optimizer, None, None, None, arguments)
     return torch.zeros(())
 
 
 PEERS = {
-    "GradCache": Way("GradCache", "dense loss", grad_cache, missing=partial(not_installed, "grad_cache")),
+    "GradCache": Way("GradCache", "dense loss", grad_cache, module="grad_cache"),
     "sentence-transformers": Way(
-        "sentence-transformers",
-        "cached loss",
-        cached_ranking,
-        missing=partial(not_installed, "sentence_transformers"),
+        "sentence-transformers", "cached loss", cached_ranking, module="sentence_transformers"
     ),
     "open_clip": Way(
-        "open_clip",
-        "accum-freq",
-        open_clip,
-        replays=False,
-        missing=partial(not_installed, "open_clip_train"),
-        package="open_clip_torch",
+        "open_clip", "accum-freq", open_clip, replays=False, module="open_clip_train", package="open_clip_torch"
     ),
 }

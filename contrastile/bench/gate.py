@@ -1,8 +1,7 @@
-"""Whether a result is right, before it has a speed: distances to float64, whole where that is possible, sampled where
-it takes too long.
+"""Distances of a loss and its gradients from float64, and the limits above which a result has no speed.
 
-Stands under `loss.py` and `ranks.py`. A `Gate` compares everything on a smaller case. A `Sample` compares a case at its
-own size, with all the weight on a few rows and columns.
+Stands under `loss.py`. A `Gate` compares whole results on fewer rows. A `Sample` compares results at a case's own size,
+with all the weight on a few rows and columns, for which the truth is cheap.
 """
 
 from __future__ import annotations
@@ -17,44 +16,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.bench.peers import Case, Loss
-from contrastile.losses.dense import dense_clip, dense_sigmoid, dense_softmax
+from contrastile.losses.reference import dense_clip, dense_sigmoid, dense_softmax
 from contrastile.modules import ClipLoss, InfoNCELoss, SigLipLoss
 
 SCALE = 100.0
-# rows on which results are compared with float64
+# rows on which whole results are compared with float64
 GATE_ROWS = {"cuda": 10048}
 GATE_ROWS_ELSEWHERE = 1000
-# relative distances to float64 that are rounding, before the gradient's last cast
+# relative distances from float64 that rounding explains, before the gradient's last cast
 LOSS_TOLERANCE, SCALAR_TOLERANCE = 1e-6, 1e-4
 GRADIENT_TOLERANCE = {("bfloat16", None): 1e-3, ("float16", None): 3e-4, ("float32", "high"): 1e-4}
-# and where none is given, and everywhere, this many times the dense formula's in the same dtype
+# the limit for other types, and for all: this many times the distance of the dense formula in the same type
 DENSE_FACTOR = 2.0
-# a few roundings of float32, which the dense formula may be spared by luck where rows are few
+# a few roundings of float32, by which the dense formula may be exact by luck where rows are few
 ROUNDINGS = 2.0**-20
-# numbers compared at once
-AT_ONCE = 2**27
-# rows, and columns, that have all the weight at a case's own size
+# elements that are compared at once: a float64 copy of a large gradient may not fit
+CHUNK = 2**27
+# rows and columns that have all the weight at a case's own size
 SAMPLE_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A loss: what is true, what is ours, and the operations per b² · d that it cannot do without.
+    """A loss: its reference, contrastile's module, and the operations per b^2 d that it needs.
 
-    A softmax needs its logits twice, before and after the normaliser is known, and two products for the gradients;
-    a sigmoid could do with its logits once.
+    A softmax needs its logits twice, before and after the normaliser is known, and two products for the gradients; a
+    sigmoid needs its logits once. sampled: the reference for weights on a few rows and, if symmetric, their columns.
     """
 
-    truth: Loss
-    # the same where only some rows, and in a symmetric loss their columns, have a weight
-    truth_of_some: Callable[..., Tensor]
-    ours: Callable[..., torch.nn.Module]
+    reference: Loss
+    sampled: Callable[..., Tensor]
+    module: Callable[..., torch.nn.Module]
     operations: int
     bias: float | None = None
 
 
 def _some_rows(loss: Loss, some: Tensor, q: Tensor, k: Tensor, *scalars: Tensor) -> Tensor:
-    """The mean of a few rows' losses over all columns."""
+    """The mean loss of a few rows over all columns."""
     positive = some[:, None] == torch.arange(len(k), device=k.device)
     return loss(q[some], k, *scalars, positive=positive)
 
@@ -71,109 +69,113 @@ SUBJECTS = {
 
 
 def problem(case: Case, device: torch.device) -> list[Tensor]:
-    """Random unit features of both sides, the scale and, if the loss has one, the bias."""
+    """Return leaves: random unit features of both sides [b, d], the scale and, if the loss has one, the bias."""
     generator = torch.Generator(device).manual_seed(case.b + case.d)
     wide = torch.float64 if case.dtype == "float64" else torch.float32
-    q, k = (
-        F.normalize(torch.randn(case.b, case.d, generator=generator, dtype=wide, device=device), dim=-1)
-        for _ in range(2)
-    )
-    bias = SUBJECTS[case.loss].bias
-    scalars = [torch.tensor(number, dtype=wide, device=device) for number in (SCALE, bias) if number is not None]
-    narrow = getattr(torch, case.dtype)
-    return [x.requires_grad_() for x in (q.to(narrow), k.to(narrow), *scalars)]
+    drawn = (torch.randn(case.b, case.d, generator=generator, dtype=wide, device=device) for _ in range(2))
+    q, k = (F.normalize(x, dim=-1).to(getattr(torch, case.dtype)) for x in drawn)
+    scalars = [x for x in (SCALE, SUBJECTS[case.loss].bias) if x is not None]
+    leaves = [q, k, *(torch.tensor(x, dtype=wide, device=device) for x in scalars)]
+    return [leaf.requires_grad_() for leaf in leaves]
 
 
 def step(loss: Loss, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """Forward and backward: the loss, and the gradients of all leaves."""
+    """Run forward and backward; return the loss and the gradients of all leaves."""
     value = loss(*leaves)
     return (value.detach(), *torch.autograd.grad(value, leaves))
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a result is from float64, relatively: the loss, the worse of the features' gradients, the scalars'."""
+    """Relative distances from float64: of the loss, the worse features' gradient, the worse scalar's gradient."""
 
     loss: float
     gradient: float
     scalar: float
+
+    @classmethod
+    def between(cls, results: Iterable[Tensor], true: Iterable[Tensor]) -> Distance:
+        value, *gradients = (_relative(x, y) for x, y in zip(results, true, strict=True))
+        return cls(value, _worst(gradients[:2]), _worst(gradients[2:]))
 
     def worst(self, other: Distance) -> Distance:
         return Distance(*(_worst(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
 def gate_rows(device: torch.device) -> int:
-    """Rows on which whole results are compared with float64."""
+    """Return the rows on which whole results are compared with float64."""
     return GATE_ROWS.get(device.type, GATE_ROWS_ELSEWHERE)
 
 
+def _true_step(loss: Loss, leaves: list[Tensor]) -> tuple[tuple[Tensor, ...], float]:
+    """The step in float64, and the distance of its gradients after a cast to the features' type."""
+    true = step(loss, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    return true, max(_relative(gradient.to(leaves[0].dtype), gradient) for gradient in true[1:3])
+
+
 class Gate:
-    """A case made small, its true result, and what the dense formula makes of it in the case's dtype."""
+    """A case on few rows: its true result, and the distance of the dense formula in the case's type."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         small = Case(case.loss, min(case.b, gate_rows(device)), case.d, case.dtype)
-        truth = SUBJECTS[case.loss].truth
+        reference = SUBJECTS[case.loss].reference
         self.leaves = problem(small, device)
-        self.true = step(truth, [leaf.detach().double().requires_grad_() for leaf in self.leaves])
-        narrow = self.leaves[0].dtype
-        self.cast = max(_relative(gradient.to(narrow), gradient) for gradient in self.true[1:3])
-        self.dense = self.distance(truth).gradient
+        self.true, self.cast = _true_step(reference, self.leaves)
+        self.dense = self.distance(step(reference, self.leaves)).gradient
         precision = case.precision if case.dtype == "float32" else None
         self.tolerance = GRADIENT_TOLERANCE.get((case.dtype, precision), math.inf)
 
-    def distance(self, found: Loss | tuple[Tensor, ...]) -> Distance:
-        """Of a loss, or of what `step` made of one."""
-        found = found if isinstance(found, tuple) else step(found, self.leaves)
-        value, *gradients = (_relative(x, true) for x, true in zip(found, self.true, strict=True))
-        # a NaN must not hide behind a number
-        return Distance(value, _worst(gradients[:2]), _worst(gradients[2:]))
+    def distance(self, results: Loss | tuple[Tensor, ...]) -> Distance:
+        """Return the distance of the results of `step`, or of a loss on these leaves."""
+        return Distance.between(results if isinstance(results, tuple) else step(results, self.leaves), self.true)
 
     def red(self, distance: Distance, cast: float | None = None) -> str | None:
-        """What is further from float64 than rounding explains; None if nothing is. cast: of other gradients."""
+        """Return a sentence on a distance that rounding does not explain; None if there is none.
+
+        cast: the distance of a cast alone, for gradients at another size.
+        """
         by_cast = self.tolerance + (self.cast if cast is None else cast)
-        for what, found, allowed in (
+        for name, size, limit in (
             ("the loss", distance.loss, LOSS_TOLERANCE),
             ("a gradient", distance.gradient, min(by_cast, max(ROUNDINGS, DENSE_FACTOR * self.dense))),
             ("the scale's or the bias's gradient", distance.scalar, SCALAR_TOLERANCE),
         ):
-            if not found <= allowed:
-                return f"{what} is {found:.1e} from float64, and {allowed:.1e} is allowed: no speed for a wrong result"
+            if not size <= limit:
+                return f"{name} is {size:.1e} from float64, and {limit:.1e} is allowed: no speed for a wrong result"
         return None
 
 
 class Sample:
-    """A case at its own size, where the whole truth would take too long: a few rows and columns have all the weight.
+    """A case at its own size with all the weight on a few rows and columns.
 
-    The same kernels sweep over all pairs; the truth needs these rows and columns only, and gives every gradient.
+    The kernels sweep over all pairs as always; the truth needs these rows and columns only, and gives every gradient.
     """
 
     def __init__(self, loss: str, leaves: list[Tensor]) -> None:
         self.leaves, self.loss = leaves, loss
         b, device = len(leaves[0]), leaves[0].device
-        self.some = torch.linspace(0, b - 1, min(SAMPLE_ROWS, b), dtype=torch.float64, device=device).long()
+        self.rows = torch.linspace(0, b - 1, min(SAMPLE_ROWS, b), dtype=torch.float64, device=device).long()
         self.weights = torch.zeros(b, device=device)
-        self.weights[self.some] = 1.0
+        self.weights[self.rows] = 1.0
 
-    def found(self, loss: Loss) -> tuple[Tensor, ...]:
-        """What a loss that takes weights makes of it."""
+    def step(self, loss: Loss) -> tuple[Tensor, ...]:
+        """Run `step` of a loss that takes weights."""
         return step(partial(loss, weights=self.weights), self.leaves)
 
-    def distance(self, found: tuple[Tensor, ...]) -> tuple[Distance, float]:
-        """Of what was found, and how far the last cast alone takes the gradients."""
-        wide = [leaf.detach().double().requires_grad_() for leaf in self.leaves]
-        true = step(partial(SUBJECTS[self.loss].truth_of_some, self.some), wide)
-        value, *gradients = (_relative(x, y) for x, y in zip(found, true, strict=True))
-        cast = max(_relative(gradient.to(self.leaves[0].dtype), gradient) for gradient in true[1:3])
-        return Distance(value, _worst(gradients[:2]), _worst(gradients[2:])), cast
+    def distance(self, results: tuple[Tensor, ...]) -> tuple[Distance, float]:
+        """Return the distance of results, and that of the last cast of the gradients alone."""
+        true, cast = _true_step(partial(SUBJECTS[self.loss].sampled, self.rows), self.leaves)
+        return Distance.between(results, true), cast
 
 
 def _relative(x: Tensor, true: Tensor) -> float:
-    """‖x − true‖ / ‖true‖, some numbers at a time: a copy in float64 of a large gradient may find no room."""
-    parts = zip(x.reshape(-1).split(AT_ONCE), true.reshape(-1).split(AT_ONCE), strict=True)
-    norms = [[float((a.double() - b).norm()), float(b.norm())] for a, b in parts]
-    off, whole = torch.tensor(norms, dtype=torch.float64).norm(dim=0)
-    return float(off / whole)
+    """‖x − true‖ / ‖true‖, a chunk at a time."""
+    chunks = zip(x.reshape(-1).split(CHUNK), true.reshape(-1).split(CHUNK), strict=True)
+    norms = [[float((a.double() - b).norm()), float(b.norm())] for a, b in chunks]
+    difference, whole = torch.tensor(norms, dtype=torch.float64).norm(dim=0)
+    return float(difference / whole)
 
 
 def _worst(distances: Iterable[float]) -> float:
+    """The largest; NaN where one is NaN, which Python's max may hide."""
     return float(torch.tensor(list(distances)).max())

@@ -1,7 +1,7 @@
-"""Who is measured: the dense formula and the public packages that compute the same losses.
+"""The dense formula and the public packages that compute the same losses.
 
-Stands beside `measure.py`; `loss.py` lets them run. A peer is imported when it runs, called the way its documentation
-says, and left out by name where it is not installed or cannot take the problem. None is a dependency.
+Stands on `harness.py`; `loss.py` runs them. A peer is imported when it runs, called as its documentation says, and left
+out by name where it is not installed or cannot take the problem. None is a dependency.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile.bench.measure import Machine
-from contrastile.losses.dense import dense_clip, dense_sigmoid
+from contrastile.bench.harness import Machine, not_installed
+from contrastile.losses.reference import dense_clip, dense_sigmoid
 
 # (q, k, scale), and the bias where the loss has one
 Loss = Callable[..., Tensor]
 
 HALVES = ("bfloat16", "float16")
 ALL = (*HALVES, "float32", "float64")
-# bytes that plain autograd holds for a pair at its peak: four or five matrices in float32
+# peak bytes of plain autograd per pair: four or five matrices in float32
 DENSE_BYTES = 20
-# and where each direction has logits of its own
+# the same where each direction has logits of its own
 TWICE_DENSE_BYTES = 26
 ANY_NUMBER = 2**62
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem: random unit features [b, d] on both sides, and what is asked of contrastile.
+    """A problem: random unit features [b, d] on both sides, and the settings of contrastile.
 
     workspaces: contrastile runs once with each; None is its own default. precision: of float32 products, in torch's
     words.
@@ -46,13 +46,18 @@ class Case:
     workspaces: tuple[int | None, ...] = (None,)
     precision: str = "highest"
 
+    def __str__(self) -> str:
+        precise = f", precision {self.precision}" if self.dtype == "float32" and self.precision != "highest" else ""
+        return f"{self.loss}, {self.b} x {self.d}, {self.dtype}{precise}"
+
 
 @dataclass(frozen=True)
 class Contestant:
-    """Somebody's losses, by name.
+    """An implementation of losses, by name.
 
-    most_rows: above it a step takes so long that it is not worth the wait. pair_bytes: memory per pair of rows.
-    package: where it is installed under another name.
+    most_rows: above it a step takes too long to wait for. pair_bytes: memory per pair of rows. only_on: the type of
+    device it needs. module: the one it is imported from. missing: returns another reason why it is not there. package:
+    its name on PyPI where that differs.
     """
 
     name: str
@@ -63,6 +68,7 @@ class Contestant:
     pair_bytes: int = 0
     only_on: str | None = None
     missing: Callable[[], str | None] = lambda: None
+    module: str = ""
     package: str = ""
 
     @property
@@ -70,8 +76,8 @@ class Contestant:
         return f"{self.name} ({self.backend})"
 
     def declines(self, case: Case, machine: Machine) -> str | None:
-        """Why it does not take part; None if it does."""
-        missing = self.missing()
+        """Return the reason why it cannot take part; None if it can."""
+        missing = self.missing() or not_installed(self.module)
         if missing:
             return missing
         if self.only_on not in (None, machine.device.type):
@@ -88,19 +94,19 @@ class Contestant:
 
 
 def _autocast(loss: Loss, q: Tensor, *others: Tensor) -> Tensor:
-    """As in training under autocast: 16-bit products, the cross-entropy in float32."""
+    """Training under autocast: 16-bit products, the cross-entropy in float32."""
     with torch.autocast(q.device.type, dtype=q.dtype):
         return loss(q, *others)
 
 
 def _two_products(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """As OpenCLIP's class writes it: each direction's logits from a product of its own, 12 · b² · d operations."""
+    """OpenCLIP's formula: each direction's logits from a product of its own, 12 · b² · d operations."""
     labels = _diagonal(q)
     return (F.cross_entropy(scale * q @ k.T, labels) + F.cross_entropy(scale * k @ q.T, labels)) / 2
 
 
 def _wide_logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """As one writes it who keeps the logits' digits: the product in 16 bits, what comes after it in float32."""
+    """The product in 16 bits, logits and cross-entropy in float32."""
     logits, labels = scale * (q @ k.T).float(), _diagonal(q)
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
@@ -120,12 +126,12 @@ def _torch_one_way(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 def _cut_one_way(q: Tensor, k: Tensor, scale: Tensor, *, exact: bool) -> Tensor:
     loss = import_module("cut_cross_entropy").linear_cross_entropy
-    # by default it leaves out gradients that are small each, and not small in their sum
+    # its default drops gradients that are each small, but not small in their sum
     return loss(scale * q, k, _diagonal(q), **({"filter_eps": None} if exact else {}))
 
 
 def _inf_one_way(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    # its own `scale` argument needs a process group
+    # its `scale` argument needs a process group
     return import_module("inf_cl").cal_inf_loss(scale * q, k)
 
 
@@ -133,24 +139,12 @@ def _inf_across(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return import_module("inf_cl").cal_inf_loss(q, k, scale=scale)
 
 
-def _open_clip_alone(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    return _autocast(import_module("open_clip").ClipLoss(), q, k, scale)
+def _open_clip(q: Tensor, k: Tensor, scale: Tensor, **ranks: Any) -> Tensor:
+    return _autocast(import_module("open_clip").ClipLoss(**ranks), q, k, scale)
 
 
-def _open_clip_siglip_alone(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    return _autocast(import_module("open_clip.loss").SigLipLoss(), q, k, scale, bias)
-
-
-def _open_clip(q: Tensor, k: Tensor, scale: Tensor, *, rank: int, world: int) -> Tensor:
-    """The way its own documentation recommends for many ranks."""
-    make = import_module("open_clip").ClipLoss
-    loss = make(local_loss=True, gather_with_grad=True, rank=rank, world_size=world)
-    return _autocast(loss, q, k, scale)
-
-
-def _open_clip_siglip(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, *, rank: int, world: int) -> Tensor:
-    loss = import_module("open_clip.loss").SigLipLoss(rank=rank, world_size=world)
-    return _autocast(loss, q, k, scale, bias)
+def _open_clip_siglip(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, **ranks: Any) -> Tensor:
+    return _autocast(import_module("open_clip.loss").SigLipLoss(**ranks), q, k, scale, bias)
 
 
 def _siglip_kernel(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -162,13 +156,8 @@ def _twice(one_way: Loss, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 
 def _both(one_way: Loss) -> dict[str, Loss]:
-    """What a one-way loss can be called for."""
+    """The two losses that a one-way loss computes."""
     return {"clip": partial(_twice, one_way), "infonce": one_way}
-
-
-def not_installed(module: str) -> str | None:
-    """Why what needs a module does not take part; None where it is there."""
-    return None if find_spec(module) else "is not installed"
 
 
 def _not_in_torch() -> str | None:
@@ -177,98 +166,51 @@ def _not_in_torch() -> str | None:
 
 
 FORMULAS: dict[str, Loss] = {"clip": dense_clip, "infonce": _dense_infonce, "siglip": dense_sigmoid}
-# the first that runs is the one that others are compared with
+# others are compared with the first that runs
 DENSE = (
     Contestant(
         "dense",
         "autocast",
         {name: partial(_autocast, loss) for name, loss in FORMULAS.items()},
-        dtypes=HALVES,
+        HALVES,
         pair_bytes=DENSE_BYTES,
     ),
     Contestant("dense", "one dtype", FORMULAS, pair_bytes=DENSE_BYTES),
     Contestant(
-        "dense",
-        "two products",
-        {"clip": partial(_autocast, _two_products)},
-        dtypes=HALVES,
-        pair_bytes=TWICE_DENSE_BYTES,
+        "dense", "two products", {"clip": partial(_autocast, _two_products)}, HALVES, pair_bytes=TWICE_DENSE_BYTES
     ),
-    Contestant("dense", "float32 logits", {"clip": _wide_logits}, dtypes=HALVES, pair_bytes=TWICE_DENSE_BYTES),
+    Contestant("dense", "float32 logits", {"clip": _wide_logits}, HALVES, pair_bytes=TWICE_DENSE_BYTES),
 )
+_OPEN_CLIP: dict[str, Loss] = {"clip": _open_clip, "siglip": _open_clip_siglip}
+_CUT = {name: partial(_cut_one_way, exact=name == "exact") for name in ("default", "exact")}
+_on_gpu = partial(Contestant, only_on="cuda")
 PEERS = (
-    Contestant(
-        "open_clip",
-        "one process",
-        {"clip": _open_clip_alone, "siglip": _open_clip_siglip_alone},
-        dtypes=HALVES,
-        pair_bytes=TWICE_DENSE_BYTES,
-        missing=partial(not_installed, "open_clip"),
+    Contestant("open_clip", "one process", _OPEN_CLIP, HALVES, pair_bytes=TWICE_DENSE_BYTES, module="open_clip"),
+    Contestant("linear_cross_entropy", "torch", _both(_torch_one_way), most_rows=2**16, missing=_not_in_torch),
+    *(
+        _on_gpu("cut-cross-entropy", name, _both(one), HALVES, 2**16, module="cut_cross_entropy")
+        for name, one in _CUT.items()
     ),
-    Contestant(
-        "linear_cross_entropy",
-        "torch",
-        _both(_torch_one_way),
-        most_rows=2**16,
-        missing=_not_in_torch,
-    ),
-    Contestant(
-        "cut-cross-entropy",
-        "default",
-        _both(partial(_cut_one_way, exact=False)),
-        dtypes=HALVES,
-        most_rows=2**16,
-        only_on="cuda",
-        missing=partial(not_installed, "cut_cross_entropy"),
-    ),
-    Contestant(
-        "cut-cross-entropy",
-        "exact",
-        _both(partial(_cut_one_way, exact=True)),
-        dtypes=HALVES,
-        most_rows=2**16,
-        only_on="cuda",
-        missing=partial(not_installed, "cut_cross_entropy"),
-    ),
-    Contestant(
-        "inf-cl",
-        "triton",
-        _both(_inf_one_way),
-        most_rows=2**15,
-        only_on="cuda",
-        missing=partial(not_installed, "inf_cl"),
-    ),
-    Contestant(
-        "siglip-kernel",
-        "auto",
-        {"siglip": _siglip_kernel},
-        only_on="cuda",
-        missing=partial(not_installed, "siglip_kernel"),
-    ),
+    _on_gpu("inf-cl", "triton", _both(_inf_one_way), most_rows=2**15, module="inf_cl"),
+    _on_gpu("siglip-kernel", "auto", {"siglip": _siglip_kernel}, module="siglip_kernel"),
 )
 
 
 def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
-    """Those that compute the loss of a batch shared by ranks; each rank gets the mean over its own rows."""
+    """Return the peers for a batch shared by ranks, which give each rank the mean over its own rows."""
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world}
+    # as its documentation recommends for many ranks
+    clip = partial(_open_clip, local_loss=True, gather_with_grad=True, **ranks)
     return (
-        Contestant(
-            "inf-cl",
-            "ring",
-            _both(_inf_across),
-            only_on="cuda",
-            missing=partial(not_installed, "inf_cl"),
-        ),
+        _on_gpu("inf-cl", "ring", _both(_inf_across), module="inf_cl"),
         Contestant(
             "open_clip",
             "local loss, gathered gradients",
-            {
-                "clip": partial(_open_clip, rank=rank, world=world),
-                "siglip": partial(_open_clip_siglip, rank=rank, world=world),
-            },
-            dtypes=HALVES,
-            # two matrices of a rank's rows and all columns, of a logit in 16 bits and its float32 gradient
+            {"clip": clip, "siglip": partial(_open_clip_siglip, **ranks)},
+            HALVES,
+            # two matrices of a rank's rows and all columns, each a logit in 16 bits with its float32 gradient
             pair_bytes=max(1, 17 // world),
-            missing=partial(not_installed, "open_clip"),
+            module="open_clip",
             package="open_clip_torch",
         ),
     )

@@ -1,9 +1,11 @@
-"""Whole steps measured: towers forward, loss, towers backward, in every way that there is.
+"""Whole training steps measured: towers forward, loss, towers backward, in every way of `ways.py`.
 
-    model ── gate: gradients beside the plain ones ── batch by batch, way by way: time, memory ── a line, a row
+    model ── gate: gradients against plain ones ── batch by batch, way by way: time, memory ── a line, a row
 
-Stands on `ways.py` and `measure.py`. A way of ours with wrong gradients has no speed. What does not fit into memory is
-a result, and a row without numbers. The optimizer is left out unless asked for: it costs all ways the same.
+Stands on `harness.py`, `ways.py` and `caches.py`. A judged way with wrong gradients has no speed. A step that does not
+fit into memory is a row without numbers. The optimizer is left out by default: it costs all ways the same. Under
+torchrun the four losses are compared, gradients averaged by an explicit all-reduce, with the columns of table 4 of
+Cheng et al. 2024: data, loss, backbone, and the peak of the whole step.
 """
 
 from __future__ import annotations
@@ -12,208 +14,173 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.bench.caches import PEERS
-from contrastile.bench.measure import Ledger
+from contrastile.bench.harness import ALONE, Report, Row, Table, World, not_installed
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import OURS, PLAIN, Side, Task, Way, waiting
-from contrastile.losses.dense import dense_clip
+from contrastile.bench.ways import OURS, PLAIN, Task, Way, with_inputs
+from contrastile.gradcache.encode import encode
+from contrastile.losses.reference import dense_clip
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
 
-# what others keep on the device is drawn from a pool where it does not fit
-POOLS = {f"pool-{name}": waiting(way, "pool") for name, way in {**PLAIN, **PEERS}.items() if way.cut}
+# ways that keep inputs on the device take them from a pool where the whole batch does not fit
+POOLS = {f"pool-{name}": with_inputs(way, "pool") for name, way in {**PLAIN, **PEERS}.items() if way.cut}
 WAYS = {**PLAIN, **OURS, **PEERS, **POOLS}
-# others' gradients are shown, ours are judged
-JUDGED = ("contrastile", "plain", "by hand")
 GATE_BATCH, GATE_SUB_BATCH, GATE_DROPOUT = 8, 3, 0.1
-# relative, in float32: rounding of sums in another order
+# relative distance in float32 that a sum in another order explains
 GATE_TOLERANCE = 2e-5
-# gradients below this share of the largest are rounding themselves
+# gradients below this share of the largest are mostly rounding
 GATE_FLOOR = 1e-3
 # a step of more sub-batches is warmed up with its first ones
-WARM_SUB_BATCHES = 8
+WARMUP_SUB_BATCHES = 8
 MOST_ROUNDS = 5
-# pairs whose pictures still fit beside everything else: 37 GiB
-MOST_REAL = 2**18
+# seconds per way across ranks
+RANK_SECONDS = 6.0
+# pairs whose images fit beside everything else: 37 GiB
+MOST_ON_DEVICE = 2**18
 # a loss of more pairs runs the same kernels
-MOST_WARM_PAIRS = 2**16
+MOST_WARMUP_PAIRS = 2**16
+
+_START = (("model", "9"), ("batch", ">8"), ("sub_batch", ">9"), ("implementation", "55"), ("inputs", "7"))
+TABLE = Table(*_START, ("ms", ">10.1f"), ("us/pair", ">8.1f"), ("times plain", ">11.3f"), ("peak MiB", ">9,.0f"))
+_BYTES = tuple((f"{name} MiB", ">12,.0f") for name in ("data", "loss", "backbone", "peak"))
+RANK_TABLE = Table(("model", "9"), ("batch", ">8"), ("ranks", ">5"), ("loss", "16"), *_BYTES, ("ms", ">10.1f"))
+
+
+def standard(device: torch.device, *, quick: bool) -> tuple[list[str], list[int]]:
+    """Return the models and batches that are measured by default."""
+    if device.type != "cuda":
+        return ["tiny"], [64] if quick else [64, 256]
+    if quick:
+        return ["vit-b-16"], [1024]
+    return ["vit-b-16", "vit-l-14"], [2**10, 2**13, 2**16, 2**18, 2**20]
+
+
+def usual(batch: int) -> list[str]:
+    """Return the ways that are measured by default: inputs from a pool only where the batch hardly fits."""
+    return [name for name, way in WAYS.items() if way.inputs != "pool" or batch > MOST_ON_DEVICE]
 
 
 @dataclass(frozen=True)
-class StepRow:
-    """One line of a results file of steps; without numbers where a step did not fit.
+class Measured:
+    """Seconds of a step, the median of some; bytes at its peak and, across ranks, of data, loss and backbone."""
 
-    retain: what `encode` was told. inputs: on the "device", on the "host", or drawn again and again from a "pool" on
-    the device. ratio_to_plain: time per pair over that of the plain step, at the largest batch up to this one that the
-    plain step could do. peak_bytes: all that is allocated, weights, gradients and inputs included.
-    """
-
-    impl: str
-    way: str
-    model: str
-    batch: int
-    sub_batch: int | None
-    retain: str
-    inputs: str
-    dtype: str
-    world: int
-    ms: float | None
-    us_per_pair: float | None
-    ratio_to_plain: float | None
-    peak_bytes: int | None
-    chip: str
-    versions: str
-    date: str
-    commit: str
-
-    def text(self) -> str:
-        cut = "" if self.sub_batch is None else str(self.sub_batch)
-        start = f"{self.model:9} {self.batch:>8} {cut:>9} {f'{self.impl}, {self.way}':55} {self.inputs:7}"
-        if self.ms is None or self.us_per_pair is None:
-            return f"{start} does not fit"
-        ratio = "" if self.ratio_to_plain is None else f"{self.ratio_to_plain:.3f}"
-        peak = "" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:,.0f}"
-        return f"{start} {self.ms:>10.1f} {self.us_per_pair:>8.1f} {ratio:>11} {peak:>9}"
-
-
-HEADER = (
-    f"{'model':9} {'batch':>8} {'sub_batch':>9} {'implementation':55} {'inputs':7} {'ms':>10} {'us/pair':>8} "
-    f"{'times plain':>11} {'peak MiB':>9}"
-)
+    seconds: float
+    peak: int
+    parts: tuple[int, int, int] | None = None
 
 
 @dataclass
 class StepBench:
-    """What is measured and how long, where results go, and whether all of ours came through.
+    """Measures steps on one process, or on the ranks of `world` together.
 
-    seconds: for each way at each batch, beyond the first step. longest: a step that would take more is left out;
-    within: so is one that would not end in this many seconds from now.
+    seconds: per way and batch, beyond the first step. longest: a step that would take more is left out; within: so is
+    one that would not end in this many seconds from now.
     """
 
     device: torch.device
     dtype: torch.dtype
-    say: Callable[[str], None]
+    report: Report
+    ways: Mapping[str, Way] = field(default_factory=lambda: WAYS)
+    world: World = ALONE
     seconds: float = 20.0
     longest: float = 600.0
     within: float = math.inf
     optimizer: bool = False
-    ledger: Ledger | None = None
-    right: bool = True
-    rows: list[StepRow] = field(default_factory=list)
-    # microseconds a pair, by model and way, at the largest batch so far
+    rows: list[Row] = field(default_factory=list)
+    # microseconds per pair, by model and way, at the largest batch so far
     _pace: dict[tuple[str, str], float] = field(default_factory=dict)
     _start: float = field(default_factory=time.perf_counter)
-    # what did not fit at a smaller batch
+    # ways that did not fit at a smaller batch
     _full: set[str] = field(default_factory=set)
 
     def measure(self, model: str, plan: Mapping[int, Sequence[str]], sub_batch: int | None = None) -> None:
-        """The ways named for each batch: a line and a row for each, as soon as it is there."""
-        # the plain step first: others are compared with it
-        ways = {name: way for name, way in WAYS.items() if any(name in names for names in plan.values())}
-        for name, way in list(ways.items()):
-            if reason := way.missing():
-                self.say(f"  {way.label}: {reason}")
-                del ways[name]
-        ways = self._through_the_gate(model, ways)
-        self.say(HEADER)
+        """Measure the ways named for each batch; report each result as soon as it is there."""
+        # in the order of the table, so that the plain step comes first: others are compared with it
+        ways = {name: way for name, way in self.ways.items() if any(name in names for names in plan.values())}
+        ways = {name: way for name, way in ways.items() if self._passes(model, way)}
+        self._clear()
+        self.report.say((TABLE if self.world.size == 1 else RANK_TABLE).header())
         self._full = set()
+        torch.manual_seed(0)
         towers = Towers(model, self.device)
         pairs = Pairs(towers.shape, self.device)
         for batch, names in sorted(plan.items()):
             for name, way in ((name, way) for name, way in ways.items() if name in names):
                 ahead = self._expected(model, name, batch)
                 if ahead > min(self.longest, self.within - (time.perf_counter() - self._start)):
-                    self.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
+                    self.report.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
                     continue
-                row = self._row(way, name, model, towers, pairs, batch, sub_batch or towers.shape.sub_batch)
-                if row is None:
-                    continue
-                self.rows.append(row)
-                self.say(row.text())
-                if self.ledger is not None:
-                    self.ledger.write(row)
+                with self.report.failures(way.label, judged=way.judged):
+                    at_once = sub_batch or towers.shape.sub_batch
+                    measured = self._measured(way, name, towers, pairs, batch, at_once)
+                    row = self._row(way, name, model, batch, at_once, measured)
+                    self.rows.append(row)
+                    self.report.result(self._line(row), row)
+                self._clear(towers)
 
     def _expected(self, model: str, name: str, batch: int) -> float:
         """Seconds of a step at the way's pace so far, or else at the slowest pace of the model."""
         paces = [pace for (other, _), pace in self._pace.items() if other == model]
         return self._pace.get((model, name), max(paces, default=0.0)) * batch / 1e6
 
-    def _through_the_gate(self, model: str, ways: dict[str, Way]) -> dict[str, Way]:
-        passed = {}
-        for name, way in ways.items():
-            with self._spared(way):
-                towers, scale = gate(model, way, self.device)
-                red = way.same and way.impl in JUDGED and not max(towers, scale) <= GATE_TOLERANCE
-                verdict = ": no speed for a wrong result" if red else ""
-                far = f"the towers' gradients are {towers:.1e} from plain ones, the scale's {scale:.1e}"
-                self.say(f"  {way.label}: {far}{verdict}")
-                self.right = self.right and not red
-                if not red:
-                    passed[name] = way
-        self._clear()
-        return passed
+    def _passes(self, model: str, way: Way) -> bool:
+        """Report a way's distance from plain gradients; return if it may be measured."""
+        if reason := not_installed(way.module):
+            self.report.say(f"  {way.label}: {reason}")
+            return False
+        with self.report.failures(way.label, judged=way.judged):
+            towers, scale = gate(model, way, self.device, self.world)
+            red = way.same and way.judged and not max(towers, scale) <= GATE_TOLERANCE
+            verdict = ": no speed for a wrong result" if red else ""
+            distances = f"the towers' gradients are {towers:.1e} from plain ones, the scale's {scale:.1e}"
+            self.report.say(f"  {way.label}: {distances}{verdict}")
+            self.report.passed = self.report.passed and not red
+            return not red
+        return False
 
-    def _row(
-        self, way: Way, name: str, model: str, towers: Towers, pairs: Pairs, batch: int, sub_batch: int
-    ) -> StepRow | None:
-        timed: tuple[float, int] | None = None
-        with self._spared(way):
-            try:
-                full = name in self._full
-                timed = (math.nan, 0) if full else self._timed(way, towers, pairs, batch, sub_batch)
-            except torch.OutOfMemoryError:
-                self._full.add(name)
-                timed = (math.nan, 0)
-        self._clear(towers)
-        if timed is None:
+    def _measured(
+        self, way: Way, name: str, towers: Towers, pairs: Pairs, batch: int, sub_batch: int
+    ) -> Measured | None:
+        """The measurements of a way; None where a step does not fit into memory, at this batch or a smaller one."""
+        if name in self._full:
             return None
-        seconds, peak = timed
-        fits = peak > 0
-        pace = seconds / batch * 1e6
-        if fits:
-            self._pace[model, name] = pace
-        plain = self._pace.get((model, "plain"))
-        return StepRow(
-            impl=way.impl,
-            way=way.name,
-            model=model,
-            batch=batch,
-            sub_batch=sub_batch if way.cut else None,
-            retain=way.retain,
-            inputs=way.inputs,
-            dtype=str(self.dtype).removeprefix("torch."),
-            world=1,
-            ms=round(seconds * 1e3, 2) if fits else None,
-            us_per_pair=round(pace, 2) if fits else None,
-            ratio_to_plain=round(pace / plain, 4) if fits and plain else None,
-            peak_bytes=peak if fits else None,
-            **provenance(self.device, "transformers", way.package or way.impl),
-        )
+        try:
+            return self._timed(way, towers, pairs, batch // self.world.size, sub_batch)
+        except torch.OutOfMemoryError:
+            # ranks have as many pairs each, and run out of memory at the same place
+            self._full.add(name)
+            return None
 
-    def _timed(self, way: Way, towers: Towers, pairs: Pairs, batch: int, sub_batch: int) -> tuple[float, int]:
-        """Seconds of a step, the median of some; bytes at its peak."""
+    def _timed(self, way: Way, towers: Towers, pairs: Pairs, batch: int, sub_batch: int) -> Measured:
         towers.checkpointing(way.checkpointing)
         sides = pairs.sides(towers, batch, way.inputs)
-        task = Task(towers, sides, min(sub_batch, batch), self.device, self.dtype, ClipLoss())
+        task = Task(towers, sides, min(sub_batch, batch), self.device, self.dtype, way.loss)
         optimizer = torch.optim.AdamW(towers.parameters(), lr=1e-6) if self.optimizer else None
+        backbone = self._backbone_bytes(task) if self.world.size > 1 else 0
         warm_loss(task)
-        whole = not way.cut or task.sub_batches <= WARM_SUB_BATCHES
+        whole = not way.cut or task.sub_batches <= WARMUP_SUB_BATCHES
         self._step(way, task if whole else task.first(2 * sub_batch), optimizer)
         memory = PeakMemory(self.device)
         taken, peak = [self._step(way, task, optimizer, memory)], memory.bytes()
-        while sum(taken) + taken[-1] < self.seconds and len(taken) < MOST_ROUNDS:
+        # every rank must take as many steps
+        while len(taken) < MOST_ROUNDS and self.world.slowest(sum(taken) + taken[-1]) < self.seconds:
             taken.append(self._step(way, task, optimizer))
-        return statistics.median(taken), peak
+        seconds = statistics.median(taken)
+        if self.world.size == 1:
+            return Measured(seconds, peak)
+        data = sum(leaf.nbytes for _, leaf in task.sides)
+        return Measured(self.world.slowest(seconds), peak, (data, _loss_bytes(task), backbone))
 
     def _step(
         self, way: Way, task: Task, optimizer: torch.optim.Optimizer | None, memory: PeakMemory | None = None
@@ -222,6 +189,8 @@ class StepBench:
         if memory is not None:
             memory.start()
         self._wait()
+        if self.world.size > 1:
+            dist.barrier()
         start = time.perf_counter()
         way.run(task)
         if optimizer is not None:
@@ -234,26 +203,64 @@ class StepBench:
             torch.cuda.synchronize(self.device)
 
     def _clear(self, towers: Towers | None = None) -> None:
-        """What a way leaves behind, given back before the next."""
+        """Release the memory of a way before the next."""
         if towers is not None:
             towers.zero_grad()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @contextmanager
-    def _spared(self, way: Way) -> Iterator[None]:
-        """What fails is said by name, and the others go on."""
-        try:
-            yield
-        except Exception as error:
-            self.right = self.right and way.impl not in JUDGED
-            sentence = str(error).strip().split("\n")[0]
-            self.say(f"  {way.label}: {type(error).__name__}: {sentence}")
+    def _backbone_bytes(self, task: Task) -> int:
+        """Weights, gradients, and the activations of one sub-batch at a time, measured with two sub-batches."""
+        few, memory = task.first(2 * task.sub_batch), PeakMemory(task.device)
+        self._clear(task.towers)
+        memory.start()
+        with few.autocast():
+            outs = [encode(tower, leaf, sub_batch=few.sub_batch) for tower, leaf in few.sides]
+        torch.autograd.backward(outs, [torch.full_like(out, 1e-3) for out in outs])
+        return max(0, memory.bytes() - sum(leaf.nbytes for _, leaf in task.sides))
+
+    def _row(self, way: Way, name: str, model: str, batch: int, sub_batch: int, measured: Measured | None) -> Row:
+        """The columns of a step on one process and across ranks; no numbers where it did not fit."""
+        pace = None if measured is None else measured.seconds / batch * 1e6
+        if pace is not None:
+            self._pace[model, name] = pace
+        plain = self._pace.get((model, "plain"))
+        data, loss, backbone = (measured and measured.parts) or (None, None, None)
+        return {
+            "impl": way.impl,
+            "way": way.name,
+            "model": model,
+            "batch": batch,
+            "sub_batch": sub_batch if way.cut else None,
+            "retain": way.retain,
+            "inputs": way.inputs,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "world": self.world.size,
+            "ms": None if measured is None else round(measured.seconds * 1e3, 2),
+            "us_per_pair": None if pace is None else round(pace, 2),
+            "ratio_to_plain": round(pace / plain, 4) if pace and plain else None,
+            "data_bytes": data,
+            "loss_bytes": loss,
+            "backbone_bytes": backbone,
+            "peak_bytes": None if measured is None else measured.peak,
+            **provenance(self.device, "transformers", way.package or way.impl),
+        }
+
+    def _line(self, row: Row) -> str:
+        fits, mib = row["ms"] is not None, {name: row[name] and row[name] / 2**20 for name in row if "bytes" in name}
+        if self.world.size > 1:
+            start: tuple[object, ...] = (row["model"], row["batch"], row["world"], row["way"])
+            line = RANK_TABLE.line(*start, *mib.values(), row["ms"]) if fits else RANK_TABLE.line(*start)
+        else:
+            start = (row["model"], row["batch"], row["sub_batch"], f"{row['impl']}, {row['way']}", row["inputs"])
+            times = (row["ms"], row["us_per_pair"], row["ratio_to_plain"], mib["peak_bytes"])
+            line = TABLE.line(*start, *times) if fits else TABLE.line(*start)
+        return line if fits else f"{line} does not fit"
 
 
 def random_features(task: Task, rows: int) -> list[Tensor]:
-    """Unit features of both sides, as the towers would give them; leaves that want a gradient."""
+    """Return unit features of both sides as the towers give them; leaves that require a gradient."""
     width = task.towers.shape.text["projection_dim"]
     return [
         F.normalize(torch.randn(rows, width, device=task.device), dim=-1).to(task.dtype).requires_grad_()
@@ -262,67 +269,63 @@ def random_features(task: Task, rows: int) -> list[Tensor]:
 
 
 def warm_loss(task: Task) -> None:
-    """The loss alone at the task's size: kernels are compiled at their first call."""
-    task.loss_of(*random_features(task, min(task.batch, MOST_WARM_PAIRS))).backward()
+    """Run the loss alone, which compiles its kernels."""
+    task.loss_of(*random_features(task, min(task.batch, MOST_WARMUP_PAIRS))).backward()
     task.towers.zero_grad()
 
 
-def gate(model: str, way: Way, device: torch.device) -> tuple[float, float]:
-    """How far a way's gradients are from plain ones of the same batch, in float32, with dropout if it replays it.
+def _loss_bytes(task: Task) -> int:
+    """Bytes of the loss beside the features and their gradients."""
+    q, k = random_features(task, task.batch)
+    memory = PeakMemory(task.device)
+    before = memory.start()
+    task.loss_of(q, k).backward()
+    task.towers.zero_grad()
+    return max(0, memory.bytes() - before - q.nbytes - k.nbytes)
 
-    The worst of the towers' parameters, relative to its gradient's norm, and the scale. Both draw the same random
-    numbers: what is compared with a way that cuts encodes the same sub-batches, and keeps all their graphs.
+
+def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tuple[float, float]:
+    """Compare a way's gradients with plain ones of the same batch, in float32, with dropout if it replays it.
+
+    Returns the distance of the towers' parameters (the worst relative to its gradient's norm; across ranks of all
+    together) and of the scale. Both draw the same random numbers: a way that cuts is compared with a plain step that
+    encodes the same sub-batches and keeps all their graphs. Across ranks there is no dropout.
     """
     torch.manual_seed(0)
-    towers = Towers(model, device, dropout=GATE_DROPOUT if way.replays else 0.0)
-    sides = Pairs(towers.shape, device, most=GATE_BATCH).sides(towers, GATE_BATCH, way.inputs)
-    task = Task(towers, sides, GATE_SUB_BATCH, device, torch.float32, ClipLoss())
+    batch, across = world.size * GATE_BATCH, world.size > 1
+    towers = Towers(model, device, dropout=GATE_DROPOUT if way.replays and not across else 0.0)
+    sides = Pairs(towers.shape, device, most=batch).sides(towers, batch, way.inputs)
+    whole = Task(towers, sides, GATE_SUB_BATCH, device, torch.float32, ClipLoss())
+    own = [(tower, leaf.chunk(world.size)[world.rank]) for tower, leaf in sides]
+    task = Task(towers, own, GATE_SUB_BATCH, device, torch.float32, way.loss)
 
-    def gradients(run: Callable[[Task], object]) -> list[Tensor]:
+    def gradients(run: Callable[[Task], object], task: Task) -> list[Tensor]:
         towers.zero_grad()
         torch.manual_seed(1)
         run(task)
-        return [_gradient(parameter) for parameter in (towers.logit_scale, *towers.towers())]
+        parameters = (towers.logit_scale, *towers.encoder_parameters())
+        return [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters]
 
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        true = gradients(partial(plain_in_parts, sub_batch=GATE_SUB_BATCH if way.cut else GATE_BATCH))
+        true = gradients(partial(plain_in_parts, sub_batch=GATE_SUB_BATCH if way.cut else batch), whole)
         towers.checkpointing(way.checkpointing)
-        found = gradients(way.run)
+        results = gradients(way.run, task)
+    if across:
+        results, true = ([x[0], torch.cat([y.flatten() for y in x[1:]])] for x in (results, true))
     least = GATE_FLOOR * max(float(gradient.norm()) for gradient in true[1:])
-    scale, *worst = (
-        float((g - t).norm() / t.norm().clamp(min=0.0 if place == 0 else least))
-        for place, (g, t) in enumerate(zip(found, true, strict=True))
+    floors = [0.0, *(least for _ in true[1:])]
+    scale, *distances = (
+        float((x - y).norm() / y.norm().clamp(min=floor)) for x, y, floor in zip(results, true, floors, strict=True)
     )
-    # a NaN must not hide behind a number
-    return float(torch.tensor(worst).max()), scale
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+    # torch's max is NaN where one is, which Python's may hide
+    return float(torch.tensor(distances).max()), scale
 
 
 def plain_in_parts(task: Task, sub_batch: int) -> Tensor:
-    """The plain step with the dense loss, in sub-batches whose graphs all stay."""
-
-    def features(side: Side) -> Tensor:
-        tower, leaf = side
-        return torch.cat([tower(rows.to(task.device)) for rows in leaf.split(sub_batch)])
-
-    images, texts = (features(side) for side in task.sides)
+    """Take the plain step with the dense loss, in sub-batches whose graphs are all kept."""
+    images, texts = (
+        torch.cat([tower(rows.to(task.device)) for rows in leaf.split(sub_batch)]) for tower, leaf in task.sides
+    )
     loss = dense_clip(images, texts, task.towers.logit_scale.exp())
     loss.backward()
     return loss.detach()
-
-
-def standard(device: torch.device, *, quick: bool) -> tuple[list[str], list[int]]:
-    """Models and batches measured where nothing particular is asked for."""
-    if device.type != "cuda":
-        return ["tiny"], [64] if quick else [64, 256]
-    if quick:
-        return ["vit-b-16"], [1024]
-    return ["vit-b-16", "vit-l-14"], [2**10, 2**13, 2**16, 2**18, 2**20]
-
-
-def usual(batch: int) -> list[str]:
-    """The ways measured where none is named: a pool of inputs only where others hardly fit."""
-    return [name for name, way in WAYS.items() if way.inputs != "pool" or batch > MOST_REAL]

@@ -1,94 +1,105 @@
-"""The ways to take a step: plain, in parts, by hand, and through the cache.
+"""The ways to take a step: plain, accumulated, two passes by hand, through `encode`, and across ranks.
 
 Stands below `step.py`, which checks and times them. A way takes a task, leaves the gradients in the parameters'
-`.grad`, and returns the loss. Other people's ways are in `caches.py`.
+`.grad`, and returns the loss. Peers' gradient caches are in `caches.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from contrastile._types import Backend, ExchangeName
 from contrastile.bench.towers import Towers
-from contrastile.cache import encode
+from contrastile.gradcache.encode import encode
 from contrastile.modules import ClipLoss
 
 Side = tuple[nn.Module, Tensor]
 Retain = int | Literal["half", "all", "auto"]
 
+# the losses of CLIP, of OpenCLIP, with tiles across ranks only, and with tiles on both levels
+RANK_WAYS = ("replicate-dense", "gather-dense", "ring-dense", "ring-tiles")
+# places of the inputs, nearest to the device first, and the end of a way's name there
+PLACES = {"device": "", "host": "streamed", "pool": "from a pool"}
+
 
 @dataclass(frozen=True)
 class Task:
-    """A batch to take a step on: each tower with its inputs, and how it is cut and computed."""
+    """A batch to take a step on: each tower with its inputs, the sub-batch, and the loss.
+
+    dtype: of the towers under autocast; float32 is without autocast.
+    """
 
     towers: Towers
     sides: list[Side]
     sub_batch: int
     device: torch.device
-    # what the towers compute in under autocast; float32 is without
     dtype: torch.dtype
     loss: ClipLoss
 
     @property
     def batch(self) -> int:
-        """Pairs."""
+        """Pairs of this rank."""
         return len(self.sides[0][1])
 
     @property
     def sub_batches(self) -> int:
-        """Into how many the batch is cut; the last may be shorter."""
+        """The number of sub-batches; the last may be shorter."""
         return -(-self.batch // self.sub_batch)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """What the towers compute in."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def first(self, batch: int) -> Task:
-        """The same with fewer pairs."""
+        """Return the same task with its first pairs only."""
         return replace(self, sides=[(tower, leaf[:batch]) for tower, leaf in self.sides])
 
     def loss_of(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Of the features, at the towers' own scale."""
+        """Return the loss of features at the towers' scale."""
         return self.loss(images, texts, self.towers.logit_scale.exp())
-
-
-Run = Callable[[Task], Tensor]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to take a step, by name.
+    """A way to take a step.
 
-    cut: whether it encodes sub-batches; dropout's random numbers depend on it. same: whether it takes the batch's
-    gradient. replays: whether its second pass draws the random numbers of the first. inputs: where they wait.
-    missing: why it cannot take part; None if it can. package: as it is installed, where that is another name.
+    cut: encodes sub-batches, on which dropout's random numbers depend. same: computes the gradient of the whole batch.
+    replays: draws the same random numbers in both passes. inputs: their place. loss: that of its tasks. module:
+    the one it is imported from. package: its name on PyPI where that differs from impl.
     """
 
     impl: str
     name: str
-    run: Run
+    run: Callable[[Task], Tensor]
     cut: bool = True
     same: bool = True
     replays: bool = True
     retain: str = ""
     inputs: str = "device"
     checkpointing: bool = False
-    missing: Callable[[], str | None] = lambda: None
+    loss: ClipLoss = field(default_factory=ClipLoss)
+    module: str = ""
     package: str = ""
 
     @property
     def label(self) -> str:
         return f"{self.impl}, {self.name}"
 
+    @property
+    def judged(self) -> bool:
+        """A wrong gradient of contrastile or of the reference ways has no speed; peers' are shown."""
+        return self.impl in ("contrastile", "plain", "by hand")
+
 
 def plain(task: Task) -> Tensor:
-    """All activations at once."""
+    """Encode the whole batch at once."""
     with task.autocast():
         loss = task.loss_of(*(tower(leaf) for tower, leaf in task.sides))
     loss.backward()
@@ -96,7 +107,7 @@ def plain(task: Task) -> Tensor:
 
 
 def accumulated(task: Task) -> Tensor:
-    """A loss for each sub-batch, gradients averaged: the negatives are those of the sub-batch."""
+    """Average the gradients of one loss per sub-batch, whose negatives are those of the sub-batch."""
     total = torch.zeros((), device=task.device)
     for parts in zip(*(leaf.split(task.sub_batch) for _, leaf in task.sides), strict=True):
         with task.autocast():
@@ -117,7 +128,7 @@ def set_random_state(device: torch.device, states: list[Tensor]) -> None:
 
 
 def by_hand(task: Task) -> Tensor:
-    """The two passes as one would write them for these two towers and nothing else."""
+    """Take the two passes in plain PyTorch, for these two towers and nothing else."""
     device, n = task.device, task.sub_batch
     features, states = [], []
     for tower, leaf in task.sides:
@@ -129,11 +140,11 @@ def by_hand(task: Task) -> Tensor:
         features.append(torch.cat(parts).requires_grad_())
     loss = task.loss_of(*features)
     loss.backward()
-    after, past = random_state(device), iter(states)
+    after, replayed = random_state(device), iter(states)
     for (tower, leaf), whole in zip(task.sides, features, strict=True):
         assert whole.grad is not None
         for rows, gradient in zip(leaf.split(n), whole.grad.split(n), strict=True):
-            set_random_state(device, next(past))
+            set_random_state(device, next(replayed))
             with task.autocast():
                 out = tower(rows)
             torch.dot(out.flatten(), gradient.flatten()).backward()
@@ -141,23 +152,47 @@ def by_hand(task: Task) -> Tensor:
     return loss.detach()
 
 
-def cached(task: Task, retain: Retain) -> Tensor:
-    """`encode` behind the loss."""
-    words: dict[str, int] = {"half": task.sub_batches // 2, "all": task.sub_batches}
-    kept = retain if retain == "auto" or isinstance(retain, int) else words[retain]
+def cached(task: Task, retain: Retain = 0) -> Tensor:
+    """Use `encode` in front of the loss."""
+    counts = {"half": task.sub_batches // 2, "all": task.sub_batches}
+    graphs = retain if retain == "auto" or isinstance(retain, int) else counts[retain]
     with task.autocast():
         features = [
-            encode(tower, leaf, sub_batch=task.sub_batch, retain=kept, device=task.device) for tower, leaf in task.sides
+            encode(tower, leaf, sub_batch=task.sub_batch, retain=graphs, device=task.device)
+            for tower, leaf in task.sides
         ]
         loss = task.loss_of(*features)
     loss.backward()
     return loss.detach()
 
 
-def waiting(way: Way, inputs: Literal["host", "pool"]) -> Way:
-    """The same way with its inputs there."""
-    where = {"host": "streamed", "pool": "from a pool"}[inputs]
-    return replace(way, name=f"{way.name}, {where}", inputs=inputs)
+def cached_on_ranks(task: Task) -> Tensor:
+    """Use `encode` for this rank's pairs and the loss of all; average the gradients in one all-reduce."""
+    loss = cached(task)
+    gradients = [parameter.grad for parameter in task.towers.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+    return loss
+
+
+def rank_ways(device: torch.device) -> dict[str, Way]:
+    """Return the ways across ranks by their words on the command line: exchange and block of the loss."""
+    ways = {}
+    for word in RANK_WAYS:
+        exchange, block = word.split("-")
+        # tiles are the device's own
+        backend = ("triton" if device.type == "cuda" else "eager") if block == "tiles" else block
+        loss = ClipLoss(exchange=cast(ExchangeName, exchange), backend=cast(Backend, backend))
+        ways[word] = Way("contrastile", f"{exchange}, {backend}", cached_on_ranks, retain="0", loss=loss)
+    return ways
+
+
+def with_inputs(way: Way, inputs: Literal["host", "pool"]) -> Way:
+    """Return the same way with its inputs in another place."""
+    return replace(way, name=f"{way.name}, {PLACES[inputs]}", inputs=inputs)
 
 
 def _ours(retain: Retain) -> Way:
@@ -166,8 +201,8 @@ def _ours(retain: Retain) -> Way:
 
 OURS = {
     **{f"retain-{retain}": _ours(retain) for retain in (0, "half", "all", "auto")},
-    **{f"streamed-{retain}": waiting(_ours(retain), "host") for retain in (0, "auto")},
-    **{f"pool-{retain}": waiting(_ours(retain), "pool") for retain in (0, "auto")},
+    **{f"streamed-{retain}": with_inputs(_ours(retain), "host") for retain in (0, "auto")},
+    **{f"pool-{retain}": with_inputs(_ours(retain), "pool") for retain in (0, "auto")},
 }
 PLAIN = {
     "plain": Way("plain", "whole batch", plain, cut=False),

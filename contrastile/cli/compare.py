@@ -1,6 +1,7 @@
-"""`contrastile compare RECIPE [key=value ...]`: the same memory in four ways, the same loss in five, or batch sizes.
+"""`contrastile compare RECIPE [key=value ...]`: many trainings of one recipe, and tables of their results.
 
-Of a retriever's recipe: the largest plain batch that fits into a memory, accumulated and cached ones, beside BM25.
+Pairs: one memory spent in four ways, one loss in five, or accuracy against batch size. Retrievers: one memory spent in
+plain, accumulated and cached batches, beside BM25.
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from contrastile.train.config import Recipe
-    from contrastile.train.retriever.config import RetrieverRecipe
-    from contrastile.train.trials import Comparison
+    from contrastile.experiments.sweep import Study
 
-# what belongs to one kind of recipe alone
-OF_PICTURES, OF_RETRIEVERS = ("losses", "data", "rates", "ranks"), ("memory", "updates")
-MEMORY, BATCHES = "1GiB", ("128", "512", "4096", "16384")
+MEMORY, BATCHES = 2**30, [128, 512, 4096, 16384]
+# options of one kind of recipe only
+OF_PAIRS, OF_RETRIEVERS = ("losses", "data", "rates", "ranks"), ("memory", "updates")
 
 
 def add_to(verbs: Any) -> None:
@@ -23,140 +22,107 @@ def add_to(verbs: Any) -> None:
     parser = verbs.add_parser(
         "compare", help="train many times: the same memory in several ways, the same loss in five, or batch sizes"
     )
-    parser.add_argument("recipe", help="a TOML file, such as recipes/glyphs.toml")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as for train")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--losses", action="store_true", default=None, help="one loss computed in five ways, on --ranks")
-    what.add_argument(
-        "--batches",
-        nargs="+",
-        metavar="SIZE",
-        help="accuracy at these sizes; a retriever's: 128 512 4096 16k by default",
-    )
-    parser.add_argument("--data", type=float, nargs="+", metavar="SHARE", help="of --batches: such as 0.1 1")
-    parser.add_argument("--rates", nargs="+", metavar="RULE", help="of --batches: fixed, sqrt and linear")
-    parser.add_argument("--ranks", type=int, help="processes of a run of --losses (default: 2)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, but where time is compared (default: 1)")
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds each way is run with (default: 3)")
-    parser.add_argument(
-        "--runs",
-        default="runs",
-        metavar="FOLDER",
-        help="where the results go, made if missing (default: runs)",
-    )
-    parser.add_argument("--resume", action="store_true", help="go on with what was interrupted, or with more seeds")
-    parser.add_argument("--memory", metavar="BYTES", help="of a retriever: what a plain step may take (default: 1GiB)")
-    parser.add_argument("--updates", nargs="+", metavar="SIZE", help="of a retriever: time updates of these sizes")
+    add = parser.add_argument
+    add("recipe", help="a TOML file, such as recipes/glyphs.toml")
+    add("overrides", nargs="*", default=[], metavar="key=value", help="as for train")
+    kind = parser.add_mutually_exclusive_group().add_argument
+    kind("--losses", action="store_true", default=None, help="one loss computed in five ways, on --ranks")
+    sizes = "accuracy at these sizes; a retriever's: 128 512 4096 16k by default"
+    kind("--batches", nargs="+", metavar="SIZE", help=sizes)
+    add("--data", type=float, nargs="+", metavar="SHARE", help="of --batches: such as 0.1 1")
+    add("--rates", nargs="+", metavar="RULE", help="of --batches: fixed, sqrt and linear")
+    add("--ranks", type=int, help="processes of a run of --losses (default: 2)")
+    add("--jobs", type=int, default=1, help="runs at a time, but where time is compared (default: 1)")
+    add("--seeds", type=int, default=3, help="how many seeds each way is run with (default: 3)")
+    runs = "where the results go, made if missing (default: runs)"
+    add("--runs", default="runs", metavar="FOLDER", help=runs)
+    add("--resume", action="store_true", help="go on with what was interrupted, or with more seeds")
+    add("--memory", metavar="BYTES", help="of a retriever: what a plain step may take (default: 1GiB)")
+    add("--updates", nargs="+", metavar="SIZE", help="of a retriever: time updates of these sizes")
     parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the recipe before anything heavy is imported, then compare."""
+    """Check the arguments before anything heavy is imported, then compare."""
+    from contrastile.cli.bench import number
     from contrastile.train.config import Recipe
     from contrastile.train.folder import make_folder
     from contrastile.train.recipe import load_any_recipe
 
-    _words(arguments)
+    texts = {"batches": arguments.batches, "updates": arguments.updates, "memory": [arguments.memory or str(MEMORY)]}
+    sizes = {name: [number(name, text) for text in some or []] for name, some in texts.items()}
     recipe = load_any_recipe(arguments.recipe, arguments.overrides)
+    pairs = isinstance(recipe, Recipe)
+    _check(arguments, pairs=pairs)
     make_folder("--runs", arguments.runs)
-    if isinstance(recipe, Recipe):
-        _only(arguments, OF_RETRIEVERS, "a retriever")
-        comparison = _pictures(recipe, arguments)
-    else:
-        _only(arguments, OF_PICTURES, "pictures and texts")
-        comparison = _retriever(recipe, arguments)
+    study = (_of_pairs if pairs else _of_retrievers)(recipe, arguments, sizes)
+
+    from contrastile.experiments.sweep import compare
+
+    comparison = compare(study, arguments.runs, resume=arguments.resume)
     print(comparison.table)
     print(f"results: {comparison.folder}")
-    if comparison.stopped_by is not None:
-        print("to go on with it: the same command with --resume")
-    return 0 if comparison.stopped_by is None else 128 + comparison.stopped_by
+    if comparison.stopped_by is None:
+        return 0
+    print("to go on with it: the same command with --resume")
+    return 128 + comparison.stopped_by
 
 
-def _words(arguments: argparse.Namespace) -> None:
-    """Raises ValueError where a word is none."""
-    from contrastile._wrong import wrong
+def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
+    """Refuse options of another kind of recipe or comparison, and numbers that are too small."""
+    from contrastile._errors import invalid
 
-    spread = (2, "An interval needs a spread; five are usual.") if arguments.losses else (1, "Three show a spread.")
-    for name, (least, why) in {
-        "jobs": (1, "So many runs are made at a time."),
-        "seeds": spread,
-        "ranks": (2, "On one process there is nothing to exchange."),
-    }.items():
-        if (got := getattr(arguments, name)) is not None and got < least:
-            raise wrong(f"--{name}", f"be at least {least}", got, why)
-    for name in ("batches", "updates"):
-        _sizes(name, getattr(arguments, name) or ())
-    _sizes("memory", [arguments.memory or MEMORY])
-
-
-def _only(arguments: argparse.Namespace, names: tuple[str, ...], kind: str) -> None:
-    """Refuses what belongs to another kind of recipe."""
-    from contrastile._wrong import wrong
-
-    for name in names:
-        if (got := getattr(arguments, name)) is not None:
-            raise wrong(f"--{name}", "be left out for this recipe", got, f"It belongs to {kind}.")
-
-
-def _pictures(recipe: Recipe, arguments: argparse.Namespace) -> Comparison:
-    from contrastile._wrong import wrong
-
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    other, owner = (OF_RETRIEVERS, "a retriever") if pairs else (OF_PAIRS, "pictures and texts")
+    for name in other:
+        if name in given:
+            raise invalid(f"--{name}", "be left out for this recipe", given[name], f"It belongs to {owner}.")
     for name, needed in (("data", "batches"), ("rates", "batches"), ("ranks", "losses")):
-        if getattr(arguments, name) is not None and not getattr(arguments, needed):
-            raise wrong(f"--{name}", f"come with --{needed}", f"no --{needed}", "It belongs to that comparison.")
-    if arguments.jobs > 1 and not arguments.losses and not arguments.batches:
-        remedy = "Runs side by side slow each other down."
-        raise wrong("jobs", "be 1 where time is compared", arguments.jobs, remedy)
+        if name in given and needed not in given:
+            raise invalid(f"--{name}", f"come with --{needed}", f"no --{needed}", "It belongs to that comparison.")
+    seeds = (2, "An interval needs a spread; five are usual.") if arguments.losses else (1, "Three show a spread.")
+    for name, least, reason in (
+        ("jobs", 1, "So many runs are made at a time."),
+        ("seeds", *seeds),
+        ("ranks", 2, "On one process there is nothing to exchange."),
+    ):
+        if given.get(name, least) < least:
+            raise invalid(f"--{name}", f"be at least {least}", given[name], reason)
+    if pairs and arguments.jobs > 1 and not given.keys() & {"losses", "batches"}:
+        reason = "Runs side by side slow each other down."
+        raise invalid("jobs", "be 1 where time is compared", arguments.jobs, reason)
 
-    from contrastile.train.asked import a_grid, large_and_small, one_set_of_data, set_itself
 
-    # a mistake is told before anything heavy is imported
-    one_set_of_data(recipe)
-    sizes, shares = _sizes("batches", arguments.batches or ()), arguments.data or [1.0]
-    rates = arguments.rates or ["fixed"]
-    if arguments.batches:
-        a_grid(sizes, shares, rates)
-    elif not arguments.losses:
+def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> Study:
+    from contrastile.experiments.arguments import check_copies, check_grid, large_and_small, report_overrides
+
+    kind = "--losses" if arguments.losses else "--batches" if arguments.batches else ""
+    check_copies(recipe)
+    shares, rates = arguments.data or [1.0], arguments.rates or ["fixed"]
+    if kind == "--batches":
+        check_grid(sizes["batches"], shares, rates)
+    elif not kind:
         large_and_small(recipe)
-    comparison = "compare --losses" if arguments.losses else "compare --batches" if arguments.batches else "compare"
-    set_itself(comparison, recipe, arguments.recipe, arguments.overrides)
+    report_overrides(f"compare {kind}".strip(), recipe, arguments.recipe, arguments.overrides)
 
-    from contrastile.train.compare import compare_recipe
-    from contrastile.train.compare_batches import compare_batches
-    from contrastile.train.compare_losses import compare_losses
+    from contrastile.experiments.batch_sizes_figure5 import BatchSizes
+    from contrastile.experiments.four_ways import FourWays
+    from contrastile.experiments.losses_table3 import Losses
 
-    many = {"seeds": arguments.seeds, "jobs": arguments.jobs, "resume": arguments.resume}
-    if arguments.losses:
-        ranks = 2 if arguments.ranks is None else arguments.ranks
-        return compare_losses(recipe, arguments.runs, ranks=ranks, **many)
-    if arguments.batches:
-        return compare_batches(recipe, arguments.runs, batches=sizes, shares=shares, rates=rates, **many)
-    return compare_recipe(recipe, arguments.runs, seeds=arguments.seeds, resume=arguments.resume)
+    many: dict[str, Any] = {"recipe": recipe, "seeds": arguments.seeds, "jobs": arguments.jobs}
+    if kind == "--losses":
+        return Losses(**many, ranks=arguments.ranks or 2)
+    return BatchSizes(**many, batches=sizes["batches"], shares=shares, rates=rates) if kind else FourWays(**many)
 
 
-def _retriever(recipe: RetrieverRecipe, arguments: argparse.Namespace) -> Comparison:
-    from contrastile.cli.bench import number
-    from contrastile.train.asked import rising_sizes, set_itself
+def _of_retrievers(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> Study:
+    from contrastile.experiments.arguments import check_rising, report_overrides
 
-    batches = _sizes("batches", arguments.batches or BATCHES)
-    rising_sizes(batches)
-    set_itself("compare of retrievers", recipe, arguments.recipe, arguments.overrides)
+    batches, memory = sizes["batches"] or BATCHES, sizes["memory"][0]
+    check_rising(batches)
+    report_overrides("compare of retrievers", recipe, arguments.recipe, arguments.overrides)
 
-    from contrastile.train.retriever.compare import compare_retriever
+    from contrastile.experiments.retriever_memory import RetrieverMemory, limit_loss
 
-    return compare_retriever(
-        recipe,
-        arguments.runs,
-        memory=number("memory", arguments.memory or MEMORY),
-        batches=batches,
-        updates=_sizes("updates", arguments.updates or ()),
-        seeds=arguments.seeds,
-        jobs=arguments.jobs,
-        resume=arguments.resume,
-    )
-
-
-def _sizes(name: str, texts: list[str] | tuple[str, ...]) -> list[int]:
-    from contrastile.cli.bench import number
-
-    return [number(name, text) for text in texts]
+    many: dict[str, Any] = {"recipe": limit_loss(recipe, memory), "seeds": arguments.seeds, "jobs": arguments.jobs}
+    return RetrieverMemory(**many, memory=memory, batches=batches, sizes=sizes["updates"])

@@ -1,9 +1,10 @@
-"""`contrastile doctor [RECIPE]`: what this machine has, what "auto" would choose here, and why."""
+"""`contrastile doctor [RECIPE]`: the machine, the choices of "auto" on it with their reasons, a recipe's memory."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -22,20 +23,87 @@ def add_to(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, and say it; 1 where something is broken."""
-    from contrastile._wrong import wrong
+    """Print the examination; return 1 where a device is broken."""
+    from contrastile._errors import invalid
 
     for name in ("ranks", "batch", "features"):
         if getattr(arguments, name) < 1:
-            raise wrong(f"--{name}", "be at least 1", getattr(arguments, name), "Leave it out for the default.")
+            raise invalid(f"--{name}", "be at least 1", getattr(arguments, name), "Leave it out for the default.")
     recipe = None
     if arguments.recipe is not None:
         from contrastile.train.recipe import load_any_recipe
 
         recipe = load_any_recipe(arguments.recipe, arguments.overrides)
 
-    from contrastile.doctor import broken, examine, told
+    from contrastile.bench.planner import broken, examine
 
-    found = examine(ranks=arguments.ranks, batch=arguments.batch, features=arguments.features, recipe=recipe)
-    print(json.dumps(found, indent=1) if arguments.json else "\n".join(told(found)))
-    return 1 if broken(found) else 0
+    values = examine(ranks=arguments.ranks, batch=arguments.batch, features=arguments.features, recipe=recipe)
+    print(json.dumps(values, indent=1) if arguments.json else "\n".join(lines(values)))
+    return 1 if broken(values) else 0
+
+
+def lines(values: dict[str, Any]) -> Iterator[str]:
+    """Yield the values of `examine` as lines of text."""
+    from contrastile.train.log import size
+
+    system, torch = values["system"], values["torch"]
+    yield f"contrastile {system['contrastile']}, Python {system['python']}, {system['system']}"
+    nccl = f", NCCL {torch['nccl']}" if torch["nccl"] else ", no NCCL"
+    yield f"torch {torch['version']}, CUDA {torch['cuda'] or 'none'}{nccl}, {torch['threads']} threads"
+    yield f"{system['cpus']:g} CPUs, {size(system['free'])} of {size(system['memory'])} memory free"
+    for device in values["devices"]:
+        if device["broken"] is not None:
+            yield f"{device['name']}: BROKEN: {device['broken']}"
+        elif "model" in device:
+            memory = f"{size(device['free'])} of {size(device['memory'])} free"
+            yield f"{device['name']}: {device['model']}, compute capability {device['capability']}, {memory}"
+    for extra, packages in values["packages"].items():
+        installed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+        missing = ", ".join(name for name, version in packages.items() if not version)
+        remedy = "" if extra == "beside" else f': pip install "contrastile[{extra}]"'
+        yield f"[{extra}] {installed or 'nothing'}" + (f"; not installed: {missing}{remedy}" if missing else "")
+    for auto in values["auto"]:
+        yield f'\n"auto" on {auto["device"]}:'
+        cases: dict[str, list[str]] = {}
+        for one in auto["backends"]:
+            cases.setdefault(_backend(one), []).append(f"{one['loss']} {one['dtype']}")
+        yield from (f"  backend {choice} (for {', '.join(several)})" for choice, several in cases.items())
+        if not auto["device"].startswith("cuda"):
+            yield "  not asked here: triton, for NVIDIA devices; dense, by its name alone, because it holds the matrix"
+        yield f"  exchange {_exchange(auto['exchange'])}"
+        yield f"  workspace {size(auto['workspace'])}: 1/64 of the device's memory"
+        yield f"  retain, sub_batch: {size(auto['room'])} to share among graphs"
+    if values["recipe"] is not None:
+        yield from _recipe_lines(values["recipe"])
+
+
+def _backend(choice: dict[str, Any]) -> str:
+    return choice["takes"] + "".join(f"; {name} declined: {reason}" for name, reason in choice["declined"].items())
+
+
+def _exchange(exchange: dict[str, Any]) -> str:
+    from contrastile.train.log import size
+
+    if "gathered" not in exchange:
+        alone = exchange.get("ranks") == 1
+        return exchange["takes"] + (": one process; --ranks N asks for more" if alone else ": the recipe says so")
+    needs = f"gathering {exchange['batch']:,} rows of {exchange['features']} takes {size(exchange['gathered'])} a rank"
+    return f"{exchange['takes']} between {exchange['ranks']} ranks: {needs}, allowed is {size(exchange['allowed'])}"
+
+
+def _recipe_lines(recipe: dict[str, Any]) -> Iterator[str]:
+    from contrastile.train.log import size
+
+    yield f"\n{recipe['name']} on {recipe['device']}:"
+    millions, tokens = [f"{recipe[key] / 1e6:.1f}" for key in ("parameters", "trained")], recipe["learned_tokens"]
+    limit = "" if tokens is None else f", with all {tokens:,} tokens that its tokenizer may learn"
+    yield f"  {millions[0]} million parameters, {millions[1]} of them trained{limit}"
+    yield f"  weights, gradients and optimizer take about {size(recipe['held'])}"
+    yield f"  batch {recipe['batch']:,}:"
+    for side in recipe["sides"]:
+        graph = f"{size(side['activations'])} of activations an example, {size(side['graph'])} a sub-batch"
+        yield f"    {side['name']}: {side['examples']:,} a rank in sub-batches of {side['sub_batch']:,}: {graph}"
+    fits = f"about {recipe['fitting']:,} of {recipe['graphs']:,} graphs fit"
+    yield f"  retain = {recipe['retain']}: {fits}" + ("" if recipe["fitting"] else "; not even one: lower sub_batch")
+    yield f"  loss: backend {_backend(recipe['backend'])}; exchange {_exchange(recipe['exchange'])}"
+    yield f"  workspace {size(recipe['workspace'])}, where the whole matrix would take {size(recipe['matrix'])}"

@@ -1,4 +1,4 @@
-"""`contrastile encode RUN [CORPUS]`: passages as features on the disk, to be searched."""
+"""`contrastile encode RUN [CORPUS]`: write the features of passages to disk, for `contrastile search`."""
 
 from __future__ import annotations
 
@@ -15,42 +15,45 @@ def add_to(verbs: Any) -> None:
         nargs="?",
         help="a BEIR folder, .jsonl, .tsv, or a folder of code (default: the run's own)",
     )
-    parser.add_argument("--out", metavar="FOLDER", help="where the index goes, made if missing (default: RUN/index)")
-    parser.add_argument("--shard", type=int, default=65_536, metavar="N", help="passages a file (default: 65536)")
+    parser.add_argument("--out", metavar="FOLDER", help="folder of the index, made if missing (default: RUN/index)")
+    parser.add_argument("--shard", type=int, default=65_536, metavar="N", help="passages per file (default: 65536)")
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N features only")
     parser.add_argument(
-        "--bad-rows", type=float, metavar="SHARE", help="of the corpus, that may be unusable (default: the recipe's)"
+        "--bad-rows", type=float, metavar="SHARE", help="unusable rows allowed in the corpus (default: the recipe's)"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load, read, encode; what was done before is kept."""
+    """Check the arguments before anything heavy is imported, then encode; finished shards are kept."""
     from pathlib import Path
 
-    from contrastile._wrong import written_to, wrong
+    from contrastile._errors import invalid, written_to
+    from contrastile.cli.evaluate import check_bad_rows
+    from contrastile.data.files import own_folder
+    from contrastile.train.config.base import known_device
     from contrastile.train.folder import RECIPE, finished_run, make_folder
     from contrastile.train.recipe import load_retriever_recipe
-    from contrastile.train.settings import known_device
 
     known_device(arguments.device)
     folder = finished_run(arguments.run)
     load_retriever_recipe(folder / RECIPE, files=False)
     for name in ("shard", "dimensions"):
         if (got := getattr(arguments, name)) is not None and got < 1:
-            raise wrong(f"--{name}", "be at least 1", got, "Leave it out for the default.")
-    if arguments.bad_rows is not None and not 0 <= arguments.bad_rows < 1:
-        raise wrong("--bad-rows", "be a share from 0 to below 1", arguments.bad_rows, "0.01 is one row of a hundred.")
+            raise invalid(f"--{name}", "be at least 1", got, "Leave it out for the default.")
+    check_bad_rows(arguments.bad_rows)
     if arguments.bad_rows is not None and arguments.corpus is None:
-        raise wrong("--bad-rows", "come with a corpus", "none", "The run's own passages were read with data.bad_rows.")
+        raise invalid(
+            "--bad-rows", "come with a corpus", "none", "The run's own passages were read with data.bad_rows."
+        )
     if arguments.corpus is not None and not Path(arguments.corpus).exists():
-        raise wrong("corpus", "be a file or folder", f'"{arguments.corpus}"', "Check its path.")
+        raise invalid("corpus", "be a file or folder", f'"{arguments.corpus}"', "Check its path.")
 
-    out = Path(arguments.out) if arguments.out else folder / "index"
+    out = Path(arguments.out) if arguments.out else own_folder(folder / "index")
     make_folder("--out", out)
 
-    from contrastile.train.retriever.search import encode_source
+    from contrastile.retrieval.search import encode_source
 
     with written_to(out):
         index = encode_source(

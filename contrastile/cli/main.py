@@ -1,8 +1,8 @@
 """The command `contrastile`: reads its arguments, calls a verb, turns errors into one line and an exit code.
 
-The outermost layer of the house. Nothing heavy is imported until a verb runs. Exit codes: 0 done, 1 the machine failed
-(a full disk, no memory), 2 the user is asked to change something, 130 stopped by Ctrl-C (143 by SIGTERM), 141 nobody
-reads on.
+The outermost layer. Nothing heavy is imported until a verb runs. Exit codes: 0 done, 1 the machine failed (a full disk,
+no memory), 2 the user must change something, 130 stopped by Ctrl-C (143 by SIGTERM), 141 the reader of the output has
+gone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from contrastile import __version__
 from contrastile.cli import bench, compare, doctor, encode, evaluate, search, train
 
-# what installs a module that the main job does without
+# arguments of pip for modules outside "contrastile[train]"
 PACKAGES = {
     "bm25s": '"contrastile[search]"',
     "regex": '"contrastile[search]"',
@@ -35,11 +35,11 @@ VERBS = (train, evaluate, encode, search, compare, bench, doctor)
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line, and takes no option by half its name; the verbs' parsers are of this class too."""
+    """A parser with one-line errors and without abbreviated options; the verbs' parsers are of this class too."""
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how, allow_abbrev=False)
-        # the parser that read the last word: its help is the one to look at
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+        # the innermost parser, whose help explains the arguments
         self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
@@ -65,53 +65,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as stop:
-        # what was asked twice to stop says by which signal
-        return _say("stopped", 128 + next(iter(stop.args), signal.SIGINT))
+        # a second signal is raised with its number
+        return _fail("stopped", 128 + next(iter(stop.args), signal.SIGINT))
     except ModuleNotFoundError as error:
         if chosen.traceback or (error.name or "").startswith("contrastile"):
             raise
         package = PACKAGES.get(error.name or "", '"contrastile[train]"')
-        return _say(f"`{error.name}` is not installed; run: pip install {package}", 2)
+        return _fail(f"`{error.name}` is not installed; run: pip install {package}", 2)
     except (ValueError, FileNotFoundError) as error:
         if chosen.traceback:
             raise
-        return _say(str(error), 2)
+        return _fail(str(error), 2)
     except BrokenPipeError as error:
-        if _nobody_reads():
+        if _reader_has_gone():
             return 141
-        return _say(str(error), 1)
+        return _fail(str(error), 1)
     except (OSError, FloatingPointError) as error:
         if chosen.traceback:
             raise
-        return _say(str(error), 1)
+        return _fail(str(error), 1)
     except (RuntimeError, MemoryError) as error:
-        if chosen.traceback or not _of_memory(error):
+        if chosen.traceback or not _is_out_of_memory(error):
             raise
-        return _say(f"memory ran out: {' '.join(str(error).split())}", 1)
+        return _fail(f"memory ran out: {' '.join(str(error).split())}", 1)
 
 
 def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """As `parse_args`, with key=value behind options too, where argparse takes no more; no words get the help."""
+    """Parse like `parse_args`, but take key=value after options too; without arguments print the help."""
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help(sys.stderr)
         parser.exit(2)
     chosen, more = parser.parse_known_args(arguments)
-    strange = [word for word in more if word.startswith("-") or "=" not in word or not hasattr(chosen, "overrides")]
-    if strange:
-        chosen.parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    unknown = [word for word in more if word.startswith("-") or "=" not in word or not hasattr(chosen, "overrides")]
+    if unknown:
+        chosen.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if more:
         chosen.overrides = [*chosen.overrides, *more]
     return chosen
 
 
-def _of_memory(error: RuntimeError | MemoryError) -> bool:
-    """Whether there was no room, on the host or on a GPU: torch has an error of its own for the latter alone."""
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """True where memory ran out, on the host or on a GPU; torch has its own class of error for the GPU only."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
-def _nobody_reads() -> bool:
-    """Whether whoever read the output has gone, as `head` does; then nothing more is said to it."""
+def _reader_has_gone() -> bool:
+    """True where the process behind the output pipe has ended, as `head` does; further output then goes nowhere."""
     try:
         output = sys.stdout.fileno()
     except (OSError, ValueError):
@@ -124,7 +124,8 @@ def _nobody_reads() -> bool:
     return True
 
 
-def _say(sentence: str, code: int) -> int:
+def _fail(sentence: str, code: int) -> int:
+    """Print the sentence; the exit code."""
     print(sentence, file=sys.stderr)
     return code
 

@@ -18,9 +18,9 @@ def add_to(verbs: Any) -> None:
         "--runs",
         default="runs",
         metavar="FOLDER",
-        help="where run folders go, made if missing (default: runs)",
+        help="parent of the run folders, made if missing (default: runs)",
     )
-    parser.add_argument("--resume", action="store_true", help="go on where the run of that name was interrupted")
+    parser.add_argument("--resume", action="store_true", help="continue the interrupted run of that name")
     parser.set_defaults(verb=run)
 
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     outcome = run_recipe(recipe, arguments.runs, resume=arguments.resume)
     if outcome.folder is None:
-        # the first rank says how it ended; a launcher would stop it when this one said so before
+        # rank 0 reports the end; an exit code of another rank would make the launcher stop it before
         return 0
     if outcome.stopped_by is not None:
         print(f"stopped after {outcome.examples:,} {outcome.unit}; what was learned is in {outcome.folder}")

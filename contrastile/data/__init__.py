@@ -1,1 +1,1 @@
-"""Where pairs and texts come from: what is built in, one's own files and collections, the batches drawn from them."""
+"""Data: sources of pairs and texts, built in or the user's own, and the batches drawn from them."""

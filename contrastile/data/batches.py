@@ -1,7 +1,7 @@
-"""Which pairs each step takes: an order that the seed and the position alone decide.
+"""The order of training: rows of each step, decided by the seed and the position alone.
 
-Between the `PairSet` and the towers. Nothing is kept but how far the run has come, so a run that is taken up again
-sees exactly the pairs that it would have seen.
+Stands between the `PairSet` and the towers. The only state is the position, so a resumed run sees exactly the pairs
+that it would have seen.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._check import wrong
-from contrastile.data.pairs import Indices
+from contrastile._errors import invalid
+from contrastile.data.base import Indices
 
 
 class Batches(Iterator[Tensor]):
     """Rows of a pair set, int64 `[b]` per step: shuffled epoch after epoch, a batch may reach over into the next.
 
-    `rows` are those to train on, `sizes` the batch size of every step. `step` steps are passed over at the start, at no
+    `rows` are the training rows, `sizes` the batch size of every step. The first `step` steps are passed over at no
     cost. The order of an epoch depends on `seed` and on its number alone.
 
     >>> first = list(Batches(np.arange(5), sizes=[2, 2, 2], seed=0))
@@ -30,9 +30,11 @@ class Batches(Iterator[Tensor]):
 
     def __init__(self, rows: Indices, *, sizes: Sequence[int], seed: int, step: int = 0) -> None:
         if len(rows) == 0:
-            raise wrong("rows", "not be empty", "no rows", "Give the training split of a pair set.")
+            raise invalid("rows", "not be empty", "no rows", "Give the training split of a pair set.")
         if not 0 <= step <= len(sizes):
-            raise wrong("step", f"be between 0 and the {len(sizes)} steps of the run", step, "Start again from step 0.")
+            raise invalid(
+                "step", f"be between 0 and the {len(sizes)} steps of the run", step, "Start again from step 0."
+            )
         self._rows, self._sizes, self._seed = rows, sizes, seed
         self.step = step
         self.examples = sum(sizes[:step])
@@ -47,12 +49,12 @@ class Batches(Iterator[Tensor]):
         return rows
 
     def ahead(self, count: int) -> Tensor:
-        """The `count` rows that come next, whatever the batches that they come in."""
-        parts, here = [], self.examples
-        while here < self.examples + count:
-            epoch, start = divmod(here, len(self._rows))
-            part = self._epoch(epoch)[start : start + self.examples + count - here]
-            here += len(part)
+        """The next `count` rows, in whatever batches they come."""
+        parts, position, end = [], self.examples, self.examples + count
+        while position < end:
+            epoch, start = divmod(position, len(self._rows))
+            part = self._epoch(epoch)[start : start + end - position]
+            position += len(part)
             parts.append(part)
         return torch.from_numpy(np.concatenate(parts))
 

@@ -1,34 +1,34 @@
-"""BM25 over the passages, with the library bm25s: the baseline that a retriever has to beat, and its hard negatives.
+"""BM25 over the passages, with the library bm25s: the baseline of a retriever, and the source of its hard negatives.
 
-Beside the flow's first box. What looks right by its words and is not is the hardest negative that costs nothing.
+Stands between `texts.py` and the registry. A wrong passage that shares words with its query is the hardest negative
+that costs no training.
 """
 
 from __future__ import annotations
 
+import os
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from contrastile.data.pairs import Indices, ProgressFactory, silent
+from contrastile.data.base import Indices, ProgressFactory, silent
 from contrastile.data.texts import Passage, Query, TextSet
 
-# letters and digits, or capitals that begin a word: so names in code come apart, get_maxValue into get, max, value
+# runs of letters or digits, split at capitals, so that get_maxValue becomes get, max, value
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\d_A-Z]+|\d+|[^\W\d_]+")
 
-# queries looked up between two moves of the bar
-STRETCH = 512
-# how many candidates are looked at for each negative wanted, because right ones are passed over
+# queries between two updates of the bar
+CHUNK = 512
+# candidates for each negative wanted, because right ones are passed over
 CANDIDATES = 4
 
 
 def words(text: str) -> list[str]:
-    """The words of a text or of code, in small letters.
+    """The words of a text or of code, in lower case.
 
     >>> words("def get_maxValue(HTTPServer, x2):")
     ['def', 'get', 'max', 'value', 'http', 'server', 'x', '2']
@@ -39,7 +39,7 @@ def words(text: str) -> list[str]:
 class BM25:
     """Robertson's weighting of words in Lucene's form, with the usual k1 = 1.5 and b = 0.75. Needs bm25s.
 
-    A passage is found by the words of its title and its text.
+    The words of a passage are those of its title and its text.
     """
 
     def __init__(self, passages: Sequence[Passage]) -> None:
@@ -55,34 +55,28 @@ class BM25:
         scores = np.empty((len(queries), k), dtype=np.float32)
         rows = np.empty((len(queries), k), dtype=np.int64)
         with progress(len(queries), "looking up with BM25", "queries") as bar:
-            for start in range(0, len(queries), STRETCH):
-                asked = [words(query) for query in queries[start : start + STRETCH]]
-                found = self._engine.retrieve(asked, k=k, show_progress=False, backend_selection="numpy")
-                rows[start : start + STRETCH], scores[start : start + STRETCH] = found.documents, found.scores
-                bar.update(len(asked))
+            for start in range(0, len(queries), CHUNK):
+                chunk = [words(query) for query in queries[start : start + CHUNK]]
+                results = self._engine.retrieve(chunk, k=k, show_progress=False, backend_selection="numpy")
+                rows[start : start + CHUNK], scores[start : start + CHUNK] = results.documents, results.scores
+                bar.update(len(chunk))
         return scores, rows
 
 
 def _library() -> ModuleType:
-    """bm25s without JAX, which it would start to sort with, and which then takes three quarters of a GPU's memory."""
-    found, theirs = "jax" in sys.modules, sys.modules.get("jax")
-    # what an import finds here in place of a module it takes as missing
-    sys.modules["jax"] = cast(ModuleType, None)
-    try:
-        import bm25s
-    finally:
-        del sys.modules["jax"]
-        if found:
-            sys.modules["jax"] = cast(ModuleType, theirs)
+    """The library bm25s. It imports jax where that is installed, though the sorting here is numpy's."""
+    # jax would take three quarters of a GPU's memory with its first call
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import bm25s
+
     return bm25s
 
 
 def with_mined_negatives(texts: TextSet, count: int, *, progress: ProgressFactory = silent) -> TextSet:
     """`texts` with up to `count` hard negatives for each training query that has none.
 
-    They are the passages that BM25 ranks first and that are neither positives, nor the same text as one, nor the query
-    itself, nor contain an answer. Only passages that training shows anyway are candidates: those of held-out queries
-    stay unseen.
+    Negatives are the first passages by BM25 that are no positive, have not the text of one, are not the query itself
+    and contain no answer. Positives of held-out queries are no candidates, so that training never shows them.
     """
     train = [row for row in texts.splits["train"].tolist() if not texts.queries[row].negatives]
     unseen = {
@@ -96,15 +90,15 @@ def with_mined_negatives(texts: TextSet, count: int, *, progress: ProgressFactor
     if not train or not candidates:
         return texts
     engine = BM25([texts.passages[row] for row in candidates])
-    _, found = engine.search([texts.queries[row].text for row in train], CANDIDATES * count, progress=progress)
+    _, ranked = engine.search([texts.queries[row].text for row in train], CANDIDATES * count, progress=progress)
     queries = list(texts.queries)
-    for row, ranked in zip(train, found.tolist(), strict=True):
-        looked_up = (candidates[place] for place in ranked)
-        queries[row] = replace(queries[row], negatives=_wrong_ones(queries[row], looked_up, texts.passages, count))
+    for row, places in zip(train, ranked.tolist(), strict=True):
+        passages = (candidates[place] for place in places)
+        queries[row] = replace(queries[row], negatives=_negatives(queries[row], passages, texts.passages, count))
     return replace(texts, queries=queries)
 
 
-def _wrong_ones(query: Query, ranked: Iterable[int], passages: Sequence[Passage], count: int) -> tuple[int, ...]:
+def _negatives(query: Query, ranked: Iterable[int], passages: Sequence[Passage], count: int) -> tuple[int, ...]:
     right = {passages[row].text for row in query.positives}
     answers = [answer.lower() for answer in query.answers]
     chosen: list[int] = []

@@ -1,9 +1,9 @@
-"""Many copies of every training pair, each bent anew, in tar shards that are written ahead of a run and removed behind.
+"""Augmented copies of every training pair, in tar shards that are written ahead of a run and removed behind it.
 
-Between a source that is wholly there (glyphs, a table) and `collection.py`, whose `Stream` reads from here. A shard
-holds the next pairs of the run in the run's own order, which seed and place alone decide, as they do how each of them
-is bent. Any process of a run that needs a shard and does not find it writes the same bytes, one at a time; a shard that
-was removed, or damaged, is written again. A few lie on the disk at once, however large the set is.
+Stands between a source that lies decoded (glyphs, a table) and the `Stream` that reads from here. A shard holds the
+next pairs of the run in the run's own order; seed and place alone decide the order and the augmentation. Any process of
+a run that misses a shard writes the same bytes, one process at a time; a shard that was removed, or damaged, is written
+again. A few shards lie on the disk at once, however large the set is.
 """
 
 from __future__ import annotations
@@ -18,83 +18,99 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from contrastile._check import wrong
-from contrastile.data.augment import bend, draw
+from contrastile._errors import invalid
+from contrastile.data.augment import augment, draw_parameters
+from contrastile.data.base import Images, Indices
 from contrastile.data.batches import Batches
-from contrastile.data.collection import Stream
-from contrastile.data.pairs import Indices, PairSet, Pictures
-from contrastile.data.shards import Found, find_in_tar
+from contrastile.data.decoders import Made
+from contrastile.data.files import new_file, open_in_place
+from contrastile.data.pairs import PairSet
+from contrastile.data.shards import Pair, find_in_tar
+from contrastile.data.stream import Stream
 
 logger = logging.getLogger("contrastile")
 
 FORMAT = 1
-# pairs of a shard, about 10 MB; shards on the disk at once, of which a process holds the last few in memory
-PAIRS, KEPT, HELD = 4096, 4, 3
-# pictures bent at once: bending needs several times their memory
+# pairs of a shard, about 10 MB; shards on the disk at once; shards in the memory of a process
+PAIRS, ON_DISK, IN_MEMORY = 4096, 4, 3
+# images augmented at once: augmentation needs several times their memory
 SLICE = 512
 
 
 class Copies:
-    """The library of a `Stream`: `pairs` of a set over and over, in the order of `seed`, `kept` shards at once."""
+    """The library of a `Stream`: `pairs` of a set over and over, in the order of `seed`, `on_disk` shards at once."""
+
+    # this process writes the shards and holds a few of them
+    in_processes = False
 
     def __init__(
-        self, pairs: PairSet, rows: Indices, *, seed: int, folder: Path, size: int = PAIRS, kept: int = KEPT
+        self, pairs: PairSet, rows: Indices, *, seed: int, folder: Path, size: int = PAIRS, on_disk: int = ON_DISK
     ) -> None:
         self._pairs, self._rows, self._seed, self._folder = pairs, rows, seed, folder
-        self._size, self._kept = size, kept
+        self._size, self._on_disk = size, on_disk
         self._order = Batches(np.arange(len(rows)), sizes=(), seed=seed)
-        self._ids = dict(zip(pairs.titles, pairs.ids.tolist(), strict=True))
-        self._held: dict[int, tuple[bytes, list[Found]]] = {}
-        self._busy = threading.Lock()
+        self._ids = dict(zip(pairs.captions, pairs.ids.tolist(), strict=True))
+        self._in_memory: dict[int, tuple[bytes, list[Pair]]] = {}
+        self._lock = threading.Lock()
 
-    def title(self, row: int) -> str:
-        """The title of a pair."""
-        return self._pairs.titles[row]
+    def caption(self, row: int) -> str:
+        """The caption of a pair."""
+        return self._pairs.captions[row]
 
-    def identity(self, title: str) -> int:
-        """The pair set's own."""
-        return self._ids[title]
+    def identity(self, caption: str) -> int:
+        """The id of a caption in the pair set."""
+        return self._ids[caption]
 
-    def picture(self, row: int, place: int) -> bytes:
-        """The PNG of example number `place` of the run, which has to be of the pair `row`."""
+    def describe(self, row: int) -> str:
+        """The caption of a pair in quotes, for a log line."""
+        return f'"{self.caption(row)}"'
+
+    def origin(self, row: int, place: int) -> Made:
+        """The PNG of example number `place` of the run, read where it is decoded."""
+        return Made(partial(self.image_bytes, row, place), place)
+
+    def image_bytes(self, row: int, place: int) -> bytes:
+        """The PNG of example number `place` of the run, which must be of the pair `row`."""
         number, entry = divmod(place, self._size)
-        content, found = self._shard(number)
-        if found[entry].title != self.title(row):
-            got = f"{self.title(row)} as example {place}, where {found[entry].title} was written"
-            raise wrong("seed", "be that in whose order the shards are written", got, "Take the recipe's own seed.")
-        return content[found[entry].offset : found[entry].offset + found[entry].size]
+        content, pairs = self._shard(number)
+        pair = pairs[entry]
+        if pair.caption != self.caption(row):
+            got = f"{self.caption(row)} as example {place}, where {pair.caption} was written"
+            raise invalid("seed", "be that in whose order the shards are written", got, "Take the recipe's own seed.")
+        return content[pair.offset : pair.offset + pair.size]
 
-    def _shard(self, number: int) -> tuple[bytes, list[Found]]:
-        """A shard's bytes and what lies where in them."""
-        with self._busy:
-            if number not in self._held:
+    def _shard(self, number: int) -> tuple[bytes, list[Pair]]:
+        """A shard's bytes and the places of its pairs."""
+        with self._lock:
+            if number not in self._in_memory:
                 try:
-                    with self._alone():
-                        self._held[number] = self._found(number) or self._written(number)
+                    with self._file_lock():
+                        self._in_memory[number] = self._read(number) or self._write(number)
                 except OSError as failure:
                     got = f"{self._folder} ({failure.strerror})"
-                    raise wrong(
+                    raise invalid(
                         "cache", "be a folder with room for the shards", got, "Free it and resume."
                     ) from failure
-                for old in sorted(self._held, key=lambda other: abs(other - number))[HELD:]:
-                    del self._held[old]
-            return self._held[number]
+                for old in sorted(self._in_memory, key=lambda other: abs(other - number))[IN_MEMORY:]:
+                    del self._in_memory[old]
+            return self._in_memory[number]
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One process at a time looks for shards, writes and removes them; the lock ends with its process."""
+    def _file_lock(self) -> Iterator[None]:
+        """Lock the folder: one process at a time reads, writes and removes shards. The lock ends with its process."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / ".lock").open("w") as lock:
+        with open_in_place(self._folder / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _found(self, number: int) -> tuple[bytes, list[Found]] | None:
-        """A shard that is on the disk, if it is the bytes that its name says."""
+    def _read(self, number: int) -> tuple[bytes, list[Pair]] | None:
+        """A shard from the disk, if its bytes have the checksum in its name."""
         for path in self._folder.glob(f"{number:08}-*.tar"):
             content = path.read_bytes()
             if path == self._path(number, content):
@@ -103,66 +119,69 @@ class Copies:
             path.unlink()
         return None
 
-    def _written(self, number: int) -> tuple[bytes, list[Found]]:
-        """A shard, written beside its place and renamed; those that lie farthest from it make room first."""
+    def _write(self, number: int) -> tuple[bytes, list[Pair]]:
+        """Write a shard under a temporary name and rename it; the shards farthest from it are removed first."""
         for left in self._folder.glob(".part-*"):
             left.unlink()
-        there = sorted(self._folder.glob("*.tar"), key=lambda path: abs(int(path.name.partition("-")[0]) - number))
-        for path in there[self._kept - 1 :]:
+        existing = sorted(self._folder.glob("*.tar"), key=lambda path: abs(int(path.name.partition("-")[0]) - number))
+        for path in existing[self._on_disk - 1 :]:
             path.unlink()
-        content = self._made(number)
+        content = self._shard_bytes(number)
         part = self._folder / f".part-{number:08}"
+        new_file(part)
         part.write_bytes(content)
         part.rename(self._path(number, content))
-        found = self._found(number)
-        if found is None:
-            raise OSError(None, "what was written is not what is read")
-        return found
+        shard = self._read(number)
+        if shard is None:
+            raise OSError(None, "the bytes read differ from those written")
+        return shard
 
     def _path(self, number: int, content: bytes) -> Path:
         return self._folder / f"{number:08}-{hashlib.sha256(content).hexdigest()[:16]}.tar"
 
-    def _made(self, number: int) -> bytes:
-        """The bytes of a shard: `key.png` and `key.txt` of its pairs, whose keys are their places."""
+    def _shard_bytes(self, number: int) -> bytes:
+        """The bytes of a shard: `key.png` and `key.txt` of its pairs, with the place as the key."""
         self._order.examples = number * self._size
         rows = self._rows[self._order.ahead(self._size).numpy()]
         file = io.BytesIO()
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            pictures = self._bent(rows, number)
-            for place, (row, picture) in enumerate(zip(rows.tolist(), pictures, strict=True), number * self._size):
-                for suffix, content in (("png", _png(picture)), ("txt", self.title(row).encode())):
+            images = self._augmented(rows, number)
+            for place, (row, image) in enumerate(zip(rows.tolist(), images, strict=True), number * self._size):
+                for suffix, content in (("png", _png(image)), ("txt", self.caption(row).encode())):
                     entry = tarfile.TarInfo(f"{place:012}.{suffix}")
                     entry.size = len(content)
                     tar.addfile(entry, io.BytesIO(content))
         return file.getvalue()
 
-    def _bent(self, rows: Indices, number: int) -> Pictures:
+    def _augmented(self, rows: Indices, number: int) -> Images:
         generator = torch.Generator().manual_seed(int(np.random.default_rng((self._seed, number)).integers(2**63)))
-        lots = draw(len(rows), generator)
+        parameters = draw_parameters(len(rows), generator)
         images = torch.from_numpy(self._pairs.images[rows])
         slices = [slice(start, start + SLICE) for start in range(0, len(rows), SLICE)]
-        bent = torch.cat([bend(images[some], lots[some]) for some in slices])
-        return (bent * 255).round().byte().numpy()
+        augmented = torch.cat([augment(images[part], parameters[part]) for part in slices])
+        return (augmented * 255).round().byte().numpy()
 
 
-def _png(picture: Pictures) -> bytes:
+def _png(image: Images) -> bytes:
     from PIL import Image
 
     file = io.BytesIO()
     # Pillow takes one channel as `[S, S]`
-    plain = picture[0] if len(picture) == 1 else np.ascontiguousarray(picture.transpose(1, 2, 0))
+    plain = image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0))
     Image.fromarray(plain).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
-def with_copies(pairs: PairSet, copies: int, *, seed: int, cache: Path, size: int = PAIRS, kept: int = KEPT) -> PairSet:
-    """The same pairs, of which those to train on come `copies` times an epoch, from shards below `cache`."""
+def with_copies(
+    pairs: PairSet, copies: int, *, seed: int, cache: Path, size: int = PAIRS, on_disk: int = ON_DISK
+) -> PairSet:
+    """The same pairs, with `copies` augmented copies of each training pair an epoch, from shards below `cache`."""
     rows = np.tile(pairs.splits["train"], copies)
-    told = [FORMAT, copies, seed, size, list(pairs.images.shape), pairs.titles]
-    digest = hashlib.sha256(json.dumps(told).encode() + rows.tobytes() + pairs.images.tobytes()).hexdigest()
-    library = Copies(pairs, rows, seed=seed, folder=cache / f"shards-{digest[:16]}", size=size, kept=kept)
+    settings = [FORMAT, copies, seed, size, list(pairs.images.shape), pairs.captions]
+    digest = hashlib.sha256(json.dumps(settings).encode() + rows.tobytes() + pairs.images.tobytes()).hexdigest()
+    library = Copies(pairs, rows, seed=seed, folder=cache / f"shards-{digest[:16]}", size=size, on_disk=on_disk)
     shape: tuple[int, int, int] = pairs.images.shape[1:]
-    # not one may be bad: they are our own
-    stream = Stream(library, rows, shape=shape, most_bad=0.0, digest=digest, copies=copies, bent=True)
+    # the shards are written here, so not one image may be bad
+    stream = Stream(library, rows, shape=shape, most_bad=0.0, digest=digest, copies=copies, augmented=True)
     training = np.arange(len(pairs), len(pairs) + len(stream))
     return replace(pairs, splits={**pairs.splits, "train": training}, stream=stream)

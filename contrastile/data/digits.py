@@ -1,6 +1,6 @@
-"""scikit-learn's handwritten digits, made to look like the glyphs: a real distribution shift for a zero-shot test.
+"""The handwritten digits of scikit-learn, in the form of the glyphs: a distribution shift for a zero-shot test.
 
-Beside the flow's first box: only evaluation reads them. 1,797 scans of 8 × 8 pixels, never trained on.
+Stands beside `glyphs.py`; evaluation alone reads them. 1,797 scans of 8 × 8 pixels, never trained on.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from contrastile.data.pairs import Indices, Pictures
+from contrastile.data.base import Images, Indices
 
 DIGIT_NAMES = [unicodedata.name(digit) for digit in string.digits]
 
-# where a printed digit stands in a glyph's picture: its height as a share of the picture, and its middle from the top
+# the height of a printed digit in a glyph's image, and its middle from the top, as shares of the image
 HEIGHT, MIDDLE = 0.62, 0.46
 
 
-def handwritten_digits(*, image_size: int, channels: int = 1) -> tuple[Pictures, Indices]:
+def handwritten_digits(*, image_size: int, channels: int = 1) -> tuple[Images, Indices]:
     """The scans, uint8 `[1797, channels, image_size, image_size]`, ink bright on dark, and their digits `[1797]`.
 
-    Digit `k` is called `DIGIT_NAMES[k]`.
+    The name of digit `k` is `DIGIT_NAMES[k]`.
     """
     from sklearn.datasets import load_digits
 

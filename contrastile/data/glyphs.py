@@ -1,17 +1,17 @@
-"""The built-in data: pictures of characters from the fonts that matplotlib ships, each with its Unicode name.
+"""Source: the built-in glyphs, images of characters from the fonts of matplotlib, each with its Unicode name.
 
-A source of the flow's first box. Nothing is downloaded: the fonts lie on the disk wherever matplotlib is installed, the
-names come with Python. About 54,000 pairs of 7,300 names in 18 faces.
+Stands below the registry. Nothing is downloaded: matplotlib ships the fonts, Python the names. About 54,000 pairs of
+7,300 names in 18 faces.
 
-**Ids.** Capital A is LATIN, GREEK, CYRILLIC, LISU ... CAPITAL LETTER A or ALPHA: one picture, several right names. Two
-pairs get the same id when they share the name or the very picture, directly or through other pairs; in effect names are
-joined that some face draws identically. On this data that is tame: the largest group joins 19 names (the capital I's),
-and four fifths of the names stay alone, because a group grows only by pictures that agree in every pixel.
+**Ids.** Capital A is LATIN, GREEK, CYRILLIC, LISU ... CAPITAL LETTER A or ALPHA: one image, several right names. Two
+pairs share an id when they share the name or the very image, directly or through other pairs, so names are joined that
+some face draws identically. The groups stay small: the largest joins 19 names (the capital I's), and four fifths of the
+names stay alone, because a group grows only by images that agree in every pixel.
 
-**Splits.** "faces": two whole faces, for the names that training knows; a picture that training shows in the very same
+**Splits.** "faces": two whole faces, for the names of the training set; an image that the training set has in the same
 pixels (a face often borrows its neighbour's) tests nothing and is left out. "names": whole groups of names, whose every
 word still occurs in at least two names of the training set, so that they are new compositions of known words. The names
-of the ten digits are never held out: they are the labels of the handwritten digits.
+of the ten digits are never held out, because they label the handwritten digits.
 """
 
 from __future__ import annotations
@@ -19,29 +19,23 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from contrastile.data.cache import FORMAT, PictureWriter, cached_pairs
+from contrastile.data.base import Images, Indices, groups_by_id, joined_ids, sorted_by_hash
+from contrastile.data.cache import FORMAT
 from contrastile.data.digits import DIGIT_NAMES
-from contrastile.data.pairs import (
-    Indices,
-    Labels,
-    PairSet,
-    Pictures,
-    ProgressFactory,
-    groups_by_lot,
-    joined_ids,
-)
+from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, cached_pairs
 
 HELD_OUT_FACES = ("DejaVuSans-BoldOblique.ttf", "STIXGeneralItalic.ttf")
 
-# the em square as a share of the picture, and where the baseline lies, from the top: capitals and their accents fit
+# the em square and the distance of the baseline from the top, as shares of the image: capitals and their accents fit
 EM, BASELINE = 0.8, 0.75
-# drawn larger, then averaged: at 32 pixels hinting would bend the shapes
+# glyphs are drawn so much larger, then averaged: at 32 pixels hinting would distort the shapes
 SUPERSAMPLING = 2
-# a word of a held-out name occurs in at least so many names of the training set
+# the least number of training names that have a word of a held-out name
 WORD_OCCURRENCES = 2
 
 
@@ -56,57 +50,46 @@ def font_files() -> list[Path]:
     return sorted([*folder.glob("DejaVu*.ttf"), *folder.glob("STIXGeneral*.ttf")])
 
 
-def open_glyphs(
-    *,
-    image_size: int,
-    channels: int,
-    held_out: float,
-    cache: Path,
-    progress: ProgressFactory,
-    faces: list[Path] | None = None,
-) -> PairSet:
-    """All pairs of `faces` (default: `font_files()`), drawn once into a folder under `cache`."""
-    faces = font_files() if faces is None else faces
+def open_glyphs(source: str, options: PairOptions) -> PairSet:  # noqa: ARG001
+    """All pairs of `font_files()`, drawn once into the cache."""
+    faces = font_files()
     settings = {
         "format": FORMAT,
-        "image_size": image_size,
-        "channels": channels,
-        "held_out": held_out,
+        "image_size": options.image_size,
+        "channels": options.channels,
+        "held_out": options.held_out,
         "held_out_faces": HELD_OUT_FACES,
         "unicode": unicodedata.unidata_version,
         "faces": {face.name: hashlib.sha256(face.read_bytes()).hexdigest() for face in faces},
     }
-
-    def make(writer: PictureWriter) -> Labels:
-        return _draw_all(writer, faces, held_out=held_out, progress=progress)
-
-    return cached_pairs(cache, "glyphs", settings, shape=(channels, image_size, image_size), make=make)
+    make = partial(_draw_all, faces, options)
+    return cached_pairs(options.cache, "glyphs", settings, shape=options.shape, make=make)
 
 
-def _draw_all(writer: PictureWriter, faces: list[Path], *, held_out: float, progress: ProgressFactory) -> Labels:
-    """Every named character of every face that leaves ink; returns what belongs beside the pictures."""
+def _draw_all(faces: list[Path], options: PairOptions, writer: ImageWriter) -> Labels:
+    """Draw every named character of every face that leaves ink."""
     characters = [named_characters(face) for face in faces]
     names: list[str] = []
     face_of: list[int] = []
     digests: list[bytes] = []
     blank = 0
-    with progress(sum(map(len, characters)), "drawing the glyphs", "pictures") as bar:
+    with options.progress(sum(map(len, characters)), "drawing the glyphs", "pictures") as bar:
         for number, (face, named) in enumerate(zip(faces, characters, strict=True)):
             pen = Pen(face, writer.shape[1])
             for character, name in named:
-                picture = pen.draw(character)
-                if picture is None:
+                image = pen.draw(character)
+                if image is None:
                     blank += 1
                     continue
-                writer.add(np.broadcast_to(picture, writer.shape))
+                writer.add(np.broadcast_to(image, writer.shape))
                 names.append(name)
                 face_of.append(number)
-                digests.append(hashlib.sha256(picture.tobytes()).digest())
+                digests.append(hashlib.sha256(image.tobytes()).digest())
             bar.update(len(named))
     unseen = {number for number, face in enumerate(faces) if face.name in HELD_OUT_FACES}
     style_held_out = np.isin(face_of, sorted(unseen))
     ids = joined_ids(names, digests)
-    splits = split(names, digests, ids, style_held_out=style_held_out, share=held_out)
+    splits = split(names, digests, ids, style_held_out=style_held_out, share=options.held_out)
     return names, ids, splits, {"blank picture": blank} if blank else {}
 
 
@@ -123,8 +106,8 @@ def named_characters(face: Path) -> list[tuple[str, str]]:
 class Pen:
     """Draws single characters of one face as `[size, size]` uint8, ink bright on dark.
 
-    The em and the baseline are the same for all, so that a comma stays small and low; what is larger than the
-    picture is shrunk to it.
+    The em and the baseline are the same for all, so that a comma stays small and low; a character larger than the
+    image is shrunk to it.
     """
 
     def __init__(self, face: Path, size: int) -> None:
@@ -135,8 +118,8 @@ class Pen:
         # the other layout engine fails on some code points, and single characters need no shaping
         self._font = ImageFont.truetype(face, round(EM * self.side), layout_engine=ImageFont.Layout.BASIC)
 
-    def draw(self, character: str) -> Pictures | None:
-        """The character's picture, or None where it leaves no ink."""
+    def draw(self, character: str) -> Images | None:
+        """The image of a character; None where it leaves no ink."""
         from PIL import Image
 
         mask, (left, top) = self._font.getmask2(character, mode="L", anchor="ms")
@@ -146,15 +129,15 @@ class Pen:
             return None
         ink = ink.crop(box)
         x, y = self.side / 2 + left + box[0], BASELINE * self.side + top + box[1]
-        # one pixel of the small picture stays free all round
+        # one pixel of the small image stays free all round
         ratio = (self.side - 2 * SUPERSAMPLING) / max(ink.size)
         if ratio < 1:
             ink = ink.resize(
                 (max(1, round(ink.width * ratio)), max(1, round(ink.height * ratio))), Image.Resampling.BOX
             )
-        place = self._inside(round(x), ink.width), self._inside(round(y), ink.height)
+        corner = self._inside(round(x), ink.width), self._inside(round(y), ink.height)
         canvas = Image.new("L", (self.side, self.side))
-        canvas.paste(ink, place)
+        canvas.paste(ink, corner)
         return np.asarray(canvas.reduce(SUPERSAMPLING))
 
     def _inside(self, start: int, length: int) -> int:
@@ -165,26 +148,26 @@ class Pen:
 def split(
     names: list[str], digests: list[bytes], ids: Indices, *, style_held_out: np.ndarray, share: float
 ) -> dict[str, Indices]:
-    """Rows of "train", "faces" and "names"; see the top of this file. About `share` of the names are held out."""
+    """Rows of "train", "faces" and "names", with about `share` of the names held out; see the top of this file."""
     name_held_out = np.zeros(len(names), dtype=bool)
     name_held_out[_names_to_hold_out(names, ids, np.flatnonzero(~style_held_out), share)] = True
     train = np.flatnonzero(~style_held_out & ~name_held_out)
     known_names = {names[row] for row in train}
-    known_pictures = {digests[row] for row in train}
+    known_images = {digests[row] for row in train}
     new_style = [
         row
         for row in np.flatnonzero(style_held_out & ~name_held_out)
-        if names[row] in known_names and digests[row] not in known_pictures
+        if names[row] in known_names and digests[row] not in known_images
     ]
     return {"train": train, "faces": np.array(new_style, dtype=np.int64), "names": np.flatnonzero(name_held_out)}
 
 
 def _names_to_hold_out(names: list[str], ids: Indices, trainable: Indices, share: float) -> list[int]:
-    """Rows of whole groups, taken by lot while every word of theirs stays known and the share is not reached."""
+    """Rows of whole groups in the order of their hash, until the share is reached; groups with rare words are left."""
     left = Counter(word for name in {names[row] for row in trainable} for word in name.split())
     wanted = round(share * len(set(names)))
     rows: list[int] = []
-    for _, members in groups_by_lot(names, ids):
+    for _, members in sorted_by_hash(groups_by_id(names, ids)):
         group = {names[row] for row in members}
         words = Counter(word for name in group for word in name.split())
         if wanted <= 0:

@@ -1,63 +1,61 @@
-"""What lies beside shards and says what they are: `sizes.json`, how many pairs, and `SHA256SUMS`, every byte.
+"""Manifests beside shards: `sizes.json`, the number of pairs, and `SHA256SUMS`, the checksum of every byte.
 
-Under `shards.py`. Neither has to be there; a shard that one of them names is compared with it.
+Stands below `shards.py`. Both are optional; a shard that one of them names is compared with it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from contrastile._check import wrong
+from contrastile._errors import invalid
+from contrastile.data.cache import checksum
 
 SIZES, SUMS = "sizes.json", "SHA256SUMS"
 T = TypeVar("T")
 
 
-def cut(shard: Path, got: object) -> ValueError:
-    """What a damaged shard is told by."""
-    said = " ".join(str(got).split()).rstrip(".") or repr(got)
-    return wrong("source", f"be whole shards ({shard})", said, "Copy that shard again; it is cut or damaged.")
+def damaged(shard: Path, got: object) -> ValueError:
+    """The error for a damaged shard."""
+    reason = " ".join(str(got).split()).rstrip(".") or repr(got)
+    return invalid("source", f"be whole shards ({shard})", reason, "Copy that shard again; it is cut or damaged.")
 
 
 def compare_sum(shard: Path) -> None:
-    """Raises ValueError where a SHA256SUMS beside the shard has its name, with other sums only."""
+    """Raise ValueError where a SHA256SUMS beside the shard lists its name, with other sums only."""
     sums = shard.parent / SUMS
     if not sums.is_file():
         return
     try:
-        # as the tool of that name writes them: a star before what was read as bytes, folders as they were given
+        # the form of the tool sha256sum: a star before names that were read as bytes, folders as they were given
         lines = (line.split(maxsplit=1) for line in sums.read_text(encoding="utf-8").splitlines() if line.strip())
-        told = {one.lower() for one, name in lines if PurePosixPath(name.removeprefix("*")).name == shard.name}
+        known = {one.lower() for one, name in lines if PurePosixPath(name.removeprefix("*")).name == shard.name}
     except ValueError as failure:
         remedy = "Write it again with sha256sum, or remove it."
-        raise wrong(SUMS, "be lines of a checksum and a file", sums, remedy) from failure
-    if told:
-        with shard.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() not in told:
-                raise cut(shard, f"another checksum than {SUMS} says")
+        raise invalid(SUMS, "be lines of a checksum and a file", sums, remedy) from failure
+    if known and checksum(shard) not in known:
+        raise damaged(shard, f"another checksum than {SUMS} says")
 
 
-def as_many_as_told(shard: Path, found: Iterable[T]) -> Iterator[T]:
-    """What is found in a shard; raises ValueError at its end where a sizes.json beside it says another number."""
+def compare_size(shard: Path, pairs: Iterable[T]) -> Iterator[T]:
+    """The pairs of a shard; raises ValueError at its end where a sizes.json beside it states another number."""
     count = 0
-    for count, finding in enumerate(found, start=1):  # noqa: B007
-        yield finding
-    told = _told(shard)
-    if told is not None and told != count:
-        raise cut(shard, f"{count} pairs where {SIZES} says {told}")
+    for count, pair in enumerate(pairs, start=1):  # noqa: B007
+        yield pair
+    stated = _stated_size(shard)
+    if stated is not None and stated != count:
+        raise damaged(shard, f"{count} pairs where {SIZES} says {stated}")
 
 
-def _told(shard: Path) -> int | None:
+def _stated_size(shard: Path) -> int | None:
     sizes = shard.parent / SIZES
     if not sizes.is_file():
         return None
     try:
-        told = json.loads(sizes.read_text(encoding="utf-8")).get(shard.name)
-        return None if told is None else int(told)
+        stated = json.loads(sizes.read_text(encoding="utf-8")).get(shard.name)
+        return None if stated is None else int(stated)
     except (ValueError, TypeError, AttributeError) as failure:
         remedy = "Write it again, or remove it."
-        raise wrong(SIZES, "be an object of shards and their numbers of pairs", sizes, remedy) from failure
+        raise invalid(SIZES, "be an object of shards and their numbers of pairs", sizes, remedy) from failure

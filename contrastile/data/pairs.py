@@ -1,178 +1,156 @@
-"""Pairs of a picture and its title: the shape in which every source hands its data to training and evaluation.
+"""Pairs of an image and its caption, and their cache: the form in which every source hands over its data.
 
-The first box of the flow: a source (the built-in glyphs, one's own table) becomes a `PairSet`; `batches` takes indices
-from it, `augment` turns its bytes into what the towers see.
+Stands between `cache.py` and the sources; `registry.py` opens a source by its name. `batches.py` takes rows of a
+`PairSet`, `augment.py` makes floats of its bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from contrastile._check import wrong
-from contrastile.data.sources import is_collection
+from contrastile._errors import invalid
+from contrastile.data.base import Images, Indices, Progress, ProgressFactory, silent
+from contrastile.data.cache import cached_folder, write_text
+from contrastile.data.files import open_in_place
+from contrastile.data.stream import Stream
 
-if TYPE_CHECKING:
-    from contrastile.data.collection import Stream
+__all__ = [
+    "ImageWriter",
+    "Images",
+    "Indices",
+    "Labels",
+    "PairOptions",
+    "PairSet",
+    "Progress",
+    "ProgressFactory",
+    "cached_pairs",
+    "silent",
+]
 
-Indices = npt.NDArray[np.int64]
-Pictures = npt.NDArray[np.uint8]
+IMAGES, LABELS = "images.npy", "pairs.json"
 
-
-class Progress(Protocol):
-    """A bar that moves."""
-
-    def update(self, n: int) -> object:
-        """`n` more are done."""
-
-
-class ProgressFactory(Protocol):
-    """Makes a bar: `with progress(total, "rendering", "pictures") as bar: ... bar.update(1)`."""
-
-    def __call__(self, total: int, what: str, unit: str) -> AbstractContextManager[Progress]:
-        """A bar for `total` things of the kind `unit`."""
-
-
-class Silence:
-    """The progress that shows nothing.
-
-    >>> with silent(3, "rendering", "pictures") as bar:
-    ...     bar.update(1)
-    """
-
-    def __enter__(self) -> Silence:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def update(self, n: int) -> None:
-        """Nothing to show."""
+# the part of a set that is stored beside its images: captions, ids, splits, and the counts of skipped rows
+Labels = tuple[list[str], Indices, dict[str, Indices], dict[str, int]]
 
 
-def silent(total: int, what: str, unit: str) -> Silence:  # noqa: ARG001
-    """Where nobody watches."""
-    return Silence()
+@dataclass(frozen=True)
+class PairOptions:
+    """The options of `open_pairs` that a source may need; see there."""
+
+    image_size: int
+    channels: int
+    held_out: float
+    cache: Path
+    progress: ProgressFactory = silent
+    weights: Sequence[int] = ()
+    most_bad: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape `[C, S, S]` of an image."""
+        return self.channels, self.image_size, self.image_size
 
 
 @dataclass(frozen=True)
 class PairSet:
-    """Pictures with their titles.
+    """Images with their captions.
 
     images: `[n, C, S, S]` uint8, memory-mapped and read-only; glyphs are bright ink on a dark ground.
-    titles: `n` texts.
+    captions: `n` texts.
     ids: `[n]`; pairs with equal ids could each be the other's right answer, so they are not each other's negatives.
     splits: sorted indices; "train" always, the held-out parts by their names.
-    skipped: how many rows of the source gave no pair, by reason.
-    stream: of a collection, the pairs to train on, too many for all this: rows from `n` on, read when they are needed.
+    skipped: the number of the source's rows that gave no pair, by reason.
+    stream: the training pairs of a collection, too many to be held here: rows from `n` on, read on demand.
     """
 
-    images: Pictures
-    titles: list[str]
+    images: Images
+    captions: list[str]
     ids: Indices
     splits: dict[str, Indices]
     skipped: dict[str, int]
     stream: Stream | None = None
 
     def __len__(self) -> int:
-        return len(self.titles)
+        return len(self.captions)
 
 
-def open_pairs(
-    source: str,
-    *,
-    image_size: int,
+class ImageWriter:
+    """Appends images of one shape to a .npy file whose length is known only at the end.
+
+    The header is written twice: numpy pads it so that the first axis can grow.
+    """
+
+    def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
+        self.shape = shape
+        self.written = 0
+        self._file = open_in_place(path, "wb")
+        self._header()
+
+    def _header(self) -> None:
+        self._file.seek(0)
+        header = {"descr": "|u1", "fortran_order": False, "shape": (self.written, *self.shape)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def add(self, image: Images) -> None:
+        """Append one image, `[C, S, S]`."""
+        if image.shape != self.shape or image.dtype != np.uint8:
+            raise invalid("picture", f"be uint8 {self.shape}", f"{image.dtype} {image.shape}", "Convert it first.")
+        self._file.write(image.tobytes())
+        self.written += 1
+
+    def __enter__(self) -> ImageWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write the header with the true length and flush the file to the disk."""
+        with self._file:
+            self._header()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+def cached_pairs(
     cache: Path,
-    channels: int = 1,
-    held_out: float = 0.05,
-    weights: Sequence[int] = (),
-    most_bad: float = 1.0,
-    copies: int = 1,
-    seed: int = 0,
-    progress: ProgressFactory | None = None,
+    kind: str,
+    settings: Mapping[str, Any],
+    *,
+    shape: tuple[int, int, int],
+    make: Callable[[ImageWriter], Labels],
 ) -> PairSet:
-    """The pairs of `source`: "glyphs", the path of a table (.tsv, .csv) with the columns `filepath` and `title`, or a
-    collection: tar shards, parquet files, several tables, folders of pictures, as `sources.py` reads them.
+    """The pairs that `make` writes, from the folder under `cache` that belongs to exactly these `settings`.
 
-    The pictures are made once, `image_size` pixels square, with 1 channel (grey) or 3 (colour), and kept in a folder
-    under `cache`; of a collection only those that are held out, the others are read when they are needed. `held_out` is
-    the share kept from training: of the names (glyphs), of the pairs (a table, a collection). `most_bad`: the share of
-    pairs that may be unusable. `weights`: a collection's, see `collection.py`. `copies` of each pair of the others, if
-    more than one: from shards in the order of `seed`, see `copies.py`.
-
-    Raises ValueError for a size, a number of channels or a share that makes no sense, for a table without pairs, and
-    for more bad pairs than `most_bad`.
+    `make(writer)` adds every image and returns captions, ids, splits and the counts of skipped rows.
     """
-    from contrastile.data.collection import open_collection
-    from contrastile.data.copies import with_copies
-    from contrastile.data.glyphs import open_glyphs
-    from contrastile.data.table import open_table
-
-    if image_size < 8:
-        raise wrong("image_size", "be at least 8 pixels", image_size, "Glyphs are legible from 32 on.")
-    if channels not in (1, 3):
-        raise wrong("channels", "be 1 (grey) or 3 (colour)", channels, "Pictures are converted to either.")
-    if not 0 < held_out < 1:
-        raise wrong("held_out", "be a share between 0 and 1", held_out, "0.05 keeps a twentieth for evaluation.")
-    opened: Callable[..., PairSet] = open_glyphs
-    if source != "glyphs":
-        opened = partial(open_table, Path(source), most_bad=most_bad)
-    if is_collection(source):
-        opened = partial(open_collection, source, weights=weights, most_bad=most_bad)
-    size = {"image_size": image_size, "channels": channels}
-    pairs = opened(**size, held_out=held_out, cache=cache, progress=progress or silent)
-    return pairs if copies == 1 else with_copies(pairs, copies, seed=seed, cache=cache)
+    name = f"{kind}-{shape[1]}px"
+    return _read(cached_folder(cache, name, settings, files=(IMAGES, LABELS), make=partial(_write_pairs, shape, make)))
 
 
-def joined_ids(*keys: Sequence[Hashable]) -> Indices:
-    """One id per row, so that rows that agree in any of their keys, directly or through other rows, share an id.
-
-    `keys` are columns of equal length. Ids are numbered by first appearance.
-
-    >>> joined_ids(["A", "A", "Alpha", "B"], ["picture 1", "picture 2", "picture 2", "picture 3"])
-    array([0, 0, 0, 1])
-    """
-    parent: dict[tuple[int, Hashable], tuple[int, Hashable]] = {}
-
-    def root(node: tuple[int, Hashable]) -> tuple[int, Hashable]:
-        while (above := parent.setdefault(node, node)) != node:
-            parent[node] = node = parent[above]
-        return node
-
-    rows = list(zip(*keys, strict=True))
-    for row in rows:
-        first = root((0, row[0]))
-        for column, value in enumerate(row[1:], start=1):
-            parent[root((column, value))] = first
-    number: dict[tuple[int, Hashable], int] = {}
-    return np.array([number.setdefault(root((0, row[0])), len(number)) for row in rows], dtype=np.int64)
+def _write_pairs(shape: tuple[int, int, int], make: Callable[[ImageWriter], Labels], folder: Path) -> None:
+    with ImageWriter(folder / IMAGES, shape) as writer:
+        captions, ids, splits, skipped = make(writer)
+    labels = {
+        "titles": captions,
+        "ids": ids.tolist(),
+        "splits": {name: rows.tolist() for name, rows in splits.items()},
+        "skipped": skipped,
+    }
+    write_text(folder / LABELS, json.dumps(labels))
 
 
-def lot(text: str) -> float:
-    """A number in [0, 1) drawn by the text itself: the same on every machine, whatever else is in the set.
-
-    >>> lot("LATIN SMALL LETTER A") == lot("LATIN SMALL LETTER A")
-    True
-    """
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
-
-
-def groups_by_lot(titles: Sequence[str], ids: Indices) -> list[tuple[float, list[int]]]:
-    """The rows of each id, ordered by the lot of the id's first title in alphabetical order."""
-    rows: dict[int, list[int]] = {}
-    for row, identity in enumerate(ids.tolist()):
-        rows.setdefault(identity, []).append(row)
-    drawn = [(lot(min(titles[row] for row in members)), members) for members in rows.values()]
-    return sorted(drawn)
-
-
-# what belongs beside the pictures of a source: titles, ids, splits, and the counts of what was skipped
-Labels = tuple[list[str], Indices, dict[str, Indices], dict[str, int]]
+def _read(folder: Path) -> PairSet:
+    labels = json.loads((folder / LABELS).read_text(encoding="utf-8"))
+    return PairSet(
+        images=np.load(folder / IMAGES, mmap_mode="r", allow_pickle=False),
+        captions=labels["titles"],
+        ids=np.array(labels["ids"], dtype=np.int64),
+        splits={name: np.array(rows, dtype=np.int64) for name, rows in labels["splits"].items()},
+        skipped=labels["skipped"],
+    )

@@ -1,7 +1,8 @@
-"""What a source names: the text of a recipe as files on this machine, before anything of them is read.
+"""Names of collections: the text of a recipe as a list of files on this machine.
 
-Before the flow's first box. Sources are joined by `::`; each is tar shards, parquet files or tables, with ranges in
-braces, or a folder of pictures. Nothing is fetched and nothing is run: an address or a pipe is refused.
+Stands on the ground, so that a recipe can be checked before any file is read. Sources are joined by `::`; each is tar
+shards, parquet files or tables, with ranges in braces, or a folder of images. Nothing is fetched and nothing is run: an
+address or a pipe is refused.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ MOST_FILES = 1_000_000
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one of the `KINDS`, or "folder" with the one path of a folder of pictures."""
+    """Files of one of the `KINDS`, or "folder" with the path of one folder of images."""
 
     kind: str
     paths: tuple[str, ...]
 
 
 def is_collection(source: str) -> bool:
-    """Whether a text names shards, parquet files, folders or several tables, rather than the glyphs or one table."""
+    """True for shards, parquet files, folders and several tables; False for the glyphs and for one table."""
     return source != "glyphs" and ("::" in source or "{" in source or not source.endswith(TABLES))
 
 
 def read_source(text: str) -> list[Source]:
-    """The sources of a text such as "a/{000..099}.tar::b/pictures", in its order; the files are not looked at.
+    """The sources of a text such as "a/{000..099}.tar::b/pictures", in its order; no file is opened.
 
-    Raises ValueError where it names no files.
+    Raises ValueError for a text that names no files.
 
     >>> read_source("a/{08..10}.tar::b/x.parquet")[0].paths
     ('a/08.tar', 'a/09.tar', 'a/10.tar')
@@ -46,7 +47,7 @@ def _one(part: str) -> Source:
     if not part.strip() or part.startswith("pipe:") or "://" in part:
         raise ValueError(f'must name files on this machine; got "{part}"')
     if "*" in part and not os.path.exists(part):
-        # a pattern would stand for fewer files where one is lost
+        # a pattern would silently match fewer files where one is lost
         raise ValueError(f'must count its files, as in "shards/{{000..099}}.tar"; got "{part}"')
     paths = tuple(braces(part))
     for kind in KINDS:
@@ -59,13 +60,13 @@ def _one(part: str) -> Source:
 
 
 def missing(source: Source) -> str | None:
-    """The first of its paths that is not there."""
-    there = os.path.isdir if source.kind == "folder" else os.path.isfile
-    return next((path for path in source.paths if not there(path)), None)
+    """The first of its paths that does not exist."""
+    exists = os.path.isdir if source.kind == "folder" else os.path.isfile
+    return next((path for path in source.paths if not exists(path)), None)
 
 
 def columns(table: str) -> list[str]:
-    """The names in a table's first line; raises ValueError where it cannot be read."""
+    """The names in a table's first line; raises ValueError for a file that cannot be read."""
     try:
         with open(table, "rb") as file:
             return file.readline().decode("utf-8-sig", errors="replace").rstrip("\r\n").split("\t")
@@ -74,7 +75,7 @@ def columns(table: str) -> list[str]:
 
 
 def braces(pattern: str) -> Iterator[str]:
-    """Every text that a pattern stands for: {007..012} counts and keeps the zeros, {a,b} is either.
+    """Expand braces in every way: {007..012} counts and keeps the zeros, {a,b} is either.
 
     >>> list(braces("{x,y}/{9..11}"))
     ['x/9', 'x/10', 'x/11', 'y/9', 'y/10', 'y/11']

@@ -1,1 +1,1 @@
-"""What the towers have learned: retrieval both ways, zero-shot classification, the best answers; all in tiles."""
+"""Measures of trained encoders: retrieval both ways, zero-shot classification, rankings; all in tiles."""

@@ -1,7 +1,7 @@
-"""Zero-shot classification: a class is what its names, put into sentences, are encoded as.
+"""Zero-shot classification: a class is represented by the features of its names in prompts.
 
-After the towers, beside `retrieval`, whose rule for ties holds here too: a wrong class that scores exactly as high as
-the best right one stands before it.
+Beside `retrieval`, whose rule for ties applies: a wrong class with exactly the score of the best right one ranks
+before it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile._check import wrong
+from contrastile._errors import invalid
 from contrastile.evaluate.retrieval import ranks_where
 from contrastile.evaluate.scores import check_features
 
@@ -21,39 +21,40 @@ from contrastile.evaluate.scores import check_features
 def class_features(
     names: Sequence[str | Sequence[str]], *, encode: Callable[[list[str]], Tensor], prompts: Sequence[str] = ("{}",)
 ) -> Tensor:
-    """Unit features `[classes, D]` of class names: the mean over `prompts` of the sentences' unit features.
+    """Unit features `[classes, D]` of class names: the normalised mean over prompts and names of unit features.
 
-    `encode(texts)` gives `[len(texts), D]`; each prompt has one `{}`, where the name goes. A class with several names
-    has a sentence for each of them in every prompt. Raises ValueError for a prompt with no place, or two, for the name,
-    and for a class without one.
+    `encode(texts)` returns `[len(texts), D]`; each prompt has one `{}` for the name. A class with several names has a
+    text for each of them in every prompt. Raises ValueError for a prompt without exactly one `{}`, and for a class
+    without names.
 
     >>> class_features(["ZERO", "ONE"], encode=lambda texts: torch.ones(len(texts), 4), prompts=["{}", "DIGIT {}"])
     tensor([[0.5000, 0.5000, 0.5000, 0.5000],
             [0.5000, 0.5000, 0.5000, 0.5000]])
     """
     if not prompts or any(prompt.count("{}") != 1 for prompt in prompts):
-        raise wrong("prompts", "have one {} each, the place of the name", list(prompts), 'For example "a photo of {}".')
+        remedy = 'For example "a photo of {}".'
+        raise invalid("prompts", "have one {} each, the place of the name", list(prompts), remedy)
     synonyms = [(name,) if isinstance(name, str) else name for name in names]
     if not synonyms or not all(synonyms):
-        raise wrong("names", "not be empty", "no names", "Give every class its name.")
-    owner = torch.tensor([place for place, one in enumerate(synonyms) for _ in one])
-    flat = [name for one in synonyms for name in one]
+        raise invalid("names", "not be empty", "no names", "Give every class its name.")
+    owner = torch.tensor([row for row, several in enumerate(synonyms) for _ in several])
+    flat = [name for several in synonyms for name in several]
     sums: list[Tensor] = []
     for prompt in prompts:
         unit = F.normalize(encode([prompt.replace("{}", name) for name in flat]).float(), dim=-1)
-        room = unit.new_zeros(len(synonyms), unit.shape[1])
-        sums.append(room.index_add_(0, owner.to(unit.device), unit))
+        zeros = unit.new_zeros(len(synonyms), unit.shape[1])
+        sums.append(zeros.index_add_(0, owner.to(unit.device), unit))
     return F.normalize(torch.stack(sums).sum(dim=0), dim=-1)
 
 
 def classified(
     image: Tensor, classes: Tensor, labels: Tensor, right: Tensor, *, ks: Sequence[int] = (1, 5)
 ) -> dict[str, float]:
-    """How often pictures are given a right class: `top1`, `top5`, and `mean-per-class-recall`, the mean of the labels'.
+    """Accuracies `top1`, `top5` of images, and `mean-per-class-recall`, the mean of top 1 over labels with images.
 
-    image `[n, D]`, classes `[C, D]`; labels `[n]`: what each picture is; right `[L, C]`, booleans: the classes that are
-    right for each label. A k that is not below the number of classes is left out; the mean per class is of top 1 over
-    the labels that have pictures. Raises ValueError for features that do not fit and for no pictures.
+    image `[n, D]`, classes `[C, D]`; labels `[n]`: the label of each image; right `[L, C]`, booleans: the right classes
+    of each label. A k that is not below the number of classes is left out. Raises ValueError for features that do not
+    fit and for no images.
 
     >>> features, labels = torch.eye(3), torch.tensor([0, 1, 1])
     >>> classified(features, features, labels, torch.eye(3, dtype=torch.bool), ks=[1])
@@ -61,10 +62,10 @@ def classified(
     """
     check_features(image, classes)
     if len(image) == 0:
-        raise wrong("image", "not be empty", "no pictures", "There is nothing to measure.")
-    found = ranks_where(image, classes, lambda rows, columns: right[labels[rows], columns])
-    measured = {f"top{k}": (found < k).double().mean().item() for k in ks if k == 1 or k < len(classes)}
-    times = torch.bincount(labels, minlength=len(right)).double()
-    hits = torch.bincount(labels, weights=(found < 1).double(), minlength=len(right))
-    there = times > 0
-    return {**measured, "mean-per-class-recall": (hits[there] / times[there]).mean().item()}
+        raise invalid("image", "not be empty", "no pictures", "There is nothing to measure.")
+    ranks = ranks_where(image, classes, lambda rows, columns: right[labels[rows], columns])
+    accuracies = {f"top{k}": (ranks < k).double().mean().item() for k in ks if k == 1 or k < len(classes)}
+    images = torch.bincount(labels, minlength=len(right)).double()
+    hits = torch.bincount(labels, weights=(ranks < 1).double(), minlength=len(right))
+    present = images > 0
+    return {**accuracies, "mean-per-class-recall": (hits[present] / images[present]).mean().item()}

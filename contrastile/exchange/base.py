@@ -1,13 +1,13 @@
-"""Which blocks a rank computes, and the one place that owns the gradient convention.
+"""The blocks that a rank computes, and the one place of the gradient convention.
 
-Stands between `_sweep.py` and `tiles/`: an exchange walks over the shards of columns, brings each one here, and
-merges what the tiles say of it.
+Stands between `engine/` and `tiles/`: an exchange walks over the shards of columns, fetches each one, has its block
+computed by the tiles and merges the results.
 
 **The gradient convention.** The loss is that of the global batch, L, the same number on every rank. A data-parallel
 wrapper then combines the ranks' parameter gradients: by their mean (DDP, FSDP) or by their sum. So that the combined
-gradient of every parameter, the scale's and the bias's included, is exactly ∂L/∂θ, the gradient that a rank hands
-back for its own features is `W · ∂L/∂features` where the wrapper takes the mean, and `∂L/∂features` where it sums.
-`Exchange.gradient_factor` is that number; nothing else in the library multiplies by a number of ranks.
+gradient of every parameter, the scale and the bias included, is exactly ∂L/∂θ, a rank returns `W · ∂L/∂features` for
+its own features where the wrapper takes the mean, and `∂L/∂features` where it sums. `Exchange.gradient_factor` is that
+number; nothing else in the library multiplies by a number of ranks.
 """
 
 from __future__ import annotations
@@ -21,28 +21,38 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from contrastile import comm
-from contrastile._types import Gradient, accumulator
-from contrastile.in_step import in_step
-from contrastile.losses.base import Side
-from contrastile.tiles.base import Tiles
+from contrastile._types import Gradient, Reduction, accumulator
+from contrastile.distributed import collectives
+from contrastile.distributed.failure import in_step
+from contrastile.losses.base import Shard
+from contrastile.tiles.base import Accumulated, ForwardResult, Tiles
 
 
 @dataclass(frozen=True)
-class Shards:
-    """Who shares the batch, and how many rows and columns each rank has."""
+class Layout:
+    """The ranks that share the batch, and the numbers of rows and columns of each.
+
+    A part of the ranks (those of one node, or one rank of every node) has a layout too: its columns then begin at
+    `starts`, and not where those of the rank before end.
+    """
 
     group: Any
     rank: int
     rows: tuple[int, ...]
     cols: tuple[int, ...]
+    # global position of each rank's first column; None: ranks follow each other from 0
+    starts: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def place(self, rows: Side, cols: Side) -> tuple[Side, Side]:
-        """This rank's sides with their positions counted over all ranks."""
-        first_row, first_col = sum(self.rows[: self.rank]), sum(self.cols[: self.rank])
+    def start(self, rank: int) -> int:
+        """The global position of a rank's first column."""
+        return sum(self.cols[:rank]) if self.starts is None else self.starts[rank]
+
+    def place(self, rows: Shard, cols: Shard) -> tuple[Shard, Shard]:
+        """This rank's shards with positions counted over all ranks."""
+        first_row, first_col = sum(self.rows[: self.rank]), self.start(self.rank)
         positives = rows.positives
         if positives is not None:
             positives = torch.where(positives >= 0, positives + first_col, positives)
@@ -55,78 +65,137 @@ class Shards:
 
 @dataclass(frozen=True)
 class Exchange(ABC):
-    """One way of letting the rows of this rank meet the columns of all."""
+    """One way to let the rows of this rank meet the columns of all ranks."""
 
-    # what the data-parallel wrapper does with gradients
+    # the combination of ranks' gradients by the data-parallel wrapper
     gradient: Gradient
-    shards: Shards
-    # a pair is computed on one rank only
+    layout: Layout
+    # every pair is computed on one rank only
     once: ClassVar[bool] = True
 
     @abstractmethod
-    def stats(self, tiles: Tiles, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
+    def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         """Statistics of this rank's rows over all columns, and of this rank's columns over all rows."""
 
     @abstractmethod
-    def grads(self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        """Adds to u and v, which come as zeros, what all ranks' pairs give this rank's rows and columns.
+    def backward(
+        self,
+        tiles: Tiles,
+        rows: Shard,
+        cols: Shard,
+        u: Tensor | None,
+        v: Tensor | None,
+        row_stats: Tensor | None = None,
+    ) -> Tensor:
+        """Add the gradients of all ranks' pairs for this rank's rows and columns to u and v, which come as zeros.
 
-        Returns the sums over this rank's rows.
-        """
-
-    @abstractmethod
-    def stats_and_grads(
-        self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Both in one sweep, for a pairwise loss whose rows carry their coefficients: the rows' statistics, and the
-        sums over this rank's rows.
+        With `row_stats` the statistics of a pairwise loss are merged into it from the same sweep. Returns the sums over
+        this rank's rows (see `Tiles.backward`).
         """
 
     @classmethod
     @abstractmethod
-    def extra_bytes(cls, shards: Shards, D: int, dtype: torch.dtype) -> int:
-        """Bytes that a rank holds beside its own features, gradients and workspace, at the worst moment."""
+    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        """Bytes that a rank holds beside its own features, gradients and workspace, at the peak."""
 
-    def total(self, here: Tensor) -> Tensor:
+    def finish(
+        self,
+        tiles: Tiles,
+        stats: Sequence[Tensor],
+        rows: Shard,
+        cols: Shard,
+        weights: Tensor | None,
+        reduction: Reduction,
+    ) -> ForwardResult:
+        """The loss of the global batch from this rank's statistics."""
+        return tiles.finish(stats, weights, reduction, self.total, lambda: tiles.nonfinite(rows, cols))
+
+    def accumulate(
+        self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool], row_stats: Tensor | None = None
+    ) -> Accumulated:
+        """The gradient sums of this rank's rows and columns; `wanted`: of scale, bias and each input."""
+        u, v = tiles.accumulators(rows, cols, wanted)
+        return Accumulated(u, v, self.backward(tiles, rows, cols, u, v, row_stats))
+
+    def gradients(
+        self,
+        tiles: Tiles,
+        found: Accumulated,
+        rows: Shard,
+        cols: Shard,
+        wanted: Sequence[bool],
+        numbers: tuple[Tensor, Tensor | None],
+        upstream: Tensor | None,
+    ) -> list[Tensor | None]:
+        """Gradients of scale, bias and inputs from their sums (see `Tiles.gradients`)."""
+        return tiles.gradients(found, rows, cols, wanted, numbers, upstream)
+
+    def total(self, local: Tensor) -> Tensor:
         """The sum over all ranks of a small tensor."""
-        return here if len(self.shards) == 1 else comm.total(here, self.shards.group)
+        return local if len(self.layout.rows) == 1 else collectives.total(local, self.layout.group)
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Around a sweep: an error of one rank's own is an error on all of them."""
-        return nullcontext() if len(self.shards) == 1 else in_step(self.shards.group)
+        """Around a sweep: an error of one rank becomes an error of all."""
+        return nullcontext() if len(self.layout.rows) == 1 else in_step(self.layout.group)
 
-    def held(self) -> int:
-        """Multiprocessors that tiles had better leave to what travels meanwhile."""
-        return 0 if len(self.shards) == 1 else comm.held(self.shards.group)
+    def reserved(self) -> int:
+        """Multiprocessors that tiles should leave to transfers between devices."""
+        return 0 if len(self.layout.rows) == 1 else collectives.reserved_multiprocessors(self.layout.group)
 
     def gradient_factor(self) -> int:
-        """What the wrapper's averaging will divide by."""
-        return len(self.shards) if self.gradient == "mean" else 1
+        """The divisor of the wrapper's averaging."""
+        return len(self.layout.rows) if self.gradient == "mean" else 1
 
 
-def held_each(dtype: torch.dtype) -> int:
-    """Bytes of a feature that is here from another rank, and of its gradient, which is accumulated."""
+@dataclass(frozen=True)
+class Single(Exchange):
+    """The exchange of a process that has the whole batch."""
+
+    def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        return tiles.forward(rows, cols)
+
+    def backward(
+        self,
+        tiles: Tiles,
+        rows: Shard,
+        cols: Shard,
+        u: Tensor | None,
+        v: Tensor | None,
+        row_stats: Tensor | None = None,
+    ) -> Tensor:
+        return tiles.backward(rows, cols, u, v, row_stats)
+
+    @classmethod
+    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        del layout, D, dtype
+        return 0
+
+
+def bytes_per_feature(dtype: torch.dtype) -> int:
+    """Bytes of another rank's feature and of its gradient's accumulator."""
     return dtype.itemsize + accumulator(dtype).itemsize
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """All ranks' shards of a side, on their way."""
+class PendingGather:
+    """All ranks' shards, on their way."""
 
-    side: Side
-    flight: comm.Flight
+    shard: Shard
+    flight: collectives.Transfer
+    # global position of the first row
+    start: int
 
-    def wait(self) -> Side:
-        """All of them as one side, in rank order."""
-        luggage = self.flight.wait()
-        if self.side.state is not None:
-            luggage[-1] = luggage[-1].T
-        return self.side.moved(luggage, 0)
+    def wait(self) -> Shard:
+        """All of them as one shard, in rank order."""
+        payload = self.flight.wait()
+        if self.shard.state is not None:
+            payload[-1] = payload[-1].T
+        return self.shard.unpacked(payload, self.start)
 
 
-def gather_side(side: Side, sizes: Sequence[int], group: Any) -> Gathering:
-    """Asks all ranks for their shards, with all that travels with them."""
-    luggage = side.luggage()
-    if side.state is not None:
-        luggage[-1] = luggage[-1].T.contiguous()
-    return Gathering(side, comm.begin_gather([x.contiguous() for x in luggage], sizes, group))
+def gather_shard(shard: Shard, sizes: Sequence[int], group: Any, start: int = 0) -> PendingGather:
+    """Start the gather of all ranks' shards with everything that travels with them; the first one begins at `start`."""
+    payload = shard.payload()
+    if shard.state is not None:
+        payload[-1] = payload[-1].T.contiguous()
+    return PendingGather(shard, collectives.begin_gather([x.contiguous() for x in payload], sizes, group), start)

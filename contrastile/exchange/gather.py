@@ -1,101 +1,85 @@
-"""Gather: every rank gets all columns, computes its own rows against them, and hands the columns' gradients back.
+"""Gather: every rank gets all columns, computes its own rows against them, and returns the columns' gradients.
 
 The decomposition of DisCo-CLIP (Chen et al. 2023, equations 5 to 8) and of OpenCLIP's local loss with gathered
-gradients, with the columns' statistics from the same sweep. Simple, and as fast as the ring where b · D · (bytes of
-a feature and of its accumulator) fit. What travels is hidden behind the pairs that need nobody: in the forward a rank
-begins with its own columns, while the others' are on their way; in the backward it ends with them, while the others'
-gradients are. The columns stay from the one to the other.
+gradients, with the columns' statistics from the same sweep. As fast as the ring, and simpler, where b · D · (bytes of a
+feature and of its accumulator) fit. Communication runs beside the rank's own block, which needs no other rank: the
+forward begins with it while the others' columns arrive; the backward ends with it while the others' gradients do. The
+gathered columns are kept from the forward to the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from contrastile import comm
-from contrastile.exchange.base import Exchange, Shards, gather_side, held_each
-from contrastile.losses.base import Side
+from contrastile.distributed import collectives
+from contrastile.exchange.base import Exchange, Layout, bytes_per_feature, gather_shard
+from contrastile.losses.base import Shard
 from contrastile.tiles.base import Tiles
-
-# of a block of rows and columns: adds its part to u and v, and returns its sums
-Sweep = Callable[[Side, Side, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
 class Gather(Exchange):
     """All-gather of the columns, reduce-scatter of their gradients."""
 
-    # the columns of all ranks, between forward and backward
-    kept: list[Side] = field(default_factory=list, compare=False, repr=False)
-
-    def stats(self, tiles: Tiles, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
-        coming = gather_side(cols, self.shards.cols, self.shards.group)
-        row_stats, col_stats = tiles.stats(rows, cols)
-        everyone = coming.wait()
-        self.kept[:] = [everyone]
+    def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        pending = gather_shard(cols, self.layout.cols, self.layout.group, self.layout.start(0))
+        row_stats, col_stats = tiles.forward(rows, cols)
+        tiles.columns = pending.wait()
         parts = []
-        for run, _ in self._elsewhere(everyone):
-            here, part = tiles.stats(rows, run)
-            tiles.merge(row_stats, here[None])
-            parts.append(part)
+        for block, _ in self._other_columns(tiles.columns):
+            block_rows, block_cols = tiles.forward(rows, block)
+            tiles.merge(row_stats, block_rows[None])
+            parts.append(block_cols)
         if col_stats is not None:
             sent = torch.cat([col_stats.T[:0], *(part.T for part in parts if part is not None)])
-            returned = comm.exchange_rows(sent, self.shards.cols, self.shards.group)
-            tiles.merge(col_stats, returned.transpose(1, 2))
+            received = collectives.exchange_rows(sent, self.layout.cols, self.layout.group)
+            tiles.merge(col_stats, received.transpose(1, 2))
         return row_stats, col_stats
 
-    def grads(self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        return self._gradients(tiles, rows, cols, u, v, tiles.grads)
-
-    def stats_and_grads(
-        self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        row_stats = tiles.init(rows)
-
-        def sweep(rows: Side, run: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-            here, pair_sum = tiles.stats_and_grads(rows, run, u, v)
-            tiles.merge(row_stats, here[None])
-            return pair_sum
-
-        return row_stats, self._gradients(tiles, rows, cols, u, v, sweep)
+    def backward(
+        self,
+        tiles: Tiles,
+        rows: Shard,
+        cols: Shard,
+        u: Tensor | None,
+        v: Tensor | None,
+        row_stats: Tensor | None = None,
+    ) -> Tensor:
+        columns = self._all_columns(tiles, cols)
+        v_all = None if v is None else v.new_zeros(len(columns), v.shape[1])
+        sums = tiles.no_pairs()
+        for block, along in self._other_columns(columns):
+            sums += tiles.backward(rows, block, u, None if v_all is None else v_all[along], row_stats)
+        pending = None if v_all is None else collectives.begin_scatter_sum(v_all, self.layout.cols, self.layout.group)
+        sums += tiles.backward(rows, cols, u, v, row_stats)
+        if v is not None and pending is not None:
+            v += pending.wait()[0]
+        return sums
 
     @classmethod
-    def extra_bytes(cls, shards: Shards, D: int, dtype: torch.dtype) -> int:
-        return sum(shards.cols) * D * held_each(dtype)
+    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        return sum(layout.cols) * D * bytes_per_feature(dtype)
 
-    def _gradients(
-        self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None, sweep: Sweep
-    ) -> Tensor:
-        everyone = self._everyone(cols)
-        v_all = None if v is None else v.new_zeros(len(everyone), v.shape[1])
-        pair_sum = tiles.no_pairs()
-        for run, at in self._elsewhere(everyone):
-            pair_sum += sweep(rows, run, u, None if v_all is None else v_all[at])
-        leaving = None if v_all is None else comm.begin_scatter_sum(v_all, self.shards.cols, self.shards.group)
-        pair_sum += sweep(rows, cols, u, v)
-        if v is not None and leaving is not None:
-            v += leaving.wait()[0]
-        return pair_sum
-
-    def _everyone(self, cols: Side) -> Side:
-        """All columns, as the forward left them, with what the backward needs of their statistics."""
-        sizes, group = self.shards.cols, self.shards.group
-        if not self.kept:
-            return gather_side(cols, sizes, group).wait()
-        everyone = self.kept.pop()
+    def _all_columns(self, tiles: Tiles, cols: Shard) -> Shard:
+        """All ranks' columns, as the forward kept them, with their statistics for the backward."""
+        sizes, group = self.layout.cols, self.layout.group
+        if tiles.columns is None:
+            return gather_shard(cols, sizes, group, self.layout.start(0)).wait()
+        columns, tiles.columns = tiles.columns, None
         if cols.state is None or cols.coefficient is None:
-            return everyone
-        both = comm.gather_rows(torch.cat([cols.state, cols.coefficient[None]]).T.contiguous(), sizes, group)
+            return columns
+        both = collectives.gather_rows(torch.cat([cols.state, cols.coefficient[None]]).T.contiguous(), sizes, group)
         state, coefficient = both.T.contiguous().split([len(cols.state), 1])
-        return replace(everyone, state=state, coefficient=coefficient[0])
+        return replace(columns, state=state, coefficient=coefficient[0])
 
-    def _elsewhere(self, everyone: Side) -> Iterator[tuple[Side, slice]]:
+    def _other_columns(self, columns: Shard) -> Iterator[tuple[Shard, slice]]:
         """The columns before this rank's own, and those behind them."""
-        sizes, rank = self.shards.cols, self.shards.rank
+        sizes, rank = self.layout.cols, self.layout.rank
         first = sum(sizes[:rank])
-        for at in (slice(0, first), slice(first + sizes[rank], sum(sizes))):
-            if at.stop > at.start:
-                yield everyone.narrow(at.start, at.stop), at
+        for along in (slice(0, first), slice(first + sizes[rank], sum(sizes))):
+            if along.stop > along.start:
+                yield columns.narrow(along.start, along.stop), along

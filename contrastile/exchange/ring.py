@@ -1,21 +1,21 @@
 """Ring: shards of columns travel from rank to rank, and no rank ever holds more than two (Inf-CL, algorithms 1 and
 3).
 
-Forward: a shard's columns go on to the next rank while this one computes them against its rows; their statistics
-follow one hop behind, merged on the way, and come home with the last hop. Backward: the same, with the float32
-gradient of the columns in the statistics' place.
+Forward: a shard's columns are sent on to the next rank while this rank computes them against its rows. Their statistics
+follow one hop behind, merged by each rank, and return to the owner with the last hop. Backward: the same, with the
+float32 gradient of the columns in place of the statistics.
 
     hop      sends                           receives                        computes
-    0        columns of r                    columns of r − 1                r × r, the first of what r gathers
-    h        columns of r − h, and what      columns of r − h − 1, and what  r × (r − h)
-             is gathered for r − h + 1       is gathered for r − h
-    W − 1    what is gathered for r + 2      what is gathered for r + 1      r × (r + 1)
-    home     what is gathered for r + 1      what all gathered for r
+    0        columns of r                    columns of r − 1                r × r
+    h        columns of r − h, and the       columns of r − h − 1, and the   r × (r − h)
+             accumulator of r − h + 1        accumulator of r − h
+    W − 1    the accumulator of r + 2        the accumulator of r + 1        r × (r + 1)
+    return   the accumulator of r + 1        the accumulator of r
 
-What travels lies in one buffer of bytes, so that a hop is one send and one receive; they are posted before the tiles
-of the hop are launched, and waited for when the tiles need what is gathered. A buffer that came goes on as it is, once
-this rank's part has been added to it: two buffers serve all hops, whatever their number. What goes home leaves as soon
-as it is complete, while the tiles still compute this rank's own gradient.
+A packet is one buffer of bytes, so that a hop is one send and one receive. Both are posted before the tiles of the hop
+are launched, and waited for when the tiles need the accumulator. A packet that arrived is sent on in place, after this
+rank's part has been added to it: two buffers serve any number of hops. The accumulator that returns to its owner leaves
+as soon as it is complete, while the tiles still compute this rank's own gradient.
 """
 
 from __future__ import annotations
@@ -23,175 +23,161 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from contrastile import comm
-from contrastile.exchange.base import Exchange, Shards, held_each
-from contrastile.losses.base import Side
-from contrastile.tiles.base import Tiles, Turn
+from contrastile.distributed import collectives
+from contrastile.exchange.base import Exchange, Layout, bytes_per_feature
+from contrastile.losses.base import Shard
+from contrastile.tiles.base import InFlight, Tiles
 
-# bytes that the parts of a buffer begin at multiples of: any kernel can read them there
+# parts of a packet begin at multiples of these bytes, where any kernel can read them
 ALIGNMENT = 256
 
 
-class Parcel(NamedTuple):
-    """What lies in a buffer: a shard's luggage, and behind it what is gathered for another shard."""
+class Packet(NamedTuple):
+    """The content of a buffer: a shard's payload, and behind it the accumulator of another shard."""
 
     bytes: Tensor
-    luggage: list[Tensor]
-    gathered: Tensor
-    # where the second begins
+    payload: list[Tensor]
+    accumulator: Tensor
+    # offset in bytes of the accumulator
     border: int
 
 
 @dataclass(frozen=True)
 class Ring(Exchange):
-    """W hops, each of which brings the next shard here under the present one's computation."""
+    """W hops, each of which fetches the next shard while the present one is computed."""
 
-    def stats(self, tiles: Tiles, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
+    def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         row_stats: Tensor | None = None
-        # a loss without column statistics sends nothing after its columns
-        home = tiles.init(cols) if tiles.loss.symmetric else rows.features.new_empty(0, len(cols))
+        symmetric = tiles.loss.symmetric
+        # a loss without column statistics sends nothing behind its columns
+        col_stats = tiles.init(cols) if symmetric else rows.features.new_empty(0, len(cols))
 
-        def visit(shard: Side, turn: Turn) -> None:
+        def visit(shard: Shard, travelling: InFlight) -> None:
             nonlocal row_stats
-            here, part = tiles.stats(rows, shard)
+            block_rows, block_cols = tiles.forward(rows, shard)
             if row_stats is None:
-                row_stats = here
+                row_stats = block_rows
             else:
-                tiles.merge(row_stats, here[None])
-            if part is not None and turn.first:
-                turn.here().copy_(part)
-            elif part is not None:
-                tiles.merge(turn.here(), part[None])
+                tiles.merge(row_stats, block_rows[None])
+            if block_cols is not None and travelling.first:
+                travelling.value().copy_(block_cols)
+            elif block_cols is not None:
+                tiles.merge(travelling.value(), block_cols[None])
 
-        self._around(cols, home, 1, visit)
+        self._around(cols, col_stats, 1, visit)
         assert row_stats is not None
-        return row_stats, home if tiles.loss.symmetric else None
+        return row_stats, col_stats if symmetric else None
 
-    def grads(self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        def sweep(shard: Side, v: Any) -> Tensor:
-            return tiles.grads(rows, shard, u, v)
+    def backward(
+        self,
+        tiles: Tiles,
+        rows: Shard,
+        cols: Shard,
+        u: Tensor | None,
+        v: Tensor | None,
+        row_stats: Tensor | None = None,
+    ) -> Tensor:
+        sums = tiles.no_pairs()
+        returned = tiles.scale.new_empty(len(cols), 0) if v is None else v
+        most = max(self.layout.cols)
+        # memory for one hop's part; v itself serves until its sum returns
+        part = returned if len(returned) == most else returned.new_empty(most, returned.shape[1])
 
-        return self._gradients(tiles, cols, v, sweep)
+        def visit(shard: Shard, travelling: InFlight) -> None:
+            if v is None:
+                sums.add_(tiles.backward(rows, shard, u, None, row_stats))
+            elif tiles.accepts_in_flight:
+                if travelling.first:
+                    travelling.value().zero_()
+                sums.add_(tiles.backward(rows, shard, u, travelling, row_stats))
+            else:
+                own = part[: len(shard)].zero_()
+                sums.add_(tiles.backward(rows, shard, u, own, row_stats))
+                (Tensor.copy_ if travelling.first else Tensor.add_)(travelling.value(), own)
 
-    def stats_and_grads(
-        self, tiles: Tiles, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        row_stats = tiles.init(rows)
-
-        def sweep(shard: Side, v: Any) -> Tensor:
-            here, pair_sum = tiles.stats_and_grads(rows, shard, u, v)
-            tiles.merge(row_stats, here[None])
-            return pair_sum
-
-        return row_stats, self._gradients(tiles, cols, v, sweep)
+        self._around(cols, returned, 0, visit)
+        return sums
 
     @classmethod
-    def extra_bytes(cls, shards: Shards, D: int, dtype: torch.dtype) -> int:
-        return 2 * max(shards.cols) * D * held_each(dtype)
+    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        return 2 * max(layout.cols) * D * bytes_per_feature(dtype)
 
-    def _gradients(self, tiles: Tiles, cols: Side, v: Tensor | None, sweep: Callable[[Side, Any], Tensor]) -> Tensor:
-        pair_sum = tiles.no_pairs()
-        home = tiles.scale.new_empty(len(cols), 0) if v is None else v
-        visit = self._added_at_once if tiles.takes_turns else self._added_after(home)
+    def _around(self, shard: Shard, returned: Tensor, axis: int, visit: Callable[[Shard, InFlight], None]) -> None:
+        """Write to `returned` what the visits of all ranks accumulate for this rank's shard, its columns along `axis`.
 
-        def visited(shard: Side, turn: Turn) -> None:
-            pair_sum.add_(sweep(shard, None) if v is None else visit(shard, turn, sweep))
-
-        self._around(cols, home, 0, visited)
-        return pair_sum
-
-    def _added_at_once(self, shard: Side, turn: Turn, sweep: Callable[[Side, Any], Tensor]) -> Tensor:
-        """The tiles add to what is gathered, when they have to."""
-        if turn.first:
-            turn.here().zero_()
-        return sweep(shard, turn)
-
-    def _added_after(self, home: Tensor) -> Callable[[Side, Turn, Callable[[Side, Any], Tensor]], Tensor]:
-        """The tiles compute this rank's part by itself."""
-        most = max(self.shards.cols)
-        # until v comes home, its memory takes each hop's part
-        room = home if len(home) == most else home.new_empty(most, home.shape[1])
-
-        def added(shard: Side, turn: Turn, sweep: Callable[[Side, Any], Tensor]) -> Tensor:
-            part = room[: len(shard)].zero_()
-            found = sweep(shard, part)
-            (torch.Tensor.copy_ if turn.first else torch.Tensor.add_)(turn.here(), part)
-            return found
-
-        return added
-
-    def _around(self, shard: Side, home: Tensor, axis: int, visit: Callable[[Side, Turn], None]) -> None:
-        """Writes to `home` what the visits of all ranks make of this rank's shard, whose columns are its `axis`.
-
-        Merged in the order of the ring, so that every run gives the same bits.
+        Ranks add in the order of the ring, so that every run gives the same bits.
         """
-        W, me, group, sizes = len(self.shards), self.shards.rank, self.shards.group, self.shards.cols
-        cargo = _Cargo(shard, home, axis, max(sizes))
+        W, rank, group, sizes = len(self.layout), self.layout.rank, self.layout.group, self.layout.cols
+        buffers = _Buffers(shard, returned, axis, max(sizes))
 
-        def parcel(hop: int) -> Parcel:
-            """Where a hop's arrivals lie. The last one brings no columns."""
-            here, coming = sizes[(me - hop) % W], sizes[(me - hop - 1) % W]
-            return cargo.parcel(hop % 2, 0 if hop == W - 1 else coming, here)
+        def packet(hop: int) -> Packet:
+            """The memory of a hop's arrivals. The last hop brings no columns."""
+            present, coming = sizes[(rank - hop) % W], sizes[(rank - hop - 1) % W]
+            return buffers.packet(hop % 2, 0 if hop == W - 1 else coming, present)
 
-        def post(hop: int, leaving: Parcel, arriving: Parcel) -> comm.Flight:
-            """Nobody has gathered anything for a first shard, and the last goes no further."""
+        def post(hop: int, leaving: Packet, arriving: Packet) -> collectives.Transfer:
+            """Start a hop's transfer. A first shard has no accumulator yet, and the last shard goes no further."""
             sent = leaving.bytes[leaving.border :] if hop == W - 1 else leaving.bytes
-            return comm.post(sent, arriving.bytes if hop else arriving.bytes[: arriving.border], group)
+            return collectives.post(sent, arriving.bytes if hop else arriving.bytes[: arriving.border], group)
 
-        leaving, arriving = cargo.parcel(1, sizes[me], 0), parcel(0)
-        for packed, x in zip(leaving.luggage, shard.luggage(), strict=True):
+        leaving, arriving = buffers.packet(1, sizes[rank], 0), packet(0)
+        for packed, x in zip(leaving.payload, shard.payload(), strict=True):
             packed.copy_(x)
         flights = [post(0, leaving, arriving)]
         for hop in range(W):
             last = hop == W - 1
-            following = arriving if last else parcel(hop + 1)
+            following = arriving if last else packet(hop + 1)
 
-            def go_on(hop: int = hop, leaving: Parcel = arriving, arriving: Parcel = following) -> None:
-                done = hop == W - 1
-                flights.append(comm.post(leaving.gathered, home, group) if done else post(hop + 1, leaving, arriving))
+            def send(hop: int = hop, leaving: Packet = arriving, arriving: Packet = following) -> None:
+                if hop == W - 1:
+                    flights.append(collectives.post(leaving.accumulator, returned, group))
+                else:
+                    flights.append(post(hop + 1, leaving, arriving))
 
-            # the next one comes to where the present shard lies; home, to where nothing lies
-            turn = Turn(arriving.gathered, flights[-1].wait, go_on, first=hop == 0, early=last)
-            visit(shard, turn)
-            turn.leave()
+            # the next shard arrives where the present one lies, so a transfer starts after the visit; the return of the
+            # accumulator writes to memory of its own, and may start early
+            travelling = InFlight(arriving.accumulator, flights[-1].wait, send, first=hop == 0, early=last)
+            visit(shard, travelling)
+            travelling.release()
             if not last:
-                shard = shard.moved(arriving.luggage, sum(sizes[: (me - hop - 1) % W]))
+                shard = shard.unpacked(arriving.payload, self.layout.start((rank - hop - 1) % W))
             arriving = following
         flights[-1].wait()
 
 
-class _Cargo:
-    """What travels: luggage like the shard's, and what is gathered like `home`, whose columns are its `axis`."""
+class _Buffers:
+    """Two byte buffers in which packets travel: a payload like the shard's, and an accumulator like `returned`."""
 
-    def __init__(self, shard: Side, home: Tensor, axis: int, most: int) -> None:
-        like = [(x, 1 if x is shard.state else 0) for x in shard.luggage()]
+    def __init__(self, shard: Shard, returned: Tensor, axis: int, most: int) -> None:
+        like = [(x, 1 if x is shard.state else 0) for x in shard.payload()]
         # of each part: its dtype, its shape without the columns, and their axis in it
-        self.parts = [(x.dtype, [*x.shape[:at], *x.shape[at + 1 :]], at) for x, at in [*like, (home, axis)]]
+        self.parts = [(x.dtype, [*x.shape[:at], *x.shape[at + 1 :]], at) for x, at in [*like, (returned, axis)]]
         room = sum(self._sizes(most, most))
-        self.buffers = [home.new_empty(room, dtype=torch.uint8) for _ in range(2)]
+        self.buffers = [returned.new_empty(room, dtype=torch.uint8) for _ in range(2)]
         kinds = {dtype for dtype, *_ in self.parts}
         self.views = [{dtype: buffer.view(dtype) for dtype in kinds} for buffer in self.buffers]
 
-    def parcel(self, buffer: int, columns: int, gathered: int) -> Parcel:
-        """The beginning of a buffer as luggage of so many columns, and what is gathered for others."""
-        sizes = self._sizes(columns, gathered)
-        views, found, begin = self.views[buffer], [], 0
-        for (dtype, others, axis), size, n in zip(self.parts, sizes, self._columns(columns, gathered), strict=True):
+    def packet(self, buffer: int, columns: int, accumulated: int) -> Packet:
+        """The start of a buffer as a payload of `columns` columns and an accumulator of `accumulated` ones."""
+        sizes = self._sizes(columns, accumulated)
+        views, tensors, begin = self.views[buffer], [], 0
+        counts = self._columns(columns, accumulated)
+        for (dtype, others, axis), size, n in zip(self.parts, sizes, counts, strict=True):
             shape = [*others[:axis], n, *others[axis:]]
             strides = [prod(shape[at + 1 :]) for at in range(len(shape))]
-            found.append(views[dtype].as_strided(shape, strides, begin // dtype.itemsize))
+            tensors.append(views[dtype].as_strided(shape, strides, begin // dtype.itemsize))
             begin += size
-        return Parcel(self.buffers[buffer][:begin], found[:-1], found[-1], begin - sizes[-1])
+        return Packet(self.buffers[buffer][:begin], tensors[:-1], tensors[-1], begin - sizes[-1])
 
-    def _columns(self, columns: int, gathered: int) -> list[int]:
-        return [columns] * (len(self.parts) - 1) + [gathered]
+    def _columns(self, columns: int, accumulated: int) -> list[int]:
+        return [columns] * (len(self.parts) - 1) + [accumulated]
 
-    def _sizes(self, columns: int, gathered: int) -> list[int]:
-        """Bytes of the parts, up to where the next one may begin."""
-        counts = zip(self.parts, self._columns(columns, gathered), strict=True)
+    def _sizes(self, columns: int, accumulated: int) -> list[int]:
+        """Bytes of each part, up to the aligned start of the next."""
+        counts = zip(self.parts, self._columns(columns, accumulated), strict=True)
         return [-(-prod(others) * n * dtype.itemsize // ALIGNMENT) * ALIGNMENT for (dtype, others, _), n in counts]

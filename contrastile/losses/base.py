@@ -1,7 +1,7 @@
-"""What a contrastive loss is, once the matrix is only ever seen tile by tile.
+"""The interface of a contrastive loss over tiles of the matrix.
 
-Stands between `_sweep.py`, which reduces the rows' losses to one number, and `tiles/`, which computes blocks of
-logits and asks the loss here what to keep of them. A loss knows nothing of ranks, devices or kernels.
+Used by `tiles/`, which computes blocks of logits, accumulates each tile's statistics and reduces the rows' losses to
+one number. A loss knows nothing of ranks, devices or kernels.
 
 In these words: CLIP's loss is `Softmax(symmetric=True)` on a diagonal of positives; DPR's is `Softmax()` with
 positives by index; SimCLR's is `Softmax(exclude_self=True)` of the views against themselves; SupCon's the same with
@@ -11,27 +11,28 @@ positives by label; SigLIP's is `Sigmoid()`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from ast import literal_eval
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# pairs are named one by one up to this share of a tile; a mask is quicker where they are more
+# share of a tile up to which excluded pairs are listed; above it a mask is faster
 FEW = 1 / 32
 
 
 @dataclass(frozen=True)
-class Side:
-    """The rows, or the columns, of a block: the features and all that travels with them.
+class Shard:
+    """The rows, or the columns, of a block: their features and everything that belongs to them.
 
-    Positions are global, over the shards of all ranks in rank order, so that any block of rows and columns can tell
-    which of its pairs are positive and which do not count.
+    Positions are global, over the shards of all ranks in rank order, so that the marks of a block (positive pairs,
+    excluded pairs) follow from its rows and columns alone.
     """
 
-    # [n, D]; with a learned score, the first leaf [n, ...] of what it reads
+    # [n, D]; with a learned score, the first [n, ...] of its inputs
     features: Tensor
     # global position of the first row
     start: int = 0
@@ -47,8 +48,12 @@ class Side:
     state: Tensor | None = None
     # [n] the upstream gradient of each row's loss
     coefficient: Tensor | None = None
-    # [n, ...] each: with a learned score, the other leaves of what it reads
+    # [n, ...] each: with a learned score, its further inputs
     others: tuple[Tensor, ...] = ()
+    # [n, D_g] each: further features, constants, whose products with the other side's are a tile's `guides`
+    guides: tuple[Tensor, ...] = ()
+    # [n, P] weight of each listed positive, which makes a tile's `target`
+    targets: Tensor | None = None
 
     def __len__(self) -> int:
         return self.features.shape[0]
@@ -57,7 +62,7 @@ class Side:
     def leaves(self) -> tuple[Tensor, ...]:
         return (self.features, *self.others)
 
-    def narrow(self, start: int, stop: int) -> Side:
+    def narrow(self, start: int, stop: int) -> Shard:
         """Rows start ... stop − 1, as views."""
         along = slice(start, stop)
         return replace(
@@ -70,22 +75,28 @@ class Side:
             ids=None if self.ids is None else self.ids[along],
             state=None if self.state is None else self.state[:, along],
             coefficient=None if self.coefficient is None else self.coefficient[along],
-            others=tuple(leaf[along] for leaf in self.others),
+            others=tuple([leaf[along] for leaf in self.others]),
+            guides=tuple([guide[along] for guide in self.guides]),
+            targets=None if self.targets is None else self.targets[along],
         )
 
-    def luggage(self) -> list[Tensor]:
-        """What has to travel with the rows, which are the first axis of each tensor, but the last of the state's."""
+    def payload(self) -> list[Tensor]:
+        """The tensors that travel with the shard. Rows are the first axis of each, and the last of the state's."""
         carried = [x for x in (self.labels, self.ids, self.coefficient, self.state) if x is not None]
-        return [*self.leaves, *carried]
+        return [*self.leaves, *self.guides, *carried]
 
-    def moved(self, luggage: Sequence[Tensor], start: int) -> Side:
-        """Another shard, unpacked from its luggage; it has what this one has, and begins at `start`."""
-        unpacked = iter(luggage)
+    def unpacked(self, payload: Sequence[Tensor], start: int) -> Shard:
+        """Another shard out of its payload. It has the same parts as this one, and begins at `start`."""
+        unpacked = iter(payload)
         features, *others = (next(unpacked) for _ in self.leaves)
+        guides = tuple([next(unpacked) for _ in self.guides])
         labels, ids, coefficient, state = (
             None if x is None else next(unpacked) for x in (self.labels, self.ids, self.coefficient, self.state)
         )
-        return Side(features, start, labels=labels, ids=ids, coefficient=coefficient, state=state, others=tuple(others))
+        return Shard(
+            features, start, labels=labels, ids=ids, coefficient=coefficient, state=state, others=tuple(others),
+            guides=guides,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,9 +146,13 @@ class Tile(NamedTuple):
     excluded: Where | None
     # lowest and highest logit of the tile, where asking costs nothing: on a CPU
     bounds: tuple[float, float] | None
+    # [I, J] each: products of the shards' guides, such as a teacher's logits
+    guides: tuple[Tensor, ...] = ()
+    # [I, J] weight of each listed positive, 0 elsewhere
+    target: Tensor | None = None
 
 
-def mark(rows: Side, cols: Side, *, exclude_self: bool) -> Marks:
+def mark(rows: Shard, cols: Shard, *, exclude_self: bool) -> Marks:
     """The marks of the tile of `rows` and `cols`.
 
     A pair is positive by index, by label or on the diagonal. It is excluded when it is an example with itself
@@ -158,7 +173,7 @@ def mark(rows: Side, cols: Side, *, exclude_self: bool) -> Marks:
     return Marks(positive, fill(same, itself, True))
 
 
-def _positive(rows: Side, cols: Side) -> Diagonal | Tensor | None:
+def _positive(rows: Shard, cols: Shard) -> Diagonal | Tensor | None:
     if rows.diagonal is not None:
         return _diagonal(rows, cols, rows.diagonal)
     if rows.positives is not None:
@@ -168,10 +183,10 @@ def _positive(rows: Side, cols: Side) -> Diagonal | Tensor | None:
     return None
 
 
-def _diagonal(rows: Side, cols: Side, first: int) -> Diagonal | None:
-    """Where row r meets global column first + r; None where the tile lies beside that diagonal."""
+def _diagonal(rows: Shard, cols: Shard, first: int) -> Diagonal | None:
+    """The pairs of row r and global column first + r; None where the tile has none of them."""
     offset = first - cols.start
-    return Diagonal(offset) if -len(rows) < offset < len(cols) else None
+    return Diagonal(offset) if -rows.features.shape[0] < offset < cols.features.shape[0] else None
 
 
 def _few_equal(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -188,7 +203,7 @@ def _few_equal(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
     if found > FEW * len(left) * len(right):
         return None
     row = np.repeat(np.arange(len(left)), counts)
-    # the how-manyth of its row each pair is, counted from the row's first in the order
+    # index of the match within its row, counted from the row's first in the order
     place = np.arange(found) + (first - (counts.cumsum() - counts))[row]
     return torch.from_numpy(row), torch.from_numpy(order[place])
 
@@ -212,6 +227,17 @@ def _indexed(column: Tensor, listed: Tensor, J: int) -> Tensor | None:
     return marks[:, :J]
 
 
+def target(rows: Shard, cols: Shard) -> Tensor | None:
+    """The weights of the tile's listed positives [I, J]; None where the rows have none."""
+    if rows.targets is None or rows.positives is None:
+        return None
+    column, J = rows.positives - cols.start, cols.features.shape[0]
+    inside = (column >= 0) & (column < J) & (rows.positives >= 0)
+    # one column more than the tile has receives all the pads
+    weights = rows.targets.new_zeros(len(rows), J + 1)
+    return weights.scatter_add_(1, torch.where(inside, column, J), rows.targets)[:, :J]
+
+
 class Finished(NamedTuple):
     """A direction's statistics, brought to an end."""
 
@@ -221,11 +247,19 @@ class Finished(NamedTuple):
 
 
 class PairLoss(ABC):
-    """A loss that is a function, per row, of statistics which can be accumulated over any partition of the pairs.
+    """A loss whose rows are functions of statistics that can be accumulated over any partition of the pairs.
 
-    The statistics of n rows are one tensor [K, n] in the accumulator's type, so that they can be cut, sent and merged
-    without knowing what they mean.
+    A subclass is a frozen dataclass. Its fields are everything that a backend must know of it: each one computes all of
+    them, or declines by name. The statistics of n rows are one tensor [K, n] in the accumulator's type, so that they
+    can be cut, sent and merged without knowing what they mean.
     """
+
+    # every loss by the name of its class
+    registry: ClassVar[dict[str, type[PairLoss]]] = {}
+    # rows of `Finished.state`
+    state_rows: ClassVar[int]
+    # the class and all fields as a string; None if a field is no number, truth value or word
+    spelled: str | None
 
     # columns have a loss of their own, from the same pairs
     symmetric: bool
@@ -235,6 +269,22 @@ class PairLoss(ABC):
     uses_bias: bool
     # a pair's gradient waits for no statistic of its row
     pairwise: bool
+
+    def __init_subclass__(cls) -> None:
+        PairLoss.registry[cls.__name__] = cls
+
+    def __post_init__(self) -> None:
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
+        plain = all(isinstance(value, (bool, int, float, str)) for _, value in values)
+        words = [f"{name}={value!r}" for name, value in values]
+        object.__setattr__(self, "spelled", " ".join([type(self).__name__, *words]) if plain else None)
+
+    @staticmethod
+    def parsed(spelled: str) -> PairLoss:
+        """The loss of such a string."""
+        name, *words = spelled.split()
+        values = (word.split("=", 1) for word in words)
+        return PairLoss.registry[name](**{field: literal_eval(value) for field, value in values})
 
     @abstractmethod
     def smoothed(self, label_smoothing: float) -> PairLoss:
@@ -260,5 +310,5 @@ class PairLoss(ABC):
         """The rows' losses, and what the backward needs."""
 
     @abstractmethod
-    def pair_grad(self, tile: Tile, rows: Side, cols: Side) -> Tensor:
+    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
         """∂loss/∂x [I, J], with the coefficients and states that both sides carry. Uses the tile up."""

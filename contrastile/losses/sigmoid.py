@@ -8,12 +8,13 @@ with x_ij = scale · ⟨q_i, k_j⟩ + bias. The mean over rows is the sum over a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from contrastile._check import wrong
-from contrastile.losses.base import Diagonal, Finished, PairLoss, Side, Tile
+from contrastile._errors import invalid
+from contrastile.losses.base import Diagonal, Finished, PairLoss, Shard, Tile
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,15 @@ class Sigmoid(PairLoss):
     torch.Size([])
     """
 
+    state_rows: ClassVar[int] = 0
+
     symmetric: bool = False
     exclude_self: bool = False
     uses_bias: bool = True
     pairwise: bool = True
 
     def smoothed(self, label_smoothing: float) -> Sigmoid:
-        raise wrong(
+        raise invalid(
             "label_smoothing", "be 0 for the sigmoid loss", label_smoothing, "Leave it out, or take a softmax loss."
         )
 
@@ -57,7 +60,7 @@ class Sigmoid(PairLoss):
         (loss,) = stats
         return Finished(loss, torch.ones_like(loss), stats[:0])
 
-    def pair_grad(self, tile: Tile, rows: Side, cols: Side) -> Tensor:
+    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
         del cols
         assert rows.coefficient is not None
         grad = torch.sigmoid(tile.x)

@@ -7,39 +7,42 @@ For row i with positives P(i) among the keys A(i) that are not excluded, and ε 
 Positives and negatives are summed apart. With n_i and p_i the two log-sum-exps, the first two terms are
 `log(1 + exp(n_i − p_i)) + (p_i − mean x_ip)`, whose second part is exactly 0 for one positive: a model that is
 confident to 1e-8 keeps all digits of its loss, and of its gradient, where `lse − x` would cancel
-(docs/numerics.md).
+(docs/numerics.md). Sums of logits are kept relative to the largest of them, as the exponentials are: a mean of
+logits near 100 would be rounded by 1e-5, and differences of means are what the loss is made of.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from contrastile.losses.base import Diagonal, Finished, PairLoss, Side, Tile, fill
+from contrastile.losses.base import Diagonal, Finished, PairLoss, Shard, Tile, fill
 
 # exp(−60) is still a normal number in float32, with room for a sum below it
 SPREAD = 60.0
 
 
 class SoftmaxStats(NamedTuple):
-    """What is kept per row; `total · exp(top)` is a sum of exponentials."""
+    """Per row, of the negatives and then of the positives: top, Σ exp(x − top), Σ (x − top) and their number.
+
+    The negatives' last two are 0 without label smoothing. Any top will do that lies near the largest logit.
+    """
 
     top: Tensor
     total: Tensor
+    logit_sum: Tensor
+    logit_count: Tensor
     positive_top: Tensor
     positive_total: Tensor
     positive_sum: Tensor
     positive_count: Tensor
-    # over all pairs that count, for label smoothing
-    logit_sum: Tensor
-    kept: Tensor
 
 
 class SoftmaxState(NamedTuple):
-    """What the backward needs per row: p_ij = exp(x_ij − top) · inverse, rounded less than exp(x_ij − lse)."""
+    """Inputs of the backward per row: p_ij = exp(x_ij − top) · inverse, which rounds less than exp(x_ij − lse)."""
 
     # the largest logit of all keys that count, and 1 / the sum of exponentials relative to it
     top: Tensor
@@ -69,6 +72,8 @@ class Softmax(PairLoss):
     torch.Size([])
     """
 
+    state_rows: ClassVar[int] = len(SoftmaxState._fields)
+
     symmetric: bool = False
     exclude_self: bool = False
     label_smoothing: float = 0.0
@@ -94,12 +99,10 @@ class Softmax(PairLoss):
         for dim, named in zip(dims, sides, strict=True):
             if tile.positive is not None:
                 _absorb_positives(x, tile.positive, dim, named)
-            if self.label_smoothing:
-                torch.sum(fill(x.clone(), tile.excluded, 0.0), dim, out=named.logit_sum)
-                torch.sum(fill(torch.ones_like(x), tile.excluded, 0.0), dim, out=named.kept)
         fill(x, tile.positive, -torch.inf)
         # where no logit lies far under the highest one, rows and columns share their exponentials
-        top = tile.bounds[1] if tile.bounds is not None and tile.bounds[1] - tile.bounds[0] <= SPREAD else None
+        spread = torch.inf if tile.bounds is None or self.label_smoothing else tile.bounds[1] - tile.bounds[0]
+        top = tile.bounds[1] if tile.bounds is not None and spread <= SPREAD else None
         if top is not None:
             x.sub_(top).exp_()
         for dim, named in zip(dims, sides, strict=True):
@@ -108,21 +111,13 @@ class Softmax(PairLoss):
                 named.top.fill_(top).masked_fill_(named.total == 0, -torch.inf)
             else:
                 _exponential_sum(x, dim, named.top, named.total)
+            if self.label_smoothing:
+                _logit_sum(x, dim, named.top, named.logit_sum, named.logit_count)
         return tuple(stats)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
-        merged = a + b
-        one, other, both = SoftmaxStats(*a), SoftmaxStats(*b), SoftmaxStats(*merged)
-        _merge_exponentials(one.top, one.total, other.top, other.total, both.top, both.total)
-        _merge_exponentials(
-            one.positive_top,
-            one.positive_total,
-            other.positive_top,
-            other.positive_total,
-            both.positive_top,
-            both.positive_total,
-        )
-        return merged
+        # the negatives' four and the positives'
+        return _merge(a.unflatten(0, (2, -1)), b.unflatten(0, (2, -1))).flatten(0, 1)
 
     def finish(self, stats: Tensor) -> Finished:
         named = SoftmaxStats(*stats)
@@ -130,20 +125,22 @@ class Softmax(PairLoss):
         # differences of maxima first: they are exact where their logits are alike
         gap = (named.top - named.positive_top) + (named.total.log() - named.positive_total.log())
         positive_share = 1 / named.positive_count.clamp(min=1)
+        # of the positives, relative to their largest, as that of the negatives below
         mean = named.positive_sum * positive_share
-        zero = torch.zeros_like(gap)
-        loss = torch.logaddexp(zero, gap) + ((named.positive_top - mean) + named.positive_total.log())
-        share = zero
+        share = zero = torch.zeros_like(gap)
+        loss = torch.logaddexp(zero, gap) + (named.positive_total.log() - mean)
         if self.label_smoothing:
-            share = 1 / named.kept.clamp(min=1)
-            loss = loss + self.label_smoothing * (mean - named.logit_sum * share)
-        top, total = torch.empty_like(zero), torch.empty_like(zero)
-        _merge_exponentials(named.top, named.total, named.positive_top, named.positive_total, top, total)
+            share = 1 / (named.positive_count + named.logit_count).clamp(min=1)
+            others = named.logit_sum / named.logit_count.clamp(min=1)
+            # from the mean of the positives to that of all, which is as far as the negatives pull it
+            pull = (named.positive_top - finite(named.top)) + (mean - others)
+            loss = loss + self.label_smoothing * (pull * (named.logit_count * share))
+        top, total, *_ = _merge(*stats.unflatten(0, (2, -1)))
         state = SoftmaxState(
-            _finite(top),
+            finite(top),
             # where no key counts there is nothing to share out: 0 of it, and not 0 · ∞
             1 / total.masked_fill(total == 0, 1.0),
-            _finite(named.positive_top),
+            finite(named.positive_top),
             1 / named.positive_total.masked_fill(counts == 0, 1.0),
             torch.sigmoid(gap),
             positive_share,
@@ -152,7 +149,7 @@ class Softmax(PairLoss):
         # a row without a positive has no loss; NaN must stay NaN elsewhere
         return Finished(torch.where(counts > 0, loss, zero), counts, torch.stack(state))
 
-    def pair_grad(self, tile: Tile, rows: Side, cols: Side) -> Tensor:
+    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
         x, positive = tile.x, tile.positive
         directions = self._directions(rows, cols, (slice(None), None), (None, slice(None)))
         if isinstance(positive, Diagonal):
@@ -172,7 +169,7 @@ class Softmax(PairLoss):
         return grad
 
     def _directions(
-        self, rows: Side, cols: Side, row_index: tuple[Any, ...], col_index: tuple[Any, ...]
+        self, rows: Shard, cols: Shard, row_index: tuple[Any, ...], col_index: tuple[Any, ...]
     ) -> list[tuple[SoftmaxState, Tensor]]:
         """State and coefficient of the rows and, if symmetric, of the columns, indexed to meet each other's."""
         found = []
@@ -186,15 +183,12 @@ class Softmax(PairLoss):
         """Σ over directions of p · coefficient, with one exponential for all of them where no logit lies far below."""
         x = tile.x
         if tile.bounds is not None:
-            top = max(float(state.top.max()) for state, _ in directions)
+            top = max([float(state.top.max()) for state, _ in directions])
             if top - tile.bounds[0] <= SPREAD:
-                weight = sum(
-                    (
-                        state.top.neg().add_(top).exp_() * state.inverse * coefficient
-                        for state, coefficient in directions
-                    ),
-                    x.new_zeros(()),
-                )
+                weights = [
+                    state.top.neg().add_(top).exp_() * state.inverse * coefficient for state, coefficient in directions
+                ]
+                weight = sum(weights, x.new_zeros(()))
                 return x.sub_(top).exp_().mul_(weight)
         (state, coefficient), *more = directions
         grad = (x - state.top).exp_().mul_(state.inverse * coefficient)
@@ -219,27 +213,36 @@ def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: S
     if isinstance(positive, Diagonal):
         # one at most to a row and to a column
         along = positive.along(x)[1 - dim]
-        named.positive_top[along] = named.positive_sum[along] = positive.of(x)
+        named.positive_top[along] = positive.of(x)
         named.positive_total[along] = named.positive_count[along] = 1.0
     else:
-        _exponential_sum(x.masked_fill(~positive, -torch.inf), dim, named.positive_top, named.positive_total)
-        torch.sum(x.masked_fill(~positive, 0.0), dim, out=named.positive_sum)
-        torch.sum(positive, dim, dtype=x.dtype, out=named.positive_count)
+        x = x.masked_fill(~positive, -torch.inf)
+        _exponential_sum(x, dim, named.positive_top, named.positive_total)
+        _logit_sum(x, dim, named.positive_top, named.positive_sum, named.positive_count)
 
 
-def _finite(top: Tensor) -> Tensor:
+def finite(top: Tensor) -> Tensor:
     """The maximum to subtract: 0 where there was nothing to take one of."""
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
 def _exponential_sum(x: Tensor, dim: int, top: Tensor, total: Tensor) -> None:
     torch.amax(x, dim, out=top)
-    torch.sum((x - _finite(top).unsqueeze(dim)).exp_(), dim, out=total)
+    torch.sum((x - finite(top).unsqueeze(dim)).exp_(), dim, out=total)
 
 
-def _merge_exponentials(
-    top_a: Tensor, total_a: Tensor, top_b: Tensor, total_b: Tensor, top: Tensor, total: Tensor
-) -> None:
-    torch.maximum(top_a, top_b, out=top)
-    safe = _finite(top)
-    torch.add(total_a * (top_a - safe).exp(), total_b * (top_b - safe).exp(), out=total)
+def _logit_sum(x: Tensor, dim: int, top: Tensor, logit_sum: Tensor, count: Tensor) -> None:
+    """Σ (x − top) of the logits that count, and their number."""
+    apart = x == -torch.inf
+    torch.sum((x - finite(top).unsqueeze(dim)).masked_fill_(apart, 0.0), dim, out=logit_sum)
+    torch.sum(apart.logical_not_(), dim, dtype=x.dtype, out=count)
+
+
+def _merge(a: Tensor, b: Tensor) -> Tensor:
+    """Statistics [..., 4, n], of negatives or of positives, of the union of two sets."""
+    (top_a, total_a, sum_a, count_a), (top_b, total_b, sum_b, count_b) = a.unbind(-2), b.unbind(-2)
+    higher = torch.maximum(top_a, top_b)
+    top = finite(higher)
+    total = total_a * (top_a - top).exp() + total_b * (top_b - top).exp()
+    logit_sum = (sum_a + count_a * (finite(top_a) - top)) + (sum_b + count_b * (finite(top_b) - top))
+    return torch.stack([higher, total, logit_sum, count_a + count_b], -2)

@@ -1,13 +1,13 @@
-"""What a tower is, whichever library it is of: its module, the size of its features, and whether a recipe fits it.
+"""The common form of a tower, and checks that a recipe fits it.
 
-Under `pretrained.py`, `timm_tower.py` and `openclip.py`, which build the towers of their libraries, and under
-`towers.py` and `retriever.py`, which join them.
+Below `pretrained.py`, `timm_tower.py` and `openclip.py`, which build the towers of their libraries, and below
+`towers.py` and `retriever.py`, which combine them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastile._check import wrong
+from contrastile._errors import invalid
 from contrastile.models.text import Tokenizer
 
 Settings = Mapping[str, Any]
@@ -23,7 +23,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tower:
-    """A tower, the size of its features, and the settings that make its shapes again from no folder."""
+    """A tower, the size of its features, and settings that rebuild its shapes without any folder."""
 
     module: nn.Module
     features: int
@@ -31,8 +31,11 @@ class Tower:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The two towers of a CLIP or SigLIP and their projections; a folder's own scale and bias, None for a config."""
+class TowerPair:
+    """The two towers of one CLIP or SigLIP with their projections.
+
+    `scale` and `bias` are those of its weights; None where these are random.
+    """
 
     image: Tower
     text: Tower
@@ -44,7 +47,7 @@ class Whole:
 
 
 class PixelTower(nn.Module):
-    """A model of pixels that ends in features; takes pixels in [0, 1], grey ones also where it expects colours."""
+    """An image model with normalisation: takes pixels in [0, 1], grey ones also where the model has colours."""
 
     mean: Tensor
     std: Tensor
@@ -54,9 +57,9 @@ class PixelTower(nn.Module):
         self.model = model
         self.channels = channels
         for name, values in (("mean", mean), ("std", std)):
-            # one grey channel is normalised with the mean of the colours'
-            kept = values if len(values) == channels else [sum(values) / len(values)]
-            self.register_buffer(name, torch.tensor(kept).view(-1, 1, 1))
+            # a model of one channel is normalised with the mean over the given channels
+            values = values if len(values) == channels else [sum(values) / len(values)]
+            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
         """`[B, C, S, S]` to `[B, features]`."""
@@ -65,21 +68,50 @@ class PixelTower(nn.Module):
         return self._features((pixels - self.mean) / self.std)
 
     def _features(self, pixels: Tensor) -> Tensor:
-        """What the model gives of pixels as it expects them."""
+        """Features of normalised pixels."""
         return self.model(pixels)
 
 
+class ProjectedTower(nn.Module):
+    """A tower followed by a projection of its features."""
+
+    def __init__(self, tower: nn.Module, projection: nn.Module) -> None:
+        super().__init__()
+        self.tower, self.projection = tower, projection
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The tower's inputs to `[B, features]`."""
+        return self.projection(self.tower(*inputs))
+
+
+# builds a tower from its own settings, those of the whole model, and the tokenizer
+TowerBuilder = Callable[[dict[str, Any], Settings, Tokenizer], Tower]
+
+
+def build_tower(side: str, kinds: Mapping[str, TowerBuilder], settings: Settings, tokenizer: Tokenizer) -> Tower:
+    """The tower that `settings[side]` describes, its `kind` one of `kinds`; raises ValueError for other settings."""
+    own = dict(settings[side])
+    kind = own.pop("kind", None)
+    if kind not in kinds:
+        raise invalid(f"{side}.kind", f"be one of {', '.join(kinds)}", kind, "See the recipes for examples.")
+    try:
+        tower = kinds[kind](own, settings, tokenizer)
+    except TypeError as error:
+        raise invalid(side, f"have the settings of a tower of the kind {kind}", own, f"{error}.") from error
+    return Tower(tower.module, tower.features, {"kind": kind, **tower.settings})
+
+
 def completed(settings: Settings, defaults: Settings) -> dict[str, Any]:
-    """The settings, with the defaults of those that are not given; raises ValueError for a key that has none."""
+    """The settings, completed with defaults; raises ValueError for an unknown key."""
     unknown = sorted(set(settings) - set(defaults))
     if unknown:
-        raise wrong("settings", f"have keys among {', '.join(defaults)}", ", ".join(unknown), "Leave the others out.")
+        raise invalid("settings", f"have keys among {', '.join(defaults)}", ", ".join(unknown), "Leave the others out.")
     return {**defaults, **settings}
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout; afterwards as it was."""
+    """Eval mode inside the context, the previous mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -88,42 +120,43 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def width_of(tower: nn.Module, *inputs: Tensor) -> int:
-    """How wide a tower's features are, whatever its configuration calls it; leaves weights and random numbers alone."""
+def feature_size(tower: nn.Module, *inputs: Tensor) -> int:
+    """The size of a tower's features, found by running it; changes neither statistics nor random state."""
     with evaluating(tower), torch.no_grad():
         return int(tower(*inputs).shape[1])
 
 
-def repeated(tower: nn.Module) -> list[nn.Module]:
-    """Parts that are made of others and stand in a row with more of their kind: blocks of attention, of convolutions.
+def repeated_modules(tower: nn.Module) -> list[nn.Module]:
+    """Modules with children that share a list or sequence with others of their type, such as attention blocks.
 
-    In the order of their rows; what is inside of one comes behind it.
+    In order of construction; a module precedes those inside of it.
     """
-    found: list[nn.Module] = []
+    repeated: list[nn.Module] = []
     for row in tower.modules():
         if isinstance(row, (nn.ModuleList, nn.Sequential)):
-            kinds = Counter(type(part) for part in row)
-            found += [part for part in row if kinds[type(part)] > 1 and next(part.children(), None) is not None]
-    return found
+            types = Counter(type(part) for part in row)
+            repeated += [part for part in row if types[type(part)] > 1 and next(part.children(), None) is not None]
+    return repeated
 
 
-def refuse_other_pictures(
+def check_image_input(
     image_size: int, channels: int, *, size: int | Sequence[int] | None, colours: int | None = None
 ) -> None:
-    """Raises ValueError where an image tower takes pictures of another `size`, or of other `colours` than one grey."""
+    """Raise ValueError where an image tower takes images of another `size`, or other `colours` than one grey."""
     if size is not None and size not in (image_size, [image_size, image_size], (image_size, image_size)):
-        raise wrong("image_size", f"be the {size} pixels of the image tower", image_size, "Set data.image_size to it.")
+        remedy = "Set data.image_size to it."
+        raise invalid("image_size", f"be the {size} pixels of the image tower", image_size, remedy)
     if colours is not None and channels not in (1, colours):
         remedy = "Set data.channels to it, or to 1."
-        raise wrong("channels", f"be the {colours} of the image tower", channels, remedy)
+        raise invalid("channels", f"be the {colours} of the image tower", channels, remedy)
 
 
-def refuse_other_tokens(tokenizer: Tokenizer, *, vocabulary: int, longest: int | None) -> None:
-    """Raises ValueError where a text tower has too few tokens, or too few places, for what the tokenizer gives."""
+def check_text_input(tokenizer: Tokenizer, *, vocabulary: int, longest: int | None) -> None:
+    """Raise ValueError where a tokenizer has more tokens, or longer texts, than a text tower takes."""
     if tokenizer.vocabulary_size > vocabulary:
         remedy = "Use the tokenizer that the model was made with."
         got = f"{tokenizer.vocabulary_size} for a text tower of {vocabulary}"
-        raise wrong("tokenizer", "have no more tokens than the text tower", got, remedy)
+        raise invalid("tokenizer", "have no more tokens than the text tower", got, remedy)
     if longest is not None and tokenizer.length > longest:
         remedy = "Set model.tokenizer.length to it."
-        raise wrong("length", f"be at most the {longest} tokens of the text tower", tokenizer.length, remedy)
+        raise invalid("length", f"be at most the {longest} tokens of the text tower", tokenizer.length, remedy)

@@ -1,10 +1,10 @@
 """Towers of open_clip: a whole model or one of its sides, by name or configuration, with the tokenizer of CLIP.
 
-Within the second box of the flow. Random weights, or those of a local file; a name gives the shapes that open_clip
-ships and fetches nothing. Used are `open_clip.get_model_config`, `CustomTextCLIP`, whose two sides are modules of their
-own, and `SimpleTokenizer`. open_clip needs torchvision and timm. Run with open_clip 3.3.0: features equal to its own
-`encode_image` and `encode_text`, files in its old and its new layout, tokens equal to its tokenizer's, on a machine
-where an empty stand-in took the place of torchvision. Not run: its published weights.
+Below `towers.py`. Weights are random or from a local file; a name gives shapes that open_clip ships, and downloads
+nothing. The adapter uses `get_model_config`, `CustomTextCLIP`, whose two sides are separate modules, and
+`SimpleTokenizer`. open_clip needs torchvision and timm. Tested with open_clip 3.3.0 and an empty stand-in for
+torchvision: features and tokens equal open_clip's own, and files load in both layouts. Its published weights were not
+tested.
 """
 
 from __future__ import annotations
@@ -17,24 +17,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile._check import wrong
-from contrastile.models.base import PixelTower, Tower, Whole, refuse_other_pictures, refuse_other_tokens, width_of
+from contrastile._errors import invalid
+from contrastile.models.base import (
+    PixelTower,
+    Tower,
+    TowerPair,
+    check_image_input,
+    check_text_input,
+    feature_size,
+)
 from contrastile.models.text import CLIP_ENDS, WordTokenizer, bpe_as_clip
-from contrastile.models.weights import put_into, read_weights
+from contrastile.models.weights import load_weights_into, read_weights
 
-# of an open_clip model's file, what is neither side's
+# the weights of a model's file that belong to neither side
 SCALES = ("logit_scale", "logit_bias")
-# text towers that open_clip itself would fetch, and models that are no pair of towers
-ELSEWHERE = ("hf_model_name",)
+# keys of models that are not an image tower with a text tower
 OTHERS = ("multimodal_cfg", "audio_cfg", "genlip_cfg", "genlap_cfg")
 CONTEXT, IMAGE_SIZE = 77, 224
 
 
 @dataclass(frozen=True)
 class OpenClip:
-    """A model's `name` in open_clip or its `config`; a `checkpoint` with its weights.
+    """A model's `name` in open_clip or its `config`, and a `checkpoint` with its weights.
 
-    `mean` and `std` are what the pixels are normalised with; OpenAI's unless given.
+    `mean` and `std` normalise the pixels, OpenAI's by default.
     """
 
     name: str | None = None
@@ -46,28 +52,27 @@ class OpenClip:
     def __post_init__(self) -> None:
         if (self.name is None) == (self.config is None):
             remedy = "A name has the shapes that open_clip ships."
-            raise wrong("config", "be given, or name, not both", f"{self.config} and {self.name}", remedy)
+            raise invalid("config", "be given, or name, not both", f"{self.config} and {self.name}", remedy)
 
     def shapes(self) -> dict[str, Any]:
-        """The configuration, as open_clip's own files have it."""
+        """The configuration in the format of open_clip's own files."""
         import open_clip
 
         config = self.config if self.name is None else open_clip.get_model_config(self.name)
         if config is None or ":" in (self.name or ""):
             remedy = "open_clip.list_models() names them; none is fetched."
-            raise wrong("name", "be a model of open_clip", f'"{self.name}"', remedy)
-        strange = [key for key in OTHERS if key in config] or [
-            key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in config
-        ]
-        if strange:
+            raise invalid("name", "be a model of open_clip", f'"{self.name}"', remedy)
+        required = ("embed_dim", "vision_cfg", "text_cfg")
+        if wrong := [key for key in OTHERS if key in config] or [key for key in required if key not in config]:
             remedy = "It needs embed_dim, vision_cfg and text_cfg."
-            raise wrong("config", "be a model of one image tower and one text tower", ", ".join(strange), remedy)
-        if ":" in config["vision_cfg"].get("timm_model_name", ""):
+            raise invalid("config", "be a model of one image tower and one text tower", ", ".join(wrong), remedy)
+        if ":" in (timm_name := config["vision_cfg"].get("timm_model_name", "")):
             remedy = "timm.list_models() names them; none is fetched."
-            raise wrong("timm_model_name", "be a model of timm", f'"{config["vision_cfg"]["timm_model_name"]}"', remedy)
-        if any(key in config["text_cfg"] for key in ELSEWHERE):
+            raise invalid("timm_model_name", "be a model of timm", f'"{timm_name}"', remedy)
+        if "hf_model_name" in config["text_cfg"]:
+            # open_clip downloads such a text tower
             remedy = 'Give the image side alone and a text tower of kind "transformers".'
-            raise wrong("text_cfg", "be a text tower of open_clip's own", "hf_model_name", remedy)
+            raise invalid("text_cfg", "be a text tower of open_clip's own", "hf_model_name", remedy)
         return {key: value for key, value in config.items() if key != "custom_text"}
 
     def build(self) -> Any:
@@ -75,18 +80,20 @@ class OpenClip:
         import open_clip
 
         shapes = self.shapes()
-        vision = {**shapes["vision_cfg"], **({"timm_model_pretrained": False} if _of_timm(shapes) else {})}
+        vision = dict(shapes["vision_cfg"])
+        if "timm_model_name" in vision:
+            vision["timm_model_pretrained"] = False
         try:
             model = open_clip.CustomTextCLIP(**{**shapes, "vision_cfg": vision})
-        except TypeError as failure:
-            raise wrong("config", "describe a model of open_clip", sorted(shapes), f"{failure}.") from failure
+        except TypeError as error:
+            raise invalid("config", "describe a model of open_clip", sorted(shapes), f"{error}.") from error
         if self.checkpoint is not None:
-            weights = {_of_a_side(name): value for name, value in read_weights(self.checkpoint).items()}
+            weights = {_current_name(name): value for name, value in read_weights(self.checkpoint).items()}
             for name in SCALES:
-                # written as [] by some, as [1] by others
+                # some versions write shape [], others [1]
                 if name in weights and getattr(model, name, None) is not None:
                     weights[name] = weights[name].reshape(getattr(model, name).shape)
-            put_into(model, weights, self.checkpoint)
+            load_weights_into(model, weights, self.checkpoint)
         return model
 
     def normalisation(self) -> tuple[list[float], list[float]]:
@@ -96,17 +103,13 @@ class OpenClip:
         return list(self.mean or open_clip.OPENAI_DATASET_MEAN), list(self.std or open_clip.OPENAI_DATASET_STD)
 
 
-def _of_timm(shapes: dict[str, Any]) -> bool:
-    return "timm_model_name" in shapes["vision_cfg"]
-
-
-def _of_a_side(name: str) -> str:
-    """A weight's name in the layout with a text side of its own; the old one has its parts beside the image side."""
+def _current_name(name: str) -> str:
+    """A weight's name in the layout with a module `text`; the old layout has its parts at the top level."""
     return name if name.startswith(("visual.", "text.", *SCALES)) else f"text.{name}"
 
 
 class OpenClipText(nn.Module):
-    """A text side. It knows no mask: texts have its full length, as it was trained to see them."""
+    """A text side. It has no mask and was trained on padded texts, so every text is padded to its full length."""
 
     def __init__(self, model: nn.Module, context: int, pad: int) -> None:
         super().__init__()
@@ -118,25 +121,36 @@ class OpenClipText(nn.Module):
         return self.model(F.pad(input_ids, (0, self.context - input_ids.shape[1]), value=self.pad))
 
 
-def openclip_image(origin: OpenClip, *, image_size: int, channels: int) -> Tower:
-    """The image side of a model of open_clip, with its projection."""
-    return _image(origin.build(), origin, image_size=image_size, channels=channels)
+def openclip_image(origin: OpenClip, *, image_size: int, channels: int, model: Any = None) -> Tower:
+    """The image side of `model`, by default one built by `origin`, with its projection."""
+    shapes = origin.shapes()
+    check_image_input(image_size, channels, size=shapes["vision_cfg"].get("image_size", IMAGE_SIZE))
+    mean, std = origin.normalisation()
+    tower = PixelTower((model or origin.build()).visual, 3, mean, std)
+    features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
+    return Tower(tower, features, {"config": shapes, "mean": mean, "std": std})
 
 
-def openclip_text(origin: OpenClip, *, tokenizer: Any) -> Tower:
-    """The text side of a model of open_clip, with its projection."""
-    return _text(origin.build(), origin, tokenizer)
+def openclip_text(origin: OpenClip, *, tokenizer: Any, model: Any = None) -> Tower:
+    """The text side of `model`, by default one built by `origin`, with its projection."""
+    shapes = origin.shapes()
+    vocabulary = shapes["text_cfg"].get("vocab_size", len(_clip_words()[0]))
+    context = shapes["text_cfg"].get("context_length", CONTEXT)
+    check_text_input(tokenizer, vocabulary=vocabulary, longest=context)
+    tower = OpenClipText((model or origin.build()).text, context, tokenizer.pad)
+    trial = torch.full((1, 1), tokenizer.pad)
+    return Tower(tower, feature_size(tower, trial, torch.ones_like(trial)), {"config": shapes})
 
 
-def openclip_whole(origin: OpenClip, *, image_size: int, channels: int, tokenizer: Any) -> Whole:
-    """Both sides; a file's own scale and bias."""
+def openclip_whole(origin: OpenClip, *, image_size: int, channels: int, tokenizer: Any) -> TowerPair:
+    """Both sides, with the scale and bias of the checkpoint."""
     model = origin.build()
     trained = origin.checkpoint is not None
-    image = _image(model, origin, image_size=image_size, channels=channels)
+    image = openclip_image(origin, image_size=image_size, channels=channels, model=model)
     bias = getattr(model, "logit_bias", None)
-    return Whole(
+    return TowerPair(
         image=image,
-        text=_text(model, origin, tokenizer),
+        text=openclip_text(origin, tokenizer=tokenizer, model=model),
         image_projection=nn.Identity(),
         text_projection=nn.Identity(),
         scale=math.exp(model.logit_scale.item()) if trained else None,
@@ -145,30 +159,10 @@ def openclip_whole(origin: OpenClip, *, image_size: int, channels: int, tokenize
     )
 
 
-def _image(model: Any, origin: OpenClip, *, image_size: int, channels: int) -> Tower:
-    shapes = origin.shapes()
-    size = shapes["vision_cfg"].get("image_size", IMAGE_SIZE)
-    refuse_other_pictures(image_size, channels, size=size)
-    mean, std = origin.normalisation()
-    tower = PixelTower(model.visual, 3, mean, std)
-    width = width_of(tower, torch.zeros(1, channels, image_size, image_size))
-    return Tower(tower, width, {"config": shapes, "mean": mean, "std": std})
-
-
-def _text(model: Any, origin: OpenClip, tokenizer: Any) -> Tower:
-    shapes = origin.shapes()
-    vocabulary = shapes["text_cfg"].get("vocab_size", len(_clip_words()[0]))
-    context = shapes["text_cfg"].get("context_length", CONTEXT)
-    refuse_other_tokens(tokenizer, vocabulary=vocabulary, longest=context)
-    tower = OpenClipText(model.text, context, tokenizer.pad)
-    trial = torch.full((1, 1), tokenizer.pad)
-    return Tower(tower, width_of(tower, trial, torch.ones_like(trial)), {"config": shapes})
-
-
 def clip_tokenizer(length: int = CONTEXT) -> WordTokenizer:
-    """CLIP's tokenizer, made of the words that open_clip ships; kept with a run, which then needs open_clip no more.
+    """CLIP's tokenizer, from the vocabulary that open_clip ships; a run saves it and then works without open_clip.
 
-    Equal to `open_clip.SimpleTokenizer` but for what ftfy repairs there (wrongly decoded text, HTML's entities).
+    Equal to `open_clip.SimpleTokenizer` except for the repairs of ftfy (wrongly decoded text, HTML entities).
     """
     return WordTokenizer(bpe_as_clip(*_clip_words()), length=length)
 
@@ -180,5 +174,5 @@ def _clip_words() -> tuple[dict[str, int], list[tuple[str, str]]]:
     absent = [end for end in CLIP_ENDS if end not in engine.encoder]
     if absent:
         remedy = "Another version of open_clip has them."
-        raise wrong("open_clip", f"have the tokens {', '.join(CLIP_ENDS)}", ", ".join(absent), remedy)
+        raise invalid("open_clip", f"have the tokens {', '.join(CLIP_ENDS)}", ", ".join(absent), remedy)
     return dict(engine.encoder), sorted(engine.bpe_ranks, key=engine.bpe_ranks.__getitem__)

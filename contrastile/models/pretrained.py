@@ -1,13 +1,14 @@
-"""Towers from the library transformers: any vision or text model, from a configuration or a local folder.
+"""Towers of the library transformers: any vision or text model, from a configuration or a local folder.
 
-Within the second box of the flow. Nothing is downloaded: a configuration gives fresh weights, a folder its own. A whole
-CLIP or SigLIP is taken apart into its two towers with their projections, so that it trains like any other pair.
+Below `towers.py` and `retriever.py`. Nothing is downloaded: a configuration gives random weights, a folder its own. A
+CLIP or SigLIP is split into its two towers and their projections, so that it trains like any other pair.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,38 +20,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile._check import wrong
+from contrastile._errors import invalid
 from contrastile.models.base import (
     PixelTower,
     Tower,
-    Whole,
+    TowerPair,
+    check_image_input,
+    check_text_input,
     evaluating,
-    refuse_other_pictures,
-    refuse_other_tokens,
-    width_of,
+    feature_size,
 )
+from contrastile.models.remote_code import RULE, read_table, refuse_remote_code, remote_code
 from contrastile.models.text import Tokenizer
+from contrastile.models.weights import differences
 
-# tokens that a tower is tried with, to see how wide its features are; a text, to see where it looks for them
+logger = logging.getLogger("contrastile")
+
+# the number of tokens that finds a tower's feature size; a text that finds the position of its pooling
 TRIAL_LENGTH = 4
 TRIAL_TEXT = "a small red fox in the snow"
-# weights of half precision would lose small updates; what an encoder computes with is `train.precision`'s to say. So
-# whatever a folder or a configuration says, as this version of the library calls it or an older one:
+# weights are float32, because half precision loses small updates; `train.precision` sets the precision of products
 DTYPE = torch.float32
+# the key of a configuration in this version of transformers, and in older ones
 DTYPE_NAMES = ("dtype", "torch_dtype")
-# a folder's own code is not run, and nobody is asked whether it may
-HERE = {"local_files_only": True, "trust_remote_code": False}
+# code in a folder is not run, nor is the user asked to allow it
+LOCAL_ONLY = {"local_files_only": True, "trust_remote_code": False}
+# nothing is unpickled; weights that differ from the model's are reported
+LOAD_OPTIONS: dict[str, Any] = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+# the module that only the pooling "pooler" uses; models saved without their task's head may lack it
+POOLER = "pooler"
 
 
 @dataclass(frozen=True)
 class Library:
-    """Where a model comes from: a local `folder`, or a `config` with its `model_type`; and how its features are taken.
+    """The origin of a model, a local `folder` or a `config` with its `model_type`, and the pooling of its outputs.
 
-    Its weights are float32, those of a folder in half precision too.
-
-    `pooling` is one of `POOLINGS`: "mean" over the places that are no padding, "cls" the first place, "last" the last
-    one that is no padding, "pooler" the model's own. `mean` and `std` are what the pixels are normalised with; a
-    folder's own unless given.
+    Weights are float32, also those that a folder stores in half precision. `pooling`, one of `POOLINGS`: "mean" over
+    all positions without padding, "cls" the first position, "last" the last one without padding, "pooler" the model's
+    own. `mean` and `std` normalise the pixels, by default a folder's own.
     """
 
     folder: str | None = None
@@ -62,86 +69,149 @@ class Library:
     def __post_init__(self) -> None:
         if (self.folder is None) == (self.config is None):
             remedy = "A folder has its own weights, a config gets fresh ones."
-            raise wrong("config", "be given, or folder, not both", f"{self.config} and {self.folder}", remedy)
+            raise invalid("config", "be given, or folder, not both", f"{self.config} and {self.folder}", remedy)
         if self.pooling not in POOLINGS:
-            raise wrong("pooling", f"be one of {', '.join(POOLINGS)}", self.pooling, '"mean" suits every model.')
+            raise invalid("pooling", f"be one of {', '.join(POOLINGS)}", self.pooling, '"mean" suits every model.')
         if self.folder is not None and not (Path(self.folder) / "config.json").is_file():
-            raise wrong("folder", "hold a config.json", self.folder, "Save the model there with save_pretrained.")
+            raise invalid("folder", "hold a config.json", self.folder, "Save the model there with save_pretrained.")
         if self.config is not None and "model_type" not in self.config:
-            raise wrong("config", "have a model_type", self.config, 'For example model_type = "vit".')
+            raise invalid("config", "have a model_type", self.config, 'For example model_type = "vit".')
+        if (entry := remote_code(self.config)) is not None:
+            raise invalid("config", RULE, entry, "Leave it out.")
+        if self.folder is not None:
+            refuse_remote_code(self.folder)
+            _check_files(Path(self.folder))
 
-    def build(self, **unless_given: Any) -> nn.Module:
-        """The model; `unless_given` completes a configuration, and is ignored by a folder."""
+    def build(self, **defaults: Any) -> nn.Module:
+        """The model; `defaults` complete a configuration, and are ignored for a folder."""
         from transformers import AutoModel
 
         if self.folder is not None:
-            return AutoModel.from_pretrained(self.folder, **HERE, dtype=DTYPE)
-        config = self.described(**unless_given)
-        with _describing(config.model_type):
+            return _load(self.folder, self.pooling)
+        config = self.described(**defaults)
+        with _config_errors(config.model_type):
             return AutoModel.from_config(config, dtype=DTYPE)
 
-    def described(self, **unless_given: Any) -> Any:
-        """The configuration that the model is built with, complete; raises ValueError where the library has none."""
+    def described(self, **defaults: Any) -> Any:
+        """The complete configuration of the model; raises ValueError where the library has none."""
         from transformers import AutoConfig
 
         if self.folder is not None:
-            return AutoConfig.from_pretrained(self.folder, **HERE)
-        described = {**unless_given, **(self.config or {})}
-        kind = described.pop("model_type")
-        with _describing(kind):
-            config = AutoConfig.for_model(kind, **described)
-        # what completes a configuration is ignored where it has no use for it; one that the library wrote, for a folder
-        # or a run, says which version did, and holds what others read
-        if "transformers_version" not in described:
-            refuse_unknown({key: value for key, value in described.items() if key not in unless_given}, config)
-            _refuse_another_dtype(described)
+            with _folder_errors(self.folder):
+                return AutoConfig.from_pretrained(self.folder, **LOCAL_ONLY)
+        entries = {**defaults, **(self.config or {})}
+        kind = entries.pop("model_type")
+        with _config_errors(kind):
+            config = AutoConfig.for_model(kind, **entries)
+        # defaults may be unknown to the model; a configuration with a version was written by the library, in a folder
+        # or a run, and may hold keys that other classes read
+        if "transformers_version" not in entries:
+            _refuse_unknown_keys({key: value for key, value in entries.items() if key not in defaults}, config)
+            _refuse_half_precision(entries)
         return config
 
     def normalisation(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of the pixels, one per channel or one for all."""
-        found: dict[str, Any] = {}
+        own: dict[str, Any] = {}
         if self.folder is not None and (path := Path(self.folder) / "preprocessor_config.json").is_file():
-            found = json.loads(path.read_text(encoding="utf-8"))
-        return self.mean or found.get("image_mean") or [0.5], self.std or found.get("image_std") or [0.5]
+            own = read_table(path)
+        return self.mean or own.get("image_mean") or [0.5], self.std or own.get("image_std") or [0.5]
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ValueError for a folder without safetensors, or with an adapter, whose model may not be local."""
+    remedy = "Save the whole model there with save_pretrained."
+    if (folder / "adapter_config.json").exists():
+        raise invalid("folder", "hold a model without an adapter", f'"{folder / "adapter_config.json"}"', remedy)
+    if next(folder.glob("*.safetensors"), None) is None:
+        others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
+        raise invalid("folder", "hold the model's weights as safetensors", f'{others} in "{folder}"', remedy)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        weight_map = read_table(index).get("weight_map")
+        named = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else {"no weight_map"}
+        absent = sorted(name for name in named if Path(name).suffix != ".safetensors" or not (folder / name).is_file())
+        if absent:
+            rule = f"hold the safetensors that {index.name} names"
+            raise invalid("folder", rule, f'{", ".join(absent[:3])} in "{folder}"', remedy)
+
+
+def _load(folder: str, pooling: str) -> nn.Module:
+    """The model of a folder with its weights, except a pooler that `pooling` does not use.
+
+    Raises ValueError with the names of weights that are missing or have another shape.
+    """
+    from transformers import AutoModel
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    # hide the library's table of weights that differ; the error below names them
+    transformers_logging.set_verbosity_error()
+    try:
+        with _folder_errors(folder):
+            model, report = AutoModel.from_pretrained(folder, **LOCAL_ONLY, **LOAD_OPTIONS, dtype=DTYPE)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    unused = {name for name in report["missing_keys"] if pooling != POOLER and name.startswith(f"{POOLER}.")}
+    missing = report["missing_keys"] - unused
+    if text := differences(lacking=missing, reshaped={name for name, *_ in report["mismatched_keys"]}):
+        remedy = f"Save the whole model there; it may lack a {POOLER} where another pooling is taken."
+        raise invalid("folder", "hold the weights of its model", f'"{folder}": {text}', remedy)
+    if text := differences(lacking=unused, besides=report["unexpected_keys"]):
+        logger.warning('the weights in "%s" fit but for what is not used: %s', folder, text)
+    return model
 
 
 @contextmanager
-def _describing(kind: str) -> Iterator[None]:
-    """What the library finds wrong with a configuration, in our form."""
+def _folder_errors(folder: str) -> Iterator[None]:
+    """Turn errors of the library about a folder into one line in our form, except those of memory."""
     try:
         yield
-    # it has errors of many kinds, some of them of two lines
-    except Exception as failure:
-        remedy = " ".join(str(failure).split("\n")[:2]) or type(failure).__name__
-        raise wrong("config", "describe a model of transformers", kind, remedy) from failure
+    # the library raises errors of many types, safetensors a bare Exception
+    except Exception as error:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise
+        got = f'"{folder}" ({type(error).__name__}: {" ".join(str(error).split())})'
+        remedy = "Save the model there again with save_pretrained."
+        raise invalid("folder", "hold a model that transformers can load", got, remedy) from error
 
 
-def refuse_unknown(told: Mapping[str, Any], config: Any, place: str = "config") -> None:
-    """Raises ValueError where a configuration has keys that its model does not read: the library takes any."""
+@contextmanager
+def _config_errors(kind: str) -> Iterator[None]:
+    """Turn errors of the library about a configuration into our form, the first two lines of each."""
+    try:
+        yield
+    except Exception as error:
+        remedy = " ".join(str(error).split("\n")[:2]) or type(error).__name__
+        raise invalid("config", "describe a model of transformers", kind, remedy) from error
+
+
+def _refuse_unknown_keys(entries: Mapping[str, Any], config: Any, path: str = "config") -> None:
+    """Raise ValueError for keys that the model does not read; the library accepts any."""
     known = type(config)()
-    for key, value in told.items():
-        # an older name of a setting is read, and gone
+    for key, value in entries.items():
+        # the library renames older keys, so that the configuration no longer has them
         if hasattr(config, key) and not any(hasattr(known, name) for name in (key, f"_{key}")):
             near = difflib.get_close_matches(key, known.to_dict(), n=1)
             remedy = f"Did you mean {near[0]}?" if near else "Leave it out."
-            raise wrong(place, f"have keys that a {config.model_type} reads", key, remedy)
+            raise invalid(path, f"have keys that a {config.model_type} reads", key, remedy)
         if isinstance(value, Mapping) and key in getattr(config, "sub_configs", {}):
-            refuse_unknown(value, getattr(config, key), f"{place}.{key}")
+            _refuse_unknown_keys(value, getattr(config, key), f"{path}.{key}")
 
 
-def _refuse_another_dtype(told: Mapping[str, Any]) -> None:
-    """Raises ValueError where somebody asks for weights of another precision; a library's file says how it was kept."""
+def _refuse_half_precision(entries: Mapping[str, Any]) -> None:
+    """Raise ValueError for weights of another precision than float32."""
     for name in DTYPE_NAMES:
-        if (got := told.get(name)) is not None and str(got).removeprefix("torch.") != "float32":
+        if (got := entries.get(name)) is not None and str(got).removeprefix("torch.") != "float32":
             remedy = "Leave it out, and set train.precision."
-            raise wrong("config", "have weights of float32", f'{name} = "{got}"', remedy)
+            raise invalid("config", "have weights of float32", f'{name} = "{got}"', remedy)
 
 
 def _mean(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if states.ndim == 4:
         return states.mean(dim=(2, 3))
-    # a model may merge or add places (patches, a class token); then there is no padding either
+    # models of patches or with added tokens have other positions than the mask, and no padding
     if mask is None or mask.shape[1] != states.shape[1]:
         return states.mean(dim=1)
     weight = mask[..., None].to(states.dtype)
@@ -156,15 +226,15 @@ def _last(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if mask is None or mask.shape[1] != states.shape[1]:
         return states[:, -1]
-    places = torch.arange(mask.shape[1], device=mask.device)
-    last = (mask * (places + 1)).argmax(dim=1)
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = (mask * (positions + 1)).argmax(dim=1)
     return states[torch.arange(len(states), device=states.device), last]
 
 
 def _pooler(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
     pooled = getattr(output, "pooler_output", None)
     if pooled is None:
-        raise wrong("pooling", "be one that the model has", "pooler", 'This model has none: take "mean" or "cls".')
+        raise invalid("pooling", "be one that the model has", "pooler", 'This model has none: take "mean" or "cls".')
     return pooled.flatten(1)
 
 
@@ -172,7 +242,7 @@ POOLINGS = {"mean": _mean, "cls": _cls, "last": _last, "pooler": _pooler}
 
 
 class ImageTower(PixelTower):
-    """A vision model of the library, of whose outputs features are made."""
+    """A vision model with pooling."""
 
     def __init__(self, model: nn.Module, pooling: str, mean: list[float], std: list[float]) -> None:
         channels: Any = model.config.num_channels  # type: ignore[union-attr]
@@ -184,7 +254,7 @@ class ImageTower(PixelTower):
 
 
 class TextTower(nn.Module):
-    """A text model. Texts that come shorter than `length` are filled up with `pad` again."""
+    """A text model with pooling. Texts shorter than `length` are padded with `pad`."""
 
     def __init__(self, model: nn.Module, pooling: str, *, length: int = 0, pad: int = 0) -> None:
         super().__init__()
@@ -194,71 +264,64 @@ class TextTower(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`[B, L]` twice to `[B, features]`."""
-        room = (0, max(self.length - input_ids.shape[1], 0))
-        input_ids, attention_mask = F.pad(input_ids, room, value=self.pad), F.pad(attention_mask, room)
+        padding = (0, max(self.length - input_ids.shape[1], 0))
+        input_ids, attention_mask = F.pad(input_ids, padding, value=self.pad), F.pad(attention_mask, padding)
         output = self.model(input_ids=input_ids, attention_mask=attention_mask)
         return POOLINGS[self.pooling](output, attention_mask)
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """A configuration as a recipe holds it."""
+    """A configuration as a dict of JSON values, as in a recipe."""
     return json.loads(config.to_json_string(use_diff=True))
 
 
-def image_tower(library: Library, *, image_size: int, channels: int) -> Tower:
-    """The vision model of a library; a configuration that does not tell gets the pictures' size and channels."""
-    model = library.build(image_size=image_size, num_channels=channels)
-    return _image(model, library, image_size=image_size, channels=channels)
-
-
-def _image(model: nn.Module, library: Library, *, image_size: int, channels: int) -> Tower:
+def image_tower(library: Library, *, image_size: int, channels: int, model: nn.Module | None = None) -> Tower:
+    """A vision tower of `model`, by default the library's; size and channels complete a configuration without them."""
+    model = model or library.build(image_size=image_size, num_channels=channels)
     config: Any = model.config
     size = getattr(config, "image_size", None)
-    refuse_other_pictures(image_size, channels, size=size, colours=config.num_channels)
+    check_image_input(image_size, channels, size=size, colours=config.num_channels)
     mean, std = library.normalisation()
     tower = ImageTower(model, library.pooling, mean, std)
     try:
-        width = width_of(tower, torch.zeros(1, channels, image_size, image_size))
-    # a model of texts has an error of its own for pictures
-    except (ValueError, TypeError) as failure:
-        if str(failure).startswith("`"):
+        features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
+    # a text model raises an error of its own for images
+    except (ValueError, TypeError) as error:
+        if str(error).startswith("`"):
             raise
-        got = f"{type(model).__name__} ({' '.join(str(failure).split())})"
-        raise wrong("image", "be a model of pictures", got, "Name another model_type or folder.") from failure
-    return Tower(tower, width, {"config": _plain(config), "pooling": library.pooling, "mean": mean, "std": std})
+        got = f"{type(model).__name__} ({' '.join(str(error).split())})"
+        raise invalid("image", "be a model of pictures", got, "Name another model_type or folder.") from error
+    return Tower(tower, features, {"config": _plain(config), "pooling": library.pooling, "mean": mean, "std": std})
 
 
-def text_tower(library: Library, *, tokenizer: Tokenizer) -> Tower:
-    """The text model of a library; a configuration that does not tell gets the tokenizer's vocabulary and padding."""
-    return _text(library.build(vocab_size=tokenizer.vocabulary_size, pad_token_id=tokenizer.pad), library, tokenizer)
-
-
-def _text(model: nn.Module, library: Library, tokenizer: Tokenizer) -> Tower:
+def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | None = None) -> Tower:
+    """A text tower of `model`, by default the library's; the tokenizer completes a configuration without vocabulary."""
+    model = model or library.build(vocab_size=tokenizer.vocabulary_size, pad_token_id=tokenizer.pad)
     config: Any = model.config
     longest = getattr(config, "max_position_embeddings", None)
-    refuse_other_tokens(tokenizer, vocabulary=config.vocab_size, longest=longest)
+    check_text_input(tokenizer, vocabulary=config.vocab_size, longest=longest)
     pooling = _pooling_of(model, tokenizer) if library.pooling == "pooler" else library.pooling
     tower = TextTower(model, pooling)
     if _sees_padding(tower, tokenizer):
         tower = TextTower(model, pooling, length=tokenizer.length, pad=tokenizer.pad)
     trial = torch.full((1, min(TRIAL_LENGTH, tokenizer.length)), tokenizer.pad)
-    width = width_of(tower, trial, torch.ones_like(trial))
-    return Tower(tower, width, {"config": _plain(config), "pooling": pooling})
+    features = feature_size(tower, trial, torch.ones_like(trial))
+    return Tower(tower, features, {"config": _plain(config), "pooling": pooling})
 
 
 @torch.no_grad()
 def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
-    """ "pooler", or "last" for a causal model that takes one of its places, and with this tokenizer not the last one.
+    """Choose "pooler", or "last" for a causal model whose pooler takes another position than the last token's.
 
-    CLIP's is the place of the token that ends a text. A tokenizer that writes none leaves it with another, mostly the
-    first, which has seen no other word: all texts that begin alike would be one.
+    CLIP's pooler takes the position of the end token. With a tokenizer that writes none it takes another, mostly the
+    first, whose state depends on no other token, so that all texts with the same first word would be equal.
     """
     text = tokenizer.tokenise([TRIAL_TEXT])
     ids, mask = text["input_ids"], text["attention_mask"]
     if mask.sum() < 2:
         return "pooler"
     other = ids.clone()
-    # one of the highest, for which some look instead, and none that ends a text, of which a model may have several
+    # a high token, because some poolers look for the highest one, but none of the end tokens
     ends = torch.tensor(getattr(model.config, "eos_token_id", None) or []).flatten().tolist()
     other[0, 1] = next(token for token in range(tokenizer.vocabulary_size - 2, -1, -1) if token not in ends)
     with evaluating(model):
@@ -271,29 +334,29 @@ def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
 
 @torch.no_grad()
 def _sees_padding(tower: TextTower, tokenizer: Tokenizer) -> bool:
-    """Whether a text's features depend on how far it is padded: SigLIP's are those of the last place of all."""
+    """Return True where features depend on the amount of padding, as SigLIP's do, which pools the last position."""
     text = tokenizer.tokenise(["a"])
-    cut = {name: ids[:, : int(text["attention_mask"].sum())] for name, ids in text.items()}
+    trimmed = {name: ids[:, : int(text["attention_mask"].sum())] for name, ids in text.items()}
     with evaluating(tower):
-        whole, short = tower(**text), tower(**cut)
-    return bool((whole - short).norm() > 1e-2 * whole.norm())
+        padded, short = tower(**text), tower(**trimmed)
+    return bool((padded - short).norm() > 1e-2 * padded.norm())
 
 
 def _states(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
     return output.last_hidden_state
 
 
-def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: Tokenizer) -> Whole:
-    """A model of transformers that holds both towers, taken apart; the features are its own, pooling too."""
+def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: Tokenizer) -> TowerPair:
+    """The two towers and projections of a CLIP or SigLIP, with its own pooling."""
     model: Any = library.build()
     if not (hasattr(model, "vision_model") and hasattr(model, "text_model")):
         remedy = "Take a CLIP or a SigLIP, or give the two sides a tower each."
-        raise wrong("both", "be a model with vision_model and text_model", type(model).__name__, remedy)
+        raise invalid("both", "be a model with vision_model and text_model", type(model).__name__, remedy)
     pooled = replace(library, pooling="pooler")
-    image = _image(model.vision_model, pooled, image_size=image_size, channels=channels)
-    text = _text(model.text_model, pooled, tokenizer)
+    image = image_tower(pooled, image_size=image_size, channels=channels, model=model.vision_model)
+    text = text_tower(pooled, tokenizer=tokenizer, model=model.text_model)
     trained = library.folder is not None
-    return Whole(
+    return TowerPair(
         image=image,
         text=text,
         image_projection=getattr(model, "visual_projection", nn.Identity()),

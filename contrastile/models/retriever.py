@@ -1,31 +1,31 @@
-"""The encoders of a retriever, built from a recipe's settings: one for both sides, or one for each.
+"""The model of a retriever: one encoder for queries and passages, or one for each.
 
-The second box of the flow for texts, beside `towers.py`: queries and passages become features of one size. An encoder
-is one of the small ones of `small.py`, or whatever `pretrained.py` finds in the library transformers.
+Built from a recipe's settings, beside `towers.py`. An encoder is one of the small towers of `small.py`, or one of the
+library transformers (`pretrained.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile._check import whole_number, wrong
-from contrastile.models.base import Settings, Tower, completed
-from contrastile.models.pretrained import Library, text_tower
-from contrastile.models.small import BagTower, WordsTower
+from contrastile._errors import invalid, whole_number
+from contrastile.models.base import ProjectedTower, Settings, Tower, TowerBuilder, build_tower, completed
+from contrastile.models.small import BagTower
 from contrastile.models.text import Tokenizer
+from contrastile.models.towers import transformers_text, words_tower
 
 
 class Retriever(nn.Module):
-    """Features of queries and of passages, as the encoders give them, and the scale of their comparison.
+    """Features of queries and of passages, not normalised, and the scale of their comparison.
 
-    `logit_scale` is the logarithm of the scale, shape `[]`. `features`: how many there are. `settings` are those with
-    which `build_retriever` makes the same shapes again, from no folder.
+    `logit_scale` is the logarithm of the scale, shape `[]`. `features`: their number. `build_retriever(settings)`
+    rebuilds the same shapes without any folder.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Retriever(nn.Module):
     ) -> None:
         super().__init__()
         if not scale > 0:
-            raise wrong("scale", "be above 0", scale, "Dot products have a scale of 1, cosines one of about 20.")
+            raise invalid("scale", "be above 0", scale, "Dot products have a scale of 1, cosines one of about 20.")
         # "both", or "query" and "passage"
         self.encoders = nn.ModuleDict(dict(encoders))
         self.logit_scale = nn.Parameter(torch.tensor(math.log(scale)), requires_grad=learn_scale)
@@ -57,18 +57,15 @@ class Retriever(nn.Module):
 
     def _encode(self, side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         encoder = self.encoders[side if side in self.encoders else "both"]
-        if len(input_ids) == 0:
-            # a rank without rows; many models cannot do without one, and FSDP2 warns of views
-            return encoder(input_ids.new_zeros(1, 1), attention_mask.new_ones(1, 1))[:0].clone()
         if attention_mask.is_cuda:
-            # to look would be to wait for the GPU; `encode` has cut it to the longest text before
+            # reading the mask would synchronise with the GPU; `encode` has trimmed the tokens before the transfer
             return encoder(input_ids, attention_mask)
-        # columns that are padding in every row cost as much as words
+        # trim columns of padding, which cost as much as tokens
         longest = max(int(attention_mask.sum(dim=1).max()), 1)
         return encoder(input_ids[:, :longest], attention_mask[:, :longest])
 
     def comparable(self, features: Tensor, dimensions: int | None = None) -> Tensor:
-        """Features as they are compared, in float32: their first `dimensions`, of length 1 where `normalise` is set.
+        """Features as they are compared: float32, the first `dimensions`, of length 1 where `normalise` is set.
 
         Raises ValueError for more dimensions than there are features.
         """
@@ -76,20 +73,8 @@ class Retriever(nn.Module):
             most, remedy = features.shape[1], "The first so many are kept."
             rule = f"be between 1 and the {most} features"
             dimensions = whole_number("dimensions", dimensions, 1, remedy, rule=rule, most=most)
-        cut = features[:, :dimensions].float()
-        return F.normalize(cut, dim=-1) if self.normalise else cut
-
-
-class Projected(nn.Module):
-    """An encoder, and the map to the size that was asked for."""
-
-    def __init__(self, tower: nn.Module, projection: nn.Module) -> None:
-        super().__init__()
-        self.tower, self.projection = tower, projection
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Tokens `[B, L]` to features `[B, D]`."""
-        return self.projection(self.tower(input_ids, attention_mask))
+        features = features[:, :dimensions].float()
+        return F.normalize(features, dim=-1) if self.normalise else features
 
 
 DEFAULTS: dict[str, Any] = {
@@ -105,7 +90,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
-    """The encoders that `settings` describe, with fresh weights, or those of the local folders that they name.
+    """The encoders that `settings` describe, with random weights or those of the local folders that they name.
 
     `both`, or `query` and `passage`: a table each, its `kind` one of `ENCODERS`, the rest that encoder's own settings.
     `features`: the size to project to, None for the encoder's own. `lora`: rank, alpha, dropout, targets of adapters.
@@ -119,65 +104,41 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
     complete = completed(settings, DEFAULTS)
     sides = [side for side in ("both", "query", "passage") if complete[side] is not None]
     if sides not in (["both"], ["query", "passage"]):
-        got = ", ".join(sides) or "none"
-        raise wrong("settings", "have both, or query and passage", got, "One encoder for both sides, or one for each.")
-    towers = {side: _encoder(side, complete, tokenizer) for side in sides}
-    widths = {complete["features"] or tower.features for tower in towers.values()}
-    if len(widths) > 1:
-        raise wrong("features", "be given for encoders of unequal sizes", sorted(widths), "Set model.features.")
+        remedy = "One encoder for both sides, or one for each."
+        raise invalid("settings", "have both, or query and passage", ", ".join(sides) or "none", remedy)
+    towers: dict[str, Tower] = {}
+    for side in sides:
+        towers[side] = build_tower(side, ENCODERS, complete, tokenizer)
+        if complete["lora"] is not None:
+            add_adapters(towers[side].module, **complete["lora"])
+    common = complete["features"]
+    sizes = {common or tower.features for tower in towers.values()}
+    if len(sizes) > 1:
+        raise invalid("features", "be given for encoders of unequal sizes", sorted(sizes), "Set model.features.")
     return Retriever(
-        {side: _projected(tower, complete["features"]) for side, tower in towers.items()},
+        {side: tower.module if common is None else _projected(tower, common) for side, tower in towers.items()},
         scale=complete["scale"],
         learn_scale=complete["learn_scale"],
         normalise=complete["normalise"],
-        features=widths.pop(),
+        features=sizes.pop(),
         settings={**complete, **{side: tower.settings for side, tower in towers.items()}},
     )
 
 
-def _projected(tower: Tower, features: int | None) -> nn.Module:
-    if features is None:
-        return tower.module
-    return Projected(tower.module, nn.Linear(tower.features, features, bias=False))
+def _projected(tower: Tower, features: int) -> nn.Module:
+    return ProjectedTower(tower.module, nn.Linear(tower.features, features, bias=False))
 
 
-def _encoder(side: str, settings: Settings, tokenizer: Tokenizer) -> Tower:
-    own = dict(settings[side])
-    kind = own.pop("kind", None)
-    if kind not in ENCODERS:
-        raise wrong(f"{side}.kind", f"be one of {', '.join(ENCODERS)}", kind, "See the recipes for examples.")
-    try:
-        tower = ENCODERS[kind](own, tokenizer)
-    except TypeError as failure:
-        raise wrong(side, f"have the settings of an encoder of the kind {kind}", own, f"{failure}.") from failure
-    if settings["lora"] is not None:
-        adapt(tower.module, **settings["lora"])
-    return Tower(tower.module, tower.features, {"kind": kind, **tower.settings})
-
-
-def _words(own: dict[str, Any], tokenizer: Tokenizer) -> Tower:
-    tower = WordsTower(vocabulary=tokenizer.vocabulary_size, length=tokenizer.length, **own)
-    return Tower(tower, tower.features, own)
-
-
-def _bag(own: dict[str, Any], tokenizer: Tokenizer) -> Tower:
+def _bag(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
     tower = BagTower(vocabulary=tokenizer.vocabulary_size, **own)
     return Tower(tower, tower.features, own)
 
 
-def _library(own: dict[str, Any], tokenizer: Tokenizer) -> Tower:
-    return text_tower(Library(**own), tokenizer=tokenizer)
+ENCODERS: dict[str, TowerBuilder] = {"bag": _bag, "words": words_tower, "transformers": transformers_text}
 
 
-ENCODERS: dict[str, Callable[[dict[str, Any], Tokenizer], Tower]] = {
-    "bag": _bag,
-    "words": _words,
-    "transformers": _library,
-}
-
-
-def adapt(module: nn.Module, *, rank: int, alpha: float, dropout: float, targets: tuple[str, ...]) -> None:
-    """Freeze `module` and give its layers whose names end in one of `targets` low-rank adapters (Hu et al. 2021).
+def add_adapters(module: nn.Module, *, rank: int, alpha: float, dropout: float, targets: tuple[str, ...]) -> None:
+    """Freeze `module` and add low-rank adapters to its layers whose names end in one of `targets` (Hu et al. 2021).
 
     A layer W x becomes W x + alpha / rank · B A x; only A and B are trained.
     """
@@ -186,8 +147,8 @@ def adapt(module: nn.Module, *, rank: int, alpha: float, dropout: float, targets
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets))
     try:
         inject_adapter_in_model(config, module)
-    except ValueError as failure:
+    except ValueError as error:
         layers = (name for name, part in module.named_modules() if isinstance(part, nn.Linear))
         names = sorted({name.rpartition(".")[2] for name in layers})
         remedy = f"This encoder has {', '.join(names)}."
-        raise wrong("lora.targets", "be layers of the encoder", ", ".join(targets), remedy) from failure
+        raise invalid("lora.targets", "be layers of the encoder", ", ".join(targets), remedy) from error

@@ -1,8 +1,8 @@
-"""The small towers of the demos: quick on two cores, and enough for glyphs and their names, and for code.
+"""Small towers for the demos, fast on two cores and sufficient for glyphs with their names and for code search.
 
-Image side and text side of the flow's second box. Both end in plain features; the projection is the encoder's. What was
-measured while they were chosen, in equal time: one residual block on the coarsest map learns more than two on different
-maps, and keeping 4 × 4 places more than keeping 2 × 2 or one, because it matters where the ink stands.
+Below `towers.py` and `retriever.py`, which add the projection. Measured at equal training time: one residual block on
+the coarsest map learns more than two on different maps, and 4 × 4 positions more than 2 × 2 or one, because glyphs
+differ in where their strokes are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class ResidualBlock(nn.Module):
-    """x + conv(relu(norm(conv(x)))), with GroupNorm, because it has no statistics of the batch."""
+    """x + conv(relu(norm(conv(x)))) with GroupNorm, which is independent of the batch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ def _norm(width: int) -> nn.GroupNorm:
 
 
 class ConvTower(nn.Module):
-    """Pictures `[B, C, S, S]` to features `[B, features]`: three convolutions of stride 2, then a residual block.
+    """Images `[B, C, S, S]` to features `[B, features]`: three convolutions of stride 2, then a residual block.
 
-    The last map is averaged into `PLACES` × `PLACES` places, whatever the pictures' size.
+    The last map is averaged to `POSITIONS` × `POSITIONS`, for images of any size.
     """
 
-    PLACES = 4
+    POSITIONS = 4
 
     def __init__(self, *, channels: int, width: int = 32) -> None:
         super().__init__()
@@ -52,24 +52,24 @@ class ConvTower(nn.Module):
             _norm(4 * width),
             nn.ReLU(),
         )
-        self.features = 4 * width * self.PLACES**2
+        self.features = 4 * width * self.POSITIONS**2
 
     def forward(self, pixels: Tensor) -> Tensor:
         """`[B, C, S, S]` to `[B, features]`."""
-        places = self.body(pixels.contiguous(memory_format=torch.channels_last))
-        if places.shape[-2:] != (self.PLACES, self.PLACES):
-            places = F.adaptive_avg_pool2d(places, self.PLACES)
-        return places.flatten(1)
+        features = self.body(pixels.contiguous(memory_format=torch.channels_last))
+        if features.shape[-2:] != (self.POSITIONS, self.POSITIONS):
+            features = F.adaptive_avg_pool2d(features, self.POSITIONS)
+        return features.flatten(1)
 
 
 class WordsTower(nn.Module):
-    """Tokens `[B, L]` to features `[B, features]`: words with their places and neighbours; their mean and maximum."""
+    """Tokens `[B, L]` to features `[B, features]`: words mixed with positions and neighbours; mean and maximum."""
 
     def __init__(self, *, vocabulary: int, length: int, width: int = 128) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
         self.places = nn.Parameter(torch.empty(length, width))
-        # small, so that a few hundred steps can move every word away from where it was thrown
+        # small, so that a few hundred steps move every word away from its initial vector
         for table in (self.words.weight, self.places):
             nn.init.normal_(table, std=0.05)
         self.mix = nn.Linear(3 * width, width)
@@ -77,11 +77,11 @@ class WordsTower(nn.Module):
         self.features = 2 * width
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[B, L]` twice to `[B, features]`; what the mask leaves out has no influence."""
+        """`[B, L]` twice to `[B, features]`; masked tokens have no influence."""
         mask = attention_mask[..., None].bool()
         x = (self.words(input_ids) + self.places[: input_ids.shape[1]]) * mask
-        around = F.pad(x, (0, 0, 1, 1))
-        mixed = F.relu(self.mix(torch.cat([around[:, :-2], x, around[:, 2:]], dim=-1)))
+        padded = F.pad(x, (0, 0, 1, 1))
+        mixed = F.relu(self.mix(torch.cat([padded[:, :-2], x, padded[:, 2:]], dim=-1)))
         x = self.norm(x + mixed)
         mean = (x * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         highest = x.masked_fill(~mask, torch.finfo(x.dtype).min).amax(dim=1)
@@ -91,8 +91,8 @@ class WordsTower(nn.Module):
 class BagTower(nn.Module):
     """Tokens `[B, L]` to features `[B, width]`: a weighted mean of their vectors, then one residual layer.
 
-    Σ exp(a_t) · E_t / Σ exp(a_t) with a learned number a per token. Order does not count, so a token costs one row of
-    the table and no product. As one encoder of both sides it knows equal words before any training.
+    Σ exp(a_t) · E_t / Σ exp(a_t) with a learned number a per token. A token costs one row of the table and no product,
+    because order is ignored. As the encoder of both sides it matches equal words before any training.
     """
 
     def __init__(self, *, vocabulary: int, width: int = 256) -> None:
@@ -102,14 +102,14 @@ class BagTower(nn.Module):
         self.layer_in = nn.Linear(width, 2 * width)
         self.layer_out = nn.Linear(2 * width, width)
         nn.init.normal_(self.words.weight, std=width**-0.5)
-        # every word alike, and nothing but the mean, at the start
+        # equal weights and the plain mean at the start
         nn.init.zeros_(self.weight.weight)
         nn.init.zeros_(self.layer_out.weight)
         nn.init.zeros_(self.layer_out.bias)
         self.features = width
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[B, L]` twice to `[B, width]`; what the mask leaves out has no influence."""
+        """`[B, L]` twice to `[B, width]`; masked tokens have no influence."""
         weight = self.weight(input_ids).squeeze(-1).exp() * attention_mask
         share = weight / weight.sum(dim=1, keepdim=True).clamp(min=1e-6)
         mean = F.embedding_bag(input_ids, self.words.weight, per_sample_weights=share, mode="sum")

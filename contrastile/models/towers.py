@@ -1,22 +1,29 @@
-"""Two towers and what joins them, built from a recipe's settings.
+"""The model of images and texts: two towers, their projections, and the scale and bias of the comparison.
 
-The second box of the flow: pictures and titles become features of one size. A tower is any module that turns its inputs
-into `[B, features]`: the small ones of `small.py`, or whatever `pretrained.py` finds in the library transformers,
-`timm_tower.py` in timm and `openclip.py` in open_clip.
+Built from a recipe's settings. A tower is any module that maps its inputs to `[B, features]`: one of `small.py`, or one
+of the libraries transformers (`pretrained.py`), timm (`timm_tower.py`) and open_clip (`openclip.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from contrastile._check import wrong
-from contrastile.models.base import Settings, Tower, Whole, completed
-from contrastile.models.locking import rest
+from contrastile._errors import invalid
+from contrastile.models.base import (
+    ProjectedTower,
+    Settings,
+    Tower,
+    TowerBuilder,
+    TowerPair,
+    build_tower,
+    completed,
+)
+from contrastile.models.freezing import eval_frozen
 from contrastile.models.openclip import OpenClip, openclip_image, openclip_text, openclip_whole
 from contrastile.models.pretrained import Library, image_tower, text_tower, whole_model
 from contrastile.models.small import ConvTower, WordsTower
@@ -25,10 +32,10 @@ from contrastile.models.timm_tower import Timm, timm_tower
 
 
 class DualEncoder(nn.Module):
-    """Features of pictures and of titles, not normalised, and the scale and bias of their comparison.
+    """Features of images and of texts, not normalised, and the scale and bias of their comparison.
 
-    `logit_scale` is the logarithm of the scale, shape `[]`; `logit_bias` is shape `[]`, or None where the loss has no
-    use for it. `settings` are those with which `build_model` makes the same shapes again, from no folder.
+    `logit_scale` is the logarithm of the scale, shape `[]`; `logit_bias` has shape `[]`, or is None for a loss without
+    bias. `build_model(settings)` rebuilds the same shapes without any folder.
     """
 
     def __init__(
@@ -36,19 +43,16 @@ class DualEncoder(nn.Module):
     ) -> None:
         super().__init__()
         if not scale > 0:
-            raise wrong("scale", "be above 0", scale, "It is the inverse of the temperature; 14 is a usual start.")
+            raise invalid("scale", "be above 0", scale, "It is the inverse of the temperature; 14 is a usual start.")
         self.image, self.text = image, text
         self.logit_scale = nn.Parameter(torch.tensor(math.log(scale)))
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
         self.settings = settings
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        """Pixels `[B, C, S, S]` in [0, 1], or bytes that become so here, to features `[B, D]`.
-
-        Or what the tower gave of them before, `[B, F]`.
-        """
+        """Pixels `[B, C, S, S]`, in [0, 1] or uint8, to features `[B, D]`; or cached features of the tower `[B, F]`."""
         pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
-        # the tower's own precision, which may be another one than the scale's
+        # the tower's precision may differ from the scale's
         dtype = next((x.dtype for x in self.image.parameters() if x.is_floating_point()), pixels.dtype)
         return self.image(pixels.to(dtype), ahead=pixels.ndim == 2)
 
@@ -57,41 +61,18 @@ class DualEncoder(nn.Module):
         return self.text(input_ids, attention_mask)
 
 
-class Projected(nn.Module):
-    """A tower, and the map from its features to the common ones. What is locked of it is as in use while it trains."""
-
-    def __init__(self, tower: nn.Module, projection: nn.Module) -> None:
-        super().__init__()
-        self.tower, self.projection = tower, projection
+class Projected(ProjectedTower):
+    """A tower with a projection; frozen parts of the tower stay in eval mode during training."""
 
     def forward(self, *inputs: Tensor, ahead: bool = False) -> Tensor:
-        """Whatever the tower takes, or what it gave `ahead` of time, to `[B, features]`."""
-        return self.projection(*inputs if ahead else (self.tower(*inputs),))
+        """The tower's inputs, or with `ahead` its features computed before, to `[B, features]`."""
+        return self.projection(*inputs) if ahead else super().forward(*inputs)
 
     def train(self, mode: bool = True) -> Self:
-        """As torch's."""
+        """Set the mode of everything but the frozen parts."""
         super().train(mode)
-        rest(self.tower)
+        eval_frozen(self.tower)
         return self
-
-
-def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
-    """The towers that `settings` describe, with fresh weights, or those of the local folders that they name.
-
-    `features`: the size of the common features. `image`, `text`: a table each, its `kind` one of `IMAGE_TOWERS` and
-    `TEXT_TOWERS`, the rest that tower's own settings. Or `both` instead of the two: a CLIP or SigLIP, its `kind` one
-    of `WHOLE`.
-    `scale`, `bias`: where the comparison starts. `image_size`, `channels`: of the pictures.
-
-    >>> from contrastile.models.text import train_tokenizer
-    >>> tokenizer = train_tokenizer(["LATIN SMALL LETTER A"], length=4)
-    >>> model = build_model({"features": 64, "image_size": 32, "channels": 1}, tokenizer=tokenizer)
-    >>> model.encode_text(**tokenizer.tokenise(["LETTER A", "LETTER B"])).shape
-    torch.Size([2, 64])
-    """
-    complete = completed(settings, DEFAULTS)
-    towers = _separate if complete["both"] is None else _whole
-    return towers(complete, tokenizer)
 
 
 SCALE = 1 / 0.07
@@ -107,53 +88,60 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def _separate(settings: Settings, tokenizer: Tokenizer) -> DualEncoder:
-    """One tower of each side, each with a projection of its own."""
-    image = _tower("image", IMAGE_TOWERS, settings, tokenizer)
-    text = _tower("text", TEXT_TOWERS, settings, tokenizer)
-    common = settings["features"]
+def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
+    """The towers that `settings` describe, with random weights or those of the local folders that they name.
+
+    `features`: the size of the common features. `image`, `text`: a table each, its `kind` one of `IMAGE_TOWERS` and
+    `TEXT_TOWERS`, the rest that tower's own settings. Or `both` instead of the two: a CLIP or SigLIP, its `kind` one
+    of `WHOLE`. `scale`, `bias`: the initial values. `image_size`, `channels`: of the images.
+
+    >>> from contrastile.models.text import train_tokenizer
+    >>> tokenizer = train_tokenizer(["LATIN SMALL LETTER A"], length=4)
+    >>> model = build_model({"features": 64, "image_size": 32, "channels": 1}, tokenizer=tokenizer)
+    >>> model.encode_text(**tokenizer.tokenise(["LETTER A", "LETTER B"])).shape
+    torch.Size([2, 64])
+    """
+    complete = completed(settings, DEFAULTS)
+    return (_build_separate if complete["both"] is None else _build_pair)(complete, tokenizer)
+
+
+def _build_separate(settings: Settings, tokenizer: Tokenizer) -> DualEncoder:
+    """One tower per side, each with a projection of its own."""
+    image = build_tower("image", IMAGE_TOWERS, settings, tokenizer)
+    text = build_tower("text", TEXT_TOWERS, settings, tokenizer)
     return DualEncoder(
-        Projected(image.module, nn.Linear(image.features, common, bias=False)),
-        Projected(text.module, nn.Linear(text.features, common, bias=False)),
-        scale=_first(settings["scale"], SCALE),
+        Projected(image.module, nn.Linear(image.features, settings["features"], bias=False)),
+        Projected(text.module, nn.Linear(text.features, settings["features"], bias=False)),
+        scale=_first_given(settings["scale"], SCALE),
         bias=settings["bias"],
         settings={**settings, "image": image.settings, "text": text.settings},
     )
 
 
-def _whole(settings: Settings, tokenizer: Tokenizer) -> DualEncoder:
-    """Both towers of one model; its own scale and bias where the settings name none."""
+def _build_pair(settings: Settings, tokenizer: Tokenizer) -> DualEncoder:
+    """Both towers of one model, with its scale and bias where the settings have none."""
     own = dict(settings["both"])
     kind = own.pop("kind", "transformers")
     if kind not in WHOLE:
-        raise wrong("both.kind", f"be one of {', '.join(WHOLE)}", kind, "See the recipes for examples.")
-    origin, parts = WHOLE[kind]
-    size, channels = settings["image_size"], settings["channels"]
-    whole = parts(origin(**own), image_size=size, channels=channels, tokenizer=tokenizer)
+        raise invalid("both.kind", f"be one of {', '.join(WHOLE)}", kind, "See the recipes for examples.")
+    origin, build = WHOLE[kind]
+    pair = build(origin(**own), **_image_input(settings), tokenizer=tokenizer)
     return DualEncoder(
-        Projected(whole.image.module, whole.image_projection),
-        Projected(whole.text.module, whole.text_projection),
-        scale=_first(settings["scale"], whole.scale, SCALE),
-        bias=_first(settings["bias"], whole.bias, None),
-        settings={**settings, "both": {"kind": kind, **whole.settings}},
+        Projected(pair.image.module, pair.image_projection),
+        Projected(pair.text.module, pair.text_projection),
+        scale=_first_given(settings["scale"], pair.scale, SCALE),
+        bias=_first_given(settings["bias"], pair.bias, None),
+        settings={**settings, "both": {"kind": kind, **pair.settings}},
     )
 
 
-def _first(*candidates: float | None) -> Any:
-    """The first that is given, the last where none is."""
+def _first_given(*candidates: float | None) -> Any:
+    """The first candidate that is not None, else the last."""
     return next((value for value in candidates if value is not None), candidates[-1])
 
 
-def _tower(side: str, kinds: Mapping[str, Maker], settings: Settings, tokenizer: Tokenizer) -> Tower:
-    own = dict(settings[side])
-    kind = own.pop("kind", None)
-    if kind not in kinds:
-        raise wrong(f"{side}.kind", f"be one of {', '.join(kinds)}", kind, "See the recipes for examples.")
-    try:
-        tower = kinds[kind](own, settings, tokenizer)
-    except TypeError as failure:
-        raise wrong(side, f"have the settings of a tower of the kind {kind}", own, f"{failure}.") from failure
-    return Tower(tower.module, tower.features, {"kind": kind, **tower.settings})
+def _image_input(settings: Settings) -> dict[str, Any]:
+    return {"image_size": settings["image_size"], "channels": settings["channels"]}
 
 
 def _conv(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
@@ -161,41 +149,30 @@ def _conv(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Towe
     return Tower(tower, tower.features, own)
 
 
-def _words(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
+def words_tower(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
+    """The small text tower."""
     tower = WordsTower(vocabulary=tokenizer.vocabulary_size, length=tokenizer.length, **own)
     return Tower(tower, tower.features, own)
 
 
-def _library_image(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    return image_tower(Library(**own), image_size=settings["image_size"], channels=settings["channels"])
-
-
-def _library_text(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
+def transformers_text(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
+    """A text tower of the library transformers."""
     return text_tower(Library(**own), tokenizer=tokenizer)
 
 
-def _timm(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    return timm_tower(Timm(**own), image_size=settings["image_size"], channels=settings["channels"])
-
-
-def _openclip_image(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    return openclip_image(OpenClip(**own), image_size=settings["image_size"], channels=settings["channels"])
-
-
-def _openclip_text(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    return openclip_text(OpenClip(**own), tokenizer=tokenizer)
-
-
-Maker = Callable[[dict[str, Any], Settings, Tokenizer], Tower]
-IMAGE_TOWERS: dict[str, Maker] = {
+IMAGE_TOWERS: dict[str, TowerBuilder] = {
     "conv": _conv,
-    "transformers": _library_image,
-    "timm": _timm,
-    "open_clip": _openclip_image,
+    "transformers": lambda own, settings, _: image_tower(Library(**own), **_image_input(settings)),
+    "timm": lambda own, settings, _: timm_tower(Timm(**own), **_image_input(settings)),
+    "open_clip": lambda own, settings, _: openclip_image(OpenClip(**own), **_image_input(settings)),
 }
-TEXT_TOWERS: dict[str, Maker] = {"words": _words, "transformers": _library_text, "open_clip": _openclip_text}
-# what a model of both sides comes from, and what takes it apart
-WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., Whole]]] = {
+TEXT_TOWERS: dict[str, TowerBuilder] = {
+    "words": words_tower,
+    "transformers": transformers_text,
+    "open_clip": lambda own, _, tokenizer: openclip_text(OpenClip(**own), tokenizer=tokenizer),
+}
+# the settings of a model with both towers, and the function that builds its towers
+WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., TowerPair]]] = {
     "transformers": (Library, whole_model),
     "open_clip": (OpenClip, openclip_whole),
 }

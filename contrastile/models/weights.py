@@ -1,70 +1,84 @@
-"""Weights from a file of one's own into a module: safetensors, or what torch.save wrote of tensors alone.
+"""Weights of a local file: safetensors, or tensors that torch.save wrote.
 
-Within the second box of the flow, for the towers of open_clip and timm. Nothing else is unpickled, nothing downloaded,
-and a file that does not fit is told by the names that differ.
+Below the towers of open_clip and timm; transformers reads its folders itself. Nothing else is unpickled and nothing is
+downloaded. An error about a file that does not fit names the weights that differ.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from contrastile._check import wrong
+from contrastile._errors import invalid
 
-# where training scripts put the weights among other things, and what wrappers write before every name
+# keys under which training scripts store the weights, and prefixes of wrappers
 ENVELOPES = ("state_dict", "model")
 WRAPPERS = ("module.", "_orig_mod.")
+NONE: Set[str] = frozenset()
 
 
 def read_weights(checkpoint: str | Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, without the marks of wrappers.
-
-    Raises ValueError where it holds anything else.
-    """
+    """The tensors of a file by name, without prefixes of wrappers; raises ValueError for a file of anything else."""
     path = Path(checkpoint)
     if not path.is_file():
-        raise wrong("checkpoint", "be a file", f'"{path}"', "Weights are read from this machine and from nowhere else.")
+        remedy = "Weights are read from this machine and from nowhere else."
+        raise invalid("checkpoint", "be a file", f'"{path}"', remedy)
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            found = load_file(path)
+            content = load_file(path)
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as failure:
-        why = str(failure).splitlines() or [type(failure).__name__]
-        remedy = f"It cannot be read: {why[0]}"
-        raise wrong("checkpoint", "be safetensors, or tensors that torch.save wrote", f'"{path}"', remedy) from failure
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        # torch's message about a pickle explains how to allow it
+        pickled = reason.startswith("Weights only load failed")
+        remedy = "Anything else is not unpickled." if pickled else f"It cannot be read: {reason}"
+        rule = "be safetensors, or tensors that torch.save wrote"
+        raise invalid("checkpoint", rule, f'"{path}"', remedy) from error
     for envelope in ENVELOPES:
-        if isinstance(found, dict) and isinstance(found.get(envelope), dict):
-            found = found[envelope]
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise wrong("checkpoint", "hold tensors by name", f'"{path}"', "Save the model's state_dict alone.")
-    return {_unwrapped(name): value for name, value in found.items()}
+        if isinstance(content, dict) and isinstance(content.get(envelope), dict):
+            content = content[envelope]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise invalid("checkpoint", "hold tensors by name", f'"{path}"', "Save the model's state_dict alone.")
+    return {_without_wrappers(name): value for name, value in content.items()}
 
 
-def _unwrapped(name: str) -> str:
+def _without_wrappers(name: str) -> str:
     while name.startswith(WRAPPERS):
         name = name.partition(".")[2]
     return name
 
 
-def put_into(module: nn.Module, weights: dict[str, Tensor], checkpoint: str | Path) -> None:
-    """The module has these weights, every one of them and no other; raises ValueError with the names that differ."""
+def load_weights_into(module: nn.Module, weights: dict[str, Tensor], checkpoint: str | Path) -> None:
+    """Load exactly the module's weights; raises ValueError with the names that are missing, extra or of other shape."""
     own = module.state_dict()
-    differing = {
-        "lacks": sorted(own.keys() - weights.keys()),
-        "has besides": sorted(weights.keys() - own.keys()),
-        "has of another shape": sorted(
-            name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape
-        ),
-    }
-    said = [
-        f"it {what} {', '.join(names[:3])}{' ...' * (len(names) > 3)}" for what, names in differing.items() if names
-    ]
-    if said:
+    shared = own.keys() & weights.keys()
+    text = differences(
+        lacking=own.keys() - weights.keys(),
+        besides=weights.keys() - own.keys(),
+        reshaped={name for name in shared if own[name].shape != weights[name].shape},
+    )
+    if text:
         remedy = "Name the model that it is of, and the size of its pictures."
-        raise wrong("checkpoint", "hold the weights of this model", f'"{checkpoint}": {"; ".join(said)}', remedy)
+        raise invalid("checkpoint", "hold the weights of this model", f'"{checkpoint}": {text}', remedy)
     module.load_state_dict(weights)
+
+
+def differences(*, lacking: Set[str] = NONE, besides: Set[str] = NONE, reshaped: Set[str] = NONE) -> str:
+    """A description of weights that differ from a model's, the first three names of each kind; empty for none.
+
+    >>> differences(lacking={"bias", "gain"}, besides={"head"})
+    'it lacks bias, gain; it has besides head'
+    """
+    kinds = {"lacks": lacking, "has besides": besides, "has of another shape": reshaped}
+    return "; ".join(f"it {kind} {_first(sorted(names))}" for kind, names in kinds.items() if names)
+
+
+def _first(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

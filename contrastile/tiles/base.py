@@ -1,170 +1,287 @@
-"""What every way of computing a block of the matrix must offer.
+"""The interface of every way to compute a block of the matrix.
 
-Stands between `exchange/`, which decides which columns meet which rows, and the arithmetic: a `Tiles` value knows
-the loss, the scale and the bias of one call, computes any block of rows × columns, and never holds more than its
-workspace.
+Stands between `exchange/`, which decides which columns meet which rows, and the arithmetic. A `Tiles` object belongs to
+one call: it knows the loss, the scale and the bias, computes any block of rows × columns within its workspace, and
+keeps in plain attributes what the forward learns for the backward.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from contrastile._types import Reduction
-from contrastile.losses.base import PairLoss, Side
+from contrastile._types import Reduction, accumulator
+from contrastile.losses.base import Finished, PairLoss, Shard
 
-# rows multiplied at once where a product with float32 copies is summed up
+# rows converted to float32 at a time where an inner product over all features is summed
 ROWS_AT_ONCE = 8192
 
 
-class Turn:
-    """An accumulator that passes from rank to rank, each of which adds its part, and is here during one block.
+class InFlight:
+    """An accumulator that travels from rank to rank, each of which adds its part to it; on this rank for one block.
 
-    It comes while the block is computed, and is waited for when first asked for; a `first` one is new, and only what
-    comes beside it is waited for, before it leaves. It leaves once: with the block, or where `early` says that nothing
-    else will be written over, as soon as it has been added to.
+    It arrives while the block is computed and is waited for at the first access. The `first` rank of its journey gets
+    an empty one. It leaves once: after the block, or, where `early` allows it, as soon as this rank has added its part.
     """
 
     def __init__(
-        self, gathered: Tensor, wait: Callable[[], object], go_on: Callable[[], object], *, first: bool, early: bool
+        self, buffer: Tensor, wait: Callable[[], object], send: Callable[[], object], *, first: bool, early: bool
     ) -> None:
-        self._gathered, self._go_on = gathered, go_on
-        # what is still to be done before it is here, and before it has left
+        self._buffer, self._send = buffer, send
+        # completes the transfer that fills the buffer; None once done
         self._wait: Callable[[], object] | None = wait
-        self._left = False
-        # nobody has added anything: what it holds is not to be read
+        self._sent = False
+        # with `first` the buffer is uninitialised memory: write before reading
         self.first, self.early = first, early
 
-    def here(self) -> Tensor:
-        """The accumulator, as soon as it is here."""
+    def value(self) -> Tensor:
+        """The accumulator, after its arrival."""
         if not self.first:
-            self._arrive()
-        return self._gathered
+            self._complete()
+        return self._buffer
 
-    def leave(self) -> None:
-        """It may go on. Asking again does nothing."""
-        if not self._left:
-            self._arrive()
-            self._left = True
-            self._go_on()
+    def release(self) -> None:
+        """Release the accumulator to the next rank. Idempotent."""
+        if not self._sent:
+            self._complete()
+            self._sent = True
+            self._send()
 
-    def _arrive(self) -> None:
+    def _complete(self) -> None:
         if self._wait is not None:
             self._wait()
             self._wait = None
 
 
-@dataclass(frozen=True)
-class Tiles(ABC):
-    """One call's arithmetic: logits x_ij = scale · ⟨q_i, k_j⟩ (+ bias), and what `loss` makes of them."""
+class ForwardResult(NamedTuple):
+    """The loss, and for each direction the inputs of the backward."""
 
-    # waits for nothing on the device, so that a call can be captured as a graph
+    value: Tensor
+    # [S, n] each
+    states: list[Tensor]
+    # [n] each: ∂(loss)/∂(loss of each row)
+    coefficients: list[Tensor]
+
+
+class Accumulated(NamedTuple):
+    """Gradient sums of a backward, all without the factor `scale`."""
+
+    u: Tensor | None  # [N, numbers of a row]: Σ_j g_ij · k_j
+    v: Tensor | None  # [M, numbers of a column]: Σ_i g_ij · q_i
+    sums: Tensor  # as `Tiles.backward` returns them
+
+
+@dataclass
+class Tiles(ABC):
+    """One call's arithmetic: logits x_ij = scale · ⟨q_i, k_j⟩ (+ bias), their statistics and gradients by `loss`."""
+
+    # the arithmetic never waits for the device, so that a call can be captured as a CUDA graph
     capturable: ClassVar[bool] = False
-    # `grads` and `stats_and_grads` add to a v that is a `Turn`, and let it leave
-    takes_turns: ClassVar[bool] = False
+    # blocks may have guides and targets (see `Shard`)
+    takes_guides: ClassVar[bool] = False
+    # `backward` accepts an `InFlight` as v, adds to it and releases it
+    accepts_in_flight: ClassVar[bool] = False
 
     loss: PairLoss
     # [] in the accumulator's type
     scale: Tensor
-    # [] in the accumulator's type
+    # [] in the accumulator's type; None where the loss does not depend on a bias
     bias: Tensor | None
     # bytes that may be used beside inputs, outputs and accumulators
     workspace: int
+    # all ranks' columns, kept from the forward for the backward by an exchange that gathers them
+    columns: Shard | None = field(default=None, init=False, repr=False)
+    # NaN where a feature that was streamed past is not finite, else 0; None where features are looked at afterwards
+    flag: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
     @abstractmethod
-    def declines(cls, loss: PairLoss, rows: Side, cols: Side) -> str | None:
-        """Why this way cannot compute such blocks; None if it can."""
+    def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
+        """The reason why this backend cannot compute such blocks; None if it can."""
 
     @abstractmethod
-    def stats(self, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
-        """The statistics [K, N] of the rows over these columns and, if symmetric, [K, M] of the columns over these
-        rows.
+    def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        """Statistics [K, N] of the rows over these columns and, for a symmetric loss, [K, M] of the columns.
 
-        One sweep over the block serves both.
+        One sweep over the block serves both: 2·N·M·D operations.
         """
 
     @abstractmethod
-    def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        """Adds Σ_j g_ij k_j to u [N, D] and Σ_i g_ij q_i to v [M, D], g being the pairs' gradient; returns Σ_ij g_ij.
+    def backward(
+        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
+    ) -> Tensor:
+        """Add Σ_j g_ij k_j to u [N, D] and Σ_i g_ij q_i to v [M, D], where g_ij is the gradient of a pair's logit.
 
-        Both in the accumulator's type, both without the scale; what is None is not computed. Tiles that weigh return
-        Σ_ij g_ij · ⟨q_i, k_j⟩ behind the sum. A learned score's derivatives stand in the place of k_j and q_i, and its
-        sums go on beyond these two (see `scored.py`).
+        Accumulators are in the accumulator's type and without the scale; None is not computed: 6·N·M·D operations.
+        With `row_stats` [K, N] the statistics of a pairwise loss are merged into it from the same sweep.
+
+        Returns Σ_ij g_ij, and behind it Σ_ij g_ij · ⟨q_i, k_j⟩ where `sums_products`. For a learned score its
+        derivatives stand in place of k_j and q_i, and its parameters' gradients follow the two sums (`scored.py`).
         """
-
-    @abstractmethod
-    def stats_and_grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Both in one sweep of 6·N·M·D operations, for a pairwise loss whose rows carry their coefficients already.
-
-        Returns the statistics of the rows, and what `grads` does.
-        """
-
-    def merge(self, stats: Tensor, parts: Tensor) -> None:
-        """Merges the parts [P, K, n], one after the other, into the statistics [K, n] of the same rows."""
-        for part in parts:
-            stats.copy_(self.loss.merge(stats, part))
 
     @abstractmethod
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
-        """The most that a block of N × M of D features in `dtype` takes beside inputs, outputs and accumulators."""
+        """Upper bound of the bytes for a block of N × M of D features, beside inputs, outputs and accumulators."""
 
-    def ended(
+    def merge(self, stats: Tensor, parts: Tensor) -> None:
+        """Merge the parts [P, K, n], in order, into the statistics [K, n] of the same rows."""
+        for part in parts:
+            stats.copy_(self.loss.merge(stats, part))
+
+    def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
+        """0 if the scale and all features are finite, NaN otherwise, computed without a synchronisation."""
+        return nonfinite_flag(self.scale, rows.features, cols.features) if self.flag is None else self.flag
+
+    def finish(
         self,
         stats: Sequence[Tensor],
         weights: Tensor | None,
         reduction: Reduction,
         total: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]] | None:
-        """The loss of all rows, and each direction's state and coefficients, from the statistics of a call's sweep.
+        nonfinite: Callable[[], Tensor],
+    ) -> ForwardResult:
+        """The loss of all ranks' rows from the statistics of each direction.
 
-        None where these tiles have no shorter way than `PairLoss.finish` and the formulas of `_sweep.py`.
+        total: sums a small tensor over the ranks. nonfinite: 0, or NaN where an input is not finite.
         """
-        del stats, weights, reduction, total
-        return None
+        return reduced([self.loss.finish(side) for side in stats], weights, reduction, total, nonfinite())
 
-    def scaled(self, x: Tensor, total: Tensor, times: Tensor | None, *, keep: bool) -> Tensor:
-        """total · scale · times in the type of x; times is 1 if None. Overwrites `total` if it need not be kept."""
-        factor = self.scale if times is None else self.scale * times
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        """Zeros for u and v where a gradient is wanted; `wanted`: of scale, bias, q and k.
+
+        Tiles that do not sum products read the scale's gradient off an accumulator, and need one for it.
+        """
+        want_scale, _, want_q, want_k = wanted
+        wide = self.scale.dtype
+        for_scale = want_scale and not want_k and not self.sums_products
+        # contiguous rows, whatever the strides of the features
+        u = torch.zeros(rows.features.shape, dtype=wide, device=self.scale.device) if want_q or for_scale else None
+        return u, torch.zeros(cols.features.shape, dtype=wide, device=self.scale.device) if want_k else None
+
+    def gradients(
+        self,
+        found: Accumulated,
+        rows: Shard,
+        cols: Shard,
+        wanted: Sequence[bool],
+        numbers: tuple[Tensor, Tensor | None],
+        upstream: Tensor | None,
+    ) -> list[Tensor | None]:
+        """Gradients of scale, bias and features in their own types.
+
+        numbers: scale and bias as the user passed them. upstream: a factor that is not in the sums yet; the
+        accumulators are then left as they are, because a second backward may read them again.
+        """
+        scale, bias = numbers
+        want_scale, want_bias, want_q, want_k = wanted
+        u, v, sums = found
+        # the accumulators are overwritten below
+        of_pairs, of_products = self._pair_sums(sums, rows, cols, u, v, want_scale)
+        dscale = as_given(of_products, scale, upstream) if want_scale else None
+        dbias = None
+        if want_bias and bias is not None:
+            dbias = as_given(of_pairs if self.loss.uses_bias else torch.zeros_like(of_pairs), bias, upstream)
+        keep = upstream is not None
+        dq = self.scaled(rows.features, u, upstream, keep=keep) if want_q and u is not None else None
+        dk = self.scaled(cols.features, v, upstream, keep=keep) if want_k and v is not None else None
+        return [dscale, dbias, dq, dk]
+
+    def _pair_sums(
+        self, sums: Tensor, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, want_scale: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Σ g_ij and Σ g_ij · ⟨q_i, k_j⟩; the second is read off u or v where `backward` did not sum it."""
+        if self.sums_products:
+            return sums[0], sums[1]
+        if not want_scale:
+            return sums, sums
+        x, total = (rows.features, u) if u is not None else (cols.features, v)
+        assert total is not None
+        return sums, inner_product(x, total)
+
+    def scaled(self, x: Tensor, total: Tensor, upstream: Tensor | None, *, keep: bool) -> Tensor:
+        """total · scale · upstream in the type of x; overwrites `total` unless `keep`."""
+        factor = self.scale if upstream is None else self.scale * upstream
         return (total * factor if keep else total.mul_(factor)).to(x.dtype)
 
-    def sums(self, found: Tensor, x: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Σ_ij g_ij and Σ_ij g_ij · ⟨q_i, k_j⟩, from what `grads` returned.
-
-        x, total: q and u, or k and v, off which the second is read where tiles do not weigh; None without `total`.
-        """
-        if self.weighs:
-            return found[0], found[1]
-        return found, None if total is None else inner_product(x, total)
-
     @property
-    def weighs(self) -> bool:
-        """Whether `grads` also returns Σ_ij g_ij · ⟨q_i, k_j⟩, the scale's gradient, which else is read off u or v."""
+    def sums_products(self) -> bool:
+        """`backward` also returns Σ_ij g_ij · ⟨q_i, k_j⟩, the scale's gradient; otherwise it is read off u or v."""
         return False
 
-    def sparing(self, multiprocessors: int) -> Tiles:
-        """The same, which leaves so many of the device's multiprocessors to others."""
+    def reserve(self, multiprocessors: int) -> None:
+        """Leave so many of the device's multiprocessors to transfers between devices."""
         del multiprocessors
-        return self
 
-    def init(self, side: Side) -> Tensor:
-        """Statistics of rows that have met no column."""
-        return self.loss.init(len(side), dtype=self.scale.dtype, device=self.scale.device)
+    def init(self, shard: Shard) -> Tensor:
+        """Statistics [K, n] of rows that have met no column."""
+        return self.loss.init(len(shard), dtype=self.scale.dtype, device=self.scale.device)
 
     def no_pairs(self) -> Tensor:
-        """What `grads` returns where no row meets a column."""
-        return self.scale.new_zeros(2) if self.weighs else torch.zeros_like(self.scale)
+        """The return value of `backward` for a block without pairs."""
+        return self.scale.new_zeros(2) if self.sums_products else torch.zeros_like(self.scale)
+
+
+def reduced(
+    directions: Sequence[Finished],
+    weights: Tensor | None,
+    reduction: Reduction,
+    total: Callable[[Tensor], Tensor],
+    nonfinite: Tensor,
+) -> ForwardResult:
+    """The loss of the global batch, and for each direction ∂(loss)/∂(loss of each row) for an upstream gradient of 1.
+
+    Naively, with w the weights of rows that have a loss: Σ w·loss / Σ w for "mean", Σ w·loss for "sum", each averaged
+    over the directions; with "none" this rank's rows, scaled so that their mean over all ranks is "mean".
+    """
+    n = directions[0].loss.shape[0]
+    masses = [each.counts if weights is None else each.counts * weights.to(each.counts.dtype) for each in directions]
+    local = [(w * each.loss).sum() for w, each in zip(masses, directions, strict=True)]
+    local += [w.sum() for w in masses]
+    *sums, rows, nonfinite = total(torch.stack([*local, nonfinite + n, nonfinite])).unbind()
+    losses, mass = sums[: len(directions)], sums[len(directions) :]
+    share = 1 / len(directions)
+    if reduction == "sum":
+        value = sum(losses, nonfinite) * share
+        coefficients = [w * share + nonfinite for w in masses]
+    elif reduction == "mean":
+        value = sum([a / b for a, b in zip(losses, mass, strict=True)], nonfinite * 0) * share
+        coefficients = [w * (share / b) + nonfinite for w, b in zip(masses, mass, strict=True)]
+    else:
+        scaled = [w * (share / b) for w, b in zip(masses, mass, strict=True)]
+        value = sum([s * each.loss for s, each in zip(scaled, directions, strict=True)], nonfinite) * rows
+        # the caller's mean divides by this rank's rows, the value above by those of all ranks
+        coefficients = [s * n + nonfinite for s in scaled]
+    return ForwardResult(value + nonfinite, [each.state for each in directions], coefficients)
+
+
+def nonfinite_flag(scale: Tensor, *features: Tensor) -> Tensor:
+    """0 if all values are finite, NaN otherwise, computed without a synchronisation."""
+    flag = scale * 0
+    for x in features:
+        if x.numel():
+            least, most = torch.aminmax(x)
+            flag = flag + (least.to(scale.dtype) + most.to(scale.dtype)) * 0
+    return flag
+
+
+def as_given(gradient: Tensor, number: Tensor, upstream: Tensor | None = None) -> Tensor:
+    """The gradient of a scalar, times upstream, in the scalar's own type and shape."""
+    return (gradient if upstream is None else gradient * upstream).to(number.dtype).reshape(number.shape)
 
 
 def inner_product(x: Tensor, total: Tensor) -> Tensor:
-    """Σ ⟨x_i, total_i⟩ in the accumulator's type, some rows at a time."""
-    parts = [
-        torch.linalg.vecdot(some.to(total.dtype), other).sum()
-        for some, other in zip(x.split(ROWS_AT_ONCE), total.split(ROWS_AT_ONCE), strict=True)
-    ]
+    """Σ ⟨x_i, total_i⟩ in the accumulator's type, `ROWS_AT_ONCE` rows at a time."""
+    wide = accumulator(x.dtype)
+    if len(x) <= ROWS_AT_ONCE:
+        parts = [torch.linalg.vecdot(x.to(wide), total).sum()]
+    else:
+        parts = [
+            torch.linalg.vecdot(some.to(wide), other).sum()
+            for some, other in zip(x.split(ROWS_AT_ONCE), total.split(ROWS_AT_ONCE), strict=True)
+        ]
     return torch.stack(parts).sum()

@@ -13,7 +13,7 @@ import torch
 from contrastile.tiles.eager import Eager
 
 
-@dataclass(frozen=True)
+@dataclass
 class Dense(Eager):
     """One tile of the size of the block, whatever the workspace says."""
 

@@ -1,93 +1,132 @@
-"""A block in plain PyTorch: two nested loops over tiles, on any device, in any dtype.
+"""A block in plain PyTorch: one loop over tiles, on any device, in any dtype.
 
-The reference that everything faster is compared with, and the way that works where nothing faster does. One sweep
-gives the statistics of rows and columns (2·N·M·D operations); the backward computes each tile again and multiplies
-its gradient with both sides (6·N·M·D): 8·b²·d together, and never more than one tile of the matrix in memory.
+The reference for every faster backend, and the one that works where no other does. A forward sweep gives the statistics
+of rows and columns (2·N·M·D operations); the backward computes each tile again and multiplies its gradient with both
+sides (6·N·M·D): 8·b²·d together, with one tile of the matrix in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from contrastile._types import accumulator
-from contrastile.losses.base import PairLoss, Side, Tile, fill, mark
-from contrastile.tiles.base import Tiles
+from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target
+from contrastile.tiles.base import InFlight, Tiles
 
-# tiles of this size stay in a core's cache; on an accelerator they fill it
+# tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
 # a tile, its exponentials, its gradient, one temporary, and the masks
 TILES_HELD = 5
 
 
-@dataclass(frozen=True)
+@dataclass
 class Eager(Tiles):
     """Tiles of plain PyTorch operations."""
 
+    takes_guides: ClassVar[bool] = True
+
     @classmethod
-    def declines(cls, loss: PairLoss, rows: Side, cols: Side) -> str | None:
+    def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
         del loss, rows, cols
         return None
 
-    def stats(self, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
-        row_stats = self.init(rows)
-        col_stats = self.init(cols) if self.loss.symmetric else None
-        room = self._room(rows, cols)
-        for along_i, row_tile in self._tiles(rows):
-            for along_j, col_tile in self._tiles(cols):
-                met = self.loss.absorb(self._tile(row_tile, col_tile, room))
-                row_stats[:, along_i] = self.loss.merge(row_stats[:, along_i], met[0])
-                if col_stats is not None:
-                    col_stats[:, along_j] = self.loss.merge(col_stats[:, along_j], met[1])
-        return row_stats, col_stats
+    def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        stats: list[Tensor | None] = [None, None]
+        self._sweep(rows, cols, stats, None, None, None)
+        # a block without pairs has no tile
+        row_stats = self.init(rows) if stats[0] is None else stats[0]
+        return row_stats, self.init(cols) if self.loss.symmetric and stats[1] is None else stats[1]
 
-    def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        total = torch.zeros_like(self.scale)
-        room = self._room(rows, cols)
-        for along_i, row_tile in self._tiles(rows):
-            for along_j, col_tile in self._tiles(cols):
-                pieces = (None if u is None else u[along_i], None if v is None else v[along_j])
-                total += self._add_grads(self._tile(row_tile, col_tile, room), row_tile, col_tile, *pieces)
-        return total
+    def backward(
+        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
+    ) -> Tensor:
+        assert not isinstance(v, InFlight)
+        sums = self.no_pairs()
+        self._sweep(rows, cols, None if row_stats is None else [row_stats, None], u, v, sums)
+        return sums
 
-    def stats_and_grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
-        row_stats, total = self.init(rows), torch.zeros_like(self.scale)
-        room = self._room(rows, cols)
-        for along_i, row_tile in self._tiles(rows):
-            for along_j, col_tile in self._tiles(cols):
-                tile = self._tile(row_tile, col_tile, room)
-                (met,) = self.loss.absorb(tile)
-                row_stats[:, along_i] = self.loss.merge(row_stats[:, along_i], met)
-                pieces = (None if u is None else u[along_i], None if v is None else v[along_j])
-                total += self._add_grads(tile, row_tile, col_tile, *pieces)
-        return row_stats, total
+    def _sweep(
+        self,
+        rows: Shard,
+        cols: Shard,
+        stats: list[Tensor | None] | None,
+        u: Tensor | None,
+        v: Tensor | None,
+        sums: Tensor | None,
+    ) -> None:
+        """Visit every tile once.
 
-    def _add_grads(self, tile: Tile, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        """One tile's part of `grads`; its sum only where a bias asks for it."""
-        g_IJ = self.loss.pair_grad(tile, rows, cols)
-        if u is not None:
-            _add_product(u, g_IJ, cols.features)
-        if v is not None:
-            _add_product(v, g_IJ.T, rows.features)
-        return torch.zeros_like(self.scale) if self.bias is None else g_IJ.sum()
+        Merge its statistics into those of rows and columns in `stats`, made for the first tile where they are None; and
+        where `sums` is given, add its gradient to u, v and sums.
+        """
+        side, shards = self._side(rows.features.dtype), (rows, cols)
+        with self._replayed():
+            room = self._room(rows, cols, side)
+            for along_i, row_tile in self._tiles(rows, side):
+                for along_j, col_tile in self._tiles(cols, side):
+                    x, graph = self._logits(row_tile, col_tile, room, with_graph=sums is not None)
+                    tile = self._tile(x, row_tile, col_tile)
+                    if stats is not None:
+                        for index, met in enumerate(self.loss.absorb(tile)):
+                            self._merge_tile(stats, index, met, (along_i, along_j)[index], shards[index])
+                    if sums is not None:
+                        g_IJ = self.loss.pair_grad(tile, row_tile, col_tile)
+                        u_I, v_J = None if u is None else u[along_i], None if v is None else v[along_j]
+                        self._propagate(g_IJ, graph, row_tile, col_tile, u_I, v_J, sums)
+
+    def _merge_tile(self, stats: list[Tensor | None], index: int, met: Tensor, along: slice, shard: Shard) -> None:
+        """Merge a tile's statistics [K, n] into those of a whole shard; the only tile's are the shard's."""
+        whole = stats[index]
+        if whole is None and met.shape[1] == shard.features.shape[0]:
+            stats[index] = met
+            return
+        if whole is None:
+            whole = stats[index] = self.init(shard)
+        whole[:, along] = self.loss.merge(whole[:, along], met)
+
+    def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
+        """scale · ⟨q_i, k_j⟩ [I, J], and what `_propagate` needs of it: nothing, for a dot product."""
+        del with_graph
+        q, k = rows.features, cols.features.T
+        n, m = q.shape[0], k.shape[1]
+        out = room[: n * m].view(n, m)
+        if _narrow_on_accelerator(q):
+            torch.mm(q, k, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(q.to(out.dtype), k.to(out.dtype), out=out)
+        # scaled after the product: scaled features would be rounded once more
+        return out.mul_(self.scale), None
+
+    def _propagate(
+        self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
+    ) -> None:
+        """Add a tile's gradient to the accumulators, and its sum where a bias needs it."""
+        del graph
+        if u_I is not None:
+            add_product(u_I, g_IJ, cols.features)
+        if v_J is not None:
+            add_product(v_J, g_IJ.T, rows.features)
+        if self.bias is not None:
+            sums += g_IJ.sum()
+
+    def _replayed(self) -> AbstractContextManager[object]:
+        """The surroundings in which tiles are computed the same every time."""
+        return nullcontext()
 
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         side = self._side(dtype)
-        size = torch.empty((), dtype=accumulator(dtype)).element_size()
         rows, cols = min(N, side), min(M, side)
-        return size * (TILES_HELD * rows * cols + 2 * (rows + cols) * D)
+        return accumulator(dtype).itemsize * (TILES_HELD * rows * cols + 2 * (rows + cols) * D)
 
-    def _tile(self, rows: Side, cols: Side, room: Tensor) -> Tile:
-        # scaled afterwards: scaled features would be rounded once more
-        out = room[: len(rows) * len(cols)].view(len(rows), len(cols))
-        return self._marked(_product(rows.features, cols.features.T, out).mul_(self.scale), rows, cols)
-
-    def _marked(self, x: Tensor, rows: Side, cols: Side) -> Tile:
-        """The tile of the scaled similarities x, which it may overwrite."""
+    def _tile(self, x: Tensor, rows: Shard, cols: Shard) -> Tile:
+        """The tile of the logits x without bias, which it may overwrite."""
         if self.bias is not None:
             x += self.bias
         bounds = None
@@ -95,35 +134,34 @@ class Eager(Tiles):
             least, most = torch.aminmax(x)
             bounds = float(least), float(most)
         marks = mark(rows, cols, exclude_self=self.loss.exclude_self)
-        return Tile(fill(x, marks.excluded, -torch.inf), *marks, bounds)
+        if marks.excluded is not None:
+            fill(x, marks.excluded, -torch.inf)
+        tile = Tile(x, *marks, bounds)
+        if not rows.guides and rows.targets is None:
+            return tile
+        guides = [a.to(x.dtype) @ b.to(x.dtype).T for a, b in zip(rows.guides, cols.guides, strict=True)]
+        return tile._replace(guides=tuple(guides), target=target(rows, cols))
 
-    def _room(self, rows: Side, cols: Side) -> Tensor:
-        """For the logits of any tile: taken once, because new memory costs as much as a product."""
-        side = self._side(rows.features.dtype)
-        return self.scale.new_empty(min(len(rows), side) * min(len(cols), side))
+    def _room(self, rows: Shard, cols: Shard, side: int) -> Tensor:
+        """Memory for the logits of any tile, taken once: a new allocation costs as much as a small product."""
+        return self.scale.new_empty(min(rows.features.shape[0], side) * min(cols.features.shape[0], side))
 
-    def _tiles(self, side: Side) -> Iterator[tuple[slice, Side]]:
-        step = self._side(side.features.dtype)
-        for start in range(0, len(side), step):
-            stop = min(start + step, len(side))
-            yield slice(start, stop), side.narrow(start, stop)
+    def _tiles(self, shard: Shard, step: int) -> Iterator[tuple[slice, Shard]]:
+        n = shard.features.shape[0]
+        if n <= step:
+            return iter([(slice(0, n), shard)] if n else [])
+        bounds = [(start, min(start + step, n)) for start in range(0, n, step)]
+        return iter([(slice(*each), shard.narrow(*each)) for each in bounds])
 
     def _side(self, dtype: torch.dtype) -> int:
-        """Rows, and columns, of a tile: as many as pay, within the workspace."""
+        """Rows, and columns, of a tile: the fastest size that fits the workspace."""
+        del dtype
         most = SIDE_CPU if self.scale.device.type == "cpu" else SIDE_ACCELERATOR
-        size = torch.empty((), dtype=accumulator(dtype)).element_size()
-        fit = int((self.workspace / (TILES_HELD * size)) ** 0.5)
+        fit = int((self.workspace / (TILES_HELD * self.scale.dtype.itemsize)) ** 0.5)
         return max(16, min(most, fit))
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a @ b with products accumulated, and the result kept, in the accumulator's type."""
-    if _narrow_on_accelerator(a):
-        return torch.mm(a, b, out_dtype=torch.float32, out=out)
-    return torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-
-
-def _add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
+def add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
     """total += g @ features, in the accumulator's type."""
     if not _narrow_on_accelerator(features):
         total.addmm_(g, features.to(total.dtype))
@@ -135,16 +173,17 @@ def _add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
 
 
 def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
-    """g as fp16 in a unit of its own, and the unit, a power of two: in a mean over many pairs most of g lies below
-    the least number of that type.
+    """g as fp16 in units of a power of two, and the unit.
+
+    In a mean over many pairs most entries of g lie below the smallest number of fp16.
     """
     most = torch.linalg.vector_norm(g, ord=torch.inf)
-    # 15 would reach its range; 126, float32's
+    # 2^15 would reach the end of fp16's range; 126 is the largest power that float32 can invert
     power = (14 - torch.log2(most).ceil()).clamp(max=126)
     unit = torch.where(most == 0, 1.0, torch.exp2(power))
     return torch.mul(g, unit, out=torch.empty_like(g, dtype=torch.float16)), unit
 
 
 def _narrow_on_accelerator(features: Tensor) -> bool:
-    """16-bit operands on a CUDA device, whose matrix units accumulate in float32 and can return it."""
+    """16-bit operands on a CUDA device: its matrix units accumulate in float32 and return it."""
     return features.is_cuda and features.dtype in (torch.float16, torch.bfloat16)

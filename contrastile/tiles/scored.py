@@ -24,25 +24,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
-from contrastile._check import wrong
+from contrastile._errors import invalid
+from contrastile._torch import pytree, without_parametrization_cache
 from contrastile._types import accumulator
-from contrastile.footprint import as_written, footprint
-from contrastile.losses.base import PairLoss, Side, Tile
-from contrastile.randomness import RandomState, Shared, begin_random, own_generators
-from contrastile.reach import (
-    Autocast,
-    back_propagated,
-    computing_weights,
-    graph_leaves,
-    has_other_path,
-    in_modes,
-    refusing_batch_norm,
-    refusing_changes,
-    refusing_state,
-    silent,
-)
+from contrastile.gradcache.introspect import graph_leaves, has_other_path
+from contrastile.gradcache.memory import as_written, footprint
+from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, silent
+from contrastile.gradcache.refusals import refusing_batch_norm, refusing_changes, refusing_state
+from contrastile.gradcache.rng import ProcessGenerator, RandomState, begin_random, own_generators
+from contrastile.losses.base import Shard
+from contrastile.tiles.base import Accumulated, InFlight, as_given
 from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD, Eager
 
 # rows and columns that show what a module does
@@ -53,7 +45,7 @@ FIRST_SIDE = 4
 
 @dataclass(frozen=True)
 class Form:
-    """How one side's tensors are nested, and which of them want a gradient."""
+    """The nesting of one side's tensors, and the ones that require a gradient."""
 
     spec: Any
     # of the leaves, those that are tensors; the others are None
@@ -69,20 +61,22 @@ class Form:
         for x in tensors:
             if not isinstance(x, Tensor) or x.ndim == 0:
                 got = "a tensor without axes" if isinstance(x, Tensor) else type(x).__name__
-                raise wrong(name, "be made of tensors whose first axis is the batch", got, "Keep the rest in `scorer`.")
+                raise invalid(
+                    name, "be made of tensors whose first axis is the batch", got, "Keep the rest in `scorer`."
+                )
         if not tensors:
-            raise wrong(name, "contain a tensor", "none", "Pass what the scorer reads of each example.")
+            raise invalid(name, "contain a tensor", "none", "Pass what the scorer reads of each example.")
         if len({len(x) for x in tensors}) > 1:
             sizes = sorted({len(x) for x in tensors})
-            raise wrong(name, "have the same first axis, the batch", sizes, "Check each tensor's shape.")
+            raise invalid(name, "have the same first axis, the batch", sizes, "Check each tensor's shape.")
         if len({x.device for x in tensors}) > 1:
             devices = ", ".join(sorted({str(x.device) for x in tensors}))
-            raise wrong(name, "be on one device", devices, "Move all tensors to it.")
+            raise invalid(name, "be on one device", devices, "Move all tensors to it.")
         given = tuple(leaf is not None for leaf in leaves)
         wanted = tuple(x.requires_grad and torch.is_grad_enabled() for x in tensors)
         for x, want in zip(tensors, wanted, strict=True):
             if want and x.is_complex():
-                raise wrong(name, "be real where it wants a gradient", x.dtype, "Pass it by torch.view_as_real.")
+                raise invalid(name, "be real where it wants a gradient", x.dtype, "Pass it by torch.view_as_real.")
         return cls(spec, given, wanted), tensors
 
     def nested(self, tensors: Sequence[Tensor]) -> Any:
@@ -100,7 +94,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Scorer:
-    """What one call knows of the module: how to run it on a tile, and what its gradients reach."""
+    """A module in one call: it runs on tiles, and its parameters and inputs get gradients."""
 
     module: nn.Module
     # it and all in it, and whether each is in training mode
@@ -118,7 +112,7 @@ class Scorer:
     # what is computed without a graph may differ: statistics then come from scores with one
     other_path: bool
     # beside torch's generators, those that it draws from
-    process: tuple[Shared, ...] = ()
+    process: tuple[ProcessGenerator, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]]) -> Scorer:
@@ -127,15 +121,15 @@ class Scorer:
             made = isinstance(module, type) and issubclass(module, nn.Module)
             got = f"the class {module.__name__}" if made else type(module).__name__
             remedy = f"Make one: {module.__name__}(...)." if made else "Derive it from torch.nn.Module."
-            raise wrong("scorer", "be a module", got, remedy)
+            raise invalid("scorer", "be a module", got, remedy)
         wrapped = next(filter(_is_wrapped, module.modules()), None)
         if wrapped is not None:
             remedy = "Wrap the model that holds the scorer and calls `contrast` in its forward."
-            raise wrong("scorer", "be a module of its own", type(wrapped).__name__, remedy)
+            raise invalid("scorer", "be a module of its own", type(wrapped).__name__, remedy)
         parameters = tuple(p for p in module.parameters() if p.requires_grad) if torch.is_grad_enabled() else ()
         for p in parameters:
             if p.is_complex():
-                raise wrong("scorer", "have real parameters", p.dtype, "Hold what torch.view_as_real makes of them.")
+                raise invalid("scorer", "have real parameters", p.dtype, "Hold what torch.view_as_real makes of them.")
         device = rows[1][0].device
         modules = list(module.modules())
         training = [one.training for one in modules]
@@ -161,45 +155,45 @@ class Scorer:
             before.restore()
         if after.drew_own(before):
             rule, got = "draw from torch's, Python's or NumPy's own generators", "one that is an attribute of a module"
-            raise wrong("scorer", rule, got, "A tile begins them anew each time it is computed.")
+            raise invalid("scorer", rule, got, "A tile begins them anew each time it is computed.")
         blind._check(scores, leaves)
         seed = None if before.same(after) else int(torch.randint(2**62, ()))
         return replace(blind, dtype=scores.dtype, seed=seed, process=tuple(before.drawn(after).process))
 
     def _check(self, scores: Tensor, leaves: Sequence[Tensor]) -> None:
         if not scores.is_floating_point():
-            raise wrong("scorer", "return floating point", scores.dtype, "Convert it with .float().")
+            raise invalid("scorer", "return floating point", scores.dtype, "Convert it with .float().")
         # also those that want no gradient now
         known = {id(x) for x in [*leaves, *self.module.parameters()]}
         for leaf in graph_leaves([scores]):
             if id(leaf) not in known:
                 got = f"one of shape {list(leaf.shape)} elsewhere"
                 remedy = "Register what holds them as a submodule, or pass the tensor with the features."
-                raise wrong("scorer", "own every parameter that it uses", got, remedy)
+                raise invalid("scorer", "own every parameter that it uses", got, remedy)
 
     @property
     def frozen(self) -> list[Tensor]:
-        """What of the module's parameters wants no gradient."""
+        """The parameters of the module that require no gradient."""
         return [p for p in self.module.parameters() if not p.requires_grad and not p.is_inference()]
 
     @property
     def wanted(self) -> bool:
-        """Whether anything will be back-propagated."""
+        """An input or a parameter requires a gradient."""
         return any((*self.rows.wanted, *self.cols.wanted, len(self.parameters)))
 
-    def __call__(self, rows: Side, cols: Side) -> Tensor:
+    def __call__(self, rows: Shard, cols: Shard) -> Tensor:
         """The scores [I, J] of a tile, with whatever graph the surroundings ask for."""
-        with self.autocast.restored(), computing_weights():
+        with self.autocast.restored(), without_parametrization_cache():
             scores: Any = self.module(self.rows.nested(rows.leaves), self.cols.nested(cols.leaves))
         # of every tile: a `squeeze` takes an axis of those with one row only
         expected = [len(rows), len(cols)]
         if not isinstance(scores, Tensor) or list(scores.shape) != expected:
             got = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             rule = f"return a tensor {expected} for {expected[0]} rows and {expected[1]} columns"
-            raise wrong("scorer", rule, got, "One score for each pair.")
+            raise invalid("scorer", rule, got, "One score for each pair.")
         return scores
 
-    def with_graph(self, rows: Side, cols: Side) -> tuple[Tensor, list[Tensor]]:
+    def with_graph(self, rows: Shard, cols: Shard) -> tuple[Tensor, list[Tensor]]:
         """The scores with their graph, and its leaves: what wants a gradient of the rows, and then of the columns."""
         sides = [
             replace(side, features=first, others=tuple(others))
@@ -213,111 +207,139 @@ class Scorer:
         return scores, [*self.rows.asked(sides[0].leaves), *self.cols.asked(sides[1].leaves)]
 
 
-def _few(tensors: Sequence[Tensor], n: int) -> Side:
+def _few(tensors: Sequence[Tensor], n: int) -> Shard:
     """The first rows, for a trial: a scorer that writes over them spoils nothing. Zeros where a rank has none."""
     first, *others = [x.detach()[:n].clone() if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]
-    return Side(first, others=tuple(others))
+    return Shard(first, others=tuple(others))
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    """Whether it exchanges something among ranks for every tile: data-parallel wrappers do, and FSDP's modules."""
+    """The module communicates among ranks in every forward: a data-parallel wrapper, or a module of FSDP."""
     marks = ("_get_fsdp_state", "_fsdp_wrapped_module")
     return isinstance(module, DistributedDataParallel) or any(hasattr(module, mark) for mark in marks)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scored(Eager):
     """Tiles of a module's scores, each with its graph only while its gradient is computed."""
 
     scorer: Scorer = field(kw_only=True)
     # rows, and columns, of a tile
     side: int = field(kw_only=True)
-    # places of the parameters that a gradient has reached
+    # indices of the parameters that a gradient has reached
     touched: set[int] = field(default_factory=set, kw_only=True)
+    # a tile has been computed: this rank has pairs
+    computed: bool = field(default=False, kw_only=True)
 
-    @classmethod
-    def declines(cls, loss: PairLoss, rows: Side, cols: Side) -> str | None:
-        del loss, rows, cols
-        return None
+    def backward(
+        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
+    ) -> Tensor:
+        with silent(self.scorer.parameters):
+            return super().backward(rows, cols, u, v, row_stats)
+
+    def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
+        # features may be anything: whatever is not finite shows in the scores
+        del rows, cols
+        return self.scale * 0
 
     def no_pairs(self) -> Tensor:
         return self.scale.new_zeros(2 + sum(parameter.numel() for parameter in self.scorer.parameters))
 
-    def stats(self, rows: Side, cols: Side) -> tuple[Tensor, Tensor | None]:
-        with self._replayed():
-            return super().stats(rows, cols)
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        """Zeros [n, numbers of a row] for the leaves of either side that want a gradient."""
+        del wanted
+        widths = self.scorer.rows.widths(rows.leaves), self.scorer.cols.widths(cols.leaves)
+        u, v = (
+            self.scale.new_zeros(len(shard), sum(each)) if each else None
+            for shard, each in zip((rows, cols), widths, strict=True)
+        )
+        return u, v
 
-    def grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> Tensor:
-        return self._back(rows, cols, u, v, None)
+    def gradients(
+        self,
+        found: Accumulated,
+        rows: Shard,
+        cols: Shard,
+        wanted: Sequence[bool],
+        numbers: tuple[Tensor, Tensor | None],
+        upstream: Tensor | None,
+    ) -> list[Tensor | None]:
+        """Gradients of scale, bias, the leaves of both sides and the module's parameters Ω, in their own types."""
+        del wanted
+        scale, bias = numbers
+        u, v, sums = found
+        if upstream is not None:
+            # a second backward reads them again
+            u, v = (None if x is None else x * upstream for x in (u, v))
+            sums = sums * upstream
+        of_bias = sums[0] if self.loss.uses_bias else torch.zeros_like(sums[0])
+        return [
+            as_given(sums[1], scale),
+            None if bias is None else as_given(of_bias, bias),
+            *_split(u, self.scorer.rows, rows.leaves, self.scale),
+            *_split(v, self.scorer.cols, cols.leaves, self.scale),
+            *self._of_parameters(sums[2:] * self.scale),
+        ]
 
-    def stats_and_grads(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
-        row_stats = self.init(rows)
-        return row_stats, self._back(rows, cols, u, v, row_stats)
+    def _of_parameters(self, sums: Tensor) -> list[Tensor | None]:
+        """Ω's gradients; None for a parameter that no pair reaches, as in plain autograd, if this rank has pairs."""
+        parameters, nothing = self.scorer.parameters, not self.computed
+        parts = sums.split([parameter.numel() for parameter in parameters])
+        return [
+            part.to(parameter.dtype).reshape(parameter.shape) if index in self.touched or nothing else None
+            for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True))
+        ]
 
-    def _back(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
-        sums = self.no_pairs()
-        with self._replayed():
-            for along_i, row_tile in self._tiles(rows):
-                for along_j, col_tile in self._tiles(cols):
-                    self._begin(row_tile, col_tile)
-                    scores, leaves = self.scorer.with_graph(row_tile, col_tile)
-                    tile = self._scaled(scores, row_tile, col_tile)
-                    if row_stats is not None:
-                        (met,) = self.loss.absorb(tile)
-                        row_stats[:, along_i] = self.loss.merge(row_stats[:, along_i], met)
-                    w_IJ = self.loss.pair_grad(tile, row_tile, col_tile)
-                    pieces = (None if u is None else u[along_i], None if v is None else v[along_j])
-                    self._propagate(scores, leaves, w_IJ, self._places(row_tile, col_tile, *pieces), sums)
-        return sums
+    def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
+        """scale · Φ [I, J], and behind it the scores with their graph and its leaves."""
+        del room
+        self.computed = True
+        self._begin(rows, cols)
+        if with_graph or (self.scorer.other_path and self.scorer.wanted):
+            scores, leaves = self.scorer.with_graph(rows, cols)
+        else:
+            with torch.no_grad():
+                scores, leaves = self.scorer(rows, cols), []
+        return scores.detach().to(self.scale.dtype) * self.scale, (scores, leaves)
 
     def _propagate(
-        self, scores: Tensor, leaves: list[Tensor], w_IJ: Tensor, places: list[Tensor], sums: Tensor
+        self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
     ) -> None:
-        """Adds what the tile's graph makes of w to the places of its leaves, and to the sums."""
-        sums[0] += w_IJ.sum()
-        sums[1] += (w_IJ * scores.detach()).sum()
+        """Back-propagate g through a tile's graph, into the accumulators of its leaves and into the sums."""
+        scores, leaves = graph
+        sums[0] += g_IJ.sum()
+        sums[1] += (g_IJ * scores.detach()).sum()
         if not scores.requires_grad:
             return
-        parts = sums[2:].split([parameter.numel() for parameter in self.scorer.parameters])
-        # one that was frozen after the forward gets none, as in plain autograd
+        # a parameter that was frozen after the forward gets no gradient, as in plain autograd
         wanted = {index: p for index, p in enumerate(self.scorer.parameters) if p.requires_grad}
         if not leaves and not wanted:
             return
-        found = back_propagated([scores], [*leaves, *wanted.values()], [w_IJ.to(scores.dtype)], "scorer")
-        for place, gradient in zip(places, found, strict=False):
+        found = back_propagated([scores], [*leaves, *wanted.values()], [g_IJ.to(scores.dtype)], "scorer")
+        for total, gradient in zip(self._by_leaf(rows, cols, u_I, v_J), found, strict=False):
             if gradient is not None:
-                place += gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]
+                total += gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]
+        parts = sums[2:].split([parameter.numel() for parameter in self.scorer.parameters])
         for index, gradient in zip(wanted, found[len(leaves) :], strict=True):
             if gradient is not None:
                 self.touched.add(index)
-                # an embedding's may be sparse
+                # an embedding's gradient may be sparse
                 parts[index].add_(gradient.to_dense().flatten())
 
-    def _places(self, rows: Side, cols: Side, u: Tensor | None, v: Tensor | None) -> list[Tensor]:
+    def _by_leaf(self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None) -> list[Tensor]:
         """The columns of u and v that belong to each leaf."""
         forms = ((self.scorer.rows, rows, u), (self.scorer.cols, cols, v))
         return [
-            place
-            for form, side, whole in forms
+            part
+            for form, shard, whole in forms
             if whole is not None
-            for place in whole.split(form.widths(side.leaves), dim=1)
+            for part in whole.split(form.widths(shard.leaves), dim=1)
         ]
 
-    def _room(self, rows: Side, cols: Side) -> Tensor:
+    def _room(self, rows: Shard, cols: Shard, side: int) -> Tensor:
         # the scores bring their own memory
-        del rows, cols
+        del rows, cols, side
         return self.scale.new_empty(0)
-
-    def _tile(self, rows: Side, cols: Side, room: Tensor) -> Tile:
-        del room
-        self._begin(rows, cols)
-        if self.scorer.other_path and self.scorer.wanted:
-            return self._scaled(self.scorer.with_graph(rows, cols)[0], rows, cols)
-        with torch.no_grad():
-            return self._scaled(self.scorer(rows, cols), rows, cols)
-
-    def _scaled(self, scores: Tensor, rows: Side, cols: Side) -> Tile:
-        return self._marked(scores.detach().to(self.scale.dtype) * self.scale, rows, cols)
 
     def _side(self, dtype: torch.dtype) -> int:
         del dtype
@@ -340,7 +362,7 @@ class Scored(Eager):
             finally:
                 before.restore()
 
-    def _begin(self, rows: Side, cols: Side) -> None:
+    def _begin(self, rows: Shard, cols: Shard) -> None:
         """The random numbers of this tile: the same whenever and in whatever order it is computed."""
         if self.scorer.seed is not None:
             words = f"{self.scorer.seed} {rows.start} {cols.start}".encode()
@@ -348,11 +370,20 @@ class Scored(Eager):
             begin_random(self.scorer.device, seed, self.scorer.process)
 
 
-# sides that were measured, by what they depend on
+def _split(total: Tensor | None, form: Form, leaves: Sequence[Tensor], scale: Tensor) -> list[Tensor | None]:
+    """Each leaf's gradient out of the matrix in which those of a side are accumulated, times the scale, in place."""
+    parts = iter(() if total is None else total.mul_(scale).split(form.widths(leaves), dim=1))
+    return [
+        next(parts).to(leaf.dtype).reshape(leaf.shape) if want else None
+        for leaf, want in zip(leaves, form.wanted, strict=True)
+    ]
+
+
+# measured sides of tiles, by module and by inputs of one kind
 _measured: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
 
 
-def fitting_side(scorer: Scorer, rows: Side, cols: Side, workspace: int) -> int:
+def fitting_side(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
     """Rows, and columns, of a tile whose scores, graph and gradients fit the workspace.
 
     Tiles of growing size are run and their bytes counted. Once for inputs of one shape.
@@ -366,7 +397,7 @@ def fitting_side(scorer: Scorer, rows: Side, cols: Side, workspace: int) -> int:
     return known[key]
 
 
-def _measure(scorer: Scorer, rows: Side, cols: Side, workspace: int) -> int:
+def _measure(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
     most = min(max(len(rows), len(cols)), SIDE_CPU if scorer.device.type == "cpu" else SIDE_ACCELERATOR)
     before, side = RandomState.capture(scorer.device), FIRST_SIDE
     try:
@@ -381,8 +412,8 @@ def _measure(scorer: Scorer, rows: Side, cols: Side, workspace: int) -> int:
         before.restore()
 
 
-def _bytes(scorer: Scorer, rows: Side, cols: Side, side: int) -> int:
-    """What a tile takes beside the gradients of Ω, which are outputs."""
+def _bytes(scorer: Scorer, rows: Shard, cols: Shard, side: int) -> int:
+    """Bytes of a tile beside the gradients of Ω, which are outputs."""
     row_tile, col_tile = (each.narrow(0, side) if len(each) else _few(each.leaves, side) for each in (rows, cols))
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""Adafactor as vision transformers are trained with it: momentum, a capped second moment, decoupled weight decay.
+"""Adafactor in the form that trains vision transformers: momentum, a capped second moment, decoupled weight decay.
 
 One of the optimizers of `optim.py`. Shazeer & Stern (arXiv:1804.04235) in the form of Zhai et al., "Scaling Vision
-Transformers" (arXiv:2106.04560, section 3.4), which Inf-CL trains with (arXiv:2410.17243, section 4.1): no steps
-relative to a parameter's size, no clipping of updates, momentum.
+Transformers" (arXiv:2106.04560, section 3.4), which Inf-CL uses (arXiv:2410.17243, section 4.1): no step sizes relative
+to a parameter's size, no clipping of updates, momentum.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastile.train.moving import Moving
-from contrastile.train.sharded import like, whole
+from contrastile.train.optimizer import PerParameterOptimizer
+from contrastile.train.sharded import full, shard_like
 
-# below this many rows or columns a matrix has its whole second moment
+# a matrix with fewer rows or columns keeps its whole second moment
 SMALLEST_FACTORED = 32
 EPS = 1e-30
 
 
-class Adafactor(Moving):
+class Adafactor(PerParameterOptimizer):
     """For a gradient g at step t, with β₂(t) = min(beta2, 1 − t^beta2_decay):
 
-        v ← β₂(t) v + (1 − β₂(t)) (g² + 1e-30)        of a matrix only its means by row r and by column c are kept,
-        u = g / √v                                    where v is r cᵀ / mean(r)
+        v ← β₂(t) v + (1 − β₂(t)) (g² + 1e-30)        a matrix keeps only its means by row r and by column c,
+        u = g / √v                                    and v = r cᵀ / mean(r)
         m ← beta1 m + (1 − beta1) u
         p ← p − lr m − (lr / peak) weight_decay p
 
-    so that decay follows the schedule of the rate, not its height; `peak` is the `lr` that the group was made with. A
-    tensor of more axes is factored over its two longest. State is float32: for a matrix `m` and two vectors. Of weights
-    in shards `m` is too, and the means are those of the whole matrix, which every rank has.
+    so that decay follows the schedule of the rate, not its height; `peak` is the initial `lr` of the group. A tensor
+    with more axes is factored over its two longest. State is float32: `m` and two vectors for a matrix. The momentum
+    `m` of sharded weights is sharded; the means, those of the whole matrix, are on every rank.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
     >>> optimizer = Adafactor([weight], lr=0.1, betas=(0.0, 0.95))
@@ -54,13 +54,13 @@ class Adafactor(Moving):
         for group in self.param_groups:
             group["peak"] = group["lr"]
 
-    def move(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """The formula above, in float32."""
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Apply the formula above, in float32."""
         gradient = gradient.float()
         beta1, beta2 = group["betas"]
         state["step"] = state.get("step", 0) + 1
-        kept = min(beta2, 1 - state["step"] ** group["beta2_decay"])
-        update = gradient * _inverse_root(gradient.square() + EPS, state, kept)
+        beta2 = min(beta2, 1 - state["step"] ** group["beta2_decay"])
+        update = gradient * _inverse_root(gradient.square() + EPS, state, beta2)
         if beta1 > 0:
             momentum = state.setdefault("momentum", torch.zeros_like(gradient))
             update = momentum.lerp_(update, 1 - beta1)
@@ -69,20 +69,20 @@ class Adafactor(Moving):
         parameter.sub_(group["lr"] * update)
 
 
-def _inverse_root(square: Tensor, state: dict[str, Any], kept: float) -> Tensor:
-    """1/√v, v the mean of squares up to now: whole, or as the product of its means over the two longest axes."""
+def _inverse_root(square: Tensor, state: dict[str, Any], beta2: float) -> Tensor:
+    """1/√v for the running mean v of squares: whole, or the product of its means over the two longest axes."""
     axes = _factored(square.shape)
     if axes is None:
-        return state.setdefault("square", torch.zeros_like(square)).lerp_(square, 1 - kept).rsqrt()
-    # of shards each rank has a sum of its own
-    by_row, by_column = (whole(square.sum(axis, keepdim=True)) / square.shape[axis] for axis in axes)
-    row = state.setdefault("row", torch.zeros_like(by_row)).lerp_(by_row, 1 - kept)
-    column = state.setdefault("column", torch.zeros_like(by_column)).lerp_(by_column, 1 - kept)
-    return like((row / row.mean(axes[1], keepdim=True)).rsqrt() * column.rsqrt(), square)
+        return state.setdefault("square", torch.zeros_like(square)).lerp_(square, 1 - beta2).rsqrt()
+    # the sum over a sharded axis is partial on each rank
+    by_row, by_column = (full(square.sum(axis, keepdim=True)) / square.shape[axis] for axis in axes)
+    row = state.setdefault("row", torch.zeros_like(by_row)).lerp_(by_row, 1 - beta2)
+    column = state.setdefault("column", torch.zeros_like(by_column)).lerp_(by_column, 1 - beta2)
+    return shard_like((row / row.mean(axes[1], keepdim=True)).rsqrt() * column.rsqrt(), square)
 
 
 def _factored(shape: torch.Size) -> tuple[int, int] | None:
-    """The longest axis and the next, where both are long enough."""
+    """The two longest axes, if both are long enough."""
     if len(shape) < 2:
         return None
     *_, second, first = sorted(range(len(shape)), key=lambda axis: shape[axis])

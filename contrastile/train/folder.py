@@ -1,7 +1,7 @@
-"""A run's folder: where it is, who may write in it, and how a file gets there whole.
+"""A run's folder: its name, its lock, and files that are written whole or not at all.
 
-`runs/<name>` is always the newest run of its name. An earlier one is moved aside to `runs/<name>-1`, `-2`, ...: nothing
-is ever overwritten or lost. Every file but `metrics.jsonl` is written beside its place and renamed.
+`runs/<name>` is always the newest run of its name. An earlier one is renamed to `runs/<name>-1`, `-2`, ..., so that
+nothing is overwritten. Every file but `metrics.jsonl` is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import fcntl
 import json
 import logging
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,35 +21,58 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from contrastile._wrong import wrong
+from contrastile._errors import invalid
+from contrastile.data.files import new_file
 
 logger = logging.getLogger("contrastile")
 
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
 WEIGHTS = "model.safetensors"
-FACTS = "run.json"
+METADATA = "run.json"
 EVALUATION = "evaluation.json"
 GALLERIES, QUESTIONS = "galleries.json", "questions.json"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
-# of the folder that `contrastile encode` writes
+RUN_ID = "run.id"
+# temporary names of the program: files of `written_whole`, and folders
+UNFINISHED, FOLDERS_LEFT = re.compile(r"\..+\.part"), re.compile(r"\.tokenizer-[a-z0-9_]{8}|\.spent-checkpoints")
+# in a folder that `contrastile encode` wrote
 INDEX = "index.json"
 
 
 class RunFolder:
-    """The folder at `path`, which exists."""
+    """An existing folder. `locked`: the file status of a folder that this process has locked, to notice its move."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, locked: os.stat_result | None = None) -> None:
+        self._path, self._locked = path, locked
+
+    @property
+    def path(self) -> Path:
+        """The path, after `check_in_place`: all files are read and written through it."""
+        self.check_in_place()
+        return self._path
+
+    def check_in_place(self) -> None:
+        """Raise ValueError where a locked folder was moved, so that no other folder of its name is written to."""
+        if self._locked is None:
+            return
+        try:
+            got = "" if os.path.samestat(self._locked, self._path.stat()) else "another one"
+        except FileNotFoundError:
+            got = "none"
+        if got:
+            remedy = "Move its own back there and go on with --resume."
+            raise invalid("run", "find its folder where it began", f'{got} at "{self._path}"', remedy)
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
     @contextmanager
     def written_whole(self, name: str) -> Iterator[Path]:
-        """A path to write to; on leaving without an error it becomes the file `name`, in one step."""
+        """A temporary path to write to, renamed to `name` on leaving without an error."""
         temporary = self.path / f".{name}.part"
+        new_file(temporary)
         try:
             yield temporary
             with temporary.open("rb") as written:
@@ -57,20 +82,21 @@ class RunFolder:
             temporary.unlink(missing_ok=True)
 
     def write_text(self, name: str, text: str) -> None:
-        """The file `name` holds `text`."""
+        """Write `text` into the file `name`."""
         with self.written_whole(name) as path:
             path.write_text(text, encoding="utf-8")
 
     def write_json(self, name: str, value: Any) -> None:
-        """The file `name` holds `value` as JSON, readable by people too."""
+        """Write `value` as indented JSON into the file `name`."""
         self.write_text(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """What `write_json` wrote."""
+        """The value of a JSON file; raises ValueError where the file is damaged."""
         try:
             return json.loads((self.path / name).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise wrong(name, "be JSON", f'"{self.path / name}": {error}', "The file is damaged; restore it.") from None
+            got = f'"{self.path / name}": {error}'
+            raise invalid(name, "be JSON", got, "The file is damaged; restore it.") from None
 
     def checksum(self, name: str) -> str:
         """The SHA-256 of the file `name`."""
@@ -79,71 +105,82 @@ class RunFolder:
 
 
 def finished_run(path: str | Path) -> RunFolder:
-    """The folder of a run that has kept its weights, or a sentence that says what is missing."""
+    """The folder of a run that has saved its weights; raises ValueError with the names of missing files."""
     folder = Path(path)
-    missing = [name for name in (RECIPE, WEIGHTS, FACTS) if not (folder / name).is_file()]
+    missing = [name for name in (RECIPE, WEIGHTS, METADATA) if not (folder / name).is_file()]
     if missing:
         remedy = "Train one first: contrastile train recipes/glyphs.toml"
         if RECIPE not in missing and (folder / METRICS).is_file():
             remedy = f"It has begun: contrastile train {folder / RECIPE} --runs {folder.parent} --resume"
-        raise wrong("run", f"be the folder of a run, with {', '.join(missing)}", f'"{folder}"', remedy)
+        raise invalid("run", f"be the folder of a run, with {', '.join(missing)}", f'"{folder}"', remedy)
     return RunFolder(folder)
 
 
 @contextmanager
 def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
-    """An empty `runs/<name>`, held by this process alone; an earlier run of that name is moved aside first."""
+    """A new folder `runs/<name>`, locked by this process; an earlier run of that name is renamed first."""
     path = Path(runs) / name
     make_folder("--runs", runs)
     if path.exists():
-        with _held(path):
+        with _locked(path):
             aside = path.rename(free_name(path))
         logger.warning("the earlier %s is now %s", path, aside)
     path.mkdir()
-    with _held(path):
-        yield RunFolder(path)
+    with _locked(path) as status:
+        yield RunFolder(path, status)
 
 
-def make_folder(asked: str, path: str | Path) -> None:
-    """The folder that `asked` names is there, its parents too, and can be written to; else it is named in an error.
+def make_folder(option: str, path: str | Path) -> None:
+    """Make the folder that `option` names, with its parents; raises ValueError where it cannot be written to.
 
-    Every verb calls this, or `make_way`, before anything is loaded: what was computed must have a place to go.
+    Every verb calls this, or `make_way`, before anything is loaded, so that no result is lost for want of a place.
     """
-    _made(asked, "a folder, or where one can be made", path, Path(path))
+    _make(option, "a folder, or where one can be made", path, Path(path))
     if not os.access(path, os.W_OK | os.X_OK):
-        raise wrong(asked, "be a folder that can be written to", f'"{path}"', "Name another one.")
+        raise invalid(option, "be a folder that can be written to", f'"{path}"', "Name another one.")
 
 
-def make_way(asked: str, path: str | Path) -> None:
-    """The file that `asked` names can be written: its folder is there, and no folder has its name."""
+def make_way(option: str, path: str | Path) -> None:
+    """Make the folder of the file that `option` names; raises ValueError where the file cannot be written."""
     path = Path(path)
-    _made(asked, "a file, or where one can be made", path, path.parent)
+    _make(option, "a file, or where one can be made", path, path.parent)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise wrong(asked, "be a file that can be written to", f'"{path}"', "Name another one.")
+        raise invalid(option, "be a file that can be written to", f'"{path}"', "Name another one.")
 
 
-def _made(asked: str, what: str, path: str | Path, folder: Path) -> None:
+def _make(option: str, rule: str, path: str | Path, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise
-        raise wrong(asked, f"be {what}", f'"{path}"', f"{error.strerror}.") from None
+        raise invalid(option, f"be {rule}", f'"{path}"', f"{error.strerror}.") from None
 
 
 def begun_run(runs: str | Path, name: str) -> RunFolder | None:
-    """The folder of a run that has begun, to be resumed; None where there is none."""
+    """The folder of a run to resume; None where there is none."""
     path = Path(runs) / name
     return RunFolder(path) if (path / RECIPE).is_file() else None
 
 
 @contextmanager
 def resumed_run(folder: RunFolder) -> Iterator[RunFolder]:
-    """The same folder, held by this process alone; what a killed process left half written is removed."""
-    with _held(folder.path):
+    """The same folder, locked by this process; remains of a killed process are removed by their temporary names."""
+    with _locked(folder.path) as status:
         for left in folder.path.glob(".*"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        yield folder
+            if left.is_dir() and not left.is_symlink():
+                if FOLDERS_LEFT.fullmatch(left.name):
+                    shutil.rmtree(left)
+            elif UNFINISHED.fullmatch(left.name):
+                left.unlink()
+        yield RunFolder(folder.path, status)
+
+
+def run_id(folder: RunFolder) -> str:
+    """The id of a run under way: drawn once; an older run without one gets it when it is resumed."""
+    if not (folder / RUN_ID).is_file():
+        folder.write_text(RUN_ID, f"{secrets.token_hex(8)}\n")
+    return (folder / RUN_ID).read_text(encoding="utf-8").strip()
 
 
 def free_name(path: Path) -> Path:
@@ -152,15 +189,15 @@ def free_name(path: Path) -> Path:
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[None]:
-    """The folder's lock, which the system drops with the process; a sentence where another process has it."""
+def _locked(path: Path) -> Iterator[os.stat_result]:
+    """Lock a folder, which the system unlocks when the process ends; its file status. ValueError where it is locked."""
     handle = os.open(path, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             remedy = "Wait for that run to end, or give this one another name: name=another"
-            raise wrong("name", "be that of no run under way", f'"{path.name}"', remedy) from None
-        yield
+            raise invalid("name", "be that of no run under way", f'"{path.name}"', remedy) from None
+        yield os.fstat(handle)
     finally:
         os.close(handle)

@@ -1,156 +1,165 @@
-"""Towers of pictures and texts, as a job of `loop.py`: what they learn from, their loss, what they are worth.
+"""Task of pictures and texts: its data, its loss, its evaluation; one of the two tasks of `loop.py`.
 
 A step encodes both sides, each sub-batch by sub-batch, and compares every picture with every text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile._check import wrong
-from contrastile.cache import encode
-from contrastile.data.collection import Stream
 from contrastile.data.pairs import Indices
+from contrastile.data.stream import Stream
+from contrastile.gradcache.encode import encode
+from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.text import load_tokenizer
-from contrastile.models.towers import DualEncoder
 from contrastile.modules import ClipLoss, SigLipLoss
-from contrastile.train.checkpoint import Run, build_run, choose_device, fingerprint, load
+from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle
 from contrastile.train.config import Recipe
-from contrastile.train.described import describe_models
-from contrastile.train.elsewhere import Test, measure_all, measures, named, open_test
 from contrastile.train.evaluation import Row, encode_held_out, evaluate, probe
-from contrastile.train.facts import Trained, facts, facts_so_far
-from contrastile.train.feed import Batch, Feed, Materials, open_materials
+from contrastile.train.feature_cache import with_cached_features
 from contrastile.train.folder import EVALUATION, RunFolder
-from contrastile.train.galleries import galleries
-from contrastile.train.job import Measure
-from contrastile.train.precomputed import precomputed
+from contrastile.train.memory import dense_need
+from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
 from contrastile.train.ranks import Ranks
-from contrastile.train.report import IMAGE_TEXT, table_text, write_report
-from contrastile.train.state import Parts
-from contrastile.train.stopwatch import Stopwatch
+from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report
+from contrastile.train.report.samples import picture_samples
+from contrastile.train.run import Run, build_run, choose_device, fingerprint, load
+from contrastile.train.task import Measure, Task
+from contrastile.train.transfer import Test, measure_all, measures, open_test, settings_of
 
-Loss = Callable[..., Tensor]
 LOSSES: dict[str, type[ClipLoss | SigLipLoss]] = {"clip": ClipLoss, "siglip": SigLipLoss}
 
 
-class ImageText:
-    """The job of a recipe of pictures and texts."""
+class ImageText(Task[Batch]):
+    """The task of a recipe of pictures and texts. `tests` are measured at every probe."""
 
     unit = "pairs"
     wording = IMAGE_TEXT
+    run: Run
 
-    def __init__(self, run: Run, materials: Materials, tests: Sequence[Test] = ()) -> None:
+    def __init__(self, run: Run, bundle: DataBundle, tests: Sequence[Test] = ()) -> None:
         recipe = run.recipe
-        self.run, self.materials, self._tests = run, materials, tests
-        # of the tests measured whole their rows, by place
-        self._found: dict[int, list[Row]] = {}
+        super().__init__(run, LOSSES[recipe.loss.kind](**recipe.loss.words()))
+        self.bundle, self._tests = bundle, tests
+        # rows of tests that ranks measured whole, by the test's index
+        self._results: dict[int, list[Row]] = {}
         apart = run.device.type == "cuda"
-        self.feed = Feed(materials, bend=recipe.data.augment, seed=recipe.seed, apart=apart)
-        self.state: Parts = {"feed": self.feed}
-        self._loss: Loss = LOSSES[recipe.loss.kind](**recipe.loss.words())
+        self.builder = BatchBuilder(bundle, augment=recipe.data.augment, seed=recipe.seed, apart=apart)
+        self.state = {"feed": self.builder}
 
     @classmethod
     def open(cls, recipe: Recipe, begun: RunFolder | None = None) -> Self:
-        """The job that a recipe describes; a tokenizer is trained where none has `begun`."""
-        # first: a device that is not there, a model that does not fit, or a mistake in the tests' files, costs nothing
+        """The untrained task of a recipe; a tokenizer is trained unless the run `begun` has one."""
+        # cheap checks first: a missing device, a model that does not fit, mistakes in the tests' files
         choose_device(recipe.device)
-        describe_models(recipe)
-        tests = [open_test(test) for test in named(recipe.evaluate)]
-        materials = open_materials(recipe, load_tokenizer(begun.path) if begun is not None else None)
-        run = build_run(recipe, materials.tokenizer)
-        return cls(run, precomputed(run, materials), tests)
+        tests = [open_test(test) for test in settings_of(recipe.evaluate)]
+        bundle = open_data_bundle(recipe, load_tokenizer(begun.path) if begun is not None else None)
+        run = build_run(recipe, bundle.tokenizer)
+        return cls(run, with_cached_features(run, bundle), tests)
 
     @classmethod
-    def of_run(cls, folder: RunFolder, *, device: str = "auto", index: Path | None = None) -> Self:
-        """That of a finished run."""
-        if index is not None:
-            raise wrong("--index", "be left out for pictures and texts", index, "It belongs to a retriever.")
+    def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
+        """The task of a finished run."""
         run = load(folder.path, device=device)
-        return cls(run, open_materials(run.recipe, run.tokenizer))
+        return cls(run, open_data_bundle(run.recipe, run.tokenizer))
 
     @property
     def rows(self) -> Indices:
         """The pairs to train on."""
-        return self.materials.pairs.splits["train"]
+        return self.bundle.pairs.splits["train"]
 
     @property
     def stream(self) -> Stream | None:
-        """What reads the pairs of a collection."""
-        return self.materials.pairs.stream
+        """The reader of a collection."""
+        return self.bundle.pairs.stream
 
     @property
     def data(self) -> str:
         """The fingerprint of pairs and tokens."""
-        return fingerprint(self.materials.pairs, self.materials.tokens)
+        return fingerprint(self.bundle.pairs, self.bundle.tokens)
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[Batch]:  # noqa: ARG002
-        """What is drawn for a batch comes from the feed's own lots, in the order of the steps."""
-        return list(self.feed.batch(rows, ranks.share).parts(self.run.recipe.train.accumulate))
+        """This rank's share of a batch; augmentation draws from the builder's own generator, step after step."""
+        return list(self.builder.batch(rows, ranks.share).parts(self.run.recipe.train.accumulate))
 
     def expect(self, rows: Tensor, ranks: Ranks) -> None:
-        """Pictures of a collection are read while a step computes."""
-        self.feed.expect(rows, ranks.share)
+        """Prefetch pictures of a collection while a step computes."""
+        self.builder.expect(rows, ranks.share)
 
     def close(self) -> None:
-        """Nothing is read any more."""
-        self.feed.close()
+        """Stop prefetching."""
+        self.builder.close()
 
     def loss(self, part: Batch) -> Tensor:
-        """The recipe's loss of a part of any size."""
-        return batch_loss(self.run, self._loss, part)
-
-    def timed(self, watch: Stopwatch[Any]) -> None:
-        """Mark where the loss begins and ends."""
-        self._loss = watch.around(self._loss)
+        """The recipe's loss of a part of any size; activations of the retained sub-batches are held, or of one."""
+        model, settings, size = self.run.model, self.run.recipe.train, self.run.recipe.train.sub_batch
+        with self.run.autocast():
+            # with retain >= 1, a batch of one sub-batch is encoded once, without a replay
+            image = encode(model.encode_image, part.pixels, sub_batch=size.image, retain=settings.retain)
+            text = encode(model.encode_text, part.tokens, **size.of_texts(), retain=settings.retain)
+        image, text = (F.normalize(side.to(model.logit_scale.dtype), dim=-1) for side in (image, text))
+        return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=part.ids.to(self.run.device))
 
     def probe(self) -> dict[str, dict[str, float]]:
         """Recall from picture to name."""
-        return probe(self.run, self.materials.pairs)
+        return probe(self.run, self.bundle.pairs)
 
     def tests(self, *, whole: bool = False) -> list[Measure]:
-        """On pictures from elsewhere; what is found of all of them the report takes."""
-        return measures(self.run, self._tests, self._found if whole else None)
+        """Transfer evaluation; the report reuses the rows of `whole` tests."""
+        return measures(self.run, self._tests, self._results if whole else None)
 
-    def facts(self, trained: Trained) -> dict[str, Any]:
-        """What run.json says."""
-        return facts(self.run, self.materials, trained)
+    def metadata(self, result: TrainResult) -> dict[str, Any]:
+        """The contents of run.json."""
+        train, largest = self.run.recipe.train, max(result.largest_batch, 1)
+        retained = examples_retained(train.retain, train.sub_batch.image, largest)
+        need = dense_need(activations_per_pair(self.run, self.bundle), largest, retained)
+        return {**self.metadata_so_far(result), "memory": need}
 
-    def facts_so_far(self, trained: Trained) -> dict[str, Any]:
-        """The same but for what the dense way would need."""
-        return facts_so_far(self.run, self.materials, trained)
+    def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
+        """The metadata without the memory of plain autograd, which takes the towers to measure."""
+        pairs, recipe = self.bundle.pairs, self.run.recipe
+        return {
+            **base_metadata(self.run, result),
+            "pairs": len(pairs.splits["train"]),
+            # by reason: skipped at opening, and while reading
+            "skipped": dict(Counter(pairs.skipped) + Counter(pairs.stream.skipped if pairs.stream is not None else {})),
+            "loss": recipe.loss.kind,
+            "batch": [batch for _, batch in recipe.train.batch],
+        }
 
     def report(self, folder: RunFolder) -> str:
-        """Measure everything, write evaluation.json and report.html; the table of results as text."""
-        seen = encode_held_out(self.run, self.materials.pairs)
-        results = [*evaluate(self.run, seen), *measure_all(self.run, folder, self._found)]
+        """Evaluate, write evaluation.json and report.html; the table of results as text."""
+        encoded = encode_held_out(self.run, self.bundle.pairs)
+        results = [*evaluate(self.run, encoded), *measure_all(self.run, folder, self._results)]
         folder.write_json(EVALUATION, results)
-        write_report(folder, galleries(self.materials.pairs, seen))
+        write_report(folder, picture_samples(self.bundle.pairs, encoded))
         return table_text(results)
 
-    def take(self, model: DualEncoder) -> None:
-        """This is the model now."""
-        self.run = replace(self.run, model=model)
 
-    def trained_in(self, folder: RunFolder) -> Self:
-        """The same with the weights that a folder keeps."""
-        model = load(folder.path, device=self.run.recipe.device).model
-        return type(self)(replace(self.run, model=model), self.materials, self._tests)
+def activations_per_pair(run: Run, bundle: DataBundle) -> int:
+    """Bytes that autograd keeps for one pair in both towers, measured on sub-batches of the data's shape."""
+    sub_batch, data = run.recipe.train.sub_batch, run.recipe.data
+    row = torch.zeros(1, dtype=torch.int64)
 
+    def image(count: int) -> object:
+        pixels = torch.zeros(count, data.channels, data.image_size, data.image_size, device=run.device)
+        return run.model.encode_image(pixels)
 
-def batch_loss(run: Run, loss: Loss, batch: Batch) -> Tensor:
-    """The loss of a batch of any size; activations are kept of the retained sub-batches, or of one at a time."""
-    model, settings = run.model, run.recipe.train
-    size = settings.sub_batch
+    def text(count: int) -> object:
+        tokens = {name: ids[row.expand(count)].to(run.device) for name, ids in bundle.tokens.items()}
+        return run.model.encode_text(**tokens)
+
+    # black pictures must not enter the running statistics of batch norm
+    buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
     with run.autocast():
-        # with a sub-batch retained, a batch that fits into one is encoded once, in the plain way
-        image = encode(model.encode_image, batch.pixels, sub_batch=size.image, retain=settings.retain)
-        text = encode(model.encode_text, batch.tokens, **size.of_texts(), retain=settings.retain)
-    image, text = (F.normalize(side.to(model.logit_scale.dtype), dim=-1) for side in (image, text))
-    return loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=batch.ids.to(run.device))
+        texts = sub_batch.texts_at_once(run.recipe.model.tokenizer.length)
+        total = bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts)
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    return total

@@ -1,7 +1,6 @@
-"""How much memory a run takes, and how much the dense way would have taken: the two bars of the report.
+"""Memory of a run, and of the same step in plain autograd: the two bars of the report.
 
-Stands beside `loop.py`, which asks for the peak at every step and for the dense way's needs once. What a single update
-takes is `Weighed`.
+Beside `loop.py`, which reads the peak at every step. Comparisons and the bench weigh single updates with `Weighed`.
 """
 
 from __future__ import annotations
@@ -9,47 +8,32 @@ from __future__ import annotations
 import gc
 import os
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# Linux's account of this process, and the switch that sets its high-water mark back to the present
+# Linux's status of this process, and the switch that resets its high-water mark
 STATUS = Path("/proc/self/status")
 MARK = Path("/proc/self/clear_refs")
 
 
-@dataclass(frozen=True)
-class DenseNeed:
-    """Bytes that plain autograd would hold for a step of `batch` pairs beyond what a run with the cache holds.
-
-    That is the activations of `beyond` more pairs, and the b × b matrix.
-    """
-
-    batch: int
-    beyond: int
-    per_example: int
-    activations: int
-    matrix: int
-
-
 class PeakMemory:
-    """The highest memory of a device since `start`: of the process on a CPU, of torch's allocator on a GPU."""
+    """Peak memory since `start`: of torch's allocator on a GPU, of the process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def start(self) -> int:
-        """Set the mark back; the bytes in use now."""
+        """Reset the mark; the bytes in use now."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return torch.cuda.memory_allocated(self.device)
         try:
             MARK.write_text("5")
         except OSError:
-            # a container may forbid it; the mark is then that of the whole process, an upper bound
+            # containers may forbid the reset; the mark of the whole process is then an upper bound
             return self.bytes()
         return _status("VmRSS")
 
@@ -61,10 +45,10 @@ class PeakMemory:
 
 
 class Weighed:
-    """The `bytes` that tensors take at the highest while it is entered, beyond what they took before.
+    """Context manager that measures the peak `bytes` of tensors within, beyond those that exist at its start.
 
-    By torch's own account: on a GPU its allocator's, on a CPU its profiler's, which is told of every tensor. There the
-    process's peak would not do: what was freed before is room for what comes, and is then counted as nothing.
+    Counted by torch's allocator on a GPU, and by its profiler on a CPU: the peak of the process would miss tensors that
+    reuse memory which was freed before.
 
     >>> with Weighed(torch.device("cpu")) as weighed:
     ...     ones = [torch.ones(1000) for _ in range(3)]
@@ -78,13 +62,13 @@ class Weighed:
         self.bytes = 0
 
     def __enter__(self) -> Self:
-        # what nobody holds any more would be freed at any time
+        # free unreachable tensors now, not at a random moment of the measurement
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
         else:
-            # the profiler tells of its own doings on standard error; looked up when it starts for the first time
+            # silences the profiler's own messages; read when it starts for the first time
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.start()
@@ -98,9 +82,9 @@ class Weighed:
             self.bytes = _highest(self._profile)
 
 
-def _highest(seen: profile) -> int:
-    """The most that was allocated at once, of all that came and went."""
-    results: Any = seen.profiler.kineto_results  # type: ignore[union-attr]
+def _highest(profiled: profile) -> int:
+    """The peak of the running sum of allocations and frees."""
+    results: Any = profiled.profiler.kineto_results  # type: ignore[union-attr]
     moves = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
     held = highest = 0
     for _, count in sorted(moves, key=lambda move: move[0]):
@@ -117,11 +101,14 @@ def _status(entry: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:"))
 
 
-def dense_need(per_example: int, batch: int, kept: int) -> DenseNeed:
-    """What one step of `batch` pairs would hold without cache and tiles, beyond a run that keeps `kept` of them.
+def dense_need(per_example: int, batch: int, retained: int) -> dict[str, int]:
+    """Additional bytes of plain autograd in a step of `batch` examples, beside a run that retains `retained` of them.
 
-    `per_example`: bytes of activations a pair. The matrix is counted once, in float32, which is less than what a
-    softmax over it really holds.
+    per_example: bytes of activations. beyond: the examples that autograd retains in addition. The matrix counts once,
+    in float32; a real softmax holds it more than once.
     """
-    beyond = max(batch - kept, 0)
-    return DenseNeed(batch, beyond, per_example, activations=per_example * beyond, matrix=4 * batch * batch)
+    beyond = max(batch - retained, 0)
+    activations, matrix = per_example * beyond, 4 * batch * batch
+    return {
+        "batch": batch, "beyond": beyond, "per_example": per_example, "activations": activations, "matrix": matrix
+    }  # fmt: skip

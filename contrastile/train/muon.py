@@ -1,8 +1,8 @@
-"""Muon: its step, which parameters it is for, and how it and AdamW become one optimizer.
+"""Muon: its update, the parameters that it is meant for, and its combination with AdamW.
 
-Beside `optim.py`, which builds them. After Keller Jordan (https://kellerjordan.github.io/posts/muon/), with the size of
-its updates after Moonshot (arXiv:2502.16982). The step is that of `torch.optim.Muon`, bit for bit, but also of weights
-in shards, of which torch's would orthogonalise each alone.
+One of the optimizers of `optim.py`. After Keller Jordan (https://kellerjordan.github.io/posts/muon/), with the size of
+updates after Moonshot (arXiv:2502.16982). The update is that of `torch.optim.Muon`, bit for bit; torch's is not used
+because it would orthogonalise each shard of a sharded matrix alone.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from contrastile.train.moving import Moving
-from contrastile.train.sharded import like, whole
+from contrastile.train.optimizer import PerParameterOptimizer
+from contrastile.train.sharded import full, shard_like
 
-# a x + b x xᵀx + c x xᵀx xᵀx brings every singular value up to 1 towards it, and so many times brings it there
+# one iteration a x + b x xᵀx + c x xᵀx xᵀx moves every singular value in (0, 1] towards 1; five are enough
 COEFFICIENTS, TIMES, SMALLEST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
-# as large as AdamW's usual updates
+# the usual root mean square of AdamW's updates
 RMS = 0.2
-# the maps from a tower to the common features: heads, which Muon leaves to AdamW
+# the layers from a tower to the common features: heads, which AdamW trains
 HEAD = "projection"
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of the layers inside a model's towers that are matrices, and train.
+    """The trained matrices of the layers inside a model's towers.
 
-    Embeddings are tables and no matrices; of a tied table AdamW has both uses. Tables of places and heads are left
-    out too: what is called `weight`, as layers do, and lies outside a `projection`, is meant.
+    Embeddings, tied ones too, position tables and heads are left to AdamW: a matrix counts if its name ends in
+    `weight`, as those of layers do, and it lies outside a `projection`.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 2, 3))
     >>> [tuple(weight.shape) for weight in matrices(model)]
     [(4, 4)]
     """
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
-    found = {
+    chosen = {
         id(parameter): parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
@@ -46,18 +46,18 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
         and HEAD not in name.split(".")
         and id(parameter) not in tables
     }
-    return list(found.values())
+    return list(chosen.values())
 
 
-class Muon(Moving):
+class Muon(PerParameterOptimizer):
     """For the gradient g [rows, columns] of a matrix:
 
         m ← momentum m + (1 − momentum) g
         u = orthogonal((1 − momentum) g + momentum m)
         p ← p − lr weight_decay p − lr 0.2 √max(rows, columns) u
 
-    which is `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")`. Of weights in shards `m` is too; each matrix is
-    whole on every rank while it is made orthogonal.
+    which is `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")`. The momentum of sharded weights is sharded; each
+    matrix is gathered on every rank while it is made orthogonal.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
     >>> optimizer = Muon([weight], lr=1.0, momentum=0.95, weight_decay=0.0)
@@ -70,21 +70,21 @@ class Muon(Moving):
     def __init__(self, params: Iterable[Any], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
-    def move(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """The formula above."""
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Apply the formula above."""
         rate, momentum = group["lr"], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        update = orthogonal(whole(gradient.lerp(mean, momentum))).to(parameter.dtype)
+        update = orthogonal(full(gradient.lerp(mean, momentum))).to(parameter.dtype)
         parameter.mul_(1 - rate * group["weight_decay"])
-        parameter.add_(like(update, parameter), alpha=-rate * (RMS * math.sqrt(max(parameter.shape))))
+        parameter.add_(shard_like(update, parameter), alpha=-rate * (RMS * math.sqrt(max(parameter.shape))))
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """About the nearest matrix [rows, columns] whose singular values are all 1, in bfloat16, by Newton and Schulz.
+    """Approximately the nearest orthogonal matrix [rows, columns], in bfloat16, by Newton-Schulz iterations.
 
-    They end between 0.5 and 1.5, but for those a thousand times smaller than the largest.
+    Singular values end between 0.5 and 1.5, except those a thousand times smaller than the largest.
     """
     a, b, c = COEFFICIENTS
     tall = len(x) > x.shape[1]
@@ -96,11 +96,11 @@ def orthogonal(x: Tensor) -> Tensor:
     return x.T if tall else x
 
 
-class Together(Moving):
-    """Several optimizers with parameters of their own, as one: their groups side by side, their states under one roof.
+class CombinedOptimizer(PerParameterOptimizer):
+    """Several optimizers with disjoint parameters as one: their groups in one list, their states by class name.
 
-    >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    >>> both = Together(torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.AdamW(other.parameters(), lr=0.2))
+    >>> one, other = nn.Linear(2, 2).parameters(), nn.Linear(2, 2).parameters()
+    >>> both = CombinedOptimizer(torch.optim.SGD(one, lr=0.1), torch.optim.AdamW(other, lr=0.2))
     >>> [group["lr"] for group in both.param_groups], list(both.state_dict())
     ([0.1, 0.2], ['SGD', 'AdamW'])
     """
@@ -108,23 +108,23 @@ class Together(Moving):
     def __init__(self, *members: Optimizer) -> None:
         self.members = {type(member).__name__: member for member in members}
         super().__init__([p for member in members for group in member.param_groups for p in group["params"]], {})
-        self._side_by_side()
+        self._join_groups()
 
-    def _side_by_side(self) -> None:
-        # the very groups of the members: who sets a rate here sets it there
+    def _join_groups(self) -> None:
+        # the members' own group objects, so that a rate set here is theirs
         self.param_groups = [group for member in self.members.values() for group in member.param_groups]
 
-    def move_all(self) -> None:
-        """Each member its own."""
+    def update_all(self) -> None:
+        """Step each member."""
         for member in self.members.values():
             member.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Every member's, by its name."""
+        """The members' states by class name."""
         return {name: member.state_dict() for name, member in self.members.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Be as you were; the members make new groups of it."""
+        """Restore the members, which make new group objects."""
         for name, member in self.members.items():
             member.load_state_dict(state_dict[name])
-        self._side_by_side()
+        self._join_groups()

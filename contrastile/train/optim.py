@@ -1,6 +1,6 @@
-"""The step's last part: which optimizer, which parameters decay, how the learning rate runs, where the scale may go.
+"""Optimizer, parameter groups, learning-rate schedule, clipping and the bounds of the scale.
 
-Used by `loop.py` alone; everything here is a function of the recipe's `[optim]` section.
+Used by `loop.py`: functions of the recipe's `[optim]` section.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from contrastile._check import wrong
+from contrastile._errors import invalid
 from contrastile.train.adafactor import Adafactor
 from contrastile.train.config import Steps
-from contrastile.train.muon import Muon, Together, matrices
-from contrastile.train.optim_settings import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
-from contrastile.train.sharded import whole
+from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
+from contrastile.train.muon import CombinedOptimizer, Muon, matrices
+from contrastile.train.sharded import full
 
 Groups = list[dict[str, Any]]
 
-# CLIP's bounds: at a scale of 100 the softmax is as sharp as it may become
+# CLIP's bounds of the scale, 1 and 100
 LOG_SCALE_BOUNDS = (0.0, math.log(100.0))
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
-    """Two groups: matrices and filters, which decay; gains, biases and the scale (at most one axis), which do not.
+    """Two groups of trained parameters: matrices and filters with decay; gains, biases and the scale without.
 
-    Parameters that do not train are left out, and a group that has none.
+    A group without parameters is left out.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
@@ -39,11 +39,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     return [group for group in groups if group["params"]]
 
 
-def _adamw(model: nn.Module, settings: AdamWSettings) -> Optimizer:
-    return _adamw_of(model.parameters(), settings)
-
-
-def _adamw_of(parameters: Iterable[nn.Parameter], settings: AdamWSettings | MuonSettings) -> Optimizer:
+def _adamw(parameters: Iterable[nn.Parameter], settings: AdamWSettings | MuonSettings) -> Optimizer:
     groups = parameter_groups(parameters, settings.weight_decay)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps)
 
@@ -54,31 +50,31 @@ def _adafactor(model: nn.Module, settings: AdafactorSettings) -> Optimizer:
 
 
 def _muon(model: nn.Module, settings: MuonSettings) -> Optimizer:
-    """Muon for the matrices inside the towers, and AdamW."""
+    """Muon for the matrices inside the towers, AdamW for all other parameters."""
     inner = matrices(model)
     if not inner:
-        raise wrong("optim.kind", "suit towers with matrices", "muon, and they have none", 'Use "adamw".')
-    theirs = {id(parameter) for parameter in inner}
+        raise invalid("optim.kind", "suit towers with matrices", "muon, and they have none", 'Use "adamw".')
+    own = {id(parameter) for parameter in inner}
     muon = Muon(inner, settings.learning_rate, settings.momentum, settings.weight_decay)
-    return Together(muon, _adamw_of((p for p in model.parameters() if id(p) not in theirs), settings))
+    return CombinedOptimizer(muon, _adamw((p for p in model.parameters() if id(p) not in own), settings))
 
 
 OPTIMIZERS: dict[type[OptimSettings], Callable[[nn.Module, Any], Optimizer]] = {
-    AdamWSettings: _adamw,
+    AdamWSettings: lambda model, settings: _adamw(model.parameters(), settings),
     AdafactorSettings: _adafactor,
     MuonSettings: _muon,
 }
 
 
 def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
-    """The optimizer that the recipe names, over the model's trained parameters."""
+    """The recipe's optimizer over the model's trained parameters."""
     return OPTIMIZERS[type(settings)](model, settings)
 
 
 def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSettings:
-    """The same with `warmup` as a share of the run, where it is told in steps or epochs of `pairs`.
+    """The settings with `warmup` as a share of the run, converted from steps or epochs of `pairs`.
 
-    Raises ValueError where that is no shorter than the run, or reaches into the cooldown.
+    Raises ValueError where the warm-up is not shorter than the run, or reaches into the cooldown.
     """
     examples, seen = train.length(pairs), 0
     if settings.warmup_epochs is not None:
@@ -87,18 +83,18 @@ def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSetti
         seen = sum(train.steps(settings.warmup_steps, examples))
     if seen >= examples:
         got = f"{seen:,} of {examples:,} examples"
-        raise wrong("optim.warmup", "be shorter than the run", got, "Warm up over less, or train longer.")
+        raise invalid("optim.warmup", "be shorter than the run", got, "Warm up over less, or train longer.")
     if settings.schedule == "cooldown" and seen / examples + settings.cooldown > 1:
         got = f"{settings.cooldown:g} behind a warm-up of {seen:,} of {examples:,} examples"
-        raise wrong("optim.cooldown", "leave the warm-up its share", got, "Make either shorter.")
+        raise invalid("optim.cooldown", "leave the warm-up its share", got, "Make either shorter.")
     return settings.model_copy(update={"warmup": seen / examples}) if seen else settings
 
 
 def learning_rate(progress: float, settings: OptimSettings, batch: int | None = None) -> float:
-    """The rate when the share `progress` of the run is done: a straight rise over `warmup`, then what `schedule` says.
+    """The rate after the share `progress` of the run: a linear rise over `warmup`, then the `schedule`.
 
-    At the end it is `final` times the highest, but for a constant one. A step of `batch` pairs has `rate_factor` times
-    that.
+    The last rate is `final` times the highest, except for a constant schedule. The batch size multiplies all rates by
+    `rate_factor`.
     """
     highest = settings.learning_rate * rate_factor(settings, batch)
     if progress < settings.warmup:
@@ -108,7 +104,7 @@ def learning_rate(progress: float, settings: OptimSettings, batch: int | None = 
 
 
 def rate_factor(settings: OptimSettings, batch: int | None) -> float:
-    """What the rate of a step of `batch` pairs is multiplied with: (batch / base_batch) to the power of 0, 1/2 or 1."""
+    """The factor of a step of `batch` pairs: (batch / base_batch) to the power of 0, 1/2 or 1."""
     if settings.base_batch is None or batch is None:
         return 1.0
     return float((batch / settings.base_batch) ** POWERS[settings.rate_scaling])
@@ -129,7 +125,7 @@ def _cooldown(progress: float, settings: OptimSettings) -> float:
     return min(1.0, (1.0 - progress) / settings.cooldown)
 
 
-# from 1 to 0 behind the warm-up, by the share of the run that is done
+# from 1 to 0 after the warm-up, by the share of the run that is done
 SCHEDULES: dict[str, Callable[[float, OptimSettings], float]] = {
     "cosine": _cosine,
     "linear": _linear,
@@ -139,17 +135,17 @@ SCHEDULES: dict[str, Callable[[float, OptimSettings], float]] = {
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give every group the same rate."""
+    """Set the rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def clip_gradients(model: nn.Module, clip_norm: float) -> Tensor:
-    """Cut the gradient down to `clip_norm` where that is positive; the norm before, on its device."""
-    return whole(nn.utils.clip_grad_norm_(model.parameters(), clip_norm if clip_norm > 0 else math.inf))
+    """Clip the gradient to `clip_norm` if that is positive; the norm before, on its device."""
+    return full(nn.utils.clip_grad_norm_(model.parameters(), clip_norm if clip_norm > 0 else math.inf))
 
 
 @torch.no_grad()
 def clamp_scale(log_scale: Tensor) -> None:
-    """Put the logarithm of the scale back into [0, ln 100]."""
+    """Clamp the logarithm of the scale to [0, ln 100]."""
     log_scale.clamp_(*LOG_SCALE_BOUNDS)

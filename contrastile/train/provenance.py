@@ -1,6 +1,6 @@
-"""What computed a number, and when: the last columns of every file of results, and the last line of every page.
+"""Provenance of a number: device, software versions, date and commit.
 
-Below a run's facts, the comparisons and the bench, which all say it in these words.
+The last columns of every file of results and the last line of every page: of run metadata, comparisons and the bench.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from pathlib import Path
 
 import torch
 
-# the columns
+# names of the columns
 ORIGIN = ("chip", "versions", "date", "commit")
 
 
 def provenance(device: torch.device, *packages: str, processes: int = 1) -> dict[str, str]:
     """The columns of `ORIGIN`, as of now."""
-    computed = ", ".join(f"{package} {version}" for package, version in versions(*packages).items())
+    software = ", ".join(f"{package} {version}" for package, version in versions(*packages).items())
     today = date.today().isoformat()
-    return dict(zip(ORIGIN, (chip(device, processes), computed, today, commit()), strict=True))
+    return dict(zip(ORIGIN, (chip(device, processes), software, today, commit()), strict=True))
 
 
 def chip(device: torch.device, processes: int = 1) -> str:
-    """The device as a reader knows it: a GPU's name, with how many of them where processes share them out, or cores."""
+    """The name of the device: a GPU's, with the number of GPUs that `processes` share out, or the CPU's cores."""
     if device.type != "cuda":
         return f"{torch.get_num_threads()} of {os.cpu_count()} {device.type.upper()} cores, {platform.machine()}"
-    several = min(processes, torch.cuda.device_count()) if device.index is None else 1
-    return f"{several} x {torch.cuda.get_device_name(device)}" if several > 1 else torch.cuda.get_device_name(device)
+    count = min(processes, torch.cuda.device_count()) if device.index is None else 1
+    return f"{count} x {torch.cuda.get_device_name(device)}" if count > 1 else torch.cuda.get_device_name(device)
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of what computed it, and of `packages`; those that are not installed are left out."""
+    """Versions of contrastile, torch, python, triton and `packages`, without those that are not installed."""
     from contrastile import __version__
 
-    known = {"contrastile": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    installed = {"contrastile": __version__, "torch": torch.__version__, "python": platform.python_version()}
     for package in ("triton", *packages):
         with suppress(metadata.PackageNotFoundError):
-            known.setdefault(package, metadata.version(package))
-    return known
+            installed.setdefault(package, metadata.version(package))
+    return installed
 
 
 def signature(device: torch.device, *packages: str) -> str:
-    """Chip and versions in a line."""
+    """Device and versions in one line."""
     origin = provenance(device, *packages)
     return f"{origin['chip']}; {origin['versions']}"
 
 
 @cache
 def commit() -> str:
-    """The commit of the source, marked where the source differs from it; empty without git."""
+    """The commit of the source, with "-dirty" if the source differs from it; empty without git."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

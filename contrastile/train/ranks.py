@@ -1,45 +1,41 @@
-"""Several processes that train one model: who this one is, when all go on or stop, how their gradients become one.
+"""Ranks: processes that train one model together, under torchrun.
 
-Beside `loop.py`, which tells the same story on every rank. A batch is shared out among the ranks; the losses meet by
-themselves; after the backward, one sum over ranks gives every rank the gradient of the whole batch. The first rank
-alone writes and shows. One process is a rank without others, and nothing here costs it anything.
+Beside `loop.py`, which runs alike on every rank. A batch is shared out among the ranks, the losses exchange features by
+themselves, and after the backward one sum over ranks gives every rank the gradient of the whole batch. Only the first
+rank writes and shows progress. One process is a rank without others, at no cost.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-from contrastile import agreement, comm
-from contrastile._check import wrong
+from contrastile._errors import invalid
 from contrastile._types import Gradient
-from contrastile.data.collection import Stream
-from contrastile.rollcall import here
-from contrastile.train.recipe import to_toml
-from contrastile.train.sharded import dealt, in_shards, is_sharded, settle_gradients, taken
-from contrastile.train.state import Checkpoints, Parts
-from contrastile.train.watch import Watch
-
-if TYPE_CHECKING:
-    from contrastile.train.job import Job
+from contrastile.data.stream import Stream
+from contrastile.distributed import collectives, consistency
+from contrastile.distributed.failure import progress
+from contrastile.train.checkpoints import Checkpoints, Parts
+from contrastile.train.heartbeat import Heartbeat
+from contrastile.train.loaded import LoadedRun
+from contrastile.train.sharded import is_sharded, settle_gradients, sharded_model, sharded_parts
 
 logger = logging.getLogger("contrastile")
 
-# for how long ranks that have opened their data wait for one that has not
+# the time that ranks with their data open wait for one without
 LOADING = timedelta(hours=1)
-# NCCL ends a process without a word when its time is up: those who can say what happened are to be first
+# NCCL ends a process without a message at its timeout; the host's timeouts, which name the rank, come first
 LATER = timedelta(seconds=10)
 LOADED = "contrastile/ranks that are loaded"
 
@@ -53,37 +49,42 @@ class Ranks:
 
     @classmethod
     def of_environment(cls, device: str) -> Ranks:
-        """What torchrun says; without it, one process. A rank on a GPU takes the one of its number on its node."""
+        """The ranks that torchrun started, or one process. A rank on a GPU takes that of its number on its node."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
         if device != "cpu" and torch.cuda.is_available():
             if ":" in device:
                 remedy = "Each rank takes a GPU of its own; CUDA_VISIBLE_DEVICES says which there are."
-                raise wrong("device", 'be "auto", "cpu" or "cuda" for several ranks', f'"{device}"', remedy)
+                raise invalid("device", 'be "auto", "cpu" or "cuda" for several ranks', f'"{device}"', remedy)
             local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
             if local >= gpus:
                 remedy = "Start as many ranks as there are GPUs."
-                raise wrong("nproc-per-node", f"be at most {gpus}, the GPUs that torch sees", local + 1, remedy)
+                raise invalid("nproc-per-node", f"be at most {gpus}, the GPUs that torch sees", local + 1, remedy)
             torch.cuda.set_device(local)
         return cls(int(os.environ["RANK"]), size)
 
     @property
     def share(self) -> slice:
-        """This rank's rows of any batch: every one in `size`, so that each part of it is shared out evenly."""
+        """This rank's rows of any batch: every `size`-th, so that each part of a batch is shared out evenly."""
         return slice(self.rank, None, self.size)
 
     @contextmanager
-    def joined(self, job: Job[Any]) -> Iterator[None]:
-        """Together with the others, all with the first one's weights; an error, where a rank is lost or not alike."""
-        run = job.run
+    def joined(
+        self, run: LoadedRun, statement: Callable[[], Mapping[str, str | int]], set_model: Callable[[nn.Module], None]
+    ) -> Iterator[None]:
+        """Join the process group, with the first rank's weights on all; an error where a rank is lost.
+
+        statement: gives values that must be equal on all ranks. set_model: receives the whole model after sharding.
+        """
+        settings: Any = run.recipe.train
         if self.size == 1:
-            if run.recipe.train.parallel == "shard":
+            if settings.parallel == "shard":
                 logger.warning('train.parallel = "shard" has no effect on one process: it has all of the weights')
             yield
             return
-        timeout = timedelta(seconds=run.recipe.train.timeout)
-        store = self._met(timeout)
+        timeout = timedelta(seconds=settings.timeout)
+        store = self._rendezvous(timeout)
         on_gpu = run.device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -93,16 +94,17 @@ class Ranks:
             timeout=timeout + LATER if on_gpu else timeout,
             device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
         )
-        with Watch(timeout):
-            agreement.agree(None, _statement(job))
+        with Heartbeat(timeout):
+            consistency.agree(None, {"device": run.device.type, **statement(), "torch": torch.__version__})
             for tensor in run.model.state_dict().values():
-                comm.spread(tensor, None)
-            with in_shards(job, self.rank) if run.recipe.train.parallel == "shard" else nullcontext():
+                collectives.broadcast(tensor, None)
+            sharded = settings.parallel == "shard"
+            with sharded_model(run.model, run.device, self.rank, set_model) if sharded else nullcontext():
                 yield
         dist.destroy_process_group()
 
-    def _met(self, timeout: timedelta) -> Any:
-        """The store of the launcher, when all ranks have come there: some may still be reading their data."""
+    def _rendezvous(self, timeout: timedelta) -> Any:
+        """The launcher's store, once all ranks have opened their data."""
         store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=timeout))
         if store.add(LOADED, 1) == self.size:
             store.set(f"{LOADED}: all", "")
@@ -110,85 +112,85 @@ class Ranks:
         return store
 
     def restore(self, checkpoints: Checkpoints, parts: Parts, stream: Stream | None) -> int:
-        """`checkpoints.restore`, on every rank from the checkpoint that the first one found; its step, or 0."""
+        """`checkpoints.restore` on every rank, from the checkpoint that the first rank chose; its step, or 0."""
         if self.size == 1:
             return checkpoints.restore(parts)
         if is_sharded(parts["model"]):
-            parts = dealt(parts)
+            parts = {**parts, **sharded_parts(parts)}
         statement: dict[str, Any] = {"checkpoint": 0}
         if self.rank == 0:
             try:
                 statement = {"checkpoint": checkpoints.restore(parts)}
             except ValueError as error:
                 statement = {"error": str(error)}
-        step = int(agreement.agree(None, statement, free=("checkpoint",))[0]["checkpoint"])
+        step = int(consistency.agree(None, statement, free=("checkpoint",))[0]["checkpoint"])
         if self.rank > 0 and step:
             checkpoints.restore_as(step, parts)
             if stream is not None:
-                # the first rank has them
+                # the first rank holds the counts of all
                 stream.skipped, stream.seen = Counter(), 0
         return step
 
     def save(self, checkpoints: Checkpoints, step: int, seconds: float, parts: Parts, *, must: bool = False) -> None:
-        """`checkpoints.save`, of parts that are whole: what is in shards all ranks bring together for the first one."""
+        """`checkpoints.save` of whole parts: all ranks gather sharded ones on the first."""
         if is_sharded(parts["model"]):
-            parts = taken(parts, keep=self.rank == 0)
+            whole = {name: part.gather(keep=self.rank == 0) for name, part in sharded_parts(parts).items()}
+            parts = {**parts, **whole}
         checkpoints.save(step, seconds, parts, must=must)
 
-    def hand_in(self, stream: Stream | None) -> None:
-        """The first rank counts what all of them skipped so far, the others count anew."""
-        if self.size == 1 or stream is None:
-            return
-        self._count(stream, agreement.agree(None, _counts(stream), free=("skipped", "seen")))
+    def collect_counts(self, stream: Stream | None) -> None:
+        """Add all ranks' counts of skipped pairs to the first rank's; the others start from zero."""
+        if self.size > 1 and stream is not None:
+            self._collect(stream, consistency.agree(None, _counts(stream), free=("skipped", "seen")))
 
-    def _count(self, stream: Stream, stated: Sequence[Mapping[str, Any]]) -> None:
+    def _collect(self, stream: Stream, statements: Sequence[Mapping[str, Any]]) -> None:
         stream.skipped, stream.seen = Counter(), 0
-        for one in stated if self.rank == 0 else ():
-            stream.skipped.update(one["skipped"])
-            stream.seen += one["seen"]
+        for statement in statements if self.rank == 0 else ():
+            stream.skipped.update(statement["skipped"])
+            stream.seen += statement["seen"]
 
     def agree(
-        self, step: int, seconds: float, signal: int | None, stream: Stream | None = None
-    ) -> tuple[float, int | None]:
-        """Before a step: the first rank's clock, and the signal that any of them got.
+        self, step: int, seconds: float, over: bool, signal: int | None, stream: Stream | None = None
+    ) -> tuple[float, bool, int | None]:
+        """Before a step: the first rank's clock, its decision that the run is `over`, and any rank's signal.
 
-        Raises ValueError, on all of them, where they have skipped too much of the stream together; their counts are
-        handed in by then.
+        Raises ValueError, on all ranks, where they have skipped too much of the stream together; the first rank has
+        the counts of all by then.
         """
-        stated: list[dict[str, Any]] = [{"seconds": seconds, "signal": signal, **_counts(stream)}]
+        statements: list[dict[str, Any]] = [{"seconds": seconds, "over": over, "signal": signal, **_counts(stream)}]
         if self.size > 1:
-            here.begin(step)
-            stated = agreement.agree(None, {"step": step, **stated[0]}, free=(*stated[0],))
+            progress.begin(step)
+            statements = consistency.agree(None, {"step": step, **statements[0]}, free=(*statements[0],))
         if stream is not None:
-            skipped = sum((Counter(one["skipped"]) for one in stated), Counter[str]())
+            skipped = sum((Counter(statement["skipped"]) for statement in statements), Counter[str]())
             try:
-                stream.check(skipped, sum(one["seen"] for one in stated))
+                stream.check(skipped, sum(statement["seen"] for statement in statements))
             except ValueError:
-                # the first one is about to write down what came of the run
-                self._count(stream, stated)
+                # the first rank is about to write the run's metadata
+                self._collect(stream, statements)
                 raise
-        signals = [other["signal"] for other in stated if other["signal"] is not None]
-        return stated[0]["seconds"], signals[0] if signals else None
+        signals = [statement["signal"] for statement in statements if statement["signal"] is not None]
+        return statements[0]["seconds"], statements[0]["over"], signals[0] if signals else None
 
     @torch.no_grad()
     def combine(self, model: nn.Module, loss: Tensor, how: Gradient) -> Tensor:
-        """Gives every parameter the ranks' mean (or sum) of its gradient, and returns the mean of the loss.
+        """Give every parameter the mean (or sum) of its gradient over ranks; return the mean of the loss.
 
-        One sum over ranks, of everything in float32. A parameter that no rank has a gradient for gets none.
+        One all-reduce of everything in float32. A parameter without a gradient on any rank gets none.
         """
         if self.size == 1:
             return loss
         if is_sharded(model):
             settle_gradients(model, how)
-            return comm.total(loss, None) / self.size
+            return collectives.total(loss, None) / self.size
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        there = torch.tensor([parameter.grad is not None for parameter in parameters], device=loss.device)
+        present = torch.tensor([parameter.grad is not None for parameter in parameters], device=loss.device)
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        together = torch.cat([x.reshape(-1).float() for x in (loss, there, *flat)])
-        comm.sum_into(together, None, "sum of gradients")
-        loss, there, *flat = together.split([1, len(parameters), *(p.numel() for p in parameters)])
+        buffer = torch.cat([x.reshape(-1).float() for x in (loss, present, *flat)])
+        collectives.sum_into(buffer, None, "sum of gradients")
+        loss, present, *flat = buffer.split([1, len(parameters), *(p.numel() for p in parameters)])
         factor = 1 / self.size if how == "mean" else 1.0
-        for parameter, anywhere, gradient in zip(parameters, there.tolist(), flat, strict=True):
+        for parameter, anywhere, gradient in zip(parameters, present.tolist(), flat, strict=True):
             parameter.grad = (gradient * factor).view_as(parameter).to(parameter.dtype) if anywhere else None
         return loss[0] / self.size
 
@@ -197,16 +199,5 @@ ALONE = Ranks()
 
 
 def _counts(stream: Stream | None) -> dict[str, Any]:
-    """What this rank skipped of a stream, and of how many pairs."""
+    """The counts of skipped pairs, by reason, and of all pairs that this rank read."""
     return {"skipped": {}, "seen": 0} if stream is None else {"skipped": stream.skipped, "seen": stream.seen}
-
-
-def _statement(job: Job[Any]) -> dict[str, str | int]:
-    """What ranks must have in common before the first step."""
-    return {
-        "device": job.run.device.type,
-        job.unit: len(job.rows),
-        "data": job.data[:16],
-        "recipe": hashlib.sha256(to_toml(job.run.recipe).encode()).hexdigest()[:16],
-        "torch": torch.__version__,
-    }

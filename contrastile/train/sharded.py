@@ -1,78 +1,78 @@
-"""Towers in shards: of every parameter, its gradient and its optimizer's state each rank keeps a part (FSDP2).
+"""Sharded training (FSDP2): each rank holds a part of every parameter, of its gradient and of its optimizer state.
 
 Beside `ranks.py`, for recipes with `train.parallel = "shard"`. torch's `fully_shard` gathers a layer's parameters where
-it runs and scatters the mean of their gradients; `encode` knows that. What is here is the rest of a run: which layers
-are gathered at once, the scale and bias that every rank keeps, checkpoints and final weights that are whole again.
+the layer runs and scatters the mean of their gradients; `encode` supports that. This file does the rest of a run: the
+choice of layers, the scale and bias that every rank holds whole, and full tensors for checkpoints and final weights.
+
+Checkpoints are not those of `torch.distributed.checkpoint`: its metadata file is a pickle, and runs, whose folders are
+shared, never unpickle. Full tensors also let any number of ranks, sharded or not, resume a run.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from contrastile import comm
-from contrastile._check import wrong
+from contrastile._errors import invalid
 from contrastile._types import Gradient
-from contrastile.models.base import repeated
-from contrastile.train.state import Parts, Stateful
+from contrastile.distributed import collectives
+from contrastile.models.base import repeated_modules
+from contrastile.train.checkpoints import Parts, Stateful
 
-if TYPE_CHECKING:
-    from contrastile.train.job import Job
-
-# the parts of a run's state that have tensors in shards
-DIVIDED = ("model", "optimizer", "average")
+# the parts of a run's state that have sharded tensors
+SHARDED_PARTS = ("model", "optimizer", "average")
 
 
-class FoundByAllError(FloatingPointError):
-    """What all ranks find in the same step: none is lost."""
+class AllRanksError(FloatingPointError):
+    """An error that every rank raises in the same step, so that none is lost."""
 
 
 @contextmanager
-def in_shards(job: Job[Any], rank: int) -> Iterator[None]:
-    """The job's model is in shards over all ranks; afterwards the first rank has it whole again.
+def sharded_model(
+    model: nn.Module, device: torch.device, rank: int, set_model: Callable[[nn.Module], None]
+) -> Iterator[None]:
+    """Shard the model over all ranks; afterwards hand the first rank a whole one through `set_model`.
 
-    Where a rank is lost, so is its part: the model then stays as it is, and a checkpoint is what is left.
+    A lost rank takes its shards with it: the model then stays sharded, and the run resumes from a checkpoint.
     """
-    model = job.run.model
-    # what torch has sharded it does not put together again
-    whole = _on_the_host(model) if rank == 0 else None
-    shard(model, job.run.device)
+    # fully_shard cannot be undone, so the first rank fills a copy
+    copy = _copy_on_host(model) if rank == 0 else None
+
+    def unshard() -> None:
+        state = gathered(model.state_dict(), keep=copy is not None)
+        if copy is not None:
+            copy.load_state_dict(state)
+            set_model(copy.to(device))
+
+    shard(model, device)
     try:
-        with comm.naming_the_lost("exchange of shards", None):
+        with collectives.reporting_lost_ranks("exchange of shards", None):
             yield
-    except FoundByAllError:
-        _put_together(job, whole)
+    except AllRanksError:
+        unshard()
         raise
-    _put_together(job, whole)
+    unshard()
 
 
-def _on_the_host(model: nn.Module) -> nn.Module:
-    """A copy with its parameters in host memory."""
+def _copy_on_host(model: nn.Module) -> nn.Module:
+    """A copy of the model with its parameters in host memory."""
     return deepcopy(model, {id(p): nn.Parameter(p.detach().cpu().clone(), p.requires_grad) for p in model.parameters()})
 
 
-def _put_together(job: Job[Any], whole: nn.Module | None) -> None:
-    state = gathered(job.run.model.state_dict(), keep=whole is not None)
-    if whole is not None:
-        whole.load_state_dict(state)
-        job.take(whole.to(job.run.device))
-
-
 def shard(model: nn.Module, device: torch.device) -> None:
-    """Give each rank its part of the towers' parameters; a scale and a bias stay whole: all ranks change them alike.
+    """Shard the towers' parameters; scale and bias stay whole, because all ranks change them alike.
 
-    A tower's layers are gathered one after the other, and what is left of it together. Calls of the model's `encode_`
-    methods gather by themselves.
+    A tower's layers are gathered one at a time, its other parameters together. The model's `encode_` methods are
+    registered, so that calling them gathers.
 
     Raises ValueError for towers that share parameters.
     """
@@ -85,59 +85,59 @@ def shard(model: nn.Module, device: torch.device) -> None:
     towers = _towers(model)
     if any(count > 1 for count in Counter(id(p) for tower in towers for p in tower.parameters()).values()):
         remedy = 'Set train.parallel = "replicate".'
-        raise wrong("train.parallel", 'be "replicate" for towers that share weights', '"shard"', remedy)
+        raise invalid("train.parallel", 'be "replicate" for towers that share weights', '"shard"', remedy)
     for tower in towers:
         for layer in layers(tower):
             fully_shard(layer, mesh=mesh)
         fully_shard(tower, mesh=mesh)
-    numbers = dict(model.named_parameters(recurse=False))
-    fully_shard(model, mesh=mesh, ignored_params=set(numbers.values()))
-    for name, number in numbers.items():
-        # every optimizer wants tensors of one kind
-        everywhere = distribute_tensor(number.detach(), mesh, [Replicate()], src_data_rank=None)
-        setattr(model, name, nn.Parameter(everywhere, number.requires_grad))
+    scalars = dict(model.named_parameters(recurse=False))
+    fully_shard(model, mesh=mesh, ignored_params=set(scalars.values()))
+    for name, scalar in scalars.items():
+        # an optimizer's foreach kernels refuse a mix of DTensors and plain tensors
+        replicated = distribute_tensor(scalar.detach(), mesh, [Replicate()], src_data_rank=None)
+        setattr(model, name, nn.Parameter(replicated, scalar.requires_grad))
     for name in dir(model):
         if name.startswith("encode_"):
             register_fsdp_forward_method(model, name)
 
 
 def _towers(model: nn.Module) -> list[nn.Module]:
-    """Of a table of towers those in it."""
+    """The model's children; those of a ModuleDict count as towers themselves."""
     children = list(model.children())
     return [tower for one in children for tower in (one.values() if isinstance(one, nn.ModuleDict) else [one])]
 
 
 def layers(tower: nn.Module) -> list[nn.Module]:
-    """The parts of a tower that are gathered one at a time: its layers that are made of others, several of one kind.
+    """The modules of a tower that are gathered one at a time: composite ones that the tower has several of.
 
     >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> [len(layers(nn.Sequential(*parts))) for parts in ([block(), block(), nn.ReLU()], [nn.Linear(4, 4)] * 2)]
     [2, 0]
     """
-    # the same weights in two places are gathered with what holds both
+    # a weight that two modules share is gathered with the module that contains both
     uses = Counter(id(p) for _, p in tower.named_parameters(remove_duplicate=False))
-    own = [part for part in repeated(tower) if all(uses[id(p)] == 1 for p in part.parameters())]
-    # torch wants what is inside before what is around it
-    return [part for part in dict.fromkeys(reversed(own)) if next(part.parameters(), None) is not None]
+    own = [module for module in repeated_modules(tower) if all(uses[id(p)] == 1 for p in module.parameters())]
+    # fully_shard requires inner modules before outer ones
+    return [module for module in dict.fromkeys(reversed(own)) if next(module.parameters(), None) is not None]
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether `shard` was here."""
+    """True after `shard`."""
     return isinstance(model, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
 
 
-def mine(x: Tensor) -> Tensor:
-    """What this rank has of a tensor that may be in shards; no other rank is asked."""
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharded or not; no collective."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def whole(x: Tensor) -> Tensor:
-    """The tensor that may be in shards, whole; all ranks ask at once."""
+def full(x: Tensor) -> Tensor:
+    """The whole of a tensor, sharded or not; collective."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def like(x: Tensor, own: Any) -> Tensor:
-    """This rank's shard of `x`, which it has whole, where `own` is in shards; no other rank is asked."""
+def shard_like(x: Tensor, own: Any) -> Tensor:
+    """This rank's shard of a whole tensor `x` where `own` is sharded, otherwise `x`; no collective."""
     if not hasattr(own, "device_mesh"):
         return x
     from torch.distributed.tensor import distribute_tensor
@@ -147,9 +147,10 @@ def like(x: Tensor, own: Any) -> Tensor:
 
 @torch.no_grad()
 def settle_gradients(model: nn.Module, how: Gradient) -> None:
-    """After the last backward: shards have their mean over ranks already, which becomes the sum where that is meant.
+    """Finish the reduction after the last backward, as the loss's `gradient` option says.
 
-    A scale's and a bias's gradient the loss has divided as `how` says; here it is added up.
+    Sharded gradients are means over ranks already; "sum" multiplies them by the number of ranks. The gradients of scale
+    and bias, which the loss has divided according to `how`, are summed.
     """
     parameters: Any = model.parameters()
     for parameter in parameters:
@@ -164,10 +165,10 @@ def settle_gradients(model: nn.Module, how: Gradient) -> None:
 
 
 def gathered(state: Any, *, keep: bool) -> Any:
-    """`state` with every tensor in shards whole, in host memory; all ranks take part, and those that `keep` have it."""
+    """`state` with whole tensors in host memory on ranks that `keep` them, None on the others; collective."""
     if isinstance(state, Tensor):
-        found = whole(state)
-        return found.cpu() if keep else None
+        tensor = full(state)
+        return tensor.cpu() if keep else None
     if isinstance(state, Mapping):
         return {name: gathered(inner, keep=keep) for name, inner in state.items()}
     if isinstance(state, (list, tuple)):
@@ -175,70 +176,55 @@ def gathered(state: Any, *, keep: bool) -> Any:
     return state
 
 
-def taken(parts: Parts, *, keep: bool) -> Parts:
-    """The parts as a checkpoint has them, whole; all ranks take part, and those that `keep` have them."""
-    found = {name: Taken(gathered(parts[name].state_dict(), keep=keep)) for name in DIVIDED}
-    return {**parts, **found}
+class ShardedPart:
+    """A sharded part of a run as checkpoints see it: its state dict has whole tensors, gathered beforehand."""
 
+    def __init__(self, part: Stateful) -> None:
+        self._part, self._full = part, None
 
-def dealt(parts: Parts) -> Parts:
-    """The parts, to be restored from a checkpoint: each rank reads it and takes its own, and asks nobody."""
-    return {**parts, **{name: Dealt(parts[name]) for name in DIVIDED}}
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A part of a run as it was."""
-
-    state: Any
+    def gather(self, *, keep: bool) -> Self:
+        """Gather the state on the ranks that `keep` it; collective."""
+        self._full = gathered(self._part.state_dict(), keep=keep)
+        return self
 
     def state_dict(self) -> Any:
-        """What was gathered."""
-        return self.state
+        """The gathered state."""
+        return self._full
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """It is a copy; the part itself is restored."""
-        raise NotImplementedError
+        """Take this rank's shards of the whole tensors of a checkpoint, which every rank reads; no collective."""
+        part = self._part
+        own = _parameters_of(part, state_dict) if isinstance(part, Optimizer) else part.state_dict()
+        part.load_state_dict(_shards(state_dict, own))
 
 
-@dataclass(frozen=True)
-class Dealt:
-    """A part that is in shards, and becomes what a checkpoint has whole."""
-
-    part: Stateful
-
-    def state_dict(self) -> Any:
-        """In shards, as it is."""
-        return self.part.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Each tensor becomes a shard where the part's own is one."""
-        own = _of_parameters(self.part, state_dict) if isinstance(self.part, Optimizer) else self.state_dict()
-        self.part.load_state_dict(_alike(state_dict, own))
+def sharded_parts(parts: Parts) -> dict[str, ShardedPart]:
+    """The parts with sharded tensors, by name."""
+    return {name: ShardedPart(parts[name]) for name in SHARDED_PARTS}
 
 
-def _of_parameters(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """In the place of every tensor of its state that lies as a parameter does, that one; a new optimizer has no state.
+def _parameters_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameter in place of each tensor of the state that is sharded like it: a new optimizer has no state yet.
 
-    Others every rank has whole: how many steps it has made, means of a matrix.
+    All other values, such as step counts and means of a matrix, are whole on every rank.
     """
     if members := getattr(optimizer, "members", None):
-        return {name: _of_parameters(member, state_dict[name]) for name, member in members.items()}
+        return {name: _parameters_of(member, state_dict[name]) for name, member in members.items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
-        place: {
-            name: parameters[place] if name != "step" and value.shape == parameters[place].shape else None
-            for name, value in own.items()
+        index: {
+            name: parameters[index] if name != "step" and value.shape == parameters[index].shape else None
+            for name, value in values.items()
         }
-        for place, own in state_dict["state"].items()
+        for index, values in state_dict["state"].items()
     }
     return {"state": state}
 
 
-def _alike(whole: Any, own: Any) -> Any:
-    """`whole` with this rank's shards of those tensors that are in shards in `own`."""
+def _shards(state: Any, own: Any) -> Any:
+    """`state` with this rank's shards of the tensors that are sharded in `own`."""
     if isinstance(own, Tensor):
-        return like(whole, own)
+        return shard_like(state, own)
     if isinstance(own, Mapping):
-        return {name: _alike(inner, own.get(name)) for name, inner in whole.items()}
-    return whole
+        return {name: _shards(inner, own.get(name)) for name, inner in state.items()}
+    return state

@@ -1,41 +1,42 @@
-"""A run that is asked to stop finishes its step, keeps its weights and says so.
+"""Graceful stop: the first Ctrl-C or SIGTERM lets the present step finish; the run saves its weights and ends.
 
-Used by `loop.py` around its steps: the first Ctrl-C (or SIGTERM) is a request, the second one stops at once. A launcher
-of several ranks passes on a Ctrl-C that the terminal has sent to each of them already: there a second one says nothing.
+Used by `loop.py` around its steps. A second signal stops at once, except under a launcher of several ranks: it passes
+on a Ctrl-C that the terminal has sent to each rank already, so there a second signal means nothing.
 """
 
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-ASKED = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """`with StopRequest() as stop:` turns the signals into `stop.signal`, which a loop looks at between two steps."""
+    """`with StopRequest() as stop:` stores a signal in `stop.signal`, which a loop reads between two steps.
+
+    patient: ignore a second signal instead of raising KeyboardInterrupt.
+    """
 
     def __init__(self, *, patient: bool = False) -> None:
         self.signal: int | None = None
         self._patient = patient
-        self._before: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is not None and not self._patient:
             raise KeyboardInterrupt(number)
         self.signal = self.signal or number
 
     def __enter__(self) -> StopRequest:
         try:
-            self._before = {number: signal.signal(number, self._note) for number in ASKED}
+            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         except ValueError:
-            # only the main thread may set handlers; in another one Ctrl-C is left as it was
-            self._before = {}
+            # Python sets handlers in the main thread only; in others signals keep theirs
+            self._handlers = {}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)

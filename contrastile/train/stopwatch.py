@@ -1,7 +1,7 @@
-"""Where the time of a step goes: how much of it the towers take, the loss, the optimizer, and waiting for data.
+"""Shares of a step's time: towers, loss, optimizer, and waiting for data.
 
-Beside `loop.py`, which marks where a step begins and where its batch is there; the rest is marked by hooks. Marks are
-events in the device's own queue, so that nothing waits for a measurement: a step is over when its loss is known.
+Beside `loop.py`, which marks the start of a step and the arrival of its batch; hooks mark the rest. On a GPU the marks
+are CUDA events, so that no measurement makes the host wait.
 """
 
 from __future__ import annotations
@@ -10,118 +10,113 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Mark = TypeVar("Mark")
 
+class Timer(Protocol):
+    """A source of marks and of the seconds between two of them."""
 
-class Timer(Protocol[Mark]):
-    """A way of marking moments."""
+    def mark(self) -> Any:
+        """The present moment."""
 
-    def mark(self) -> Mark:
-        """This moment."""
-
-    def between(self, one: Mark, other: Mark) -> float:
+    def between(self, start: Any, end: Any) -> float:
         """Seconds."""
 
 
 class HostTimer:
-    """Of what computes where it is called."""
+    """Timer for devices that compute synchronously."""
 
     def mark(self) -> float:
         return time.perf_counter()
 
-    def between(self, one: float, other: float) -> float:
-        return other - one
+    def between(self, start: float, end: float) -> float:
+        return end - start
 
 
 class DeviceTimer:
-    """Of a CUDA device that computes behind the host: its moments are those at which it comes to a mark."""
+    """Timer for a CUDA device, whose marks are the moments at which its queue reaches them."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def between(self, one: torch.cuda.Event, other: torch.cuda.Event) -> float:
-        # the later one may be a moment ahead
-        other.synchronize()
-        return one.elapsed_time(other) / 1000
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        # the device may not have reached the later event
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
 
 
-class Stopwatch(Generic[Mark]):
-    """The parts of one step after the other: `start`, `mark`, ..., until the optimizer's step.
+class Stopwatch:
+    """Marks of one step after the other; a mark names the part of the step that begins there.
 
-    What a part is called holds until the next mark. The optimizer's own time is that of the step before, because a
-    device is still at it when the step is told. The ranks' sum of gradients counts as towers.
+    The optimizer's time is that of the step before, because a device still runs the optimizer when its step is logged.
+    The sum of gradients over ranks counts as towers.
     """
 
-    def __init__(self, timer: Timer[Mark]) -> None:
+    def __init__(self, timer: Timer) -> None:
         self._timer = timer
-        # None: not a part of any step
-        self._marks: list[tuple[str | None, Mark]] = []
+        # None: outside any step
+        self._marks: list[tuple[str | None, Any]] = []
         self._began = time.perf_counter()
 
     @classmethod
-    def of(cls, device: torch.device) -> Stopwatch[Any]:
-        """The one for computations on this device."""
-        return Stopwatch[Any](DeviceTimer() if device.type == "cuda" else HostTimer())
+    def of(cls, device: torch.device) -> Stopwatch:
+        """The stopwatch for computations on `device`."""
+        return cls(DeviceTimer() if device.type == "cuda" else HostTimer())
 
     def start(self) -> None:
-        """A step begins: it waits for its data."""
+        """Begin a step, which waits for its data first."""
         self._began = time.perf_counter()
-        # a step that the guard passed over has no optimizer's end
+        # a step that the guard skipped has no mark at the optimizer's end
         if self._marks and self._marks[-1][0] is not None:
             self._marks.clear()
         self.mark("data")
 
     def mark(self, part: str | None) -> None:
-        """From here on it is this part's time."""
+        """Begin `part` of the step."""
         self._marks.append((part, self._timer.mark()))
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Mark where its steps begin and end."""
+        """Mark the begin and the end of each step of the optimizer."""
         optimizer.register_step_pre_hook(lambda *_: self.mark("optimizer"))
         optimizer.register_step_post_hook(lambda *_: self.mark(None))
 
     def around(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The same loss, whose ends are marked in both directions; its first two inputs come from the towers."""
+        """The same loss with marks at its ends, forward and backward; its first two inputs are the towers' features."""
 
-        def marked(*inputs: Any, **words: Any) -> Tensor:
+        def marked(*inputs: Any, **options: Any) -> Tensor:
             self.mark("loss")
             for features in inputs[:2]:
                 if features.requires_grad:
                     features.register_hook(lambda _: self.mark("towers"))
-            value = loss(*inputs, **words)
+            value = loss(*inputs, **options)
             if value.requires_grad:
                 value.register_hook(lambda _: self.mark("loss"))
             return value
 
         return marked
 
-    def facts(self, pairs: int) -> dict[str, Any]:
-        """Of the step that is over, for `metrics.jsonl`: its seconds, pairs per second, and `shares` that add up to 1.
-
-        The seconds are the host's, from `start` to now.
-        """
+    def read(self, examples: int) -> dict[str, Any]:
+        """Values of the finished step for `metrics.jsonl`: host seconds, examples per second, shares that sum to 1."""
         spent: dict[str, float] = defaultdict(float)
-        # the optimizer of this step is the next one's
-        steps = self._marks[:-1] if self._marks and self._marks[-1][0] is None else self._marks
-        for (part, one), (_, other) in pairwise(steps):
+        # the time of this step's optimizer belongs to the next step
+        marks = self._marks[:-1] if self._marks and self._marks[-1][0] is None else self._marks
+        for (part, start), (_, end) in pairwise(marks):
             if part is not None:
-                spent[part] += self._timer.between(one, other)
+                spent[part] += self._timer.between(start, end)
         self._marks = self._marks[-2:]
         seconds, total = time.perf_counter() - self._began, sum(spent.values())
         shares = {part: round(took / total, 4) for part, took in sorted(spent.items())} if total > 0 else {}
-        return {"seconds": seconds, "speed": pairs / max(seconds, 1e-9), "shares": shares}
+        return {"seconds": seconds, "speed": examples / max(seconds, 1e-9), "shares": shares}
 
 
 def shares_text(shares: dict[str, float]) -> str:
-    """The shares as a log line has them.
+    """The shares for a log line.
 
     >>> shares_text({"data": 0.031, "loss": 0.25, "towers": 0.719})
     'towers 72%, loss 25%, data 3%'

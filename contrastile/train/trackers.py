@@ -1,66 +1,101 @@
-"""Others who are told what a run says: TensorBoard and Weights & Biases, where a recipe's `[log]` names them.
+"""Listeners of a run's metrics: the report that is rewritten at each probe, TensorBoard, and Weights & Biases.
 
-Beside `log.py`, whose `Metrics` passes every line on after writing it. All curves are over the examples seen, which
-step, probe and resumed run count alike. None of them can end a run, or hold a step that was taken again twice.
+Beside `log.py`, whose `Metrics` passes every line on after writing it. The x-axis of all curves is the number of
+examples seen, which steps, probes and resumed runs share. No listener can end a run, or see a repeated step twice.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from contrastile.data.files import own_folder
 from contrastile.train.config import AnyRecipe
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import Listener
+from contrastile.train.report.page import Wording, write_report
 
 logger = logging.getLogger("contrastile")
 
-# how long wandb may ask who one is, and try to reach its server: other ranks wait meanwhile
+# the largest share of a run's time that its reports may take: one takes about half a second
+MOST = 0.05
+# limits on wandb's login and on reaching its server: other ranks wait meanwhile
 LOGIN_SECONDS, REACH_SECONDS = 15.0, 30.0
-# the folder of TensorBoard's files, and the file with the name under which wandb goes on with a run
+# the folder of TensorBoard's files, and the file with the run id that wandb resumes
 TENSORBOARD, WANDB = "tensorboard", "wandb.json"
 
 
-class Careful:
-    """A listener whose first failure is told, and is its last: the run goes on without it."""
+class FailSafe:
+    """A listener whose first failure is logged and is its last: the run goes on without it."""
 
     def __init__(self, listener: Listener, name: str) -> None:
         self._listener: Listener | None = listener
         self._name = name
 
-    def hear(self, kind: str, values: Mapping[str, Any]) -> None:
-        if self._listener is not None:
-            try:
-                self._listener.hear(kind, values)
-            except Exception as failure:
-                self._leave(failure)
+    def log(self, kind: str, values: Mapping[str, Any]) -> None:
+        self._try(lambda listener: listener.log(kind, values))
 
     def close(self) -> None:
-        if self._listener is not None:
-            try:
-                self._listener.close()
-            except Exception as failure:
-                self._leave(failure)
+        self._try(lambda listener: listener.close())
 
-    def _leave(self, failure: Exception) -> None:
-        self._listener = None
-        logger.warning("%s failed and is told nothing more; the run goes on: %r", self._name, failure)
+    def _try(self, call: Callable[[Listener], None]) -> None:
+        if self._listener is None:
+            return
+        try:
+            call(self._listener)
+        except Exception as failure:
+            self._listener = None
+            logger.warning("%s failed and is told nothing more; the run goes on: %r", self._name, failure)
+
+
+class LiveReport:
+    """The report of a run that still trains, written after each probe from the folder and from `metadata()`.
+
+    A probe writes none where reports would take more than the share `MOST` of the time since the run started.
+    """
+
+    def __init__(
+        self, folder: RunFolder, metadata: Callable[[], Mapping[str, Any]], wording: Wording | None = None
+    ) -> None:
+        self._folder, self._metadata, self._wording = folder, metadata, wording
+        self._began = time.monotonic()
+        self._spent = self._last = 0.0
+
+    def log(self, kind: str, values: Mapping[str, Any]) -> None:  # noqa: ARG002
+        now = time.monotonic()
+        if kind != "probe" or self._spent + self._last > MOST * (now - self._began):
+            return
+        write_report(self._folder, wording=self._wording, so_far=self._metadata())
+        self._last = time.monotonic() - now
+        self._spent += self._last
+
+    def close(self) -> None:
+        """Write nothing: the finished run writes its own report."""
+
+
+def write_stopped_report(folder: RunFolder, metadata: Mapping[str, Any], wording: Wording) -> None:
+    """Write the report of a run that a signal stopped; a failure is logged, because the run can be resumed."""
+    try:
+        write_report(folder, wording=wording, so_far=metadata)
+    except Exception as failure:
+        logger.warning("the report failed, the run is kept: %r", failure)
 
 
 class TensorBoard:
-    """Scalars in the run's folder; what an interrupted run wrote of steps that are taken again is hidden."""
+    """Scalars in the run's folder. A resumed run hides the steps that it repeats."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._writer: Any = None
 
-    def hear(self, kind: str, values: Mapping[str, Any]) -> None:
+    def log(self, kind: str, values: Mapping[str, Any]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder / TENSORBOARD), purge_step=values["examples"])
+            self._writer = SummaryWriter(str(own_folder(self._folder / TENSORBOARD)), purge_step=values["examples"])
         for name, value in scalars(kind, values):
             self._writer.add_scalar(name, value, global_step=values["examples"])
         if kind != "step":
@@ -72,35 +107,34 @@ class TensorBoard:
 
 
 class WandB:
-    """Scalars to a project of wandb; a resumed run goes on under its name, and what is there is not taken twice.
+    """Scalars in a project of wandb. A resumed run continues under its id, and wandb drops the steps that it repeats.
 
-    Where it writes and whether it sends anything is up to wandb's own settings, such as WANDB_MODE=offline.
+    wandb's own settings, such as WANDB_MODE=offline, say where it writes and if it sends anything.
     """
 
-    def __init__(self, folder: RunFolder, project: str, name: str, config: Mapping[str, Any]) -> None:
-        self._folder, self._project, self._name, self._config = folder, project, name, config
+    def __init__(self, folder: RunFolder, project: str, recipe: AnyRecipe) -> None:
+        self._folder, self._project, self._recipe = folder, project, recipe
         self._run: Any = None
 
-    def hear(self, kind: str, values: Mapping[str, Any]) -> None:
+    def log(self, kind: str, values: Mapping[str, Any]) -> None:
         if self._run is None:
             import wandb
 
+            # the name that the library gives its folder
+            own_folder(self._folder / "wandb")
+            if not (self._folder / WANDB).is_file():
+                self._folder.write_json(WANDB, {"id": secrets.token_hex(8)})
             self._run = wandb.init(
                 project=self._project,
-                name=self._name,
-                id=self._id(),
+                name=self._recipe.name,
+                id=str(self._folder.read_json(WANDB)["id"]),
                 resume="allow",
                 dir=str(self._folder.path),
-                config=dict(self._config),
+                config=self._recipe.model_dump(mode="json", exclude_none=True),
                 settings=wandb.Settings(login_timeout=LOGIN_SECONDS, init_timeout=REACH_SECONDS, console="off"),
             )
-        # of two lines about one number of examples wandb makes one
+        # wandb merges two lines about the same number of examples
         self._run.log(dict(scalars(kind, values)), step=values["examples"])
-
-    def _id(self) -> str:
-        if not (self._folder / WANDB).is_file():
-            self._folder.write_json(WANDB, {"id": secrets.token_hex(8)})
-        return str(self._folder.read_json(WANDB)["id"])
 
     def close(self) -> None:
         if self._run is not None:
@@ -108,7 +142,7 @@ class WandB:
 
 
 def scalars(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a line, by their place in it; those of a test by its name too.
+    """The numbers of a line by their path in it; a test's lines also by its name.
 
     >>> list(scalars("probe", {"examples": 64, "recall": {"faces": {"1": 0.5}}, "why": "no"}))
     [('probe/recall/faces/1', 0.5)]
@@ -123,12 +157,13 @@ def scalars(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]
             yield f"{kind}/{name}", float(value)
 
 
-def trackers(recipe: AnyRecipe, folder: RunFolder) -> Sequence[Listener]:
-    """Those that the recipe names."""
-    named: list[Listener] = []
+def listeners(
+    recipe: AnyRecipe, folder: RunFolder, metadata: Callable[[], Mapping[str, Any]], wording: Wording
+) -> Sequence[Listener]:
+    """The report and the trackers that the recipe names."""
+    chosen: list[Listener] = [FailSafe(LiveReport(folder, metadata, wording), "the report")]
     if recipe.log.tensorboard:
-        named.append(Careful(TensorBoard(folder), "TensorBoard"))
+        chosen.append(FailSafe(TensorBoard(folder), "TensorBoard"))
     if recipe.log.wandb is not None:
-        told = recipe.model_dump(mode="json", exclude_none=True)
-        named.append(Careful(WandB(folder, recipe.log.wandb, recipe.name, told), "wandb"))
-    return named
+        chosen.append(FailSafe(WandB(folder, recipe.log.wandb, recipe), "wandb"))
+    return chosen

@@ -1,7 +1,6 @@
-"""What a retriever's recipe may say, beside what every recipe may.
+"""The recipe of a retriever: its data, encoders, loss and steps, beside the sections that every recipe has.
 
-The first station of a run with `kind = "retriever"`; like `train/config.py`, from which it takes the sections that both
-jobs share.
+Part of the configuration: `train/config/` has the sections that both jobs share.
 """
 
 from __future__ import annotations
@@ -12,47 +11,69 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from contrastile.train.config import AnyRecipe, LossSettings, SaveSettings, Steps, fit_together
-from contrastile.train.model_settings import TransformersModel, WordsTower, own_tokenizer
-from contrastile.train.optim_settings import AdamWSettings, AnyOptim
-from contrastile.train.settings import (
+from contrastile.train.config.base import (
     ClashError,
     Count,
+    Fraction,
+    Instead,
     Settings,
-    Share,
+    TokenizerFolder,
+    Unused,
     Width,
-    files_matter,
-    holds_tokenizer,
-    installed,
+    check_installed,
     kind_or,
+    needs_files,
+    same_for,
 )
-from contrastile.train.sizes import fit_texts
+from contrastile.train.config.run import AnyRecipe, LossSettings, Steps
+from contrastile.train.config.sizes import check_retriever
+from contrastile.train.config.towers import GIVEN, TransformersModel, WordsTower, require_tokenizer
 
-# the files of a folder of questions, passages and judgements
+# files of a folder of questions, passages and judgements
 BEIR = ("corpus.jsonl", "queries.jsonl", "qrels/*.tsv")
 
 
-class TextDataSettings(Settings):
-    """`source`: "docstrings", a file of questions with their passages, or a folder in BEIR's format.
+def _is_folder(data: Any) -> bool:
+    return os.path.isdir(os.path.expanduser(data.source))
 
-    `packages` are those whose docstrings are taken beside Python's own. Of a file of questions, `corpus` is a file or
-    folder of further passages, `test` a file of questions that are only asked; else `held_out`, a share of them, is.
-    `mined` hard negatives are looked up with BM25 for each question that has none. A step shows `positives` and
-    `negatives` of each question, drawn by lot where there are more. The prefixes go before every text;
-    `title_separator` between title and text.
-    """
+
+def _is_complete(data: Any) -> bool:
+    """True for sources with passages and held-out questions of their own, and without hard negatives."""
+    return data.source == "docstrings" or _is_folder(data)
+
+
+class TextDataSettings(Settings):
+    """Questions and passages. `source`: "docstrings", a file of questions, or a folder in BEIR's format."""
 
     source: str = "docstrings"
-    packages: tuple[str, ...] = ("numpy", "scipy", "torch")
-    corpus: str | None = None
-    test: str | None = None
-    held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    bad_rows: Share = 0.01
-    mined: Annotated[int, Field(ge=0)] = 0
+    packages: Annotated[tuple[str, ...], Unused("source", lambda data: data.source != "docstrings")] = (
+        "numpy", "scipy", "torch",
+    )  # fmt: skip
+    corpus: Annotated[str | None, Unused("source", _is_complete, "leave it out: that has its own passages")] = None
+    test: Annotated[str | None, Unused("source", _is_complete, "leave it out: that has its own held-out questions")] = (
+        None
+    )
+    held_out: Annotated[
+        float,
+        Field(gt=0.0, lt=1.0),
+        Unused("test", lambda data: data.test is not None, "leave either out"),
+        Unused("source", _is_folder, "leave it out: the folder says what is held out"),
+    ] = 0.05
+    bad_rows: Fraction = 0.01
+    mined: Annotated[int, Field(ge=0), Unused("negatives", lambda data: data.mined > 0 and data.negatives == 0)] = 0
     positives: Count = 1
-    negatives: Annotated[int, Field(ge=0)] = 1
+    negatives: Annotated[
+        int,
+        Field(ge=0),
+        Unused(
+            "mined",
+            lambda data: data.negatives > 0 and data.mined == 0 and _is_complete(data),
+            "leave it out, or have some mined: this source has none",
+            also=("source",),
+        ),
+    ] = 1
     query_prefix: str = ""
     passage_prefix: str = ""
     title_separator: str = " "
@@ -61,28 +82,27 @@ class TextDataSettings(Settings):
     @field_validator("source", "corpus", "test")
     @classmethod
     def _files_exist(cls, path: str | None, info: ValidationInfo) -> str | None:
-        if path is None or (path == "docstrings" and info.field_name == "source"):
+        is_source = info.field_name == "source"
+        if path is None or not needs_files(info) or (path == "docstrings" and is_source):
             return path
-        if files_matter(info) and not os.path.exists(os.path.expanduser(path)):
-            known = '"docstrings" or ' if info.field_name == "source" else ""
-            raise ValueError(f'must be {known}a file or folder; there is no "{path}"')
         folder = Path(path).expanduser()
-        if files_matter(info) and folder.suffix == ".parquet":
-            installed("pyarrow", '"contrastile[data]"')
-        if files_matter(info) and folder.is_dir() and info.field_name == "test":
+        if not folder.exists():
+            kinds = '"docstrings" or a file or folder' if is_source else "a file or folder"
+            raise ValueError(f'must be {kinds}; there is no "{path}"')
+        if folder.suffix == ".parquet":
+            check_installed("pyarrow", '"contrastile[data]"')
+        if folder.is_dir() and info.field_name == "test":
             raise ValueError(f'must be a file of questions; got the folder "{path}"')
-        if files_matter(info) and folder.is_dir() and info.field_name == "source":
-            absent = [name for name in BEIR if next(folder.glob(name), None) is None]
-            if absent:
-                raise ValueError(
-                    f'must be a folder in BEIR\'s format, with {", ".join(BEIR)}; "{path}" has no {absent[0]}'
-                )
+        absent = [name for name in BEIR if next(folder.glob(name), None) is None]
+        if folder.is_dir() and is_source and absent:
+            rule = f"must be a folder in BEIR's format, with {', '.join(BEIR)}"
+            raise ValueError(f'{rule}; "{path}" has no {absent[0]}')
         return path
 
     @field_validator("packages")
     @classmethod
-    def _packages_are_there(cls, packages: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if info.data.get("source") == "docstrings" and files_matter(info):
+    def _packages_are_installed(cls, packages: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if info.data.get("source") == "docstrings" and needs_files(info):
             for name in packages:
                 if not name.isidentifier() or find_spec(name) is None:
                     raise ValueError(f'must be installed packages; got "{name}"')
@@ -97,39 +117,31 @@ class BagTower(Settings):
 
 
 class TransformersEncoder(TransformersModel):
-    """A text model of transformers; its features are the mean over its places, the first ("cls") or the last one."""
+    """A text model. Its features are the mean over positions, the first position ("cls"), the last, or its pooler."""
 
     pooling: Literal["mean", "cls", "last", "pooler"] = "mean"
 
 
-AnyEncoder = Annotated[
-    Annotated[BagTower, Tag("bag")]
-    | Annotated[WordsTower, Tag("words")]
-    | Annotated[TransformersEncoder, Tag("transformers")],
-    kind_or("bag"),
-]
+AnyEncoder = Annotated[BagTower | WordsTower | TransformersEncoder, Field(discriminator="kind"), kind_or("bag")]
 
 
 class LoraSettings(Settings):
-    """Low-rank adapters by the library peft: only they are trained, in the layers called `targets`."""
+    """Low-rank adapters of the library peft: they alone are trained, in the layers called `targets`."""
 
     rank: Count = 8
     alpha: Annotated[float, Field(gt=0.0)] = 16.0
-    dropout: Share = 0.0
+    dropout: Fraction = 0.0
     targets: tuple[str, ...] = ("query", "value")
 
 
 class SubwordSettings(Settings):
-    """A tokenizer of `size` subwords ("bpe") or words, trained on the run's own texts, or that in `folder`.
+    """A tokenizer of subwords or words learned from the run's own texts, or the one in `folder`."""
 
-    Passages are cut at `length` tokens, queries at `query_length`.
-    """
-
-    kind: Literal["bpe", "words"] = "bpe"
-    size: Annotated[int, Field(ge=8, le=2**24)] = 16_000
+    kind: Annotated[Literal["bpe", "words"], GIVEN] = "bpe"
+    size: Annotated[int, Field(ge=8, le=2**24), GIVEN] = 16_000
     length: Width = 256
     query_length: Width = 64
-    folder: Annotated[str | None, AfterValidator(holds_tokenizer)] = None
+    folder: TokenizerFolder | None = None
 
     @model_validator(mode="after")
     def _queries_are_shorter(self) -> SubwordSettings:
@@ -139,15 +151,11 @@ class SubwordSettings(Settings):
 
 
 class RetrieverSettings(Settings):
-    """One encoder for `both` sides, or one each for `query` and `passage`, which may be projected to `features`.
+    """One encoder for `both` sides, or one each for `query` and `passage`."""
 
-    With `normalise` rows have length 1 and are compared by cosine, else by dot product. `dimensions`: the loss is also
-    taken on so many first features (Matryoshka), so that a search may keep these alone.
-    """
-
-    both: AnyEncoder | None = None
-    query: AnyEncoder | None = None
-    passage: AnyEncoder | None = None
+    both: Annotated[AnyEncoder | None, Instead(("query", "passage"))] = None
+    query: Annotated[AnyEncoder | None, Instead(("both",))] = None
+    passage: Annotated[AnyEncoder | None, Instead(("both",))] = None
     features: Width | None = None
     normalise: bool = True
     dimensions: tuple[Count, ...] = ()
@@ -157,7 +165,7 @@ class RetrieverSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _both_or_each(cls, section: Any) -> Any:
-        """Where no encoder is named, the small one serves both sides."""
+        """Let the small encoder serve both sides where none is named."""
         if not isinstance(section, Mapping):
             return section
         named = {"query", "passage"} & section.keys()
@@ -168,80 +176,59 @@ class RetrieverSettings(Settings):
         return section if "both" in section or named else {"both": {"kind": "bag"}, **section}
 
     @model_validator(mode="after")
-    def _weights_come_with_their_tokenizer(self) -> RetrieverSettings:
-        own_tokenizer([self.both, self.query, self.passage], self.tokenizer.folder)
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_have_a_model(self) -> RetrieverSettings:
+    def _encoders_have_what_they_need(self) -> RetrieverSettings:
         encoders = [encoder for encoder in (self.both, self.query, self.passage) if encoder is not None]
+        require_tokenizer(encoders, self.tokenizer.folder)
         if self.lora is not None and any(encoder.kind != "transformers" for encoder in encoders):
             raise ValueError('must have encoders of kind "transformers" with lora')
         return self
 
 
 class RetrieverLoss(LossSettings):
-    """InfoNCE from queries to passages. The scale is fixed unless `learn_scale`; DPR's dot product has a scale of 1.
-
-    `workspace`: the bytes that it may use beside its inputs and gradients; 1/64 of the device's memory by default.
-    """
+    """InfoNCE from queries to passages. The scale is fixed unless `learn_scale`; DPR's dot product has a scale of 1."""
 
     scale: Annotated[float, Field(ge=1.0, le=100.0)] = 20.0
     learn_scale: bool = False
-    label_smoothing: Share = 0.0
-    workspace: Annotated[int, Field(ge=2**20)] | None = None
-
-    def words(self) -> dict[str, Any]:
-        """What the loss itself is made with."""
-        return self.model_dump(exclude={"scale", "learn_scale"})
+    label_smoothing: Fraction = 0.0
+    workspace: Annotated[
+        Annotated[int, Field(ge=2**20)] | None, Unused("backend", lambda loss: loss.backend == "dense")
+    ] = None
 
 
 class TextSubBatch(Settings):
-    """How many texts each encoder sees at once, or, with `query_tokens` or `passage_tokens`, how many tokens.
+    """Texts that each encoder sees at once or, with `query_tokens` and `passage_tokens`, so many tokens of them."""
 
-    Texts travel by length, and a sub-batch is as wide as its longest one: padding counts as tokens.
-    """
+    query: Annotated[Count, Instead(("query_tokens",))] = 64
+    passage: Annotated[Count, Instead(("passage_tokens",))] = 64
+    query_tokens: Annotated[Count | None, Instead(("query",))] = None
+    passage_tokens: Annotated[Count | None, Instead(("passage",))] = None
 
-    query: Count = 64
-    passage: Count = 64
-    query_tokens: Count | None = None
-    passage_tokens: Count | None = None
+    def _limits(self, side: Literal["query", "passage"]) -> tuple[int, int | None]:
+        return getattr(self, side), getattr(self, f"{side}_tokens")
 
     def at_once(self, side: Literal["query", "passage"], length: int) -> int:
-        """So many texts of `length` tokens are encoded together."""
-        tokens: int | None = getattr(self, f"{side}_tokens")
-        count: int = getattr(self, side)
+        """The number of texts of `length` tokens in a sub-batch."""
+        count, tokens = self._limits(side)
         return count if tokens is None else max(1, tokens // length)
 
     def words(self, side: Literal["query", "passage"], length: int) -> dict[str, int | None]:
-        """What `encode` is told of texts that are padded to `length`."""
-        tokens: int | None = getattr(self, f"{side}_tokens")
+        """The arguments of `encode` that limit a sub-batch of texts padded to `length`."""
+        count, tokens = self._limits(side)
         if tokens is not None:
             return {"sub_batch_tokens": tokens}
-        # as many tokens as so many texts have at most: then each sub-batch is cut down to its longest text beforehand
-        count: int = getattr(self, side)
+        # the most tokens that so many texts have: `encode` then cuts each sub-batch to its longest text beforehand
         return {"sub_batch": count, "sub_batch_tokens": count * length}
 
 
-def _same_sub_batch(sub_batch: Any) -> Any:
-    """A plain number is meant for both encoders."""
-    whole = isinstance(sub_batch, int) and not isinstance(sub_batch, bool)
-    return {"query": sub_batch, "passage": sub_batch} if whole else sub_batch
-
-
 class RetrieverSteps(Steps):
-    """The steps of encoders of queries and passages, at which precision."""
+    """Training steps on questions and passages: their sub-batches and precision."""
 
-    sub_batch: Annotated[TextSubBatch, BeforeValidator(_same_sub_batch)] = TextSubBatch()
+    sub_batch: Annotated[TextSubBatch, same_for("query", "passage")] = TextSubBatch()
     precision: Literal["float32", "bf16", "fp16"] = "float32"
 
 
 class RetrieverEvaluation(Settings):
-    """`every`: the share of the run between two probes, of at most `probe` queries of each held-out part.
-
-    At the end every held-out query is answered with the `depth` best of all passages. `match`: how answers are looked
-    for where the source has some, word by word or as patterns. `bm25`: the same queries answered by BM25, beside.
-    """
+    """Probes, and at the end an answer to every held-out question: the `depth` best of all passages."""
 
     every: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     probe: Count = 500
@@ -257,25 +244,23 @@ class RetrieverRecipe(AnyRecipe):
     data: TextDataSettings = TextDataSettings()
     model: RetrieverSettings = RetrieverSettings.model_validate({})
     loss: RetrieverLoss = RetrieverLoss()
-    optim: AnyOptim = AdamWSettings()
     train: RetrieverSteps
     evaluate: RetrieverEvaluation = RetrieverEvaluation()
-    save: SaveSettings = SaveSettings()
 
     @model_validator(mode="after")
     def _sections_fit_together(self, info: ValidationInfo) -> RetrieverRecipe:
-        fit_together(self.device, self.loss, self.optim, self.train, info)
-        if files_matter(info):
-            fit_texts(self.model)
-        for side, length in (("query", "query_length"), ("passage", "length")) if files_matter(info) else ():
-            tokens, longest = getattr(self.train.sub_batch, f"{side}_tokens"), getattr(self.model.tokenizer, length)
-            if tokens is not None and tokens < longest:
-                rule = f"must be at least model.tokenizer.{length}, the tokens of one text; got {tokens} and {longest}"
-                raise ClashError(f"train.sub_batch.{side}_tokens", rule)
-        # they come late: after all texts were read, or after the training
-        for key, asked in {"data.mined": self.data.mined > 0, "evaluate.bm25": self.evaluate.bm25}.items():
-            if asked and files_matter(info):
-                installed("bm25s", '"contrastile[search]"', key)
-        if self.model.lora is not None and files_matter(info):
-            installed("peft", "peft", "model.lora")
+        if not needs_files(info):
+            return self
+        check_retriever(self.model)
+        for side, name in (("query", "query_length"), ("passage", "length")):
+            tokens, length = getattr(self.train.sub_batch, f"{side}_tokens"), getattr(self.model.tokenizer, name)
+            if tokens is not None and tokens < length:
+                reason = f"must be at least model.tokenizer.{name}, the tokens of one text; got {tokens} and {length}"
+                raise ClashError(f"train.sub_batch.{side}_tokens", reason)
+        # these packages are first used late: after all texts are read, or after the training
+        for key, used in (("data.mined", self.data.mined > 0), ("evaluate.bm25", self.evaluate.bm25)):
+            if used:
+                check_installed("bm25s", '"contrastile[search]"', key)
+        if self.model.lora is not None:
+            check_installed("peft", "peft", "model.lora")
         return self

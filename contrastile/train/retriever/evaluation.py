@@ -1,12 +1,12 @@
-"""What a retriever is worth: every held-out query answered from all passages, beside BM25; by trec_eval's measures.
+"""Evaluation of a retriever: all passages ranked for every held-out query, beside BM25; the measures are trec_eval's.
 
-After the steps, and in small (`probe`) between them. The arithmetic is `evaluate/`'s; here is decided what is asked and
-where it is looked for.
+Runs after training, and as a `probe` on a sample between steps. Measures are computed by `evaluate/`; this file ranks
+the passages and makes the rows of the results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,241 +15,233 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._wrong import wrong
+from contrastile._errors import invalid
 from contrastile.data.bm25 import BM25
 from contrastile.data.pairs import Indices
-from contrastile.data.texts import Passage, Query, TextSet
-from contrastile.evaluate.answers import answer_hits
+from contrastile.data.texts import Passage, TextSet
+from contrastile.evaluate.answer_recall import answer_recall
 from contrastile.evaluate.ranking import means, measure
 from contrastile.evaluate.retrieval import Right, recall_where
-from contrastile.evaluate.top import top
+from contrastile.evaluate.topk import topk
 from contrastile.train.log import progress
+from contrastile.train.retriever.batches import TextMaterials, TokenStore
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.feed import TextMaterials, TokenStore
 from contrastile.train.retriever.run import RetrieverRun
 
 Row = dict[str, Any]
 
 KS = (1, 5, 20, 100)
-# beside the hits at KS; a table has the last of the recalls
-RECALLS = tuple(f"recall@{k}" for k in KS)
-MEASURES = ("nDCG@10", "MRR@10", "MAP", RECALLS[-1])
+# the columns of a table beside the hits at KS; rows hold the recalls at the other KS too
+MEASURES = ("nDCG@10", "MRR@10", "MAP", f"recall@{KS[-1]}")
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
 
 
-class Passages(Protocol):
-    """Where a search finds passages: a list of them, or an index on the disk."""
+class Searchable(Protocol):
+    """Passages that are encoded already, such as an index on disk."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of passages."""
 
     def __getitem__(self, row: int, /) -> Passage:
         """The passage at a row."""
 
-
-class Searchable(Passages, Protocol):
-    """Passages that are encoded already."""
-
     def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Scores and rows of the `k` best for each query."""
+        """Scores and rows of the `k` best passages for each query."""
+
+
+Passages = Sequence[Passage] | Searchable
+# scores and rows of the k best passages for each of n questions, both `[n, k]`
+Search = Callable[[Sequence[str], int], tuple[Any, Indices]]
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A part's queries (rows of the set) with what was found for each in `passages`: rows and scores `[n, depth]`.
+class Rankings:
+    """The ranked passages of a part's queries by one system: rows of `passages` and scores, both `[n, depth]`.
 
-    A row of −1 pads a ranking that is shorter than the others.
+    `queries` `[n]`: rows of the text set. A row of −1 pads a shorter ranking.
     """
 
     part: str
     system: str
     passages: Passages
     queries: Indices
-    found: Indices
+    rows: Indices
     scores: Any
 
     @property
     def title(self) -> str:
-        """As a table calls it."""
+        """The name of the test in a table."""
         return f"{PARTS.get(self.part, self.part)}, {self.system}"
 
-    def ranking(self, place: int) -> list[tuple[Passage, float]]:
-        """What was found for the query at a place, the best first, with scores."""
-        found = zip(self.found[place].tolist(), self.scores[place].tolist(), strict=True)
-        return [(self.passages[row], score) for row, score in found if row >= 0]
+    @property
+    def ks(self) -> list[int]:
+        """The `KS` within the depth of the rankings."""
+        return [k for k in KS if k <= self.rows.shape[1]]
+
+    def ranking(self, query: int) -> list[tuple[Passage, float]]:
+        """The passages of the n-th query with scores, the best first."""
+        ranked = zip(self.rows[query].tolist(), self.scores[query].tolist(), strict=True)
+        return [(self.passages[row], score) for row, score in ranked if row >= 0]
 
 
 def held_out(texts: TextSet) -> dict[str, Indices]:
-    """Every part of the set but the training's, where it has queries."""
+    """Rows of the queries of every part that is not for training, where it has any."""
     return {name: rows for name, rows in texts.splits.items() if name != "train" and len(rows)}
 
 
-# scores and rows of the k best passages for each of some questions, `[n, k]`
-Search = Callable[[Sequence[str], int], tuple[Any, Indices]]
+def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable) -> list[Rankings]:
+    """Rankings of all held-out queries over the tokens of all passages, or over an index.
 
-
-def answer_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable) -> list[Answered]:
-    """All held-out queries answered from the tokens of all passages, or from an index.
-
-    By BM25 too, where the recipe wants it and there is no index.
+    With BM25's rankings where the recipe wants them and there is no index.
     """
-    settings, parts = run.recipe.evaluate, list(held_out(texts))
-    if not isinstance(passages, TokenStore):
-        index = passages
-        answered = [answer(texts, part, "retriever", index, _by(run, index.search), settings.depth) for part in parts]
-        _check_ids(answered, texts, index)
-        return answered
-    features = run.encode_tokens("passage", passages, what="encoding passages")
-    searches = {"retriever": _by(run, lambda queries, k: top(queries, features, k))}
-    if settings.bm25:
-        searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
-    return [
-        answer(texts, part, system, texts.passages, search, settings.depth)
-        for part in parts
+    settings = run.recipe.evaluate
+    searches: dict[str, Search] = {}
+    if isinstance(passages, TokenStore):
+        corpus: Passages = texts.passages
+        features = run.encode_tokens("passage", passages, title="encoding passages")
+        searches["retriever"] = _text_search(run, lambda queries, k: topk(queries, features, k))
+        if settings.bm25:
+            searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
+    else:
+        corpus = passages
+        searches["retriever"] = _text_search(run, passages.search)
+    rankings = [
+        rank_part(texts, part, system, corpus, search, settings.depth)
+        for part in held_out(texts)
         for system, search in searches.items()
     ]
+    if corpus is not texts.passages:
+        _check_ids(rankings, texts, corpus)
+    return rankings
 
 
-def _by(run: RetrieverRun, search: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Search:
-    """A search by the features of questions."""
+def _text_search(run: RetrieverRun, search: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Search:
+    """A search by questions, from a search by their features."""
 
     def by_text(questions: Sequence[str], k: int) -> tuple[Any, Indices]:
-        scores, found = search(run.encode_query(questions), k)
-        return scores.cpu().numpy(), found.cpu().numpy()
+        scores, rows = search(run.encode_query(questions), k)
+        return scores.cpu().numpy(), rows.cpu().numpy()
 
     return by_text
 
 
-def answer(texts: TextSet, part: str, system: str, passages: Passages, search: Search, depth: int) -> Answered:
-    """A part's queries with the `depth` best of the passages; a question's own text is not among them."""
-    rows = texts.splits[part]
-    asked = [texts.queries[row] for row in rows.tolist()]
-    # one more, where a question may find itself
-    wanted = depth + any(query.itself is not None for query in asked)
-    scores, found = search([query.text for query in asked], min(wanted, len(passages)))
-    if wanted > depth:
-        scores, found = _without_themselves(asked, passages, scores, found, depth)
-    return Answered(part, system, passages, rows, found, scores)
+def rank_part(texts: TextSet, part: str, system: str, passages: Passages, search: Search, depth: int) -> Rankings:
+    """Rankings of a part's queries, `depth` passages each; a query's own text is left out of its ranking."""
+    queries = [texts.queries[row] for row in texts.splits[part].tolist()]
+    # one more passage where a query's own text may be among them
+    k = depth + any(query.itself is not None for query in queries)
+    scores, rows = search([query.text for query in queries], min(k, len(passages)))
+    if k > depth:
+        # compared by id, because an index has rows of its own
+        itself = np.array(
+            [
+                [query.itself is not None and passages[row].id == query.id for row in ranked]
+                for query, ranked in zip(queries, rows.tolist(), strict=True)
+            ]
+        )
+        order = itself.argsort(axis=1, kind="stable")[:, :depth]
+        scores = np.take_along_axis(scores, order, axis=1)
+        rows = np.take_along_axis(np.where(itself, -1, rows), order, axis=1)
+    return Rankings(part, system, passages, texts.splits[part], rows, scores)
 
 
-def _without_themselves(
-    asked: Sequence[Query], passages: Passages, scores: Any, found: Indices, depth: int
-) -> tuple[Any, Indices]:
-    # by ids: an index has rows of its own
-    itself = np.array(
-        [
-            [query.itself is not None and passages[row].id == query.id for row in ranked]
-            for query, ranked in zip(asked, found.tolist(), strict=True)
-        ]
-    )
-    order = itself.argsort(axis=1, kind="stable")[:, :depth]
-    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(np.where(itself, -1, found), order, axis=1)
-
-
-def _check_ids(answers: Sequence[Answered], texts: TextSet, index: Passages) -> None:
-    """Raises ValueError where every answer is wrong because the index has other ids; it is read through only then."""
-    if any(texts.queries[row].answers for one in answers for row in one.queries.tolist()):
-        # passages of any ids may contain an answer
+def _check_ids(rankings: Sequence[Rankings], texts: TextSet, index: Passages) -> None:
+    """Raise ValueError where no passage of the index has an id that is right for any query."""
+    if any(texts.queries[row].answers for one in rankings for row in one.queries.tolist()):
+        # a passage of any id may contain an answer
         return
-    judged = [(run_of(one, texts), judgements_of(one.queries, texts)) for one in answers]
-    right = {passage for _, known in judged for passages in known.values() for passage in passages}
-    hit = any(found[query].keys() & passages for found, known in judged for query, passages in known.items())
+    judged = [(run_of(one, texts), judgements_of(one.queries, texts)) for one in rankings]
+    right = {passage for _, judgements in judged for passages in judgements.values() for passage in passages}
+    hit = any(run[query].keys() & passages for run, judgements in judged for query, passages in judgements.items())
+    # the whole index is read only where no ranking has a hit
     if right and not hit and not any(index[row].id in right for row in range(len(index))):
         remedy = "Encode a corpus whose ids are those of the questions' passages."
-        raise wrong("--index", "hold passages that are right for a question", f"none of {len(right):,} ids", remedy)
+        raise invalid("--index", "hold passages that are right for a question", f"none of {len(right):,} ids", remedy)
 
 
-def run_of(answered: Answered, texts: TextSet) -> dict[str, dict[str, float]]:
-    """What was found, by ids, as run files and measures have it; an index may hold an id twice, and the best counts."""
+def run_of(rankings: Rankings, texts: TextSet) -> dict[str, dict[str, float]]:
+    """Scores by ids of query and passage, as in a run file; of an id that an index holds twice, the best score."""
     return {
-        texts.queries[row].id: {passage.id: score for passage, score in reversed(answered.ranking(place))}
-        for place, row in enumerate(answered.queries.tolist())
+        texts.queries[row].id: {passage.id: score for passage, score in reversed(rankings.ranking(query))}
+        for query, row in enumerate(rankings.queries.tolist())
     }
 
 
 def judgements_of(rows: Indices, texts: TextSet) -> dict[str, dict[str, int]]:
-    """What is right for each of the queries at `rows` of which that is known."""
-    asked = [texts.queries[row] for row in rows.tolist()]
+    """Grades by ids of query and passage, of the queries at `rows` that have positives."""
     return {
         query.id: {
             texts.passages[passage].id: grade
             for passage, grade in zip(query.positives, query.grades or (1,) * len(query.positives), strict=True)
         }
-        for query in asked
+        for query in (texts.queries[row] for row in rows.tolist())
         if query.positives
     }
 
 
-def evaluate(recipe: RetrieverRecipe, texts: TextSet, answered: list[Answered]) -> list[Row]:
-    """Every test as a row: name, queries, choices, hits at `KS`, the other measures; a `headline` leads the report."""
+def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Rankings]) -> list[Row]:
+    """The rows of evaluation.json: test, queries, choices, hits at `KS` and measures; a `headline` leads the report.
+
+    A part with answers has a second row: the share of queries with an answer in the text of one of the first k
+    passages, not in its title, as in the evaluation of DPR.
+    """
     rows = []
-    for one in answered:
-        judged = judgements_of(one.queries, texts)
-        if judged:
-            cuts = [k for k in KS if k <= one.found.shape[1]]
-            # a recall at more than were looked up would be another one
-            names = [*MEASURES[:-1], *RECALLS[: len(cuts)]]
-            values = means(measure(run_of(one, texts), judged, [*(f"hit@{k}" for k in cuts), *names]))
-            hits = {str(k): values.pop(f"hit@{k}") for k in cuts}
-            rows.append(_row(one, len(judged), hits, values))
-        answers = [row for row in one.queries.tolist() if texts.queries[row].answers]
-        if answers:
-            rows.append(_answers(recipe, texts, one))
+    for one in rankings:
+        judgements = judgements_of(one.queries, texts)
+        if judgements:
+            # recalls beyond the depth of the rankings would be too low
+            names = [*(f"hit@{k}" for k in one.ks), *MEASURES[:-1], *(f"recall@{k}" for k in one.ks)]
+            values = means(measure(run_of(one, texts), judgements, names))
+            hits = {k: values.pop(f"hit@{k}") for k in one.ks}
+            rows.append(_row(one, one.title, len(judgements), hits, values))
+        answered = [query for query, row in enumerate(one.queries.tolist()) if texts.queries[row].answers]
+        if answered:
+            passages = [[passage.text for passage, _ in one.ranking(query)] for query in answered]
+            answers = [texts.queries[one.queries[query]].answers for query in answered]
+            hits = answer_recall(passages, answers, match=recipe.evaluate.match, ks=one.ks)
+            rows.append(_row(one, f"{one.title}, answers", len(answered), hits, {}))
     return rows
 
 
-def _answers(recipe: RetrieverRecipe, texts: TextSet, one: Answered) -> Row:
-    """The questions with answers: how many find one among their first passages, whatever was listed as right.
-
-    As in DPR's own evaluation an answer is looked for in a passage's text, not in its title.
-    """
-    asked = [place for place, row in enumerate(one.queries.tolist()) if texts.queries[row].answers]
-    found = [[passage.text for passage, _ in one.ranking(place)] for place in asked]
-    answers = [texts.queries[one.queries[place]].answers for place in asked]
-    hits = answer_hits(found, answers, match=recipe.evaluate.match, ks=[k for k in KS if k <= one.found.shape[1]])
-    row = _row(one, len(asked), {str(k): hit for k, hit in hits.items()}, {})
-    return {**row, "test": f"{row['test']}, answers"}
-
-
-def _row(one: Answered, queries: int, recalls: dict[str, float], values: dict[str, float]) -> Row:
+def _row(one: Rankings, test: str, queries: int, hits: Mapping[int, float], measures: dict[str, float]) -> Row:
     return {
-        "test": one.title,
+        "test": test,
         "queries": queries,
         "choices": len(one.passages),
-        "recall": recalls,
-        "measures": values,
+        "recall": {str(k): share for k, share in hits.items()},
+        "measures": measures,
         "chance": 1 / len(one.passages),
         "headline": one.system == "retriever",
     }
 
 
 def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, float]]:
-    """Recall at 1 and 5 of a sample of each held-out part, among the first right passages of that sample's queries.
+    """Recall at 1 and 5 of a sample of each held-out part, among the first positives of the sampled queries.
 
-    As in the whole evaluation, any passage that is right for a query answers it, and a query does not find itself.
+    As in the whole evaluation, any passage that is right for a query counts, and a query's own text is left out.
     """
-    recalls = {}
-    for name, rows in held_out(materials.texts).items():
-        known = [row for row in rows.tolist() if materials.texts.queries[row].positives]
-        sample = np.random.default_rng(0).permutation(known)[: run.recipe.evaluate.probe]
+    texts, recalls = materials.texts, {}
+    for name, rows in held_out(texts).items():
+        judged = [row for row in rows.tolist() if texts.queries[row].positives]
+        sample = np.random.default_rng(0).permutation(judged)[: run.recipe.evaluate.probe]
         if len(sample) == 0:
             continue
-        queries = [materials.texts.queries[row] for row in sample.tolist()]
+        queries = [texts.queries[row] for row in sample.tolist()]
         keys = sorted({int(materials.same[query.positives[0]]) for query in queries})
-        right = _marks(run, materials, keys, [query.positives for query in queries])
-        itself = _marks(run, materials, keys, [() if query.itself is None else (query.itself,) for query in queries])
-        asked = run.encode_query([query.text for query in queries])
-        passages = run.encode_passage([materials.texts.passages[row] for row in keys])
-        found = recall_where(asked, passages, right, aside=itself, ks=(1, 5))
-        recalls[name] = {str(k): share for k, share in found.items()}
+        right = _mask(run, materials, keys, [query.positives for query in queries])
+        itself = _mask(run, materials, keys, [() if query.itself is None else (query.itself,) for query in queries])
+        query_features = run.encode_query([query.text for query in queries])
+        key_features = run.encode_passage([texts.passages[row] for row in keys])
+        shares = recall_where(query_features, key_features, right, aside=itself, ks=(1, 5))
+        recalls[name] = {str(k): share for k, share in shares.items()}
     return recalls
 
 
-def _marks(run: RetrieverRun, materials: TextMaterials, keys: list[int], named: Sequence[Sequence[int]]) -> Right:
-    """Which of the `keys` are among the passages that are `named` for each query."""
-    place = {row: at for at, row in enumerate(keys)}
-    marks = torch.zeros(len(named), len(keys), dtype=torch.bool)
-    for query, rows in enumerate(named):
-        marks[query, [place[row] for row in map(int, materials.same[list(rows)]) if row in place]] = True
-    marks = marks.to(run.device)
-    return lambda rows, columns: marks[rows, columns]
+def _mask(run: RetrieverRun, materials: TextMaterials, keys: list[int], passages: Sequence[Sequence[int]]) -> Right:
+    """Marks the `keys` that are among each query's `passages`."""
+    key_columns = {row: column for column, row in enumerate(keys)}
+    mask = torch.zeros(len(passages), len(keys), dtype=torch.bool)
+    for query, rows in enumerate(passages):
+        mask[query, [key_columns[row] for row in map(int, materials.same[list(rows)]) if row in key_columns]] = True
+    mask = mask.to(run.device)
+    return lambda rows, columns: mask[rows, columns]

@@ -1,0 +1,235 @@
+"""The options that every loss takes, and the choices that "auto" makes of them.
+
+Stands between `engine/`, which plans a call, and the strategies that it is handed: an exchange and tiles. An explicit
+name never falls back; "auto" says once, in the log of the name `contrastile`, what it chose and why the others
+declined.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from numbers import Real
+from typing import Any, get_args
+
+import torch
+
+from contrastile._errors import invalid, one_of, whole_number
+from contrastile._types import Backend, ExchangeName, Gradient, Reduction
+from contrastile.distributed import collectives, consistency
+from contrastile.exchange.base import Exchange, Layout, Single, bytes_per_feature
+from contrastile.exchange.gather import Gather
+from contrastile.exchange.hierarchical import Hierarchical
+from contrastile.exchange.replicate import Replicate
+from contrastile.exchange.ring import Ring
+from contrastile.losses.base import PairLoss, Shard
+from contrastile.offload import known_device
+from contrastile.tiles.base import Tiles
+from contrastile.tiles.dense import Dense
+from contrastile.tiles.eager import Eager
+
+logger = logging.getLogger("contrastile")
+
+LEAST_WORKSPACE = 2**20
+# the default workspace is the device's memory divided by this
+DEFAULT_SHARE = 64
+WORDS = {
+    "backend": get_args(Backend),
+    "exchange": get_args(ExchangeName),
+    "gradient": get_args(Gradient),
+    "reduction": get_args(Reduction),
+}
+
+# keywords of other libraries' losses, and their place here
+_RANKS = "Leave it out: a loss meets all ranks by itself, with gradients to all of them."
+_SCALE = "Pass the scale, 1 / temperature, in the call."
+FOREIGN_KEYWORDS = dict.fromkeys(
+    ("local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod", "dist_impl",
+     "gather_across_devices", "bidirectional"), _RANKS,
+) | {"temperature": _SCALE, "base_temperature": _SCALE, "scale": "Pass it in the call."}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of every loss (see the docstring of `contrast`)."""
+
+    backend: Backend = "auto"
+    exchange: ExchangeName = "auto"
+    group: Any = None
+    gradient: Gradient = "mean"
+    label_smoothing: float = 0.0
+    reduction: Reduction = "mean"
+    workspace: int | None = None
+    device: torch.device | str | None = None
+
+    @classmethod
+    def refuse(cls, unknown: Mapping[str, object], others: tuple[str, ...] = ()) -> None:
+        """Raise for keywords that are no option; `others`: names that the called function knows beside them."""
+        for name in unknown:
+            near = get_close_matches(name, [*cls.__dataclass_fields__, *others], n=1, cutoff=0.75)
+            remedy = f"Did you mean {near[0]}?" if near else FOREIGN_KEYWORDS.get(name, "Check the spelling.")
+            raise invalid("how", f"be made of {', '.join(cls.__dataclass_fields__)}", ", ".join(unknown), remedy)
+
+    def __post_init__(self) -> None:
+        for name, words in WORDS.items():
+            one_of(name, getattr(self, name), words, "Leave it out for the default.")
+        smoothing, workspace = self.label_smoothing, self.workspace
+        if not isinstance(smoothing, (int, float, Real)) or not 0.0 <= smoothing < 1.0:
+            raise invalid("label_smoothing", "be at least 0 and below 1", repr(smoothing), "0.1 is usual.")
+        if workspace is not None:
+            # 2e9 is a number of bytes too
+            count = int(workspace) if isinstance(workspace, float) and math.isfinite(workspace) else workspace
+            remedy, rule = "Leave it out for the default.", f"be at least {LEAST_WORKSPACE} bytes"
+            count = whole_number("workspace", count, LEAST_WORKSPACE, remedy, rule=rule)
+            object.__setattr__(self, "workspace", count)
+        if self.device is not None:
+            known_device(self.device, "where the features are")
+
+
+def workspace_on(device: torch.device, workspace: int | None) -> int:
+    """Bytes that tiles may use on a device; None: its share of the memory."""
+    return device_memory(device) // DEFAULT_SHARE if workspace is None else workspace
+
+
+EXCHANGES: dict[str, type[Exchange]] = {
+    "single": Single,
+    "replicate": Replicate,
+    "gather": Gather,
+    "ring": Ring,
+    "hierarchical": Hierarchical,
+}
+
+
+def choose_exchange(options: Options, loss: PairLoss, rows: Shard, cols: Shard, statement: dict[str, Any]) -> Exchange:
+    """The exchange by name; for "auto" gather where it needs at most a sixteenth of the memory, else the ring.
+
+    statement: further facts that all ranks must have in common, such as which inputs require a gradient.
+    """
+    name, group = options.exchange, options.group
+    W = collectives.size(group)
+    if W == 1:
+        _not_empty(len(rows))
+        return Single(options.gradient, Layout(group, 0, (len(rows),), (len(cols),)))
+    if name == "single":
+        # nothing travels: one rank may compute a loss of its own while the others do not, for validation
+        return Single(options.gradient, Layout(None, 0, (len(rows),), (len(cols),)))
+    statement = _statement(options, loss, rows, cols) | statement
+    counted = consistency.tally(group, statement, (len(rows), len(cols)))
+    layout = Layout(group, collectives.rank(group), *(tuple(each) for each in zip(*counted, strict=True)))
+    _not_empty(sum(layout.rows))
+    if name == "auto":
+        D = max(sum(math.prod(x.shape[1:]) for x in side.leaves) for side in (rows, cols))
+        dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
+        name = automatic_exchange(layout, D, dtype, rows.features.device)
+        _say_once(f"exchange: {name}")
+    return EXCHANGES[name](options.gradient, layout)
+
+
+def _not_empty(rows: int) -> None:
+    """Raise for a global batch without rows, which has no mean."""
+    if rows == 0:
+        raise invalid("q", "have at least one row over all ranks", 0, "Skip the step when the batch is empty.")
+
+
+def automatic_exchange(layout: Layout, D: int, dtype: torch.dtype, device: torch.device) -> ExchangeName:
+    """Gather within `gathering_allowed` bytes, else the ring."""
+    return "gather" if Gather.extra_bytes(layout, D, dtype) <= gathering_allowed(device) else "ring"
+
+
+def gathering_allowed(device: torch.device) -> int:
+    """Bytes of gathered columns that "auto" allows a rank: a sixteenth of the device's memory."""
+    return device_memory(device) // 16
+
+
+def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard) -> dict[str, Any]:
+    """The facts that ranks must have in common. The exchange comes first: it decides what else must agree."""
+    return {
+        "exchange": options.exchange,
+        "loss": repr(loss),
+        "backend": options.backend,
+        "gradient": options.gradient,
+        "reduction": options.reduction,
+        "features": _shapes(rows),
+        "key features": _shapes(cols),
+        "dtype": str(rows.features.dtype),
+        "device": rows.features.device.type,
+        "positives": None if rows.positives is None else rows.positives.shape[1],
+        "labels": rows.labels is not None,
+        "ids": rows.ids is not None,
+    }
+
+
+def _shapes(side: Shard) -> Any:
+    """The feature size; for a learned score, the shape and type of each tensor that it reads."""
+    if side.features.ndim == 2 and not side.others:
+        return side.features.shape[1]
+    return [f"{list(x.shape[1:])} {x.dtype}" for x in side.leaves]
+
+
+def _triton() -> type[Tiles]:
+    """Imported at the first use: importing the library must not import Triton."""
+    from contrastile.tiles.triton.backend import Triton
+
+    return Triton
+
+
+TILES: dict[str, Callable[[], type[Tiles]]] = {"dense": lambda: Dense, "eager": lambda: Eager, "triton": _triton}
+# in the order of preference, by type of device
+AUTOMATIC = {"cuda": ("triton", "eager")}
+
+
+def choose_tiles(backend: Backend, loss: PairLoss, rows: Shard, cols: Shard) -> type[Tiles]:
+    """The tiles by name, which never falls back; for "auto" the first that does not decline, said once in the log."""
+    if backend != "auto":
+        tiles, reason = _offer(backend, loss, rows, cols)
+        if tiles is None:
+            raise invalid("backend", "be able to compute this loss", repr(backend), f"It declines: {reason}.")
+        return tiles
+    declined = ""
+    for name, tiles, reason in offers(loss, rows, cols):
+        if tiles is not None:
+            _say_once(f"backend: {name}{declined}")
+            return tiles
+        declined += f"; {name} declined: {reason}"
+    raise AssertionError("eager declines nothing")
+
+
+def offers(loss: PairLoss, rows: Shard, cols: Shard) -> Iterator[tuple[str, type[Tiles] | None, str | None]]:
+    """The backends that "auto" considers, in order: name, and tiles or the reason why they decline."""
+    for name in AUTOMATIC.get(rows.features.device.type, ("eager",)):
+        yield name, *_offer(name, loss, rows, cols)
+
+
+def _offer(name: str, loss: PairLoss, rows: Shard, cols: Shard) -> tuple[type[Tiles] | None, str | None]:
+    try:
+        tiles = TILES[name]()
+    except ImportError as error:
+        return None, f"{error.name} is not installed"
+    reason = tiles.declines(loss, rows, cols)
+    if (rows.guides or rows.targets is not None) and not tiles.takes_guides:
+        reason = "no kernel for guides and targets"
+    return (None, reason) if reason else (tiles, None)
+
+
+def _say_once(message: str) -> None:
+    """Log a message once in a process; nothing while a graph is traced, where logging would become part of it."""
+    if not torch.compiler.is_compiling():
+        _log_once(message)
+
+
+@cache
+def _log_once(message: str) -> None:
+    logger.info(message)
+
+
+@cache
+def device_memory(device: torch.device) -> int:
+    """All bytes of the device's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,161 @@
+"""Private names of torch that the package depends on, each behind a public name of its own.
+
+Stands on the ground of the house: everything may import it, and nothing else names a private part of torch. A release
+of torch may change any of these without notice; then this file changes, and no other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+__all__ = ["BatchNorm", "DispatchMode", "pytree"]
+
+# one call for a list of tensors
+add_each, add_each_, multiply_each = torch._foreach_add, torch._foreach_add_, torch._foreach_mul
+copy_each_ = torch._foreach_copy_
+
+
+def version(x: Tensor) -> int:
+    """Count of the in-place changes of a tensor."""
+    return x._version
+
+
+def storage_id(x: Tensor) -> int:
+    """Identity of a tensor's storage while it lives. Its address changes each time that FSDP2 gathers it."""
+    return x.untyped_storage()._cdata
+
+
+def backward_hooks(x: Tensor) -> dict[int, Any] | None:
+    """Hooks that autograd calls with a tensor's gradient; None where it never had any."""
+    return x._backward_hooks
+
+
+def uncompiled(function: Any) -> Any:
+    """Function or module that torch.compile has wrapped; None where it has not."""
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile has wrapped the module or its call."""
+    return uncompiled(module) is not None or module._compiled_call_impl is not None
+
+
+@contextmanager
+def without_parametrization_cache() -> Iterator[None]:
+    """Suspend `parametrize.cached()`, which would hand out weights that were computed without a graph."""
+    depth, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = depth
+
+
+def nccl_options(group: Any) -> Any:
+    """Options of the group's backend between GPUs."""
+    backend = group._get_backend(torch.device("cuda"))
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in another backend, which in older versions has no options
+    return getattr(backend, "wrapped_pg", backend).options
+
+
+def nccl_timeout(group: Any) -> timedelta:
+    """Time-out of the group's operations between GPUs."""
+    timeout: timedelta = nccl_options(group)._timeout
+    return timeout
+
+
+def default_store() -> Any:
+    """Key-value store in which the processes met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def post_together(operations: Sequence[tuple[Callable[..., Any], Tensor, int]], group: Any) -> list[Any]:
+    """Post sends and receives at once, as `dist.batch_isend_irecv` does, in a third of its time on the host."""
+    if not operations:
+        return []
+    device = operations[0][1].device
+    coalesced = group._get_backend(device).supports_coalescing
+    if coalesced:
+        group._start_coalescing(device)
+    works = [operation([x], other, 0) for operation, x, other in operations]
+    return [group._end_coalescing(device)] if coalesced else works
+
+
+def running_ddp() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward is running."""
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+# FSDP2 keeps a state for each module; in it, groups of parameters that are gathered together; of each parameter, the
+# shard, which the optimizer knows, and the whole, which the module has while it is gathered.
+
+
+def fsdp_module_class() -> Any:
+    """Class of FSDP2's modules; an empty tuple where FSDP2 was never imported, for then there are none."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+
+
+def in_fsdp_module(module: nn.Module) -> bool:
+    """Return whether FSDP2 shards the module itself or a module around it."""
+    return hasattr(module, "_is_fsdp_managed_module")
+
+
+def fsdp_states(modules: Sequence[Any]) -> list[Any]:
+    """States of FSDP2's modules, each once: several modules may share one."""
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """Groups of parameters of a state."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        # torch 2.11 has one or none
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return list(groups)
+
+
+def fsdp_parameters(states: Sequence[Any]) -> list[tuple[Tensor, Tensor | None]]:
+    """Shard and whole of each parameter; the whole is None until it was gathered for the first time."""
+    parameters = [each for state in states for group in fsdp_groups(state) for each in group.fsdp_params]
+    return [(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in parameters]
+
+
+@contextmanager
+def restoring_fsdp_root(states: Sequence[Any]) -> Iterator[None]:
+    """Restore FSDP2's record of the module that runs as the root, and of the callback queued for its backward."""
+    contexts = list(dict.fromkeys(state._state_ctx for state in states))
+    before = [(each.iter_forward_root, each.post_backward_final_callback_queued) for each in contexts]
+    try:
+        yield
+    finally:
+        for each, (root, queued) in zip(contexts, before, strict=True):
+            each.iter_forward_root, each.post_backward_final_callback_queued = root, queued
+
+
+def reduce_at_end_of_backward(states: Sequence[Any]) -> None:
+    """Have FSDP2 reduce the gradients of these states when the running backward ends."""
+    for state in states:
+        state._register_root_post_backward_final_callback()
+
+
+def finish_fsdp_backward(states: Sequence[Any]) -> None:
+    """Shard every group again and make it ready for the next forward, as FSDP2 does after a backward."""
+    for state in states:
+        idle = type(state._training_state).IDLE
+        for group in fsdp_groups(state):
+            if group._training_state != idle:
+                group.post_backward()
+                group._training_state = idle
+        state._training_state = idle

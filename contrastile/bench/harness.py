@@ -1,0 +1,341 @@
+"""Timing, memory, rows and tables: the parts that every measurement of the bench shares.
+
+Stands below `loss.py` and `step.py`. A step is a function without arguments. Every time is taken beside a matrix
+product on the same device in the same minute: a machine that is shared or throttled slows both, and their ratio stays.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from contrastile._errors import invalid, written_to
+from contrastile.distributed import collectives, consistency
+from contrastile.train.memory import PeakMemory
+from contrastile.train.provenance import ORIGIN
+from contrastile.train.ranks import Ranks
+
+Step = Callable[[], object]
+Row = dict[str, Any]
+
+# shorter steps are repeated to this many seconds, because the host's clock times them
+LEAST_SECONDS = 0.01
+# products between two runs of a step last as long as the step, up to this: a GPU's clocks follow its load
+MOST_PRODUCT_SECONDS = 0.25
+MOST_ROUNDS = 25
+# untimed steps at first: at most so many, and none after so many seconds
+WARMUP_STEPS, WARMUP_SECONDS = 5, 1.0
+# side and dtype of the product that times are compared with
+PRODUCTS = {"cuda": (8192, torch.bfloat16), "cpu": (2048, torch.float32)}
+# seconds of load after which a GPU's clocks are those of a training run
+LOAD_SECONDS = {"cuda": 2.0}
+# across ranks: fewest rounds; seconds and fewest steps timed in a row, because in training the host runs ahead of the
+# device; and the seconds of a step beside which the start of a row is nothing
+RANK_ROUNDS, ROW_SECONDS, ROW_STEPS, LONG_STEP = 3, 0.1, 3, 1.0
+# the longest wait for another rank, which may be timing a slow peer
+TIMEOUT = timedelta(minutes=10)
+
+# columns of the results files, by kind of measurement. impl: "contrastile", "dense" or a peer's name. backend, way: how
+# it computes, and each setting that is not the bench's default. b, batch: rows or pairs of the global batch. world:
+# ranks that share it. ms: median time of a step (across ranks: of steps in a row, on the slowest rank).
+# effective_tflops: the operations that the loss needs at least, over the time, per rank. ratio: that over the product's
+# rate. peak_bytes: of one rank; of a loss without its features, of a step with everything.
+LOSS_COLUMNS = (
+    *("impl", "loss", "backend", "b", "d", "dtype", "world", "ms", "effective_tflops", "ratio", "peak_bytes"),
+    *ORIGIN,
+)
+# cost: (ms x world) over that of one process with the whole batch, empty where that did not fit. single_ms,
+# single_cost: the same of a step that begins with an idle device. beside_bytes: of the peak, without the gradients
+# returned and the workspace.
+EXCHANGE_COLUMNS = (*LOSS_COLUMNS, "cost", "single_ms", "single_cost", "beside_bytes")
+# limit_bytes: of the device that the process may allocate. ratio: to the loss of resident features
+HOST_COLUMNS = (*(name for name in LOSS_COLUMNS[:-4] if name != "world"), "limit_bytes", *ORIGIN)
+# retain: the argument of `encode`. inputs: on the "device", on the "host", or drawn from a "pool" on the device.
+# ratio_to_plain: time per pair over the plain step's at the largest batch up to this one that fits it.
+STEP_COLUMNS = (
+    *("impl", "way", "model", "batch", "sub_batch", "retain", "inputs", "dtype", "world", "ms", "us_per_pair"),
+    *("ratio_to_plain", "peak_bytes", *ORIGIN),
+)
+# bytes of the first rank. data: its inputs. loss: beside the features and their gradients. backbone: weights, gradients
+# and the activations of one sub-batch.
+RANK_STEP_COLUMNS = (
+    *("impl", "way", "model", "batch", "sub_batch", "dtype", "world", "data_bytes", "loss_bytes", "backbone_bytes"),
+    *("peak_bytes", "ms", "us_per_pair", *ORIGIN),
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that measure together; by default this process alone."""
+
+    rank: int = 0
+    size: int = 1
+
+    def numbers(self, number: float) -> list[float]:
+        """Return the number of every rank."""
+        if self.size == 1:
+            return [number]
+        return [float(one["number"]) for one in consistency.agree(None, {"number": number}, free=["number"])]
+
+    def slowest(self, seconds: float) -> float:
+        """Return the largest of the ranks' numbers."""
+        return max(self.numbers(seconds))
+
+    def failure(self, reason: str | None) -> str | None:
+        """Return the first rank's reason against going on, named by its rank; None if no rank has one."""
+        if self.size == 1:
+            return reason
+        stated = consistency.agree(None, {"reason": reason and reason[:200]}, free=["reason"])
+        return next((f"rank {rank}: {one['reason']}" for rank, one in enumerate(stated) if one["reason"]), None)
+
+
+ALONE = World()
+
+
+@contextmanager
+def joined(kind: str) -> Iterator[tuple[torch.device, World]]:
+    """Join the process group that torchrun describes; yield this rank's device ("cpu" or "cuda") and the ranks."""
+    ranks = Ranks.of_environment(kind)
+    if ranks.size == 1:
+        yield torch.device(kind), ALONE
+        return
+    on_gpu = kind == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device if on_gpu else None)
+    try:
+        yield device, World(ranks.rank, ranks.size)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of a step, median and least over the rounds; the median rate of the products between its runs.
+
+    single_ms: median of a step that begins with an idle device; differs from `ms` only across ranks.
+    """
+
+    ms: float
+    product_rate: float
+    least_ms: float = 0.0
+    single_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device, the product that times are compared with, the seconds per step, and the ranks that take part."""
+
+    device: torch.device
+    seconds: float
+    product: Step
+    product_operations: int
+    world: World = ALONE
+
+    @classmethod
+    def of(cls, device: torch.device, seconds: float, world: World = ALONE) -> Machine:
+        side, dtype = PRODUCTS.get(device.type, PRODUCTS["cpu"])
+        # random numbers: products of zeros draw less power and run faster
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        return cls(device, seconds, lambda: torch.mm(a, b), 2 * side**3, world)
+
+    def room(self) -> int:
+        """Return the free bytes, after torch's cache is given back."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            return torch.cuda.mem_get_info(self.device)[0]
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def load(self) -> None:
+        """Run products until the device is in its steady state."""
+        end = time.perf_counter() + LOAD_SECONDS.get(self.device.type, 0.0)
+        while time.perf_counter() < end:
+            self.time(self.product, 8)
+
+    def race(self, steps: Mapping[str, Step]) -> dict[str, Timing]:
+        """Time steps in interleaved rounds: each round runs every step once, after products of about its length."""
+        self.room()
+        rows, run_seconds = self.world.size > 1, {name: self._warm_up(step) for name, step in steps.items()}
+        repeats = {name: _repeats(seconds, rows=rows) for name, seconds in run_seconds.items()}
+        product_seconds = self._together(self.product, 1)
+        round_seconds = sum(seconds * (repeats[name] + 1 if rows else 1) for name, seconds in run_seconds.items())
+        rounds = int(self.seconds * len(steps) / max(round_seconds, 1e-9))
+        taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
+        for _ in range(max(RANK_ROUNDS if rows else 1, min(MOST_ROUNDS, rounds))):
+            for name, step in steps.items():
+                load = min(max(run_seconds[name], LEAST_SECONDS), MOST_PRODUCT_SECONDS)
+                product = self.time(self.product, max(1, round(load / product_seconds)))
+                seconds = self._together(step, repeats[name])
+                single = self._together(step, 1) if rows and repeats[name] > 1 else seconds
+                taken[name].append((seconds, product, single))
+        timings = {}
+        for name, several in taken.items():
+            seconds, product, single = (statistics.median(column) for column in zip(*several, strict=True))
+            least = min(one[0] for one in several)
+            timings[name] = Timing(seconds * 1e3, self.product_operations / product, least * 1e3, single * 1e3)
+        return timings
+
+    def _warm_up(self, step: Step) -> float:
+        """Seconds of a step after the first ones, which allocate, compile, and may be captured."""
+        taken: list[float] = []
+        while len(taken) < WARMUP_STEPS and sum(taken) < WARMUP_SECONDS:
+            taken.append(self._together(step, 1))
+        return taken[-1]
+
+    def _together(self, step: Step, repeats: int) -> float:
+        """Seconds of one of `repeats` steps in a row, begun by all ranks together, on the slowest rank."""
+        if self.world.size > 1:
+            collectives.total(torch.zeros((), device=self.device), None)
+        return self.world.slowest(self.time(step, repeats))
+
+    def time(self, step: Step, repeats: int = 1) -> float:
+        """Return the seconds of one of `repeats` steps in a row on this rank."""
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        self.wait()
+        return (time.perf_counter() - start) / repeats
+
+    def peak(self, step: Step) -> int:
+        """Return the most bytes that a step holds at once, beside those held before it."""
+        memory = PeakMemory(self.device)
+        before = memory.start()
+        step()
+        self.wait()
+        return memory.bytes() - before
+
+    def wait(self) -> None:
+        """Wait until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _repeats(seconds: float, *, rows: bool) -> int:
+    """The number of steps that are timed in a row."""
+    if not rows:
+        return max(1, round(LEAST_SECONDS / seconds))
+    return 1 if seconds >= LONG_STEP else max(ROW_STEPS, round(ROW_SECONDS / max(seconds, 1e-9)))
+
+
+class Table:
+    """Lines of aligned columns, each a label and a format specification; a value of None is left blank."""
+
+    def __init__(self, *columns: tuple[str, str]) -> None:
+        self._columns = [(label, spec, re.match(r"[<>]?\d*", spec)[0]) for label, spec in columns]  # type: ignore[index]
+
+    def header(self) -> str:
+        return " ".join(f"{label:{width}}" for label, _, width in self._columns)
+
+    def line(self, *values: object) -> str:
+        pairs = zip(values, self._columns, strict=False)
+        cells = (f"{'':{width}}" if value is None else f"{value:{spec}}" for value, (_, spec, width) in pairs)
+        return " ".join(cells)
+
+
+class Ledger:
+    """A results file: rows are appended, and each is on disk before the next is measured."""
+
+    def __init__(self, path: Path, columns: Sequence[str] = LOSS_COLUMNS) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists() or path.stat().st_size == 0
+        if not new:
+            with path.open(newline="") as file:
+                header = next(csv.reader(file))
+            if header != [*columns]:
+                got = f"{path}: {', '.join(header)}"
+                raise invalid("csv", "have the columns of a results file", got, "Name another.")
+        self._file = path.open("a", newline="")
+        self._writer = csv.DictWriter(self._file, columns, lineterminator="\n")
+        if new:
+            self._writer.writeheader()
+
+    def write(self, row: Row) -> None:
+        """Append the row's columns that the file has; raises KeyError where one is missing."""
+        with written_to(self._path):
+            self._writer.writerow({name: row[name] for name in self._writer.fieldnames})
+            self._file.flush()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # closing writes again what could not be written before
+        with written_to(self._path):
+            self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a results file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@dataclass
+class Report:
+    """The output of a bench: lines to `say`, rows to a `ledger`, and whether all of contrastile's own passed.
+
+    world: across ranks an exception is raised again, because the other ranks would wait for this one.
+    """
+
+    say: Callable[[str], None]
+    ledger: Ledger | None = None
+    world: World = ALONE
+    passed: bool = True
+    _notes: set[str] = field(default_factory=set)
+
+    def result(self, line: str, row: Row) -> None:
+        self.say(line)
+        if self.ledger is not None:
+            self.ledger.write(row)
+
+    def note(self, sentence: str) -> None:
+        """Say an indented line, once."""
+        if sentence not in self._notes:
+            self._notes.add(sentence)
+            self.say(f"  {sentence}")
+
+    @contextmanager
+    def failures(self, subject: str, *, judged: bool) -> Iterator[None]:
+        """Report any exception in one line and go on; a peer may raise anything, and so may a full memory."""
+        try:
+            yield
+        except Exception as error:
+            if self.world.size > 1:
+                raise
+            self.passed = self.passed and not judged
+            self.note(f"{subject}: {sentence_of(error)}")
+
+
+def sentence_of(error: Exception) -> str:
+    """Return the type and the first line of an exception."""
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+
+
+def not_installed(module: str) -> str | None:
+    """Return the reason against a peer whose module is missing; None where it is installed or needs none."""
+    return None if not module or find_spec(module) else "is not installed"
+
+
+def busy(device: torch.device) -> str | None:
+    """Return a warning where other programs keep the CPU busy: threads of a step wait for each other many times."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if device.type != "cpu" or load < cores / 2:
+        return None
+    return f"other programs keep {load:.1f} of {cores} cores busy: times will be long, and ratios wrong"

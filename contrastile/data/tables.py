@@ -1,0 +1,132 @@
+"""Tables of delimited text: rows of .csv and .tsv files, and of those that pair an image with a caption.
+
+Stands below `table.py`, `shards.py` and `entries.py`. A quote that is never closed would swallow all lines behind it.
+So quotes are read strictly, and a row ends within `ROW_LINES` lines, or is refused with the number of its first line.
+A row that is broken within so few lines costs these lines, and each of them is counted.
+
+The first line of a table of images names the columns; paths are relative to the file's own folder. A .tsv file has tabs
+and no quoting; a .csv file has commas, or tabs where its first line has one, and fields may stand in quotes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+from collections.abc import Iterable, Iterator
+from io import StringIO
+from pathlib import Path
+
+from contrastile._errors import invalid
+
+# the most lines of a row, and the most characters of a field
+ROW_LINES = 16
+FIELD_CHARACTERS = 1 << 20
+
+# names of the columns; the first one that a table has is read
+PATH_COLUMNS, CAPTION_COLUMNS = ("filepath", "file_name", "image"), ("title", "text", "caption")
+
+Row = tuple[Path, str]
+
+
+def read_rows(
+    lines: Iterable[str], delimiter: str, path: Path, *, name: str = "source"
+) -> Iterator[tuple[int, list[str] | None]]:
+    """Rows that are not empty, each with the number of its first line; of a broken row, None for each of its lines.
+
+    `lines` keep their ends, as those of a file opened with `newline=""`; `name` is what errors call the file at `path`.
+    Raises ValueError for a quote that stays open for more than `ROW_LINES` lines, or to the end.
+
+    >>> list(read_rows(['a,"b\\n', 'c"\\n', '"d" e,f\\n'], ",", Path("x.csv")))
+    [(1, ['a', 'b\\nc']), (3, None)]
+    """
+    csv.field_size_limit(FIELD_CHARACTERS)
+    first, exhausted = 1, False
+
+    def unclosed() -> ValueError:
+        remedy = "Close it, or double it where it is a letter; .parquet holds texts of more lines."
+        return invalid(name, f"close every quote within {ROW_LINES} lines", f"one open at {path}:{first}", remedy)
+
+    def limited() -> Iterator[str]:
+        nonlocal exhausted
+        for number, line in enumerate(lines, start=1):
+            if number - first >= ROW_LINES:
+                raise unclosed()
+            yield line
+        exhausted = True
+
+    rows = csv.reader(limited(), delimiter=delimiter, strict=True)
+    while True:
+        first = rows.line_num + 1
+        try:
+            fields = next(rows)
+        except StopIteration:
+            return
+        except csv.Error:
+            if exhausted:
+                raise unclosed() from None
+            yield from ((number, None) for number in range(first, rows.line_num + 1))
+            continue
+        if fields:
+            yield first, fields
+
+
+def read_table(table: Path, folder: Path | None = None, *, name: str = "source") -> list[Row | str]:
+    """Every row below the first: the path of its image and its caption, or the reason why it has none.
+
+    Paths are relative to `folder`, by default the table's own; `name` is what errors call the table.
+    """
+    try:
+        content = table.read_bytes()
+    except OSError as failure:
+        rule = 'be "glyphs" or a file that can be read' if name == "source" else "be a file that can be read"
+        raise invalid(name, rule, table, f"{failure.strerror}.") from failure
+    is_csv = table.suffix == ".csv"
+    lines = _csv_lines(content, table, name) if is_csv else _tsv_lines(content)
+    first = next(lines, [])
+    columns = first if isinstance(first, list) else []
+    known = [next((name for name in names if name in columns), None) for names in (PATH_COLUMNS, CAPTION_COLUMNS)]
+    if None in known:
+        rule = f"have a column {' or '.join(PATH_COLUMNS)} and one {' or '.join(CAPTION_COLUMNS)}"
+        separators = "commas or tabs" if is_csv else "tabs"
+        raise invalid(name, rule, columns, f"Name them in the first line, separated by {separators}.")
+    path_column, caption_column = (columns.index(str(column)) for column in known)
+
+    def row(fields: list[str] | str) -> Row | str:
+        if isinstance(fields, str):
+            return fields
+        if len(fields) != len(columns):
+            return "wrong number of columns"
+        caption = " ".join(fields[caption_column].split())
+        return ((folder or table.parent) / fields[path_column].strip(), caption) if caption else "empty title"
+
+    return [row(line) for line in lines]
+
+
+def _tsv_lines(content: bytes) -> Iterator[list[str] | str]:
+    """The fields of every line that is not empty, or the reason why it has none."""
+    for number, line in enumerate(content.splitlines()):
+        if not number or line.strip():
+            try:
+                yield line.decode("utf-8-sig" if not number else "utf-8").split("\t")
+            except UnicodeDecodeError:
+                yield "not UTF-8"
+
+
+def _csv_lines(content: bytes, table: Path, name: str) -> Iterator[list[str] | str]:
+    """The same of a .csv file, in which a field in quotes may span several lines."""
+    text = content.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape")
+    delimiter = "\t" if "\t" in text.partition("\n")[0] else ","
+    for _, fields in read_rows(StringIO(text, newline=""), delimiter, table, name=name):
+        if fields is None:
+            yield "broken row"
+        else:
+            yield fields if all(map(is_utf8, fields)) else "not UTF-8"
+
+
+def is_utf8(text: str) -> bool:
+    """False for a text with lone surrogates, which stand for bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

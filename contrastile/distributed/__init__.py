@@ -1,0 +1,1 @@
+"""The ranks of a process group: collectives, agreement on arguments, failures of other ranks."""

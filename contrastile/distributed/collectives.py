@@ -1,0 +1,251 @@
+"""Collectives: operations that all ranks of a process group carry out together.
+
+Stands on the ground of the house, on `group.py` and `failure.py`; `exchange/`, `consistency.py`, `ddp_fsdp.py` and
+`train/` use it. The transport is torch.distributed's. A tensor without elements is not sent: sender and receiver both
+know that it is empty. A collective that fails raises `LostRankError`, with the rank, the step and the operation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contrastile._errors import invalid
+from contrastile._torch import nccl_options, post_together
+from contrastile._types import Gradient
+from contrastile.distributed.failure import LostRankError, lost, progress
+from contrastile.distributed.group import rank as rank
+from contrastile.distributed.group import resolved as resolved
+from contrastile.distributed.group import size as size
+from contrastile.distributed.group import state_of
+
+# torch 2.13 renamed both, and warns at the former names
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# parts of Gloo's messages; the second is that of a connection which this rank closed itself
+GLOO_ERRORS = ("gloo", "pair closure")
+RING = "ring exchange"
+# types that every backend sends; tensors of another one are sent as bytes
+SENDABLE = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+@contextmanager
+def collective(operation: str, group: Any, carrier: Any = None) -> Iterator[None]:
+    """Run an operation of all ranks of the group; where it fails, raise an error that names rank, step and operation.
+
+    carrier: the group whose connections carry it, if that is another one.
+    """
+    group = resolved(group)
+    state = state_of(group)
+    if state.left_by is not None:
+        rule, got = "be carried out by all ranks", f"this one, which left the others by {state.left_by}"
+        raise LostRankError(str(invalid(operation, rule, got, "Start all ranks again.")))
+    if state.in_flight is not None:
+        raise _misused(f"a {state.in_flight.operation} under way, which the {operation} would meet")
+    state.operations += 1
+    progress.operation = operation
+    with reporting_lost_ranks(operation, carrier or group, own=True):
+        yield
+    progress.operation = None
+
+
+@contextmanager
+def reporting_lost_ranks(operation: str, group: Any, *, own: bool = False) -> Iterator[None]:
+    """Turn a backend's error into one that names rank and step; of `own` operations every RuntimeError is one.
+
+    Used alone around collectives that torch makes, such as FSDP2's.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, LostRankError):
+        raise
+    except RuntimeError as error:
+        if not (own or isinstance(error, dist.DistError) or any(words in str(error) for words in GLOO_ERRORS)):
+            raise
+        progress.failing = True
+        raise lost(operation, group, error) from error
+
+
+@dataclass
+class Transfer:
+    """Tensors on their way between ranks. `wait` is called once, before the group carries anything else."""
+
+    group: Any
+    operation: str
+    works: list[Any]
+    arriving: list[Tensor]
+    # kept alive until they have been sent
+    leaving: list[Tensor]
+    # result of `wait`, made of the tensors that arrived
+    finish: Callable[[list[Tensor]], list[Tensor]] = list
+
+    def __post_init__(self) -> None:
+        state_of(self.group).in_flight = self
+
+    def wait(self) -> list[Tensor]:
+        """The tensors that arrived. Raises RuntimeError at a second call."""
+        if state_of(self.group).in_flight is not self:
+            raise _misused(f"a {self.operation} that was waited for already")
+        self.complete()
+        self.leaving = []
+        return self.finish(self.arriving)
+
+    def complete(self) -> None:
+        """Wait until nothing is under way, and let the group carry the next operation."""
+        state_of(self.group).in_flight = None
+        with collective(self.operation, self.group):
+            for work in self.works:
+                work.wait()
+
+
+def post(leaving: Tensor, arriving: Tensor, group: Any) -> Transfer:
+    """Send a tensor to the next rank of the ring and receive another from the previous one.
+
+    Raises RuntimeError where the group has a transfer under way.
+    """
+    group = resolved(group)
+    ranks, me = size(group), rank(group)
+    operations = [(group.send, leaving, (me + 1) % ranks), (group.recv, arriving, (me - 1) % ranks)]
+    with collective(RING, group):
+        works = post_together([each for each in operations if each[1].numel()], group)
+    return Transfer(group, RING, works, [arriving], [leaving])
+
+
+def gather_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+    """The rows [Σ sizes, ...] of all ranks' x, in rank order; ranks may have different numbers of rows."""
+    return begin_gather([x], sizes, group).wait()[0]
+
+
+def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) -> Transfer:
+    """Start `gather_rows` of several tensors."""
+    group, largest, operation = resolved(group), max(sizes), "gather of rows"
+    sent = [_padded(_as_bytes(x), largest) for x in tensors]
+    received = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
+
+    def rows(arrived: list[Tensor]) -> list[Tensor]:
+        return [_from_bytes(_unpadded(all_rows, sizes), x.dtype) for all_rows, x in zip(arrived, tensors, strict=True)]
+
+    with collective(operation, group):
+        works = [
+            all_gather(all_rows, x, group=group, async_op=True)
+            for all_rows, x in zip(received, sent, strict=True)
+            if all_rows.numel()
+        ]
+    return Transfer(group, operation, works, received, sent, rows)
+
+
+def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
+    """Start the sum over ranks of x [Σ sizes, ...], of which each rank receives its own rows."""
+    group, largest, operation = resolved(group), max(sizes), "sum of the ranks' parts"
+    even = all(n == largest for n in sizes)
+    parts = x if even else torch.cat([_padded(part, largest) for part in x.split(list(sizes))])
+    own, rows = x.new_empty((largest, *x.shape[1:])), sizes[rank(group)]
+    with collective(operation, group):
+        works = [_reduce_scatter(own, parts, group=group, async_op=True)] if own.numel() else []
+    return Transfer(group, operation, works, [own], [parts], lambda arrived: [arrived[0][:rows]])
+
+
+def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+    """From the rows x [Σ sizes of the others, ...] meant for each other rank, those meant for this one.
+
+    [W − 1, sizes[rank], ...], in rank order; no rows are meant for the rank itself.
+    """
+    me, W = rank(group), len(sizes)
+    leaving = [0 if other == me else n for other, n in enumerate(sizes)]
+    arriving = [0 if other == me else sizes[me] for other in range(W)]
+    received = x.new_empty(((W - 1) * sizes[me], *x.shape[1:]))
+    with collective("exchange of statistics", group):
+        dist.all_to_all_single(received, x, arriving, leaving, group=group)
+    return received.view(W - 1, sizes[me], *x.shape[1:])
+
+
+def total(x: Tensor, group: Any) -> Tensor:
+    """Σ over ranks of x, the same bits everywhere."""
+    x = x.clone()
+    sum_into(x, group, "sum over ranks")
+    return x
+
+
+def sum_into(x: Tensor, group: Any, operation: str) -> None:
+    """Replace x by its sum over ranks."""
+    with collective(operation, group):
+        dist.all_reduce(x, group=group)
+
+
+def broadcast(x: Tensor, group: Any) -> None:
+    """Replace x by the first rank's x."""
+    sent = x.contiguous()
+    with collective("broadcast", group):
+        dist.broadcast(sent, dist.get_global_rank(resolved(group), 0), group=group)
+    if sent is not x:
+        x.copy_(sent)
+
+
+def unsharded(x: Tensor, combined: Gradient) -> Tensor:
+    """A sharded number, such as FSDP2's scale before the module that owns it has run, as all ranks see it.
+
+    Its gradient is combined as the wrapper would: by the ranks' mean, or by their sum.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None or not isinstance(x, tensor.DTensor):
+        return x
+    mesh = x.device_mesh
+    full: Tensor = x.full_tensor(grad_placements=[tensor.Partial("sum")] * mesh.ndim)
+    if combined == "mean" and full.requires_grad:
+        full.register_hook(lambda gradient: gradient / mesh.size())
+    return full
+
+
+def reserved_multiprocessors(group: Any) -> int:
+    """Multiprocessors that transfers between GPUs may hold at once; 0 where no limit was set.
+
+    The limit is the group's own `config.max_ctas`; NCCL_MAX_CTAS sets it for all groups, and has precedence.
+    """
+    group = resolved(group)
+    if "nccl" not in dist.get_backend_config(group):
+        return 0
+    config = getattr(nccl_options(group), "config", None)
+    # negative: unset
+    limit: int = getattr(config, "max_ctas", -1)
+    return max(0, int(os.environ.get("NCCL_MAX_CTAS") or limit))
+
+
+def _misused(got: str) -> RuntimeError:
+    remedy = "An error or a second thread left it so; start all ranks again, and give each thread a group of its own."
+    return RuntimeError(str(invalid("group", "carry one exchange at a time", got, remedy)))
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """x, or the bytes of its numbers in a last axis where not every backend sends its type."""
+    return x if x.dtype in SENDABLE else x.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.view(dtype).squeeze(-1)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    if len(x) == rows:
+        return x.contiguous()
+    padded = x.new_zeros((rows, *x.shape[1:]))
+    padded[: len(x)] = x
+    return padded
+
+
+def _unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The rows of all ranks without padding; not copied where there is none."""
+    largest = max(sizes)
+    if all(n == largest for n in sizes):
+        return rows
+    return torch.cat([part[:n] for part, n in zip(rows.split(largest), sizes, strict=True)])

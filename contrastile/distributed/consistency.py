@@ -1,0 +1,154 @@
+"""Consistency: arguments and counts that ranks compare, so that a wrong rank is an error before a collective waits.
+
+Stands on the ground of the house, beside `collectives.py`, which carries tensors between devices; the checks before an
+exchange, `ddp_fsdp.py` and `train/` use it. Ranks compare on the host where possible, so that none waits for a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contrastile._errors import invalid
+from contrastile._torch import nccl_timeout
+from contrastile.distributed.collectives import all_gather, collective
+from contrastile.distributed.failure import progress
+from contrastile.distributed.group import resolved, size, state_of
+
+# bytes of a rank's full statement, letters of a sentence in it, and letters of any other value
+STATEMENT = 2048
+SENTENCE = 320
+VALUE = 160
+# in place of a statement's digest: request the full statements
+IN_FULL = 0
+
+
+def tally(group: Any, statement: dict[str, Any], counts: Sequence[int]) -> list[list[int]]:
+    """The counts of every rank, in rank order; raises where the ranks' statements differ.
+
+    Each step begins with it, so it is short: one gather of whole numbers, a digest of the statement and the counts,
+    which waits for the other ranks but for nothing that a device still computes. Where digests differ, all ranks
+    exchange their full statements and raise the same error.
+    """
+    progress.count()
+    numbers = [IN_FULL if "error" in statement else _digest(statement), *counts]
+    gathered = _gather(torch.tensor(numbers), group).view(-1, len(numbers)).tolist()
+    if any(digest == IN_FULL or digest != numbers[0] for digest, *_ in gathered):
+        _compare(group, statement, ())
+    return [counted for _, *counted in gathered]
+
+
+def agree(group: Any, statement: dict[str, Any], free: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The statement of every rank, in rank order; raises where they differ in another entry than the `free` ones.
+
+    A rank whose own checks failed states {"error": its sentence}, and every rank raises that: so a wrong rank is an
+    error on all of them, before any collective could wait for ever.
+    """
+    progress.count()
+    return _compare(group, statement, free)
+
+
+def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list[dict[str, Any]]:
+    if "error" in statement:
+        statement = {"error": statement["error"][:SENTENCE]}
+    else:
+        statement = {name: value if name in free else _short(value) for name, value in statement.items()}
+    # a letter takes at most four bytes, so every sentence fits
+    written = json.dumps(statement, ensure_ascii=False).encode(errors="replace")
+    own = torch.zeros(STATEMENT, dtype=torch.uint8)
+    own[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+    gathered = _gather(own, group).numpy().tobytes()
+    statements = [json.loads(gathered[at : at + STATEMENT].rstrip(b"\0")) for at in range(0, len(gathered), STATEMENT)]
+    for rank, other in enumerate(statements):
+        if "error" in other:
+            raise ValueError(f"rank {rank}: {other['error']}")
+    for name in statements[0]:
+        values = [other.get(name) for other in statements]
+        if name not in free and any(value != values[0] for value in values):
+            odd = next(rank for rank, value in enumerate(values) if value != values[0])
+            raise invalid(
+                name,
+                "be the same on all ranks",
+                f"{values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}",
+                "Build the loss and its inputs alike everywhere.",
+            )
+    return statements
+
+
+def most(number: int, group: Any) -> int:
+    """The largest of the ranks' whole numbers; like `tally`, it does not wait for this rank's device."""
+    if size(group) == 1:
+        return number
+    carrier, device = _carrier(group)
+    with _own_stream(device):
+        largest = torch.tensor(number, device=device)
+        with collective("agreement on a number", group, carrier):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=carrier)
+        return int(largest)
+
+
+def _gather(own: Tensor, group: Any) -> Tensor:
+    """The numbers of all ranks, one rank after the other, in host memory."""
+    carrier, device = _carrier(group)
+    with _own_stream(device):
+        gathered = own.new_empty(size(group) * len(own), device=device)
+        with collective("agreement", group, carrier):
+            all_gather(gathered, own.to(device), group=carrier)
+        return gathered.cpu()
+
+
+def _carrier(group: Any) -> tuple[Any, torch.device]:
+    """The group through which the ranks compare, and the device of its tensors: the host if possible.
+
+    NCCL carries out a group's operations one after the other: through it, ranks would hear of each other when their
+    devices have done everything sent before, and the next step's kernels would be launched too late. So a group of all
+    ranks gets a host group beside it, which all ranks make here.
+    """
+    group, state = resolved(group), state_of(group)
+    if state.host_group is None and not _on_host(group) and size(group) == dist.get_world_size():
+        with collective("first meeting", group):
+            state.host_group = dist.new_group(timeout=nccl_timeout(group), backend="gloo")
+            # some backends connect all ranks with the first operation, which a rank without rows may skip later
+            dist.all_reduce(torch.zeros(1, device=_device(group)), group=group)
+    carrier = state.host_group or group
+    return carrier, _device(carrier)
+
+
+def _device(group: Any) -> torch.device:
+    """Device of the tensors that the group carries, the host before others."""
+    return torch.device("cpu") if _on_host(group) else torch.device("cuda", torch.cuda.current_device())
+
+
+def _on_host(group: Any) -> bool:
+    """Return whether the group has a backend for tensors in host memory."""
+    return "cpu" in dist.get_backend_config(group)
+
+
+def _digest(statement: dict[str, Any]) -> int:
+    """63 bits that differ where two statements do; never `IN_FULL`."""
+    short = hashlib.blake2b(json.dumps(statement).encode(), digest_size=8).digest()
+    return int.from_bytes(short) >> 1 | 1
+
+
+def _short(value: Any) -> Any:
+    """The value; of a long one its beginning and a number that tells it from others."""
+    written = json.dumps(value)
+    return value if len(written) <= VALUE else f"{written[:VALUE]}... ({_digest({'': value}):x})"
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """On a GPU, a stream that waits for nothing which the device still has to do."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,249 @@
+"""Rank failure: errors that name the missing rank, and errors of one rank that become errors on all.
+
+Stands on the ground of the house; `collectives.py` calls `lost` where a backend raises. A backend reports an address,
+or a time-out. The ranks that see the failure sign in the store in which the processes met; the ranks that do not are
+missing, or have not looked yet. Where a connection is closed, the rank behind it is the missing one. A rank that leaves
+by an error of its own writes that error there. Nothing is written or read while all goes well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from contrastile._errors import invalid
+from contrastile._torch import default_store
+from contrastile.distributed.group import resolved, state_of
+
+# seconds that the others have for signing, twice as many where several have not; and seconds between two looks
+PATIENCE, LOOK = 1.5, 0.05
+# letters of an error that a rank leaves by
+LETTERS = 200
+# tag of a message that no rank sends, see `hang_up`
+UNUSED_TAG = 31337
+
+
+class LostRankError(ConnectionError, RuntimeError):
+    """A collective failed because a rank did not take part: killed, stopped, or ended by an error of its own."""
+
+
+@dataclass
+class Progress:
+    """Position of this process, for the sentence of a failure: the step, and the collective that is running.
+
+    A training loop counts its steps; without one, each agreement of the ranks counts, which is one call of a loss.
+    """
+
+    step: int = 0
+    operation: str | None = None
+    counted_by_loop: bool = False
+    # the main thread has met the failure, and is about to report it
+    failing: bool = False
+
+    def count(self) -> None:
+        """Count one more agreement."""
+        self.step += not self.counted_by_loop
+
+    def begin(self, step: int) -> None:
+        """Take over a training loop's count."""
+        self.step, self.counted_by_loop = step, True
+
+
+progress = Progress()
+
+
+def lost(operation: str, group: Any, error: Exception) -> LostRankError:
+    """The error for a failed operation: the missing ranks, the step, and the backend's message.
+
+    Closes this rank's connections, so that ranks which wait for it learn of the failure at once.
+    """
+    message = str(error).strip().split("\n")[0].rpartition("] ")[2].split(". ")[0]
+    with _before_sigterm() as sentences:
+        missing, remedy = _named(*_missing(group))
+        got = f"{missing}, on rank {dist.get_rank()} in step {progress.step} ({message})"
+        sentences.append(str(invalid(operation, "be carried out by all ranks", got, remedy)))
+    return LostRankError(sentences[0])
+
+
+@contextmanager
+def _before_sigterm() -> Iterator[list[str]]:
+    """Delay SIGTERM until the sentences are known, and write them before the process ends by it.
+
+    torchrun sends SIGTERM to all ranks as soon as one has ended. A handler of the user's own stays in place.
+    """
+    sentences: list[str] = []
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield sentences
+        return
+    arrived = threading.Event()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: arrived.set())
+    try:
+        yield sentences
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if arrived.is_set():
+            sys.stderr.write("".join(f"{sentence}\n" for sentence in sentences))
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def hang_up(group: Any) -> None:
+    """Close this rank's connections on the host, the group's own and those of its host group.
+
+    Ranks that wait for this one wake up, and so does a thread of this process that waits for another.
+    """
+    group = resolved(group)
+    for each in {group, state_of(group).host_group or group}:
+        _close(each)
+
+
+def _close(group: Any) -> None:
+    """Close the group's connections. Gloo closes all of them when one receive times out; NCCL's watchdog its own."""
+    for receive in _receives(group).values():
+        if receive is not None:
+            with suppress(RuntimeError):
+                receive.wait(timedelta(milliseconds=1))
+
+
+def _receives(group: Any) -> dict[int, dist.Work | None]:
+    """For each other rank a receive that nobody serves; None where Gloo refuses it: the connection is closed."""
+    receives: dict[int, dist.Work | None] = {}
+    if "cpu:gloo" in dist.get_backend_config(group):
+        for other in dist.get_process_group_ranks(group):
+            if other != dist.get_rank():
+                receives[other] = None
+                with suppress(RuntimeError):
+                    receives[other] = dist.irecv(torch.empty(1), other, group, tag=UNUSED_TAG)
+    return receives
+
+
+def farewell(error: BaseException) -> str:
+    """Write into the store the error of its own by which this rank leaves; return the text."""
+    text = f"{type(error).__name__}: {error}".strip().split("\n")[0][:LETTERS].rstrip(".: ")
+    _with_store(lambda store: store.set(_reason_key(dist.get_rank()), text)).join(PATIENCE)
+    return text
+
+
+def all_failed(place: str, group: Any) -> bool:
+    """Return whether all ranks of the group report in time that they fail at this place, whose name is used once."""
+    group = resolved(group)
+    key, pending = f"contrastile/{group.group_name}/{place}", set(dist.get_process_group_ranks(group))
+
+    def report(store: Any) -> None:
+        store.set(f"{key}/{dist.get_rank()}", "")
+        began = time.monotonic()
+        while pending and time.monotonic() - began < PATIENCE:
+            pending.difference_update([rank for rank in pending if store.check([f"{key}/{rank}"])])
+            time.sleep(LOOK if pending else 0)
+
+    _with_store(report).join(2 * PATIENCE)
+    return not pending
+
+
+@contextmanager
+def in_step(group: Any) -> Iterator[None]:
+    """Turn an error of one rank, in a step of all ranks of the group, into an error on all of them.
+
+    A backend does not notice an error between two collectives, such as too little memory: the other ranks would wait,
+    and a transfer that was posted would meet the next one. Where all ranks fail at the same place, none waits: each
+    raises its own error, and the group stays usable. A rank that fails alone leaves: it reports its error and closes
+    its connections, so that the others raise `LostRankError` with that error; so does every later collective on it.
+    """
+    try:
+        yield
+    except LostRankError:
+        raise
+    except Exception as error:
+        state = state_of(group)
+        if all_failed(f"operation {state.operations}", group):
+            # the next attempt fails at another place, even if no collective comes before it
+            state.operations += 1
+            if state.in_flight is not None:
+                state.in_flight.complete()
+        else:
+            # a transfer under way stays: its buffers may still be read
+            state.left_by = farewell(error)
+            hang_up(group)
+        raise
+
+
+def _with_store(run: Callable[[Any], None]) -> threading.Thread:
+    """Run run(store) in a thread: a store whose process was stopped never answers."""
+
+    def call() -> None:
+        # the process that keeps the store may end before the last answer
+        with suppress(RuntimeError):
+            run(default_store())
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def _missing(group: Any) -> tuple[list[int] | None, dict[int, str]]:
+    """Ranks that do not sign in time, and the errors of those that wrote one; None where the store does not answer.
+
+    Where connections are closed, only the ranks behind them: another one is computing, and will sign later.
+    """
+    closed = {other for other, receive in _receives(group).items() if receive is None}
+    looks: list[list[int]] = []
+    reasons: dict[int, str] = {}
+    signed = threading.Event()
+
+    def sign(store: Any) -> None:
+        absent = dist.get_process_group_ranks(group)
+        store.set(_signature_key(dist.get_rank()), "")
+        signed.set()
+        began = time.monotonic()
+        while set(absent) - set(reasons) and time.monotonic() - began < PATIENCE * (1 if len(absent) == 1 else 2):
+            absent = [rank for rank in absent if not store.check([_signature_key(rank)])]
+            left = [rank for rank in absent if store.check([_reason_key(rank)])]
+            reasons.update((rank, store.get(_reason_key(rank)).decode()) for rank in left)
+            looks.append(absent)
+            time.sleep(LOOK)
+
+    thread = _with_store(sign)
+    # a rank that wakes because this one closes its connections must find the signature in the store
+    answers = signed.wait(PATIENCE / 3)
+    _close(group)
+    thread.join(2 * PATIENCE + 1 if answers else PATIENCE)
+    if not looks:
+        return None, {}
+    absent = looks[-1]
+    return [rank for rank in absent if rank in reasons] or [
+        rank for rank in absent if rank in closed
+    ] or absent, reasons
+
+
+def _named(missing: list[int] | None, reasons: dict[int, str]) -> tuple[str, str]:
+    """The error's "got" and its remedy."""
+    if missing is None:
+        keeper = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+        return f"no answer from {keeper}, which keeps the store", f"See what {keeper} said last, and start again."
+    if not missing:
+        remedy = "See whether one of them came late, or sends what the others do not expect."
+        return "a failure that every rank sees", remedy
+    names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    left = ", which left by {1}" if len(missing) == 1 else "; rank {0} left by {1}"
+    errors = "".join(left.format(rank, reasons[rank]) for rank in missing if rank in reasons)
+    return f"no answer from {names}{errors}", f"See what {names} said last, and start all ranks again."
+
+
+def _reason_key(rank: int) -> str:
+    return f"contrastile/has left by/{rank}"
+
+
+def _signature_key(rank: int) -> str:
+    return f"contrastile/sees the failure/{rank}"

@@ -1,0 +1,164 @@
+"""Checks on the tensors that a user passes to the losses, in the sentence form of `_errors.py`.
+
+Used by `problem.py` and `modules.py`. A check looks at shapes, types and devices only. Two need values: positives in
+range and rows of unit length. On a GPU they are read in the first `MOST_LOOKS` calls of a process only (`Looks`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from contrastile._errors import invalid
+from contrastile._types import FEATURES
+
+# calls of a process that read values of one kind on a GPU: a step must not wait for the device each time
+MOST_LOOKS = 16
+
+
+class Looks:
+    """A count of this process's reads of one kind of values on a GPU."""
+
+    def __init__(self) -> None:
+        self._taken = itertools.count()
+
+    def one_more(self, *tensors: Tensor) -> bool:
+        """Allow a read of these tensors: always on the host, `MOST_LOOKS` times on a GPU."""
+        return not any(waits(x) for x in tensors) or next(self._taken) < MOST_LOOKS
+
+
+def waits(x: Tensor) -> bool:
+    """A read of x makes the host wait for a device."""
+    return x.is_cuda
+
+
+def captured(*tensors: Tensor) -> bool:
+    """Operations on these tensors are being captured in a CUDA graph, where nothing can be read."""
+    return any(waits(x) for x in tensors) and torch.cuda.is_current_stream_capturing()
+
+
+def features(name: str, x: Tensor) -> None:
+    """Check that x is [rows, features] of a supported floating type."""
+    if not isinstance(x, Tensor):
+        raise invalid(name, "be a tensor", type(x).__name__, "Convert it with torch.as_tensor.")
+    if x.ndim != 2:
+        raise invalid(
+            name, "have two dimensions [rows, features]", f"shape {list(x.shape)}", "Flatten the others first."
+        )
+    if not x.is_floating_point():
+        raise invalid(name, "be floating point", x.dtype, "Convert it with .float().")
+    if x.dtype not in FEATURES:
+        raise invalid(name, "be bf16, fp16, fp32 or fp64", x.dtype, "Convert it with .float().")
+    if x.shape[1] == 0:
+        raise invalid(name, "have at least one feature", f"shape {list(x.shape)}", "Check the encoder's output.")
+
+
+def alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that x and other have one feature size, dtype and device."""
+    if x.shape[1] != other.shape[1]:
+        raise invalid(
+            name,
+            f"have the same feature size as `{other_name}`",
+            f"{other.shape[1]} and {x.shape[1]}",
+            "Project one side first.",
+        )
+    if x.dtype != other.dtype:
+        raise invalid(
+            name, f"have the dtype of `{other_name}`", f"{other.dtype} and {x.dtype}", "Convert one side first."
+        )
+    if x.device != other.device:
+        raise invalid(
+            name, f"be on the device of `{other_name}`", f"{other.device} and {x.device}", "Move one side first."
+        )
+
+
+def same_length(name: str, x: Tensor, other_name: str, other: Tensor, otherwise: str = "") -> None:
+    """Check that x has as many rows as other; `otherwise`: a further remedy."""
+    if len(x) != len(other):
+        raise invalid(
+            name,
+            f"have as many rows as `{other_name}`",
+            f"{len(other)} and {len(x)}",
+            f"Pass one row for each; a symmetric loss pairs row i with row i.{otherwise}",
+        )
+
+
+def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool) -> None:
+    """Check that x is [n], one entry for each of the rows, on their device."""
+    if not isinstance(x, Tensor) or x.shape != rows.shape[:1]:
+        rule = f"be a tensor of shape [{len(rows)}], one entry for each row of `{rows_name}`"
+        if isinstance(x, Tensor):
+            raise invalid(name, rule, f"shape {list(x.shape)}", "Check it.")
+        raise invalid(name, rule, type(x).__name__, "Convert it with torch.as_tensor.")
+    if integer and (x.is_floating_point() or x.is_complex()):
+        raise invalid(name, "be integers", x.dtype, "Number the groups first, with torch.unique for example.")
+    if x.is_complex():
+        raise invalid(name, "be real numbers", x.dtype, "Convert it with .float().")
+    if x.device != rows.device:
+        raise invalid(
+            name, f"be on the device of `{rows_name}`", f"{rows.device} and {x.device}", "Move one side first."
+        )
+
+
+def constant(name: str, x: Tensor) -> None:
+    """Check that x requires no gradient, because none is computed for it."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise invalid(name, "not require a gradient", "some that do", "Detach them: they are taken as constants.")
+
+
+def positives(x: Tensor, q: Tensor) -> None:
+    """Check that x is [N] or [N, P] integers: indices into the keys, −1 pads."""
+    if not isinstance(x, Tensor) or x.ndim not in (1, 2) or len(x) != len(q):
+        got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise invalid("positives", f"be a tensor of shape [{len(q)}] or [{len(q)}, P]", got, "List each query's keys.")
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise invalid("positives", "be integers", x.dtype, "Pass indices of keys, -1 where there is none.")
+    if x.device != q.device:
+        raise invalid("positives", "be on the device of `q`", f"{q.device} and {x.device}", "Move one side first.")
+
+
+_looks = Looks()
+
+
+def in_range(positives: Tensor, keys: int) -> None:
+    """Check that all positives index a key or are −1, where they may be read; see `kept_in_range` for other calls."""
+    if positives.numel() == 0 or captured(positives) or not _looks.one_more(positives):
+        return
+    least, most = (int(bound) for bound in torch.aminmax(positives))
+    if least < -1 or most >= keys:
+        index = most if most >= keys else least
+        raise invalid(
+            "positives", f"index this rank's {keys} keys, or be -1", index, "Count from this rank's first key."
+        )
+
+
+def kept_in_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Positives and scale for a GPU whose values are not read.
+
+    A positive out of range is replaced by −1 and makes the scale NaN, and with it the loss and all gradients of all
+    ranks.
+    """
+    if not waits(positives):
+        return positives, scale
+    outside = (positives < -1) | (positives >= keys)
+    nothing = torch.zeros_like(scale)
+    return positives.masked_fill(outside, -1), scale + nothing.masked_fill(outside.any(), torch.nan)
+
+
+def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str | None = None) -> None:
+    """Check that x is a number, or a floating tensor of shape [] or [1] on the device of q or of the computation."""
+    if isinstance(x, bool) or not isinstance(x, (int, float, Tensor, Real)):
+        raise invalid(
+            name, "be a number or a tensor of shape [] or [1]", type(x).__name__, "Pass logit_scale.exp(), say."
+        )
+    if not isinstance(x, Tensor):
+        return
+    if x.shape not in (torch.Size([]), torch.Size([1])):
+        raise invalid(name, "be a tensor of shape [] or [1]", f"shape {list(x.shape)}", "One number serves all pairs.")
+    if not x.is_floating_point():
+        raise invalid(name, "be floating point", x.dtype, "Convert it with .float().")
+    if x.device != q.device and (device is None or x.device.type != torch.device(device).type):
+        raise invalid(name, "be on the device of `q`", f"{q.device} and {x.device}", "Move one side first.")

@@ -1,0 +1,182 @@
+"""The call as a custom operation, for torch.compile: one node in the graph for forward and backward each.
+
+The twin of `operation.py`, used only while a graph is being traced, because a custom operation costs more per call than
+an autograd.Function. It covers one process: several ranks agree on the host, which a graph cannot, so there the graph
+breaks before the call. A loss travels as the string of its class and all its fields (`PairLoss.spelled`); one that
+cannot be written so breaks the graph too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from contrastile._dispatch import choose_tiles, workspace_on
+from contrastile._types import Backend, Gradient, Reduction, accumulator
+from contrastile.distributed import collectives
+from contrastile.engine import arguments as checks
+from contrastile.engine.operation import Call, Plan, backward, without_autocast
+from contrastile.engine.problem import Arguments, Problem
+from contrastile.exchange.base import Layout, Single
+from contrastile.gradcache.first_order import refusal
+from contrastile.losses.base import PairLoss, Shard
+
+NO_DIAGONAL = -(2**40)
+# in place of the number of keys: positives are in range
+IN_RANGE = -1
+
+
+def traceable(arguments: Arguments) -> bool:
+    """The call can be written as tensors, numbers and words.
+
+    A scorer's tiles come from measuring a module, which may be compiled itself; features on the host are streamed;
+    several ranks agree: none of these can be traced.
+    """
+    options, loss = arguments.options, arguments.loss
+    alone = options.exchange == "single" or collectives.size(options.group) == 1
+    spelled = not isinstance(loss, PairLoss) or loss.spelled is not None
+    plain = arguments.scorer is None and not arguments.guides and arguments.targets is None
+    return alone and spelled and plain and options.device is None
+
+
+def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """The operation and its inputs. The backend is chosen when it runs: a graph cannot ask the device."""
+    problem = Problem.of(arguments, checked=False, alone=True)
+    rows, cols, options = problem.rows, problem.cols, problem.options
+    q, k = problem.inputs
+    groups = (rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, problem.weights)
+    words = f"{options.backend} {options.gradient} {options.reduction}"
+    diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal
+    numbers = [diagonal, int(options.workspace or 0), IN_RANGE if problem.indexed is None else problem.indexed]
+    return _loss, (q, k, problem.scale, problem.bias, *groups, problem.loss.spelled, words, numbers)
+
+
+def _loss(*inputs: Any) -> Tensor:
+    value, *_ = operation_forward(*inputs)
+    return value
+
+
+@torch.library.custom_op("contrastile::forward", mutates_args=())
+def operation_forward(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    positives: Tensor | None,
+    row_labels: Tensor | None,
+    row_ids: Tensor | None,
+    col_labels: Tensor | None,
+    col_ids: Tensor | None,
+    weights: Tensor | None,
+    loss: str,
+    words: str,
+    numbers: list[int],
+) -> list[Tensor]:
+    """The loss, then the states, then the coefficients of each direction."""
+    if positives is not None and numbers[-1] != IN_RANGE:
+        # a graph cannot read them; the operation can
+        checks.in_range(positives, numbers[-1])
+        positives, scale = checks.kept_in_range(positives, numbers[-1], scale)
+    call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, weights], loss, words, numbers)
+    tiles, (rows, cols) = call.tiles(scale, bias), call.shards((q, k))
+    with without_autocast(q.device):
+        stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
+        value, states, coefficients = call.exchange.finish(tiles, stats, rows, cols, weights, call.reduction)
+    # outputs of an operation share no memory
+    return [value, *(x.clone() for x in (*states, *coefficients))]
+
+
+@torch.library.custom_op("contrastile::backward", mutates_args=())
+def operation_backward(
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    positives: Tensor | None,
+    row_labels: Tensor | None,
+    row_ids: Tensor | None,
+    col_labels: Tensor | None,
+    col_ids: Tensor | None,
+    kept: list[Tensor],
+    loss: str,
+    words: str,
+    numbers: list[int],
+    wanted: list[bool],
+) -> list[Tensor]:
+    """The gradients of scale, bias, q and k; one without elements stands for each that is not wanted."""
+    if positives is not None and numbers[-1] != IN_RANGE:
+        positives, scale = checks.kept_in_range(positives, numbers[-1], scale)
+    call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, None], loss, words, numbers)
+    gradients = backward(call, call.tiles(scale, bias), upstream, scale, bias, (q, k), kept, wanted)
+    return [q.new_empty(0) if gradient is None else _own_memory(gradient) for gradient in gradients]
+
+
+def _own_memory(x: Tensor) -> Tensor:
+    """x in memory of its own, from its start: outputs share none, and compiled code relies on their alignment."""
+    own = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if own else x.clone(memory_format=torch.contiguous_format)
+
+
+def _call(q: Tensor, k: Tensor, groups: Sequence[Tensor | None], loss: str, words: str, numbers: Sequence[int]) -> Call:
+    positives, row_labels, row_ids, col_labels, col_ids, weights = groups
+    backend, gradient, reduction = words.split()
+    first, workspace, _ = numbers
+    parsed, diagonal = PairLoss.parsed(loss), None if first == NO_DIAGONAL else first
+    rows = Shard(q, diagonal=diagonal, positives=positives, labels=row_labels, ids=row_ids)
+    cols = Shard(k, labels=col_labels, ids=col_ids)
+    exchange = Single(cast(Gradient, gradient), Layout(None, 0, (len(q),), (len(k),)))
+    tiles = choose_tiles(cast(Backend, backend), parsed, rows, cols)
+    plan = Plan(exchange, tiles, workspace_on(q.device, workspace or None), accumulator(q.dtype), None)
+    return Call(plan, exchange, parsed, rows, cols, weights, cast(Reduction, reduction), q.device)
+
+
+@operation_forward.register_fake
+def _shapes_forward(q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
+    *_, loss, words, _ = rest
+    wide, parsed = accumulator(q.dtype), PairLoss.parsed(loss)
+    # the length of a tensor would be a number that the graph is bound to, and compiled anew for others
+    sides = [q.shape[0], k.shape[0]] if parsed.symmetric else [q.shape[0]]
+    value = q.new_empty([q.shape[0]] if words.endswith("none") else [], dtype=wide)
+    states = [q.new_empty((parsed.state_rows, n), dtype=wide) for n in sides]
+    return [value, *states, *(q.new_empty((n,), dtype=wide) for n in sides)]
+
+
+@operation_backward.register_fake
+def _shapes_backward(
+    upstream: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    del upstream
+    *_, wanted = rest
+    return [
+        x.new_empty(x.shape) if want and x is not None else q.new_empty(0)
+        for x, want in zip((scale, bias, q, k), wanted, strict=True)
+    ]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, loss, words, numbers = inputs
+    # all but the weights, which are in the coefficients
+    ctx.save_for_backward(*tensors[:-1], *output[1:])
+    ctx.settings, ctx.tensors = (loss, words, numbers), len(tensors) - 1
+
+
+def _backward(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
+    given, kept = ctx.saved_tensors[: ctx.tensors], list(ctx.saved_tensors[ctx.tensors :])
+    of_q, of_k, of_scale, of_bias = ctx.needs_input_grad[:4]
+    wanted = [of_scale, of_bias, of_q, of_k]
+    found = operation_backward(upstream[0], *given, kept, *ctx.settings, wanted)
+    dscale, dbias, dq, dk = (gradient if want else None for gradient, want in zip(found, wanted, strict=True))
+    return dq, dk, dscale, dbias, *[None] * (ctx.tensors - 4), *[None] * 4
+
+
+def _refuse(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
+    del ctx, upstream
+    raise refusal("contrast")
+
+
+operation_forward.register_autograd(_backward, setup_context=_save)
+operation_backward.register_autograd(_refuse)

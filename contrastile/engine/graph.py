@@ -1,0 +1,133 @@
+"""Small batches on a CUDA device: a call captured once as a graph, and replayed.
+
+A way of the plan to compute the gradients with the loss (`Plan.at_once`). A batch of 4,096 rows keeps a GPU busy for
+0.2 ms, but its thirty launches keep the host busy for six times that. From the third call of a plan on all of them are
+one launch: inputs are copied to the memory that the graph reads, and results are copied from the memory that it writes,
+so that calls are independent of each other. Kernels, their order and the bits are those of the calls before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from contrastile._torch import copy_each_
+from contrastile._types import Reduction
+from contrastile.engine.operation import Call, MakeTiles, Plan, with_gradients
+from contrastile.exchange.base import Exchange
+from contrastile.losses.base import Shard
+from contrastile.tiles.base import Accumulated, Tiles
+
+logger = logging.getLogger("contrastile")
+
+# pairs of a small batch: the strip of gradients that a graph keeps takes two bytes for each
+MOST_PAIRS = 8192**2
+# calls of a plan before its capture, which also compile its kernels
+CALLS = 2
+# graphs kept: those used last
+KEPT = 2
+NEVER = -(2**62)
+
+
+def small(
+    rows: Shard, cols: Shard, weights: Tensor | None, reduction: Reduction, exchange: Exchange, tiles: MakeTiles
+) -> bool:
+    """A call is replayed: fused kernels, one process, and no tensors beside features, scale and bias."""
+    return (
+        rows.features.is_cuda
+        and len(rows) * len(cols) <= MOST_PAIRS
+        and getattr(tiles, "capturable", False)
+        and len(exchange.layout) == 1
+        and reduction != "none"
+        and weights is rows.positives is rows.labels is rows.ids is None
+    )
+
+
+class _Graph:
+    """A captured call, the inputs that it reads and the outputs that it writes."""
+
+    def __init__(self, call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> None:
+        self.inputs = [None if x is None else x.detach().clone() for x in inputs]
+        self.graph = torch.cuda.CUDAGraph()
+        self.last = torch.cuda.Event()
+        current, apart = torch.cuda.current_stream(), _stream(torch.cuda.current_device())
+        apart.wait_stream(current)
+        scale, bias, *features = self.inputs
+        assert scale is not None
+        given = [x for x in features if x is not None]
+        with torch.cuda.stream(apart):
+            # other threads may use the device meanwhile
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.outputs = with_gradients(call, call.tiles(scale, bias), scale, bias, given, wanted)
+            finally:
+                self.graph.capture_end()
+        current.wait_stream(apart)
+
+    def __call__(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Accumulated]:
+        stream = torch.cuda.current_stream()
+        # another stream may still read the results of the last call
+        stream.wait_event(self.last)
+        given = [x.detach() for x in inputs if x is not None]
+        copy_each_([own for own in self.inputs if own is not None], given)
+        self.graph.replay()
+        value, found = self.outputs
+        result = value.clone(), Accumulated(*(None if x is None else x.clone() for x in found))  # type: ignore[arg-type]
+        self.last.record(stream)
+        return result
+
+
+_graphs: OrderedDict[tuple[Plan, str], _Graph] = OrderedDict()
+_calls: WeakKeyDictionary[Plan, int] = WeakKeyDictionary()
+_streams: dict[int, torch.cuda.Stream] = {}
+_lock = threading.Lock()
+
+
+def _stream(device: int) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def replayed(
+    call: Call, tiles: Tiles, scale: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, Accumulated]:
+    """`with_gradients`, as a graph once the plan has been called often enough to pay for the capture."""
+    alone, device = len(call.exchange.layout) == 1, scale.device
+    if alone and not torch.cuda.is_current_stream_capturing():
+        with _lock, _on(device):
+            _calls[call.plan] = _calls.get(call.plan, 0) + 1
+            every = (scale, bias, *inputs)
+            graph = _graph(call, every, wanted) if _calls[call.plan] > CALLS else None
+            if graph is not None:
+                return graph(every)
+    return with_gradients(call, tiles, scale, bias, inputs, wanted)
+
+
+def _graph(call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> _Graph | None:
+    """The plan's graph, captured if need be; None if that fails, now and later."""
+    # torch's precision of float32 products decides which kernels run
+    key = call.plan, torch.backends.cuda.matmul.fp32_precision
+    if key not in _graphs:
+        try:
+            _graphs[key] = _Graph(call, inputs, wanted)
+        except RuntimeError as error:
+            logger.info("a small call is not replayed: %s", error)
+            _calls[call.plan] = NEVER
+            return None
+        if len(_graphs) > KEPT:
+            # a plan whose graph is dropped has to be called often again
+            _calls.pop(_graphs.popitem(last=False)[0][0], None)
+    _graphs.move_to_end(key)
+    return _graphs[key]
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    return nullcontext() if device.index in (None, torch.cuda.current_device()) else torch.cuda.device(device)

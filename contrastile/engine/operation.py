@@ -1,0 +1,191 @@
+"""One call as one autograd operation: forward from features to the loss, backward from its gradient to theirs.
+
+The last station before the strategies: an exchange walks over the shards of columns, tiles compute blocks, the loss
+says what is accumulated. Every call goes through `Operation`: dot products and learned distances, features on the
+device or in host memory. Properties of the plan decide whether the gradients come with the loss (`at_once`).
+
+`Operation` computes first derivatives; `compiled.py` is its twin for torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastile._types import Reduction
+from contrastile.exchange.base import Exchange
+from contrastile.gradcache.first_order import first_order
+from contrastile.losses.base import PairLoss, Shard
+from contrastile.tiles.base import Accumulated, Tiles
+from contrastile.tiles.scored import Scorer
+
+# of a loss, a scale, a bias and a workspace
+MakeTiles = Callable[[PairLoss, Tensor, Tensor | None, int], Tiles]
+# of a call, its tiles, scale, bias, further inputs and those wanted: the loss and its gradient sums
+AtOnce = Callable[["Call", Tiles, Tensor, Tensor | None, Sequence[Tensor], Sequence[bool]], tuple[Tensor, Accumulated]]
+# the inputs of the operation that get a gradient: scale, bias, and all others in order
+Wanted = Sequence[bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The choices for calls of one signature. Compared by identity."""
+
+    # None: chosen in each call, together with the other ranks
+    exchange: Exchange | None
+    tiles: MakeTiles
+    # bytes that tiles may use
+    workspace: int
+    # accumulator type
+    wide: torch.dtype
+    # computes the gradients with the loss: for losses whose pairs' gradients need no statistics, and for small calls
+    at_once: AtOnce | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: its plan, and everything that autograd does not differentiate."""
+
+    plan: Plan
+    exchange: Exchange
+    loss: PairLoss
+    rows: Shard
+    cols: Shard
+    weights: Tensor | None
+    reduction: Reduction
+    device: torch.device
+    scorer: Scorer | None = None
+
+    def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
+        """The tiles of this call, with its numbers in the accumulator's type."""
+        plan, loss = self.plan, self.loss
+        used = None if bias is None or not loss.uses_bias else self._number(bias)
+        tiles = plan.tiles(loss, self._number(scale), used, plan.workspace)
+        if len(self.exchange.layout.rows) > 1:
+            tiles.reserve(self.exchange.reserved())
+        return tiles
+
+    def _number(self, x: Tensor) -> Tensor:
+        return x.detach().reshape(()).to(self.device, self.plan.wide)
+
+    def shards(self, inputs: Sequence[Tensor]) -> tuple[Shard, Shard]:
+        """Rows and columns with these tensors as their features."""
+        if self.scorer is None:
+            q, k = inputs
+            return replace(self.rows, features=q), replace(self.cols, features=k)
+        n = len(self.rows.leaves)
+        cols = inputs[n : n + len(self.cols.leaves)]
+        return (
+            replace(self.rows, features=inputs[0], others=tuple(inputs[1:n])),
+            replace(self.cols, features=cols[0], others=tuple(cols[1:])),
+        )
+
+    def constants(self) -> list[Tensor]:
+        """Tensors that the backward reads beside its inputs: autograd must see that they have not changed."""
+        shards = (self.rows, self.cols)
+        tensors = [x for shard in shards for x in (shard.positives, shard.labels, shard.ids) if x is not None]
+        if self.scorer is not None:
+            tensors += self.scorer.frozen
+        return [x for x in tensors if not x.is_inference()] if tensors else tensors
+
+
+class Operation(torch.autograd.Function):
+    """The loss of a call, differentiable in the scale, the bias and all other inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> Tensor:
+        tiles = call.tiles(scale, bias)
+        with call.exchange.in_step(), without_autocast(call.device):
+            if call.plan.at_once is not None:
+                value, found = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])
+                kept: Sequence[Any] = found
+            else:
+                rows, cols = call.shards(inputs)
+                stats = call.exchange.forward(tiles, rows, cols)
+                value, states, coefficients = call.exchange.finish(
+                    tiles, [side for side in stats if side is not None], rows, cols, call.weights, call.reduction
+                )
+                kept = [*states, *coefficients]
+        constants = call.constants()
+        ctx.call, ctx.tiles, ctx.constants = call, tiles, len(constants)
+        ctx.save_for_backward(scale, bias, *inputs, *kept, *constants)
+        return value
+
+    @staticmethod
+    @first_order("contrast")
+    def backward(ctx: Any, tensors: Sequence[Any], upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale, bias, *saved = tensors
+        wanted = ctx.needs_input_grad[1:]
+        inputs, kept = saved[: len(wanted) - 2], saved[len(wanted) - 2 : len(saved) - ctx.constants]
+        with ctx.call.exchange.in_step():
+            return None, *backward(ctx.call, ctx.tiles, upstream, scale, bias, inputs, kept, wanted)
+
+
+def with_gradients(
+    call: Call, tiles: Tiles, scale: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], wanted: Wanted
+) -> tuple[Tensor, Accumulated]:
+    """The loss and its gradient sums for an upstream gradient of 1.
+
+    A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8.
+    """
+    del scale, bias
+    (rows, cols), exchange = call.shards(inputs), call.exchange
+    if not call.loss.pairwise:
+        stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
+        result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
+        carrying = with_states(call, rows, cols, result.states, result.coefficients)
+        return result.value, exchange.accumulate(tiles, *carrying, wanted)
+    flag = tiles.nonfinite(rows, cols)
+    weights = flag.new_ones(len(rows)) if call.weights is None else call.weights.to(flag.dtype)
+    # summed over ranks, so that a value that is not finite makes the gradients of all of them NaN
+    mass, flag = exchange.total(torch.stack([weights.sum(), flag])).unbind()
+    coefficient = (weights / mass if call.reduction == "mean" else weights) + flag
+    # a pairwise loss leaves no state
+    rows = replace(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
+    row_stats = tiles.init(rows)
+    found = exchange.accumulate(tiles, rows, cols, wanted, row_stats)
+    return exchange.total((coefficient * call.loss.finish(row_stats).loss).sum()), found
+
+
+def backward(
+    call: Call,
+    tiles: Tiles,
+    upstream: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    inputs: Sequence[Tensor],
+    kept: Sequence[Any],
+    wanted: Wanted,
+) -> list[Tensor | None]:
+    """The gradients of scale, bias and inputs; `kept`: what the forward left."""
+    exchange, (rows, cols) = call.exchange, call.shards(inputs)
+    with without_autocast(call.device):
+        # the one place where gradients are multiplied for the data-parallel wrapper
+        factor: Tensor | None = upstream.to(call.plan.wide) * exchange.gradient_factor()
+        if call.plan.at_once is not None:
+            found = Accumulated(*kept)
+        else:
+            half = len(kept) // 2
+            coefficients = [coefficient * factor for coefficient in kept[half:]]
+            rows, cols = with_states(call, rows, cols, kept[:half], coefficients)
+            found, factor = exchange.accumulate(tiles, rows, cols, wanted), None
+        return exchange.gradients(tiles, found, rows, cols, wanted, (scale, bias), factor)
+
+
+def with_states(
+    call: Call, rows: Shard, cols: Shard, states: Sequence[Tensor], coefficients: Sequence[Tensor]
+) -> tuple[Shard, Shard]:
+    """Both shards with what the backward needs of their statistics: of the columns, where the loss is symmetric."""
+    rows = replace(rows, state=states[0], coefficient=coefficients[0])
+    return rows, replace(cols, state=states[1], coefficient=coefficients[1]) if call.loss.symmetric else cols
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast switched off inside; entering its context costs more than asking whether it is on."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

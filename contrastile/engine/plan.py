@@ -1,0 +1,164 @@
+"""From arguments to a call: checked once, planned once, then one autograd operation.
+
+Stands between `functional.py` and `operation.py`. A plan is kept by signature (shapes, dtypes, options, loss): a step
+that looks like the last one pays neither for checks nor for choices again. Calls among several ranks choose their
+exchange each time, because the ranks agree on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contrastile._dispatch import Options, choose_exchange, choose_tiles, workspace_on
+from contrastile._errors import invalid
+from contrastile._types import accumulator
+from contrastile.distributed import collectives, consistency
+from contrastile.engine.compiled import traceable, traced
+from contrastile.engine.graph import replayed, small
+from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
+from contrastile.engine.problem import Arguments, Problem
+from contrastile.exchange.base import Exchange
+from contrastile.exchange.host import Host
+from contrastile.losses.base import PairLoss, Shard
+from contrastile.tiles.scored import Scored, Scorer, fitting_side
+
+# plans kept; all are dropped when more signatures than that have been seen
+MOST_PLANS = 256
+# side of a tile for backend="dense": the whole block
+WHOLE = 2**62
+
+_plans: dict[Hashable, Plan] = {}
+
+
+def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **others: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The operation that computes these arguments' loss (the names of `Arguments`), and its inputs.
+
+    torch.compile looks only into calls that become one operation of its graph, and breaks the graph around others.
+    """
+    arguments = Arguments(q, k, scale, loss, options, **others)
+    if torch.compiler.is_compiling():
+        if traceable(arguments):
+            return traced(arguments)
+        return torch.compiler.disable(_eagerly), (q, k, scale, loss, options, others)
+    alone = not (dist.is_available() and dist.is_initialized())
+    signature = None if arguments.scorer is not None else (alone, arguments.signature())
+    plan = None if signature is None else _plans.get(signature)
+    try:
+        problem = Problem.of(arguments, checked=plan is not None, alone=alone)
+    except Exception as error:
+        # a scorer's own errors are of any kind
+        tell_all(error, options.group, options.exchange)
+        raise
+    if away(problem.rows.features, problem.device):
+        return _streamed(problem)
+    exchange = plan.exchange if plan is not None and alone else None
+    if exchange is None:
+        exchange = choose_exchange(options, problem.loss, problem.rows, problem.cols, problem.statement)
+    if len(exchange.layout.rows) == 1 and plan is not None:
+        problem = problem.placed(exchange)
+    else:
+        with exchange.in_step():
+            problem = problem.placed(exchange)
+            if plan is None:
+                plan = _planned(problem, exchange)
+        if signature is not None:
+            if len(_plans) >= MOST_PLANS:
+                _plans.clear()
+            _plans[signature] = plan
+    return _operation(problem, plan, exchange)
+
+
+def _eagerly(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, others: dict[str, Any]) -> Tensor:
+    """The loss outside a graph that torch.compile is tracing."""
+    operation, inputs = prepare(q, k, scale, loss, options, **others)
+    value: Tensor = operation(*inputs)
+    return value
+
+
+def tell_all(error: Exception, group: Any, exchange: str) -> None:
+    """Raise on all ranks the error of one, before they meet: the others must not wait for it."""
+    if exchange == "single" or collectives.size(group) == 1:
+        return
+    known = isinstance(error, ValueError)
+    sentence = str(error) if known else f"{type(error).__name__}: {error}"
+    try:
+        consistency.tally(group, {"error": sentence}, (0, 0))
+    except ValueError:
+        # an error that is no sentence of ours stays as it is on the rank that raised it
+        if known:
+            raise
+
+
+def away(features: Tensor, device: torch.device) -> bool:
+    """The features wait in host memory for another device."""
+    return features.device != device
+
+
+def _operation(problem: Problem, plan: Plan, exchange: Exchange) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    call = Call(
+        plan, exchange, problem.loss, problem.rows, problem.cols, problem.weights, problem.options.reduction,
+        problem.device, problem.scorer,
+    )  # fmt: skip
+    return Operation.apply, (call, problem.scale, problem.bias, *problem.inputs)
+
+
+def _planned(problem: Problem, exchange: Exchange) -> Plan:
+    """The choices for calls of this signature."""
+    loss, options, scorer = problem.loss, problem.options, problem.scorer
+    workspace = workspace_on(problem.device, options.workspace)
+    every = (problem.scale, problem.bias, *problem.inputs)
+    wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in every)
+    pairwise = loss.pairwise and options.reduction != "none"
+    at_once: AtOnce | None = with_gradients if wants and pairwise else None
+    tiles: MakeTiles
+    if scorer is None:
+        tiles = choose_tiles(options.backend, loss, problem.rows, problem.cols)
+        if wants and small(problem.rows, problem.cols, problem.weights, options.reduction, exchange, tiles):
+            at_once = replayed
+    else:
+        tiles = _scored_tiles(problem, scorer, exchange, workspace)
+        if scorer.dtype == torch.float16:
+            # the upstream gradient, a GradScaler's factor, must go through the module, or float16 underflows
+            at_once = None
+    return Plan(exchange, tiles, workspace, accumulator(problem.dtype), at_once)
+
+
+def _scored_tiles(problem: Problem, scorer: Scorer, exchange: Exchange, workspace: int) -> MakeTiles:
+    """Tiles of a learned distance, of a size that was measured."""
+    backend = problem.options.backend
+    if backend == "triton":
+        remedy = "A scorer brings its own kernels."
+        raise invalid("backend", "be auto, eager or dense with a scorer", "'triton'", remedy)
+    if scorer.seed is not None and not exchange.once:
+        remedy = "Take gather or ring, or put the scorer in eval mode."
+        raise invalid("exchange", "compute each pair once if the scorer draws random numbers", "replicate", remedy)
+    side = WHOLE if backend == "dense" else fitting_side(scorer, problem.rows, problem.cols, workspace)
+    return partial(Scored, scorer=scorer, side=side)
+
+
+def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The call of features in host memory: how they are cut depends on the memory that is free now."""
+    device, options = problem.device, problem.options
+    workspace = workspace_on(device, options.workspace)
+    exchange = Host.of(options.gradient, problem.rows, problem.cols, device, workspace)
+    problem = problem.placed(exchange)
+    rows, cols = (_labels_on(shard, device) for shard in (problem.rows, problem.cols))
+    samples = [replace(shard, features=shard.features[:0].to(device)) for shard in (rows, cols)]
+    tiles = choose_tiles(options.backend, problem.loss, *samples)
+    weights = None if problem.weights is None else problem.weights.to(device)
+    plan = Plan(None, tiles, workspace, accumulator(problem.dtype), None)
+    return _operation(replace(problem, rows=rows, cols=cols, weights=weights), plan, exchange)
+
+
+def _labels_on(shard: Shard, device: torch.device) -> Shard:
+    """The shard with everything but its features on the device."""
+    small = {name: getattr(shard, name) for name in ("positives", "targets", "labels", "ids")}
+    guides = tuple([guide.to(device) for guide in shard.guides])
+    return replace(shard, **{name: x.to(device) for name, x in small.items() if x is not None}, guides=guides)

@@ -1,0 +1,320 @@
+"""Everything that the user said, checked: two shards and their numbers.
+
+The first station of a call. `Arguments` holds what was passed, as passed; `check` raises the sentences about how
+arguments go together (those about single tensors are in `arguments.py`); `Problem` is the result, ready to be planned.
+A call whose signature was checked before is not checked again, but for values that only the data tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastile._dispatch import Options
+from contrastile._errors import invalid
+from contrastile._torch import pytree
+from contrastile._types import accumulator
+from contrastile.distributed import collectives
+from contrastile.engine import arguments as checks
+from contrastile.exchange.base import Exchange
+from contrastile.losses.base import PairLoss, Shard
+from contrastile.offload import numbered, present_device
+from contrastile.tiles.scored import Form, Scorer
+
+PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of `contrast`, as passed."""
+
+    q: Any
+    k: Any
+    scale: Tensor | float | None
+    # with the options' label smoothing
+    loss: PairLoss
+    options: Options
+    bias: Tensor | float | None = None
+    positives: Tensor | None = None
+    negatives: Any = None
+    query_labels: Tensor | None = None
+    key_labels: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+    weights: Tensor | None = None
+    scorer: nn.Module | None = None
+    # further features of queries and keys, constants, such as a teacher's; and the weight [N, P] of each positive
+    guides: tuple[tuple[Tensor, Tensor], ...] = ()
+    targets: Tensor | None = None
+    # every query has one key and every key one query, whatever the loss
+    paired: bool = False
+    # positives are in range by construction: their values need no check
+    positives_in_range: bool = False
+
+    def signature(self) -> Hashable:
+        """Everything that checks and plan depend on: two calls of equal signature differ in values alone."""
+        tensors = (
+            self.q, self.k, self.scale, self.bias, self.positives, self.negatives, self.query_labels, self.key_labels,
+            self.query_ids, self.key_ids, self.weights, self.targets, *[x for pair in self.guides for x in pair],
+        )  # fmt: skip
+        kinds = [(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in tensors]
+        return self.options, self.loss, self.paired, self.positives_in_range, torch.is_grad_enabled(), *kinds
+
+    def check(self) -> None:
+        """Raise ValueError for arguments that do not go together, on this rank; a scorer's are checked by its probe."""
+        q, k, loss, scored = self.q, self.k, self.loss, self.scorer is not None
+        if not scored:
+            _features(q, k, self.negatives)
+        if not isinstance(loss, PairLoss):
+            got = loss.__name__ if isinstance(loss, type) else type(loss).__name__
+            remedy = "Pass Softmax(...) or Sigmoid(...) of contrastile.losses."
+            raise invalid("loss", "be a loss as an object", got, remedy)
+        if self.scale is None and not scored:
+            raise invalid("scale", "be given for a dot product", None, "Pass logit_scale.exp(), say.")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call that is checked: its inputs, its shards with positions counted on this rank, its numbers."""
+
+    loss: PairLoss
+    options: Options
+    # inputs of the autograd operation: leaves of the rows, leaves of the columns, parameters of the scorer
+    inputs: tuple[Tensor, ...]
+    scale: Tensor
+    bias: Tensor | None
+    rows: Shard
+    cols: Shard
+    weights: Tensor | None
+    device: torch.device
+    # the type in which tiles compute
+    dtype: torch.dtype
+    # number of keys that positives may index; None where they are in range by construction
+    indexed: int | None
+    scorer: Scorer | None
+    # facts that all ranks must have in common, beside what shards and options show
+    statement: dict[str, Any]
+
+    @classmethod
+    def of(cls, arguments: Arguments, *, checked: bool, alone: bool) -> Problem:
+        """The problem of these arguments.
+
+        checked: a call of the same signature passed the checks. alone: no process group can be asked to agree.
+        """
+        if not checked:
+            arguments.check()
+        scorer, options = arguments.scorer, arguments.options
+        sides = _Sides.plain(arguments) if scorer is None else _Sides.scored(arguments, scorer)
+        q, scale, bias = sides.rows[0], arguments.scale, arguments.bias
+        scale = 1.0 if scale is None else scale
+        if not checked:
+            checks.number("scale", scale, q, options.device)
+            if bias is not None:
+                checks.number("bias", bias, q, options.device)
+        loss = arguments.loss
+        rows, cols = sides.shards(arguments, loss, checked=checked)
+        dtype = q.dtype if sides.scorer is None else sides.scorer.dtype
+        device = q.device if options.device is None else _device(q.device, options, scored=scorer is not None)
+        parameters = () if sides.scorer is None else sides.scorer.parameters
+        statement: dict[str, Any] = {}
+        if not alone:
+            statement = {
+                "scale": _stated(scale),
+                "bias": _stated(bias),
+                "weights": _stated(arguments.weights),
+                "requires_grad": _require_grad(*sides.rows, *sides.cols, scale, bias, *parameters[:1]),
+                "key dtype": str(sides.cols[0].dtype),
+                "scorer": None if sides.scorer is None else f"scores of {dtype}",
+            }
+        return cls(
+            loss, options, (*sides.rows, *sides.cols, *parameters), _as_tensor(scale, device, dtype),
+            None if bias is None else _as_tensor(bias, device, dtype), rows, cols, arguments.weights, device, dtype,
+            None if arguments.positives is None or arguments.positives_in_range else sides.keys,
+            sides.scorer, statement,
+        )  # fmt: skip
+
+    def placed(self, exchange: Exchange) -> Problem:
+        """The problem among all ranks: sharded numbers whole, positives in range, positions counted over all ranks."""
+        scale, bias, rows, cols = self.scale, self.bias, self.rows, self.cols
+        if type(scale) not in PLAIN:
+            scale = collectives.unsharded(scale, self.options.gradient)
+        if bias is not None and type(bias) not in PLAIN:
+            bias = collectives.unsharded(bias, self.options.gradient)
+        if rows.positives is not None and self.indexed is not None and not torch.compiler.is_compiling():
+            positives, scale = checks.kept_in_range(rows.positives, self.indexed, scale)
+            rows = replace(rows, positives=positives)
+        if len(exchange.layout.rows) > 1:
+            rows, cols = exchange.layout.place(rows, cols)
+        elif rows is self.rows and scale is self.scale and bias is self.bias:
+            return self
+        return replace(self, scale=scale, bias=bias, rows=rows, cols=cols)
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The tensors of rows and columns: one feature matrix each, or with a scorer all that it reads."""
+
+    rows: tuple[Tensor, ...]
+    # negatives follow the keys
+    cols: tuple[Tensor, ...]
+    # number of columns that are keys
+    keys: int
+    scorer: Scorer | None = None
+
+    @classmethod
+    def plain(cls, arguments: Arguments) -> _Sides:
+        q, k, negatives = arguments.q, arguments.k, arguments.negatives
+        return cls((q,), (k if negatives is None else torch.cat([k, negatives]),), len(k))
+
+    @classmethod
+    def scored(cls, arguments: Arguments, module: nn.Module) -> _Sides:
+        """Both sides' tensors, and the module that compares them."""
+        k, negatives = arguments.k, arguments.negatives
+        row_form, rows = Form.of("q", arguments.q)
+        col_form, cols = Form.of("k", k)
+        keys = len(cols[0])
+        if negatives is not None:
+            form, more = Form.of("negatives", negatives)
+            if form.spec != col_form.spec or [x.shape[1:] for x in more] != [x.shape[1:] for x in cols]:
+                shapes = [list(x.shape) for x in more]
+                raise invalid("negatives", "be nested and shaped as `k`", shapes, "Pad both alike.")
+            for key, negative in zip(cols, more, strict=True):
+                if (key.dtype, key.device) != (negative.dtype, negative.device):
+                    got = f"{key.dtype} on {key.device} and {negative.dtype} on {negative.device}"
+                    raise invalid(
+                        "negatives", "have the types of `k`, and lie beside it", got, "Convert one side first."
+                    )
+            col_form, cols = Form.of("k", pytree.tree_map(_concatenated, k, negatives))
+        if cols[0].device != rows[0].device:
+            got = f"{rows[0].device} and {cols[0].device}"
+            raise invalid("k", "be on the device of `q`", got, "Move one side first.")
+        return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols)))
+
+    def shards(self, arguments: Arguments, loss: PairLoss, *, checked: bool) -> tuple[Shard, Shard]:
+        """Rows and columns with their positives, labels and ids."""
+        q, k, negatives = self.rows[0], self.cols[0], len(self.cols[0]) - self.keys
+        weights = arguments.weights
+        if not checked:
+            if negatives and loss.symmetric:
+                raise invalid("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
+            if loss.symmetric or arguments.paired:
+                remedy = "" if arguments.paired else " Further keys go with loss=Softmax()."
+                checks.same_length("k", k, "q", q, remedy)
+        labels: tuple[Tensor | None, Tensor | None] = (None, None)
+        ids = labels
+        if arguments.query_labels is not None or arguments.key_labels is not None:
+            labels = self._groups("labels", arguments.query_labels, arguments.key_labels, checked=checked)
+        if arguments.query_ids is not None or arguments.key_ids is not None:
+            ids = self._groups("ids", arguments.query_ids, arguments.key_ids, checked=checked)
+        diagonal, positives = self._positives(arguments, loss, checked=checked)
+        if weights is not None and not checked:
+            checks.vector("weights", weights, "q", q, integer=False)
+            checks.constant("weights", weights)
+        (q, *more_q), (k, *more_k) = [x.detach() for x in self.rows], [x.detach() for x in self.cols]
+        guides: tuple[tuple[Tensor, ...], ...] = tuple(zip(*arguments.guides, strict=True)) or ((), ())
+        return (
+            Shard(
+                q,
+                diagonal=diagonal,
+                positives=positives,
+                labels=labels[0],
+                ids=ids[0],
+                others=tuple(more_q),
+                guides=guides[0],
+                targets=arguments.targets,
+            ),
+            Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), guides=guides[1]),
+        )
+
+    def _positives(self, arguments: Arguments, loss: PairLoss, *, checked: bool) -> tuple[int | None, Tensor | None]:
+        """The first row's positive where key i belongs to query i, or all rows' [N, P]; neither with labels."""
+        q, positives, labels = self.rows[0], arguments.positives, arguments.query_labels
+        if positives is None:
+            if labels is not None:
+                return None, None
+            if self.keys < q.shape[0]:
+                got = f"{len(q)} and {self.keys}"
+                raise invalid("k", "have at least as many rows as `q`", got, "Or pass `positives`.")
+            return 0, None
+        if not checked:
+            if labels is not None:
+                raise invalid("positives", "be left out where labels are given", "both", "Pass one of the two.")
+            if loss.symmetric:
+                remedy = "Pass labels, or take a one-way loss."
+                raise invalid("positives", "be left out for a symmetric loss", "both", remedy)
+            checks.positives(positives, q)
+        if not arguments.positives_in_range and not torch.compiler.is_compiling():
+            checks.in_range(positives, self.keys)
+        return None, (positives[:, None] if positives.ndim == 1 else positives).long()
+
+    def _groups(
+        self, what: str, of_queries: Tensor | None, of_keys: Tensor | None, *, checked: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Labels, or ids, of rows and columns as int64: not every backend sends all integer types."""
+        of_rows, of_cols = f"query_{what}", f"key_{what}"
+        if of_queries is None:
+            raise invalid(of_rows, f"be given where `{of_cols}` is", None, "Pass both, or neither.")
+        if of_keys is None:
+            raise invalid(of_cols, f"be given where `{of_rows}` is", None, "Pass both, or neither.")
+        negatives = len(self.cols[0]) - self.keys
+        if negatives and isinstance(of_keys, Tensor) and of_keys.shape == (self.keys,):
+            of_keys = _with_negatives(of_keys, negatives)
+        if not checked:
+            checks.vector(of_rows, of_queries, "q", self.rows[0], integer=True)
+            checks.vector(of_cols, of_keys, "k", self.cols[0], integer=True)
+        return of_queries.long(), of_keys.long()
+
+
+def _features(q: Any, k: Any, negatives: Any) -> None:
+    """Features that can be multiplied with each other."""
+    checks.features("q", q)
+    checks.features("k", k)
+    checks.alike("k", k, "q", q)
+    if negatives is not None:
+        checks.features("negatives", negatives)
+        checks.alike("negatives", negatives, "k", k)
+
+
+def _with_negatives(groups: Tensor, negatives: int) -> Tensor:
+    """Integer ids, or labels, of the keys, continued over negatives, which share theirs with no query."""
+    if groups.is_floating_point() or groups.is_complex():
+        return groups
+    own = torch.full((negatives,), torch.iinfo(torch.int64).min, device=groups.device)
+    return torch.cat([groups.long(), own])
+
+
+def _device(features: torch.device, options: Options, *, scored: bool) -> torch.device:
+    """The device of the computation: that of the features, or the one to which they are streamed from host memory."""
+    device = numbered(present_device(options.device, "where the features are"))
+    if device == features:
+        return device
+    if features.type != "cpu":
+        got = f"{device}, and features on {features}"
+        raise invalid("device", "be where the features are, unless those are in host memory", got, "Leave it out.")
+    several = collectives.size(options.group) > 1 and options.exchange != "single"
+    if several or scored:
+        company = "a scorer" if scored else "several ranks"
+        raise invalid("device", f"be left out with {company}", repr(str(device)), "Move the features there.")
+    return device
+
+
+def _as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.full((), x, dtype=accumulator(dtype), device=device)
+
+
+def _stated(x: Tensor | float | None) -> Any:
+    """A number for the statement: its value, unless reading it would wait for the device."""
+    return "a tensor" if isinstance(x, Tensor) else x if x is None else float(x)
+
+
+def _require_grad(*inputs: Any) -> list[bool]:
+    """The inputs that get a gradient, for which ranks work together; one of a scorer's parameters stands for all."""
+    return [torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs]
+
+
+def _concatenated(k: Tensor | None, negatives: Tensor | None) -> Tensor | None:
+    return None if k is None or negatives is None else torch.cat([k, negatives])

@@ -1,0 +1,154 @@
+"""Hierarchical: a ring between nodes, and at each of its hops a gather within the node.
+
+Between nodes a shard travels once per hop, as in a ring of nodes; within a node, where links are fast, its ranks hand
+each other the shards that arrived. W ranks on W / L nodes take W / L hops instead of W, and hold the columns of L ranks
+instead of one. The two are the exchanges of `ring.py` and `gather.py`: to the ring, a node's gather is its tiles.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contrastile._errors import invalid
+from contrastile.distributed import collectives
+from contrastile.exchange.base import Exchange, Layout, bytes_per_feature
+from contrastile.exchange.gather import Gather
+from contrastile.exchange.ring import Ring
+from contrastile.losses.base import PairLoss, Shard
+from contrastile.tiles.base import InFlight, Tiles
+
+# by group and ranks of a node: the groups of this rank within its node, and between nodes
+_groups: WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Hierarchical(Exchange):
+    """Ring between nodes, gather within a node; nodes are runs of LOCAL_WORLD_SIZE ranks, as torchrun numbers them."""
+
+    def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        ring, node = self._levels(tiles)
+        return ring.forward(node, rows, cols)
+
+    def backward(
+        self,
+        tiles: Tiles,
+        rows: Shard,
+        cols: Shard,
+        u: Tensor | None,
+        v: Tensor | None,
+        row_stats: Tensor | None = None,
+    ) -> Tensor:
+        ring, node = self._levels(tiles)
+        return ring.backward(node, rows, cols, u, v, row_stats)
+
+    @classmethod
+    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        size = _node_size(len(layout))
+        nodes = [sum(layout.cols[first : first + size]) for first in range(0, len(layout), size)]
+        return (max(nodes) + 2 * max(layout.cols)) * D * bytes_per_feature(dtype)
+
+    def _levels(self, tiles: Tiles) -> tuple[Exchange, Tiles]:
+        """The ring between nodes, and the tiles of this rank's node; of one node its gather, and the tiles."""
+        layout, W = self.layout, len(self.layout)
+        size = _node_size(W)
+        if size == W:
+            return Gather(self.gradient, layout), tiles
+        within, between = _subgroups(layout.group, layout.rank, W, size)
+        node, place = divmod(layout.rank, size)
+        starts = [layout.start(rank) for rank in range(W)]
+        across = range(place, W, size)
+        ring = Layout(between, node, _of(layout.rows, across), _of(layout.cols, across), _of(starts, across))
+        members = [range(first, first + size) for first in range(0, W, size)]
+        gathers = [
+            Gather(
+                self.gradient, Layout(within, place, _of(layout.rows, each), _of(layout.cols, each), _of(starts, each))
+            )
+            for each in members
+        ]
+        # in the order in which the ring brings their shards: this node's first, then that of the node before
+        visits = iter(gathers[node::-1] + gathers[:node:-1])
+        return Ring(self.gradient, ring), _Node(tiles.loss, tiles.scale, tiles.bias, tiles.workspace, tiles, visits)
+
+
+@dataclass
+class _Node(Tiles):
+    """A node's gather as tiles: this rank's rows against the columns of a whole node, of which it holds a shard."""
+
+    tiles: Tiles
+    # for each hop, the exchange among this node's ranks of the shards that arrived
+    gathers: Iterator[Gather] = field(repr=False)
+
+    @classmethod
+    def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
+        del loss, rows, cols
+        return None
+
+    def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        found = next(self.gathers).forward(self.tiles, rows, cols)
+        # another hop brings another node's columns
+        self.tiles.columns = None
+        return found
+
+    def backward(
+        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
+    ) -> Tensor:
+        assert not isinstance(v, InFlight)
+        return next(self.gathers).backward(self.tiles, rows, cols, u, v, row_stats)
+
+    def merge(self, stats: Tensor, parts: Tensor) -> None:
+        self.tiles.merge(stats, parts)
+
+    def init(self, shard: Shard) -> Tensor:
+        return self.tiles.init(shard)
+
+    def no_pairs(self) -> Tensor:
+        return self.tiles.no_pairs()
+
+    def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
+        return self.tiles.workspace_bytes(N, M, D, dtype)
+
+
+def _of(values: Any, ranks: range) -> tuple[int, ...]:
+    return tuple(values[rank] for rank in ranks)
+
+
+def _node_size(W: int) -> int:
+    """The ranks of a node; all ranks without a launcher that says so."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", W))
+    if W % size:
+        remedy = "Start equally many ranks on every node, or take gather or ring."
+        raise invalid("exchange", f"have nodes of {size} ranks each for hierarchical", f"{W} ranks", remedy)
+    return size
+
+
+def _subgroups(group: Any, rank: int, W: int, size: int) -> tuple[Any, Any]:
+    """This rank's groups within its node and between nodes, made at the first call."""
+    group = collectives.resolved(group)
+    made = _groups.setdefault(group, {})
+    if size not in made:
+        ranks, (node, place) = dist.get_process_group_ranks(group), divmod(rank, size)
+        levels = (
+            [range(first, first + size) for first in range(0, W, size)],
+            [range(first, W, size) for first in range(size)],
+        )
+        own = (node, place)
+        if dist.get_world_size() == W:
+            # every rank is here, and makes all groups in the same order
+            every = [[dist.new_group([ranks[each] for each in members]) for members in level] for level in levels]
+            made[size] = every[0][node], every[1][place]
+        else:
+            # only the members of a group call for it
+            within, between = (
+                dist.new_group([ranks[each] for each in level[index]], use_local_synchronization=True)
+                for level, index in zip(levels, own, strict=True)
+            )
+            made[size] = within, between
+    return made[size]

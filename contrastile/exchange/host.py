@@ -1,0 +1,178 @@
+"""Host: features and their gradients stay in host memory, and a device that cannot hold them computes the loss.
+
+A ring of one process, with the host in place of the neighbour. A strip of rows, as long as the device's memory allows,
+stays with its statistics or its gradient while the columns are streamed past it shard by shard, the next one copied
+while the present one is computed. In the backward each shard brings the float32 gradient that its columns have so far
+and returns with it; after the last strip it returns in the features' type. With rows cut into n strips a sweep moves
+n · M · D numbers each way; of size b the device holds statistics only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from contrastile._types import Gradient, accumulator
+from contrastile.exchange.base import Exchange, Layout
+from contrastile.losses.base import Shard
+from contrastile.offload import BlockStream, free_memory, host_room
+from contrastile.tiles.base import Accumulated, Tiles, as_given, inner_product, nonfinite_flag
+
+# columns of a shard: long enough for the matrix products, short beside the device's memory
+SHARD = 65536
+# share of the free memory that strip and shards may take
+SHARE = 0.6
+LEAST_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Rows of a strip, which stays on the device, and of a shard, which passes by."""
+
+    strip: int
+    shard: int
+
+
+def cut(N: int, M: int, D: int, dtype: torch.dtype, device: torch.device, workspace: int) -> Cut:
+    """Strips of equal length, as few as the free memory allows."""
+    per_row = D * (dtype.itemsize + accumulator(dtype).itemsize)
+    room = int(SHARE * max(0, free_memory(device)[0] - workspace))
+    # two shards on the device, and the gradients on their way back
+    shard = max(LEAST_ROWS, min(SHARD, M, room // (4 * 3 * per_row)))
+    most = max(LEAST_ROWS, (room - 3 * shard * per_row) // per_row)
+    strips = max(1, -(-N // most))
+    return Cut(max(LEAST_ROWS, -(-N // (strips * LEAST_ROWS)) * LEAST_ROWS), shard)
+
+
+@dataclass(frozen=True)
+class Host(Exchange):
+    """One process whose features stay in host memory."""
+
+    device: torch.device
+    cuts: Cut
+
+    @classmethod
+    def of(cls, gradient: Gradient, rows: Shard, cols: Shard, device: torch.device, workspace: int) -> Host:
+        """The exchange for features of these shards, with strips that fit the device beside the workspace."""
+        q, k = rows.features, cols.features
+        cuts = cut(len(q), len(k), q.shape[1], q.dtype, device, workspace)
+        return cls(gradient, Layout(None, 0, (len(q),), (len(k),)), device, cuts)
+
+    def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        blocks = BlockStream(cols.features, self.cuts.shard, self.device)
+        row_stats, flag = tiles.init(rows), nonfinite_flag(tiles.scale)
+        col_stats = tiles.init(cols) if tiles.loss.symmetric else None
+        for along_i, strip in self._strips(rows):
+            flag = flag + nonfinite_flag(tiles.scale, strip.features)
+            for _, bounds, block, _ in blocks.sweep(fresh=True):
+                along_j = slice(*bounds)
+                block_rows, block_cols = tiles.forward(strip, _part(cols, along_j, block))
+                row_stats[:, along_i] = tiles.loss.merge(row_stats[:, along_i], block_rows)
+                if col_stats is not None and block_cols is not None:
+                    col_stats[:, along_j] = tiles.loss.merge(col_stats[:, along_j], block_cols)
+                if along_i.start == 0:
+                    flag = flag + nonfinite_flag(tiles.scale, block)
+            # frees its memory before the next strip arrives
+            del strip
+        tiles.flag = flag
+        return row_stats, col_stats
+
+    def backward(
+        self,
+        tiles: Tiles,
+        rows: Shard,
+        cols: Shard,
+        u: Tensor | None,
+        v: Tensor | None,
+        row_stats: Tensor | None = None,
+    ) -> Tensor:
+        raise NotImplementedError("the gradients of features in host memory are accumulated by `accumulate`")
+
+    def accumulate(
+        self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool], row_stats: Tensor | None = None
+    ) -> Accumulated:
+        """The gradients of q and k on the host, scaled and in their own types, and [Σ g, Σ g · ⟨q, k⟩]."""
+        assert row_stats is None
+        want_scale, _, want_q, want_k = wanted
+        q, k = rows.features, cols.features
+        dq, dk = (host_room(x.shape, x.dtype) if want else None for x, want in ((q, want_q), (k, want_k)))
+        # tiles that do not sum products leave the scale's gradient in the rows' accumulator, or else in the columns'
+        by_rows = want_q or (want_scale and not want_k and not tiles.sums_products)
+        wide = tiles.scale.dtype
+        running = _running_sums(dk, wide) if self.cuts.strip < len(q) else None
+        blocks = BlockStream(k, self.cuts.shard, self.device, wide=wide if want_k else None, totals=running)
+        sums, products = tiles.no_pairs(), torch.zeros_like(tiles.scale)
+
+        def bring_back(total: Tensor, to: Tensor, index: int | None = None) -> None:
+            blocks.write_back(total.mul_(tiles.scale).to(to.dtype), to, index)
+
+        for along_i, strip in self._strips(rows):
+            u = torch.zeros_like(strip.features, dtype=wide) if by_rows else None
+            for index, bounds, block, so_far in blocks.sweep(fresh=along_i.start == 0):
+                along_j = slice(*bounds)
+                v = so_far if want_k else None
+                sums += tiles.backward(strip, _part(cols, along_j, block), u, v)
+                if v is None or dk is None:
+                    continue
+                if running is not None and along_i.stop < len(q):
+                    blocks.write_back(v, running[along_j], index)
+                else:
+                    products += 0 if by_rows or tiles.sums_products else inner_product(block, v)
+                    bring_back(v, dk[along_j], index)
+            if u is not None:
+                products += 0 if tiles.sums_products else inner_product(strip.features, u)
+                if dq is not None:
+                    for part, to in zip(u.split(self.cuts.shard), dq[along_i].split(self.cuts.shard), strict=True):
+                        bring_back(part, to)
+                    del part
+            del strip, u
+        blocks.finish()
+        return Accumulated(dq, dk, sums if tiles.sums_products else torch.stack([sums, products]))
+
+    def gradients(
+        self,
+        tiles: Tiles,
+        found: Accumulated,
+        rows: Shard,
+        cols: Shard,
+        wanted: Sequence[bool],
+        numbers: tuple[Tensor, Tensor | None],
+        upstream: Tensor | None,
+    ) -> list[Tensor | None]:
+        # features are done, upstream included
+        del rows, cols, upstream
+        scale, bias = numbers
+        want_scale, want_bias, *_ = wanted
+        of_pairs, of_products = found.sums
+        if not tiles.loss.uses_bias:
+            of_pairs = torch.zeros_like(of_pairs)
+        return [
+            as_given(of_products.to(scale.device), scale) if want_scale else None,
+            as_given(of_pairs.to(bias.device), bias) if want_bias and bias is not None else None,
+            found.u,
+            found.v,
+        ]
+
+    @classmethod
+    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        del layout, D, dtype
+        return 0
+
+    def _strips(self, rows: Shard) -> Iterator[tuple[slice, Shard]]:
+        """Strips of rows on the device. The caller drops each one before it takes the next."""
+        for start in range(0, len(rows), self.cuts.strip):
+            along = slice(start, min(start + self.cuts.strip, len(rows)))
+            yield along, _part(rows, along, rows.features[along].to(self.device))
+
+
+def _running_sums(dk: Tensor | None, wide: torch.dtype) -> Tensor | None:
+    """Host memory for the columns' gradient between two strips; that of wide features is where the result will be."""
+    return dk if dk is None or dk.dtype == wide else host_room(dk.shape, wide)
+
+
+def _part(shard: Shard, along: slice, features: Tensor) -> Shard:
+    """Some rows of a shard whose features are on the host, with those features on the device."""
+    return replace(shard.narrow(along.start, along.stop), features=features)

@@ -1,0 +1,83 @@
+"""Checks of the arguments of `contrastile compare` against its recipe, before torch is imported.
+
+Below the studies, and called by the command line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from contrastile._errors import invalid
+from contrastile.train.config import AnyRecipe, Recipe
+from contrastile.train.recipe import touched
+
+logger = logging.getLogger("contrastile")
+
+# rules of the learning rate, and their values of optim.rate_scaling
+RATES = {"fixed": "none", "sqrt": "sqrt", "linear": "linear"}
+# keys that a comparison overrides with several values, beside those that get the same value in all trials
+SEVERAL = object()
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "compare": {"train.accumulate": SEVERAL, "train.minutes": SEVERAL, "train.retain": 1},
+    "compare --losses": {"loss.backend": SEVERAL, "loss.exchange": SEVERAL, "train.minutes": None},
+    "compare --batches": {
+        "train.batch": SEVERAL, "train.minutes": None, "optim.rate_scaling": SEVERAL, "optim.base_batch": SEVERAL
+    },
+    "compare of retrievers": {
+        "train.batch": SEVERAL, "train.sub_batch": SEVERAL, "train.accumulate": SEVERAL, "train.retain": SEVERAL,
+        "train.minutes": None, "evaluate.every": 1.0,
+    },
+}  # fmt: skip
+
+
+def report_overrides(comparison: str, recipe: AnyRecipe, origin: str, overrides: Sequence[str]) -> None:
+    """Warn of keys of the recipe at `origin` that the comparison overrides; raise ValueError for a user's override."""
+    lost = []
+    for key, value in OVERRIDES[comparison].items():
+        section, _, name = key.rpartition(".")
+        table = attrgetter(section)(recipe)
+        got, default = getattr(table, name), type(table).model_fields[name].default
+        if name not in table.model_fields_set or got == value:
+            continue
+        if word := next((word for word in overrides if touched(key, [word.partition("=")[0].strip()])), None):
+            raise ValueError(f"{word}: {key}: has no effect: {comparison} sets it itself; leave it out")
+        # the recipe in a run's folder states the defaults
+        if got != default:
+            lost.append(key)
+    if lost:
+        logger.warning("%s: %s sets %s itself, whatever is said there", origin, comparison, ", ".join(lost))
+
+
+def check_copies(recipe: Recipe) -> None:
+    """Refuse augmented copies, which differ from seed to seed."""
+    if recipe.data.copies > 1:
+        remedy = "Pictures are bent anew in every run without it."
+        raise invalid("data.copies", "be 1 for a comparison, whose seeds share their data", recipe.data.copies, remedy)
+
+
+def large_and_small(recipe: Recipe) -> tuple[int, int]:
+    """Return the recipe's largest batch and its sub-batch of images; raise ValueError where they do not differ."""
+    small, large = recipe.train.sub_batch.image, max(batch for _, batch in recipe.train.batch)
+    if large <= small:
+        got = f"{large} and {small}"
+        raise invalid("train.batch", "have a size above train.sub_batch.image", got, "There is nothing to compare.")
+    return large, small
+
+
+def check_grid(batches: Sequence[int], shares: Sequence[float], rates: Sequence[str]) -> None:
+    """Check batch sizes, shares of the data and rules of the learning rate."""
+    if min(batches) < 2:
+        raise invalid("batches", "be sizes of at least 2", list(batches), "Such as 256 1024 4096.")
+    if not all(0 < share <= 1 for share in shares):
+        raise invalid("data", "be shares above 0, up to 1", list(shares), "Such as 0.1 0.3 1.0.")
+    if not RATES.keys() >= set(rates):
+        raise invalid("rates", f"be among {', '.join(RATES)}", list(rates), "Such as fixed sqrt.")
+
+
+def check_rising(batches: Sequence[int]) -> None:
+    """Check the batch sizes of a retriever."""
+    if min(batches) < 2 or list(batches) != sorted(set(batches)):
+        raise invalid("batches", "be rising sizes of at least 2", list(batches), "Such as 128 512 4096.")

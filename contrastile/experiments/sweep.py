@@ -1,0 +1,250 @@
+"""The sweep runner of `contrastile compare`: the trials of a study, one after the other or several at a time.
+
+Above `workers.py`, which runs several at a time, and `results.py`, which writes compare.csv. A study is one file of
+this folder for a table or figure of the papers: it lists trials and lays out their results. Each trial is one training
+by `train/loop.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from contrastile.experiments.results import PAGE, RESULTS, Result, read_results, to_csv
+from contrastile.experiments.workers import run_parallel
+from contrastile.train.batch_builder import DataBundle, open_data_bundle
+from contrastile.train.evaluation import encode_held_out, evaluate
+from contrastile.train.feature_cache import with_cached_features
+from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resumed_run
+from contrastile.train.image_text import ImageText
+from contrastile.train.log import Metrics, clock, progress
+from contrastile.train.loop import train
+from contrastile.train.metadata import TrainResult
+from contrastile.train.provenance import provenance
+from contrastile.train.ranks import Ranks
+from contrastile.train.recipe import to_toml
+from contrastile.train.run import build_run, choose_device, same_recipe
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training to be made: overrides of the study's recipe by table, a seed, and a share of the training pairs.
+
+    `seconds` is the expected duration, 0 where it is unknown. The seed is None where nothing is drawn.
+    """
+
+    labels: dict[str, str]
+    seed: int | None
+    overrides: Mapping[str, Any]
+    share: float = 1.0
+    seconds: float = 0.0
+
+
+def overridden(settings: T, overrides: Mapping[str, Any]) -> T:
+    """Copy a recipe, or a table of it, with other values; a mapping overrides keys of the table of its name."""
+    table: Any = settings
+    values = {
+        name: overridden(getattr(table, name), value) if isinstance(value, Mapping) else value
+        for name, value in overrides.items()
+    }
+    return table.model_copy(update=values)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The folder of the results, their tables, and the signal that ended the comparison early, if one did."""
+
+    folder: Path
+    table: str
+    stopped_by: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(ABC):
+    """One table or figure: its trials, and the layout of their results.
+
+    `jobs` trials run at a time, each on `ranks` processes, which get a pickled copy of the study. Trials train towers
+    of images and texts and measure recall at 1, unless a study has another `open`, `job`, `costs` and `measures`.
+    """
+
+    recipe: Any
+    seeds: int = 3
+    jobs: int = 1
+    ranks: int = 1
+    # the end of the folder's name, and the heading of compare.md
+    suffix: ClassVar[str] = "compare"
+    title: ClassVar[str]
+    # worker processes get the opened data pickled, instead of opening it again
+    pickles_data: ClassVar[bool] = False
+
+    @abstractmethod
+    def trials(self, data: Any) -> Sequence[Trial]:
+        """List all trials in the order in which they start."""
+
+    @abstractmethod
+    def order(self, result: Result) -> Any:
+        """Return the sort key of a line of compare.csv."""
+
+    @abstractmethod
+    def introduction(self, results: Sequence[Result]) -> str:
+        """Write whatever a reader of the tables has to know."""
+
+    @abstractmethod
+    def table(self, results: Sequence[Result]) -> str:
+        """Write the tables in Markdown."""
+
+    def prepared(self, data: Any, folder: RunFolder) -> Study:
+        """Measure quantities that the trials depend on; return the study that has them."""
+        del data, folder
+        return self
+
+    def ready(self, trial: Trial, results: Sequence[Result]) -> Trial:
+        """Complete a trial that depends on earlier results, directly before it starts."""
+        del results
+        return trial
+
+    @property
+    def all_seeds(self) -> range:
+        """The seeds of every row of the table; the first is the recipe's."""
+        return range(self.recipe.seed, self.recipe.seed + self.seeds)
+
+    def open(self) -> Any:
+        """Open the data that all trials share."""
+        return open_data_bundle(self.recipe)
+
+    def examples(self, data: DataBundle) -> int:
+        """Count the pairs that the recipe trains on, repetitions included."""
+        return int(self.recipe.train.length(len(data.pairs.splits["train"])))
+
+    def job(self, recipe: Any, data: Any, share: float) -> Any:
+        """Build the job of `train`, with a share of the training data."""
+        run = build_run(recipe, data.tokenizer)
+        return ImageText(run, with_cached_features(run, training_share(data, share)))
+
+    def costs(self, trial: Trial, trained: TrainResult) -> dict[str, float]:
+        """List the costs of a training, by columns of compare.csv."""
+        del trial
+        return {"examples": trained.examples, "steps": trained.steps, "seconds": round(trained.seconds, 1)}
+
+    def measures(self, job: Any, data: Any) -> dict[str, float]:
+        """Evaluate a trained job: shares of 1, by columns of compare.csv."""
+        rows = evaluate(job.run, encode_held_out(job.run, data.pairs))
+        return {row["test"]: row["recall"]["1"] for row in rows if row["headline"]}
+
+    def run(self, trial: Trial, data: Any, ranks: Ranks, folder: RunFolder) -> Result | int | None:
+        """Train and evaluate one trial; its metrics go to the folder.
+
+        Return the signal that stopped it where one did, and None on all ranks but the first.
+        """
+        trained, failed = TrainResult(ranks=ranks.size), ""
+        job = self.job(overridden(self.recipe, {**trial.overrides, "seed": trial.seed}), data, trial.share)
+        name = "-".join([*trial.labels.values(), str(trial.seed)]).replace(" ", "_")
+        path = folder / f"{name}.jsonl" if ranks.rank == 0 else None
+        if path is not None:
+            # an interrupted trial starts again from its beginning
+            path.unlink(missing_ok=True)
+        with Metrics(path) as metrics, job.joined(ranks):
+            try:
+                train(job, metrics, trained, ranks=ranks)
+            except FloatingPointError as error:
+                # all ranks raise it in the same step
+                failed = str(error)
+        if ranks.rank > 0:
+            return None
+        if trained.stopped_by is not None:
+            return trained.stopped_by
+        measures = {} if failed else self.measures(job, data)
+        return Result(trial.labels, trial.seed, self.costs(trial, trained), measures, failed)
+
+    def write(self, folder: RunFolder, results: Sequence[Result]) -> None:
+        """Write compare.csv and compare.md."""
+        machines = dict.fromkeys(f"{one.origin['chip']} · {one.origin['versions']}" for one in results)
+        page = [f"# {self.recipe.name}: {self.title}", self.introduction(results), self.table(results)]
+        folder.write_text(RESULTS, to_csv(results))
+        folder.write_text(PAGE, "\n\n".join([*page, "  \n".join(machines)]) + "\n")
+
+
+def training_share(data: DataBundle, share: float) -> DataBundle:
+    """Keep a share of the training pairs: the same pairs for every seed, and a subset of those of a larger share."""
+    if share == 1:
+        return data
+    rows = data.pairs.splits["train"]
+    subset = np.sort(np.random.default_rng(0).permutation(rows)[: max(1, round(share * len(rows)))])
+    return replace(data, pairs=replace(data.pairs, splits={**data.pairs.splits, "train": subset}))
+
+
+def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparison:
+    """Run all trials of a study; write compare.csv and compare.md again after each of them.
+
+    With `resume` an earlier comparison of the same recipe goes on with the trials that its compare.csv lacks.
+    """
+    # mistakes in the data are reported before an earlier folder is moved aside
+    data, processes = study.open(), study.jobs * study.ranks
+    origin, stopped_by = provenance(choose_device(study.recipe.device), processes=processes), None
+    with _folder(study, runs, resume=resume) as folder:
+        study = study.prepared(data, folder)
+        results = sorted(read_results(folder), key=study.order)
+        finished = [(result.labels, result.seed) for result in results]
+        trials = [trial for trial in study.trials(data) if (trial.labels, trial.seed) not in finished]
+        if expected := sum(trial.seconds for trial in trials):
+            sys.stderr.write(f"{len(trials)} runs: about {clock(expected)} one after the other\n")
+        if results:
+            study.write(folder, results)
+        outcomes = (_parallel if processes > 1 else _serial)(study, trials, data, results, folder)
+        # worker processes have their own copy
+        del data
+        with progress(len(trials), "comparing", "runs") as bar, closing(outcomes):
+            for outcome in outcomes:
+                if isinstance(outcome, int):
+                    stopped_by = outcome
+                    break
+                results.append(replace(outcome, origin=origin))
+                results.sort(key=study.order)
+                study.write(folder, results)
+                bar.update(1)
+    return Comparison(folder.path, study.table(results) if results else "nothing was finished", stopped_by)
+
+
+@contextmanager
+def _folder(study: Study, runs: str | Path, *, resume: bool) -> Iterator[RunFolder]:
+    """Make the folder `<recipe>-<suffix>` with the recipe in it, or go on in an earlier one of the same recipe."""
+    name = f"{study.recipe.name}-{study.suffix}"
+    begun = begun_run(runs, name) if resume else None
+    if begun is not None:
+        same_recipe(begun, study.recipe, "compare")
+    with resumed_run(begun) if begun is not None else new_run(runs, name) as folder:
+        if begun is None:
+            folder.write_text(RECIPE, to_toml(study.recipe))
+        yield folder
+
+
+Outcomes = Generator[Result | int, None, None]
+
+
+def _serial(study: Study, trials: Sequence[Trial], data: Any, results: Sequence[Result], folder: RunFolder) -> Outcomes:
+    for trial in trials:
+        outcome = study.run(study.ready(trial, results), data, Ranks(), folder)
+        assert outcome is not None
+        yield outcome
+
+
+def _parallel(
+    study: Study, trials: Sequence[Trial], data: Any, results: Sequence[Result], folder: RunFolder
+) -> Outcomes:
+    del results
+    work, opening = partial(study.run, folder=folder), partial(_same, data) if study.pickles_data else study.open
+    return run_parallel(work, trials, opening, folder, jobs=study.jobs, ranks=study.ranks, device=study.recipe.device)
+
+
+def _same(data: T) -> T:
+    return data

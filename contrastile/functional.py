@@ -1,0 +1,130 @@
+"""contrast(q, k, ...): the function under every loss.
+
+Stands between the five loss classes of `modules.py`, which only name their options, and `engine/`, which checks the
+arguments, plans the call and runs it as one autograd operation. Features go in, one number comes out; the backward
+returns their gradients and those of the scale and the bias. No matrix of size b × b exists at any moment.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Never
+
+import torch
+from torch import Tensor, nn
+
+from contrastile._dispatch import Options
+from contrastile._types import Backend, ExchangeName, Gradient, Reduction
+from contrastile.engine.plan import prepare, tell_all
+from contrastile.losses.base import PairLoss
+from contrastile.losses.softmax import Softmax
+
+# the keywords of `contrast` beside its options
+ARGUMENTS = (
+    "q", "k", "scale", "bias", "loss", "positives", "negatives", "query_labels", "key_labels", "query_ids", "key_ids",
+    "weights", "scorer",
+)  # fmt: skip
+
+
+def contrast(
+    q: Any,
+    k: Any,
+    *,
+    scale: Tensor | float | None = None,
+    bias: Tensor | float | None = None,
+    loss: PairLoss = Softmax(symmetric=True),  # noqa: B008 (a frozen value)
+    positives: Tensor | None = None,
+    negatives: Any = None,
+    query_labels: Tensor | None = None,
+    key_labels: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    scorer: nn.Module | None = None,
+    backend: Backend = "auto",
+    exchange: ExchangeName = "auto",
+    group: Any = None,
+    gradient: Gradient = "mean",
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    workspace: int | None = None,
+    device: torch.device | str | None = None,
+    **unknown: Never,
+) -> Tensor:
+    """The contrastive loss of q [N, D] against k [M, D], without their matrix of similarities.
+
+    Naively, for the default loss,
+
+        x = scale * q @ k.T
+        labels = torch.arange(len(q))
+        (F.cross_entropy(x, labels) + F.cross_entropy(x.T, labels)) / 2
+
+    up to rounding, in the memory of a tile. Gradients reach q, k, negatives, scale and bias.
+
+    Arguments:
+        q, k: features, bf16, fp16, fp32 or fp64, used as given: normalise them first if the method wants that.
+        scale, bias: numbers, or tensors of shape [] or [1]; x_ij = scale · ⟨q_i, k_j⟩ + bias.
+        loss: `Softmax(...)`, `Sigmoid(...)` or `Decoupled(...)` of `contrastile.losses`.
+        positives: [N] or [N, P] indices into this rank's keys, −1 pads; without it (and without labels) key i is the
+            positive of query i. The loss of a row is the mean over its positives of −log p. A row without any
+            leaves the mean; if no row has one the mean is NaN, as `F.cross_entropy` has it when every target is
+            ignored. On a GPU indices out of range raise in the first 16 calls of a process; later calls do not wait
+            for the device, and return NaN for them.
+        negatives: [H, D] further keys, negatives of every query.
+        query_labels, key_labels: [N], [M] integers; pairs of equal labels are the positives.
+        query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count at all. With
+            `negatives`, key_labels and key_ids may go on over them ([M + H]); else negatives share theirs with
+            nobody.
+        weights: [N]; the loss is Σ w·loss / Σ w. In a symmetric loss they weigh the keys' direction too. They are
+            constants: weights that require a gradient are refused.
+        scorer: a module whose `scorer(rows, columns)` are the scores [I, J] of a block, instead of dot products:
+            x_ij = scale · Φ(q_i, k_j; Ω) + bias, gradients of its parameters Ω included (Gao et al. 2021, section
+            5). Then q, k and negatives are anything nested of tensors whose first axis is the batch, cut into
+            blocks and handed over as they are; scale is 1 by default. See `contrastile.scorers`, and docs/scorers.md.
+
+    How it is computed, the same keywords for every loss:
+        backend: "dense" holds the matrix, "eager" goes tile by tile in PyTorch, "triton" in fused kernels.
+        exchange: "single" is each process for itself; "replicate", "gather", "ring" and "hierarchical" (a ring between
+            nodes, a gather within each) are ways to meet the other ranks' columns.
+        group: the process group that shares the batch; None is the default group.
+        gradient: what the data-parallel wrapper does with the ranks' gradients, their "mean" (DDP, FSDP) or "sum".
+        label_smoothing: the share of each target that is spread over all keys that count.
+        reduction: "mean" or "sum" over the global batch, or "none": this rank's rows, scaled so that their mean is
+            "mean".
+        workspace: bytes that may be used beside inputs, outputs and accumulators; by default 1/64 of the device's
+            memory.
+        device: where to compute while features wait in host memory, streamed from there, their gradients returned to
+            it; by default where the features are.
+    `backend` and `exchange` are "auto" by default, which says once in the log what it took.
+
+    Returns the loss, a scalar (or [N] with reduction="none") in float32, or float64 for float64 features.
+    Raises ValueError for anything that does not fit together, naming it, what it must be and what it is; on all ranks
+    what one finds wrong, but for exchange="single". Where a rank is lost the others raise `LostRankError`, of
+    `contrastile.distributed.failure`. Features or a scale that are not finite give NaN, in the loss and in the
+    gradients; so does a bias, in a loss that it changes.
+
+    >>> import torch.nn.functional as F
+    >>> q, k = F.normalize(torch.randn(2, 6, 16), dim=-1)
+    >>> contrast(q, k, scale=20.0).shape
+    torch.Size([])
+
+    With a learned distance:
+
+    >>> from contrastile.scorers import Bilinear
+    >>> contrast(q, k, scorer=Bilinear(16, 16), scale=20.0).shape
+    torch.Size([])
+    """
+    try:
+        if unknown:
+            Options.refuse(unknown, ARGUMENTS)
+        options = Options(backend, exchange, group, gradient, label_smoothing, reduction, workspace, device)
+        if label_smoothing and isinstance(loss, PairLoss):
+            loss = loss.smoothed(label_smoothing)
+    except ValueError as error:
+        tell_all(error, group, exchange)
+        raise
+    operation, inputs = prepare(
+        q, k, scale, loss, options, bias=bias, positives=positives, negatives=negatives, query_labels=query_labels,
+        key_labels=key_labels, query_ids=query_ids, key_ids=key_ids, weights=weights, scorer=scorer,
+    )  # fmt: skip
+    value: Tensor = operation(*inputs)
+    return value

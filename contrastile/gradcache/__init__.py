@@ -1,0 +1,1 @@
+"""The gradient cache: encoders forward and backward in sub-batches, with the gradient of the whole batch."""

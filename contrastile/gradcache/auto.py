@@ -1,0 +1,160 @@
+"""Size of a sub-batch where the user says "auto".
+
+Used by `encode.py`, on top of `forward.py`. The bytes that an example takes are measured on a few; on a GPU the size is
+then tried. If it was too much after all, the batch is encoded again in halves, and the smaller size is remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from contrastile.distributed import consistency
+from contrastile.gradcache.forward import Job, OutputForm, differentiable
+from contrastile.gradcache.introspect import without_partials
+from contrastile.gradcache.memory import bytes_per_example, footprint, kept_bytes, later_bytes, spare_bytes
+from contrastile.gradcache.modes import back_propagated, silent
+from contrastile.offload import stream
+
+Result = TypeVar("Result")
+
+# stands for a size that is no limit
+UNLIMITED = 2**62
+# examples on which the bytes of one are measured
+FEW = 8
+# bytes of forward and backward, in graphs; on an accelerator a trial then shows whether that is enough
+BACKWARD, BACKWARD_TRIED = 2.0, 1.25
+
+logger = logging.getLogger("contrastile")
+
+# by an object that stands for the encoder: sizes for inputs of several kinds
+_sizes = WeakIdKeyDictionary()
+
+
+def agreed_size(
+    known: dict[Any, tuple[int, int]],
+    kind: object,
+    batch: int,
+    search: Callable[[], int],
+    most: Callable[[int], int] = int,
+) -> int:
+    """The largest sub-batch for inputs of one kind, known or else searched for; on all ranks the smallest of any.
+
+    `known`: by kind, the size and the batch for which it was measured. `most`: the largest of a number over ranks that
+    run together.
+    """
+
+    def agreed(size: int) -> int:
+        # a rank that encodes its whole batch at once accepts any size
+        return min(-most(-(size if size < batch else UNLIMITED)), batch)
+
+    size, measured = known.get(kind, (0, 0))
+    # a batch that fitted whole says nothing of a larger one. A rank that knows its size searches again with those that
+    # do not: a search runs the encoder, which is a collective among them
+    size = agreed(0 if size == measured < batch else size)
+    if size == 0:
+        error = None
+        try:
+            size = search()
+            known[kind] = size, batch
+        except torch.OutOfMemoryError as failed:
+            # raised below: the other ranks wait for an answer
+            error = failed
+        size = agreed(size)
+        if size == 0:
+            raise error or torch.OutOfMemoryError("encode: another rank has no room for a single example")
+        logger.info("encode: sub-batches of %d", size)
+    return size
+
+
+def halving(run: Callable[[int], Result], size: int) -> tuple[int, Result]:
+    """The size that succeeded and run(size), with half the size each time that memory ends, down to 1."""
+    while True:
+        try:
+            return size, run(size)
+        except torch.OutOfMemoryError:
+            if size <= 1:
+                raise
+            logger.warning("encode: out of memory; sub-batches of %d instead of %d", size // 2, size)
+            size //= 2
+
+
+def tries(device: torch.device | None) -> bool:
+    """Return whether a size is tried before it is used: on a GPU, where too much is an error."""
+    return device is not None and device.type == "cuda"
+
+
+def with_fitting_size(
+    job: Job,
+    leaves: Sequence[Tensor | None],
+    batch: int,
+    wrapper: DistributedDataParallel | None,
+    run: Callable[[int], Result],
+) -> Result:
+    """run(size) with the largest sub-batch that fits into memory, or with half of it where it did not after all."""
+    key = next(iter((*job.reached.modules, *job.reached.parameters)), None)
+    shapes = tuple(None if leaf is None else (leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    # two towers may be methods of one module; more fits without a graph, and less where more is trained
+    kind = _identity(job.encoder), job.differentiates(leaves), len(job.reached.parameters), shapes
+    most = job.sharding.most if wrapper is None else partial(consistency.most, group=wrapper.process_group)
+    known: dict[Any, tuple[int, int]] = _sizes.setdefault(key, {}) if key is not None else {}
+    size = agreed_size(known, kind, max(batch, 1), partial(search, job, leaves, batch), most)
+    if job.sharding.modules:
+        # no second attempt: all ranks would have to run again
+        return run(size)
+    before = job.reached.random()
+
+    def attempt(size: int) -> Result:
+        before.restore()
+        return run(size)
+
+    fitting, result = halving(attempt, size)
+    if fitting < size:
+        known[kind] = fitting, max(batch, 1)
+    return result
+
+
+def _identity(encoder: Callable[..., Any]) -> tuple[str, Any]:
+    """Name and code of a method or function: the same for one that is made anew for each call."""
+    function = without_partials(encoder)
+    # the code too: a wrapped function has the name of the one inside
+    return getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
+
+
+def search(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:
+    """The largest sub-batch whose forward fits, and whose backward, if there will be one.
+
+    The size follows from the bytes that an example adds; on a CUDA device it is then tried.
+    """
+    wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
+    values = [None if leaf is None else leaf.detach() for leaf in leaves]
+    parameters, differentiates = job.reached.parameters, job.differentiates(leaves)
+
+    def encoded(n: int, backward: bool = False) -> object:
+        """Encode the first n examples, and back-propagate if asked."""
+        (rows,) = stream(values, [(0, n)], job.device)
+        with job.sharding.attempt():
+            if not differentiates:
+                with torch.no_grad():
+                    return job.run(0, rows, OutputForm())
+            outputs, inputs = job.run(0, rows, OutputForm(), wanted)
+            outs = [out for out in outputs if out is not None and out.requires_grad]
+            if backward and outs:
+                back_propagated(outs, [*parameters, *inputs], [torch.zeros_like(out) for out in outs])
+            return outputs
+
+    measure = kept_bytes if differentiates else footprint
+    with job.reached.keeping_random(), job.sharding.gathered(), silent(parameters):
+        few, each = halving(lambda n: bytes_per_example(encoded, n, measure) if n > 1 else 1, min(batch, FEW))
+        most = batch if few == min(batch, FEW) else few
+        factor = BACKWARD_TRIED if tries(job.device) else BACKWARD
+        later = later_bytes(parameters, sum(leaf.nbytes for leaf in differentiable(leaves)), (), 1)
+        size = max(1, min(most, int((spare_bytes(job.device) - later) / (factor * max(1, each)))))
+        return halving(lambda n: encoded(n, backward=True), size)[0] if tries(job.device) else size

@@ -1,0 +1,141 @@
+"""Batching: where a batch is split into sub-batches, after a number of examples or of tokens of padded text.
+
+Used by `encode.py`. With a budget of tokens, texts of like length are encoded together and without their common
+padding. A sub-batch without examples, which a rank runs because others have more sub-batches, encodes a row or two and
+returns none: few encoders accept an empty batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastile._errors import invalid
+from contrastile.offload import Bounds
+
+# name under which tokenizers return the mask of tokens
+MASK = "attention_mask"
+# rows that stand in for an empty batch: with two, an output of one row for each example has two rows as well
+STAND_INS = 2
+
+
+@dataclass(frozen=True)
+class SubBatches:
+    """The sub-batches of a batch, in the order in which they are encoded."""
+
+    bounds: list[Bounds]
+    # [B] index of the example at each position, where texts are sorted by length
+    order: Tensor | None = None
+    # positions that each sub-batch computes, of the `length` that the inputs have
+    widths: Sequence[int] = ()
+    length: int = 0
+
+    def extended(self, count: int) -> SubBatches:
+        """`count` sub-batches, with empty ones at the end."""
+        more = count - len(self.bounds)
+        end = self.bounds[-1][1]
+        widths = [*self.widths, *list(self.widths[-1:]) * more]
+        return replace(self, bounds=[*self.bounds, *[(end, end)] * more], widths=widths)
+
+    @property
+    def encoded(self) -> list[Bounds]:
+        """The rows that each sub-batch runs on: of an empty one, the last row before it, or the stand-ins."""
+        return [
+            (start, stop) if start < stop else (stop - 1, stop) if stop else (0, STAND_INS)
+            for start, stop in self.bounds
+        ]
+
+    def sort(self, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Inputs in the order of encoding."""
+        return [leaf if leaf is None or self.order is None else leaf[self.order.to(leaf.device)] for leaf in leaves]
+
+    def unsort(self, features: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Features in the batch's own order."""
+        if self.order is None:
+            return list(features)
+        position = self.order.argsort()
+        # a number that all examples share has no rows
+        return [
+            x if x is None or x.shape[:1] != position.shape else x.index_select(0, position.to(x.device))
+            for x in features
+        ]
+
+    def trim(self, index: int, rows: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The inputs of a sub-batch without the positions that none of its texts uses."""
+        if not self.widths or self.widths[index] == self.length:
+            return list(rows)
+        width = self.widths[index]
+        return [
+            row[:, :width] if row is not None and row.ndim > 1 and row.shape[1] == self.length else row for row in rows
+        ]
+
+    def pad(self, index: int, out: Any, row_shape: torch.Size | None) -> Any:
+        """An output of the trimmed width, padded with zeros to the shape of the first sub-batch's rows."""
+        if not self.widths or row_shape is None or not isinstance(out, Tensor) or out.ndim < 2:
+            return out
+        if out.shape[1] != self.widths[index] or len(row_shape) == 0 or row_shape[0] != self.length:
+            return out
+        return F.pad(out, [0, 0] * (out.ndim - 2) + [0, self.length - out.shape[1]])
+
+
+def split(batch: int, sub_batch: int) -> SubBatches:
+    """Sub-batches of `sub_batch` examples; the last one may be shorter."""
+    return SubBatches([(start, min(start + sub_batch, batch)) for start in range(0, batch, sub_batch)] or [(0, 0)])
+
+
+def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None) -> SubBatches:
+    """Longest texts first; as many together as `tokens` allow at the width of the longest of them."""
+    mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        raise invalid(
+            "sub_batch_tokens",
+            f"come with inputs that hold an {MASK} of shape [batch, length]",
+            type(inputs).__name__ if mask is None else f"shape {list(mask.shape)}",
+            "Pass a tokenizer's whole output, or cut by examples with sub_batch.",
+        )
+    batch, length = mask.shape
+    if batch == 0 or length == 0:
+        return split(batch, 1)
+    if bool((mask < 0).any()):
+        remedy = "Pass the tokenizer's mask, and let the encoder make of it what it adds to its scores."
+        raise invalid(MASK, "be 0 at padding and more at tokens", "numbers below 0", remedy)
+    # up to the last token, so that padding on the left stays in place
+    lengths = ((mask != 0) * torch.arange(1, length + 1, device=mask.device)).amax(1).cpu()
+    # without any token attention sees all positions, so none may be left out
+    lengths[lengths == 0] = length
+    order = lengths.argsort(descending=True, stable=True)
+    wide = lengths[order].tolist()
+    # the first sub-batch keeps its padding: it shows which outputs have an axis of tokens
+    wide[0] = length
+    bounds, widths = [], []
+    start = 0
+    while start < batch:
+        fit = max(1, tokens // wide[start])
+        stop = min(batch, start + (fit if sub_batch is None else min(fit, sub_batch)))
+        bounds.append((start, stop))
+        widths.append(wide[start])
+        start = stop
+    return SubBatches(bounds, order, widths, length)
+
+
+def stand_ins(leaves: Sequence[Tensor | None], inputs: Any) -> list[Tensor | None]:
+    """An empty batch's inputs with stand-in rows behind: numbers from −1 to 1, index 0, and 1 in the mask.
+
+    Their features are dropped, so their gradient is 0 times a derivative, which must be finite: no row is 0, which an
+    encoder might divide by its norm, and none is all padding.
+    """
+    mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
+    return [None if leaf is None else torch.cat([leaf, _stand_in(leaf, text=leaf is mask)]) for leaf in leaves]
+
+
+def _stand_in(leaf: Tensor, *, text: bool) -> Tensor:
+    rows = (leaf.new_ones if text else leaf.new_zeros)(STAND_INS, *leaf.shape[1:])
+    if text or not rows.is_floating_point():
+        return rows
+    # an even count of evenly spaced numbers from -1 to 1 does not contain 0
+    return torch.linspace(-1, 1, rows.numel()).view(rows.shape).to(rows)

@@ -1,0 +1,266 @@
+"""Data-parallel wrappers: one reduction per parameter and step, however many sub-batches.
+
+Used by `encode.py` and by both passes. DistributedDataParallel reduces the gradients of whatever passes through its
+forward: so the whole of `encode` becomes one forward of the wrapper, in which the wrapped module runs on sub-batch
+after sub-batch. FSDP2 gathers a module's parameters whenever it runs and scatters their gradients whenever it is
+back-propagated: so every rank runs equally often, and no replay leaves a gradient for FSDP2 to scatter. The sums reach
+the whole parameters through autograd, and FSDP2 scatters them where the backward around all of it ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from contrastile._errors import invalid
+from contrastile._torch import (
+    finish_fsdp_backward,
+    fsdp_groups,
+    fsdp_module_class,
+    fsdp_parameters,
+    fsdp_states,
+    in_fsdp_module,
+    reduce_at_end_of_backward,
+    restoring_fsdp_root,
+    running_ddp,
+)
+from contrastile.distributed import collectives, consistency
+from contrastile.distributed.failure import in_step
+from contrastile.gradcache.introspect import without_partials
+
+Result = TypeVar("Result")
+
+# settings of FSDP2's groups: no gradient is scattered, none is averaged over replicas
+NO_REDUCTION = {"reduce_grads": False, "all_reduce_grads": False}
+
+# DistributedDataParallel leaves no mark on the module inside, so each one is remembered when it is made
+_wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+
+
+def _note(module: nn.Module, _name: str, _part: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _wrappers.add(module)
+
+
+register_module_module_registration_hook(_note)
+
+
+def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
+    """The function to run on each sub-batch, and the DistributedDataParallel around it if there is one.
+
+    An encoder may be a pair, (module, "method"): a wrapper does not have its module's methods. Or (module, function):
+    a function that called the wrapper would have every sub-batch reduced, so it is given the module inside.
+    """
+    if isinstance(encoder, partial):
+        function, wrapper = unwrap(encoder.func)
+        return partial(function, *encoder.args, **encoder.keywords), wrapper
+    module, name = encoder if isinstance(encoder, tuple) and len(encoder) == 2 else (encoder, "forward")
+    wrapper = module if isinstance(module, DistributedDataParallel) else None
+    module = module if wrapper is None else wrapper.module
+    if name == "forward":
+        return module, wrapper
+    if isinstance(module, nn.Module) and callable(name) and not isinstance(name, nn.Module):
+        return partial(name, module), wrapper
+    if not isinstance(module, nn.Module) or not callable(getattr(module, str(name), None)):
+        got = f"({type(module).__name__}, {repr(name) if isinstance(name, str) else type(name).__name__})"
+        remedy = "Check the name, as in (model, 'encode_image')."
+        raise invalid("encoder", "be callable, or a module and the name of its method", got, remedy)
+    if isinstance(module, fsdp_module_class()) and not _gathers(module, name):
+        sys.modules["torch.distributed.fsdp"].register_fsdp_forward_method(module, name)
+    return getattr(module, name), wrapper
+
+
+class _StandIn(nn.Module):
+    """The wrapper's module during one forward, with the wrapped module's buffers, which the wrapper broadcasts."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        # in a tuple, so that it is no submodule: the wrapper excludes buffers by their names
+        self.wrapped = (wrapped,)
+
+    def named_buffers(self, *how: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.wrapped[0].named_buffers(*how, **named)
+
+    def forward(self, run: Callable[[], Result]) -> Result:
+        return run()
+
+
+def as_forward_of(wrapper: DistributedDataParallel, run: Callable[[], Result]) -> Result:
+    """run() as one forward of the wrapper, which reduces once in the backward."""
+    wrapped, wrapper.module = wrapper.module, _StandIn(wrapper.module)
+    try:
+        return wrapper(run)
+    finally:
+        wrapper.module = wrapped
+
+
+def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
+    """Raise where a wrapper would not reduce the gradients, or would reduce them for every sub-batch."""
+    fully_sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for module in modules if parameters else []:
+        if isinstance(module, (DistributedDataParallel, fully_sharded)):
+            got = f"one that runs {type(module).__name__} inside"
+            remedy = "Pass the DistributedDataParallel itself, or (it, 'method'); or shard with fully_shard (FSDP2)."
+            raise invalid("encoder", "run without a data-parallel wrapper on each sub-batch", got, remedy)
+    if wrapper is not None or not _unreduced(parameters):
+        return
+    # a wrapper is part of reference cycles: a discarded one may still be alive
+    gc.collect()
+    if _unreduced(parameters):
+        raise invalid(
+            "encoder",
+            "be reached through its DistributedDataParallel",
+            "the module inside, whose gradients would not be reduced",
+            "Pass the wrapper, or (wrapper, 'method'), or call encode in the forward of the wrapped module.",
+        )
+
+
+def _unreduced(parameters: Sequence[Tensor]) -> bool:
+    """Return whether a wrapper that reduces some of these parameters is not running its forward now."""
+    if not _wrappers:
+        return False
+    wanted = {id(parameter) for parameter in parameters}
+    running = running_ddp()
+    if running is not None:
+        wanted -= {id(parameter) for parameter in running.module.parameters()}
+    return any(
+        id(parameter) in wanted
+        for wrapper in list(_wrappers)
+        if wrapper.require_backward_grad_sync
+        for parameter in wrapper.module.parameters()
+    )
+
+
+def _gathers(module: nn.Module, name: str) -> bool:
+    """Return whether the method gathers the parameters: FSDP2 then wraps it and puts it on the instance."""
+    return hasattr(vars(module).get(name), "__wrapped__")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The modules that an encoder runs and FSDP2 shards; every method does nothing where there are none."""
+
+    modules: list[Any]
+
+    @classmethod
+    def of(cls, encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> Sharding:
+        """The sharded ones of the modules. Raises ValueError for a method that does not gather its parameters."""
+        encoder = without_partials(encoder)
+        owner, name = getattr(encoder, "__self__", None), getattr(encoder, "__name__", "")
+        if isinstance(owner, fsdp_module_class()) and not _gathers(owner, name):
+            got = f"{name} of {type(owner).__name__}, which does not gather its parameters"
+            raise invalid("encoder", "be a forward method that FSDP2 knows", got, f"Pass (module, {name!r}).")
+        return cls([module for module in modules if isinstance(module, fsdp_module_class())])
+
+    @cached_property
+    def _states(self) -> list[Any]:
+        return fsdp_states(self.modules)
+
+    @property
+    def _groups(self) -> list[Any]:
+        return [group for state in self._states for group in fsdp_groups(state)]
+
+    def wholes_of(self, parameters: Sequence[Tensor], modules: Sequence[nn.Module]) -> list[Tensor]:
+        """The parameters that the encoder computes with: for shards, the wholes behind them."""
+        for module in self.modules:
+            if any(whole is None for _, whole in fsdp_parameters(fsdp_states([module]))):
+                # a whole is made when it is gathered for the first time
+                module.unshard()
+                module.reshard()
+        wholes = {id(shard): whole for shard, whole in fsdp_parameters(self._states) if whole is not None}
+        used = [wholes[id(p)].requires_grad_() if id(p) in wholes else p for p in parameters]
+        managed = any(in_fsdp_module(module) for module in modules)
+        distributed = [p for p in used if managed and hasattr(p, "device_mesh")]
+        if any(not placement.is_replicate() for p in distributed for placement in getattr(p, "placements", ())):
+            got = "a part of one, whose parameters it would not gather"
+            raise invalid("encoder", "be a module that FSDP2 shards, or its method", got, "Pass (module, 'method').")
+        # a replicated number beside the shards, such as a scale, belongs to the loss
+        excluded = {id(p) for p in distributed}
+        return [p for p in dict.fromkeys(used) if id(p) not in excluded]
+
+    def shards_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters that the optimizer changes: for wholes, the shards behind them."""
+        shards = {id(whole): shard for shard, whole in fsdp_parameters(self._states)}
+        return [shards.get(id(parameter), parameter) for parameter in parameters]
+
+    def wholes(self) -> list[Tensor]:
+        """The wholes of all shards, frozen ones too: a graph that refers to one takes no memory for it."""
+        return [whole for _, whole in fsdp_parameters(self._states) if whole is not None]
+
+    def most(self, value: int) -> int:
+        """The largest value of any rank: each run is a collective, so all ranks must run equally often."""
+        for group in self._ranks():
+            value = consistency.most(value, group)
+        return value
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Make an error of one rank, such as too little memory, an error on all: they would wait for its shards."""
+        with ExitStack() as stack:
+            for group in self._ranks():
+                stack.enter_context(in_step(group))
+                stack.enter_context(collectives.reporting_lost_ranks("exchange of shards", group))
+            yield
+
+    def _ranks(self) -> list[Any]:
+        """The process groups of several ranks over which parameters are sharded or replicated."""
+        meshes: list[Any] = [getattr(shard, "device_mesh", None) for shard, _ in fsdp_parameters(self._states)]
+        groups = [mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
+        return [group for group in dict.fromkeys(groups) if collectives.size(group) > 1]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep all parameters whole during trials, which may end anywhere, so that no rank waits for another."""
+        groups = self._groups
+        sharded = [group for group in groups if not group.is_unsharded]
+        for module in self.modules:
+            module.unshard()
+        try:
+            with _set_to(groups, {"post_forward_mesh_info": None, "reshard_after_backward": False, **NO_REDUCTION}):
+                yield
+        finally:
+            for group in sharded:
+                group.reshard()
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Restore FSDP2's records after one trial, whether or not it succeeded."""
+        with restoring_fsdp_root(self._states):
+            try:
+                yield
+            finally:
+                self.settle()
+
+    @contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """Reduce no gradient during the replays, but at the end of the backward that they are part of."""
+        reduce_at_end_of_backward(self._states)
+        with _set_to(self._groups, NO_REDUCTION):
+            yield
+
+    def settle(self) -> None:
+        """Shard every group again after a replay, and make it ready for the next one."""
+        finish_fsdp_backward(self._states)
+
+
+@contextmanager
+def _set_to(groups: Sequence[Any], values: dict[str, Any]) -> Iterator[None]:
+    """Set attributes of the groups, and set them back at the end."""
+    before = [{name: getattr(group, name) for name in values} for group in groups]
+    for group in groups:
+        vars(group).update(values)
+    try:
+        yield
+    finally:
+        for group, values_before in zip(groups, before, strict=True):
+            vars(group).update(values_before)

@@ -1,0 +1,215 @@
+"""encode(): the gradient cache as one autograd operation (Gao et al. 2021, section 3.3).
+
+First and last station of the features. Act 1 (`forward.py`): the encoder runs over the batch sub-batch by sub-batch and
+keeps no graph; its features go on to the loss. Act 2 is the loss's, which returns the features' gradients: they are the
+cache. Act 3 (`backward.py`): each sub-batch is encoded again, with the random numbers and the autocast of the first
+time, and back-propagated. The parameters' gradients are summed in float32 and handed to autograd once, as if the whole
+batch had been encoded at once; so any loss, any number of towers and any training loop work with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from contrastile._errors import invalid, one_of, whole_number
+from contrastile._torch import pytree, version
+from contrastile.gradcache.auto import with_fitting_size
+from contrastile.gradcache.backward import second_pass
+from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
+from contrastile.gradcache.ddp_fsdp import Sharding, as_forward_of, refuse_bypass, unwrap
+from contrastile.gradcache.first_order import first_order
+from contrastile.gradcache.forward import Job, OutputForm, differentiable, first_pass
+from contrastile.gradcache.introspect import has_other_path, reach
+from contrastile.gradcache.memory import AUTO
+from contrastile.gradcache.modes import Autocast
+from contrastile.gradcache.refusals import refusing_batch_norm
+from contrastile.gradcache.replay_check import poll
+from contrastile.offload import numbered, present_device
+
+
+def encode(
+    encoder: Callable[..., Any] | tuple[nn.Module, str | Callable[..., Any]],
+    inputs: Any,
+    *,
+    sub_batch: int | Literal["auto"] | None = None,
+    sub_batch_tokens: int | None = None,
+    retain: int | Literal["auto"] = 0,
+    device: torch.device | str | None = None,
+    features: Literal["device", "host"] = "device",
+) -> Any:
+    """Features of a batch of any size, with the activations of one sub-batch in memory at a time.
+
+    Equal to `encoder(inputs)`, value and gradients, for every encoder that treats examples one by one. Both passes draw
+    the same random numbers from torch, Python's `random`, NumPy, and generators that are attributes of a module.
+
+    Arguments:
+        encoder: a module, a method of one (`model.encode_image`), or any function that reaches one. A pair
+            `(model, "encode_image")` names a method, also where DistributedDataParallel wraps the model or FSDP2
+            (`fully_shard`) shards it; either may be passed as a module too. A pair `(model, function)` stands for
+            `function(model, ...)`, with the module inside where DistributedDataParallel wraps the model. Each gradient
+            is reduced once, however many sub-batches and calls there are.
+        inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nesting is
+            allowed. Every leaf is None or a tensor whose first axis is the batch, on the device or in (pinned) host
+            memory.
+        sub_batch: examples encoded at once; the last sub-batch may be shorter. "auto": as many as fit into memory,
+            measured at the first call for an encoder and remembered, and halved if memory ends after all. Ranks that a
+            wrapper joins take the smallest size of any.
+        sub_batch_tokens: tokens encoded at once, padding included, for a mapping with an `attention_mask` [batch,
+            length], which is 0 at padding. Texts are sorted by length, so that short ones share a sub-batch, and
+            trimmed to the longest of their sub-batch, in every tensor whose second axis is as long as the mask's. A
+            text without any token keeps all its positions. With `sub_batch` too, both are limits.
+        retain: number of sub-batches, the last ones, whose graph is kept from the first pass; they need no second
+            forward. "auto": as many as memory allows; with room for all, caching costs nothing. Behind a frozen trunk,
+            where graphs hold little more than the trunk's features, all are kept in any case, as long as there is room.
+        device: device on which the encoder computes; by default that of its parameters.
+        features: memory in which the features wait. "host": pinned host memory, to which each sub-batch's features are
+            copied at once; a loss with `device=` reads them there, and their gradients come back from there sub-batch
+            by sub-batch. Normalise them in the encoder then. Without an accelerator both are the same.
+
+    Returns the encoder's result (tensor, tuple, dict, nested), each leaf for the whole batch. A number of shape [] or
+    [1] that is not a row for each example, such as a scale, must be the same for every sub-batch, and is returned so.
+    Warns once where the second pass gives other features than the first; on a GPU in a later call.
+    Raises ValueError for inputs that cannot be split, for batch normalisation in training mode, whose statistics over a
+    sub-batch are not those of the batch, for modules that change a buffer when they run, for encoders that write over
+    their inputs or parameters, for the module inside a DistributedDataParallel, whose gradients would not be reduced,
+    and for `checkpoint(..., use_reentrant=True)`.
+
+    >>> from torch import nn
+    >>> tower = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+    >>> features = encode(tower, torch.randn(10, 8), sub_batch=4)
+    >>> features.sum().backward()
+    """
+    if torch.compiler.is_compiling():
+        # the compiled graph ends here: compiled with the first pass only, the encoder would draw other numbers
+        return torch.compiler.disable(encode)(
+            encoder, inputs, sub_batch=sub_batch, sub_batch_tokens=sub_batch_tokens, retain=retain, device=device,
+            features=features,
+        )  # fmt: skip
+    poll()
+    function, wrapper = unwrap(encoder)
+    if not callable(function):
+        raise invalid(
+            "encoder", "be callable", type(function).__name__, "Pass a module, a method of one, or a function."
+        )
+    if sub_batch is None and sub_batch_tokens is None:
+        raise invalid("sub_batch", "be given, or sub_batch_tokens", None, 'Say how much is encoded at once, or "auto".')
+    examples, retain = _count("sub_batch", sub_batch, 1), _count("retain", retain, 0, (AUTO,))
+    tokens = _count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
+    one_of("features", features, ("device", "host"), "The host has room for more.")
+    leaves, structure = pytree.tree_flatten(_arguments(inputs))
+    batch = _batch_size(leaves)
+    if batch == 0:
+        leaves = stand_ins(leaves, inputs)
+    target = None if device is None else numbered(present_device(device, "where the encoder is"))
+    job = _job(function, wrapper, leaves, structure, batch, retain, target, features == "host")
+    parameters = job.reached.parameters
+    form = OutputForm()
+    # evaluation reduces nothing, so it needs no forward of the wrapper
+    wrapper = wrapper if parameters else None
+
+    def run(size: int | None = examples) -> list[Tensor | None]:
+        batches = split(batch, size or batch) if tokens is None else split_by_tokens(inputs, tokens, size)
+        batches = batches.extended(job.sharding.most(len(batches.bounds)))
+        planned, ordered = replace(job, batches=batches), batches.sort(leaves)
+        if not planned.differentiates(ordered):
+            return batches.unsort(first_pass(planned, ordered, form, grad=False)[0])
+        with job.sharding.in_step():
+            return batches.unsort(_Encode.apply(planned, form, ordered, *parameters, *differentiable(ordered)))
+
+    # a search for the size deals with its own errors, outside of `in_step`
+    encoded = partial(with_fitting_size, job, leaves, batch, wrapper, run) if examples == AUTO else run
+    with refusing_batch_norm(job.reached.modules):
+        outputs = encoded() if wrapper is None else as_forward_of(wrapper, encoded)
+    return pytree.tree_unflatten(outputs, form.structure)
+
+
+def _job(
+    function: Callable[..., Any],
+    wrapper: Any,
+    leaves: Sequence[Tensor | None],
+    structure: Any,
+    batch: int,
+    retain: int | Literal["auto"],
+    device: torch.device | None,
+    to_host: bool,
+) -> Job:
+    """The call as a value: everything that the encoder uses, with the batch as one sub-batch for now."""
+    reached = reach(function, leaves, structure, device)
+    refuse_bypass(wrapper, reached.modules, reached.parameters)
+    sharding = Sharding.of(function, reached.modules)
+    reached = replace(reached, parameters=sharding.wholes_of(reached.parameters, reached.modules))
+    return Job(
+        function, structure, SubBatches([(0, batch)]), retain, to_host, reached,
+        Autocast.current(reached.device), sharding, has_other_path(function, reached.modules),
+    )  # fmt: skip
+
+
+class _Encode(torch.autograd.Function):
+    """Acts 1 and 3. The parameters are its inputs, so each one's hooks fire once, with the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, form: OutputForm, leaves: list[Tensor | None], *inputs: Tensor) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.job = job
+        ctx.parameters = inputs[: len(inputs) - len(differentiable(leaves))]
+        ctx.versions = [version(parameter) for parameter in job.sharding.shards_of(ctx.parameters)]
+        ctx.save_for_backward(*leaves)
+        features, ctx.record = first_pass(job, leaves, form, grad=True)
+        rule, got = "leave its parameters as they are", "that it writes over, as Embedding(max_norm=...) does"
+        _refuse_changed_parameters(ctx, rule, got, "Change them after the optimizer's step.")
+        ctx.mark_non_differentiable(
+            *(out for out in features if out is not None and not (out.is_floating_point() or out.is_complex()))
+        )
+        return tuple(features)
+
+    @staticmethod
+    @first_order("encode")
+    def backward(ctx: Any, leaves: Sequence[Tensor | None], *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        rule = "have the parameters of the first pass"
+        _refuse_changed_parameters(ctx, rule, "that has changed since", "Step the optimizer after backward.")
+        return None, None, None, *second_pass(ctx.job, ctx.record, ctx.parameters, leaves, upstream)
+
+
+def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> None:
+    """Raise ValueError where a parameter was written over since the first pass began."""
+    for parameter, before in zip(ctx.job.sharding.shards_of(ctx.parameters), ctx.versions, strict=True):
+        if version(parameter) != before:
+            raise invalid("encoder", rule, f"one of shape {list(parameter.shape)} {got}", remedy)
+
+
+def _count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:
+    """A number of examples, tokens or sub-batches; or one of the words."""
+    if (value is None or isinstance(value, str)) and value in words:
+        return value
+    remedy = "Count examples, tokens, or sub-batches" + (', or say "auto".' if AUTO in words else ".")
+    return whole_number(name, value, least, remedy)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def _batch_size(leaves: Sequence[Any]) -> int:
+    sizes = []
+    for leaf in leaves:
+        if leaf is not None and (not isinstance(leaf, Tensor) or leaf.ndim == 0):
+            got = "a tensor without axes" if isinstance(leaf, Tensor) else type(leaf).__name__
+            remedy = "Convert arrays with torch.as_tensor; bind other arguments with functools.partial."
+            if isinstance(leaf, str):
+                remedy = "Tokenise texts first; bind other arguments with functools.partial."
+            raise invalid("inputs", "be tensors whose first axis is the batch", got, remedy)
+        if leaf is not None:
+            sizes.append(len(leaf))
+    if not sizes:
+        raise invalid("inputs", "contain a tensor", "none", "Pass what the encoder takes.")
+    if len(set(sizes)) > 1:
+        raise invalid("inputs", "have the same first axis, the batch", sorted(set(sizes)), "Check each tensor's shape.")
+    return sizes[0]

@@ -1,0 +1,66 @@
+"""First derivatives only: a second one is an error, never a constant.
+
+Used by the backward of `encode` and of the losses. torch's `once_differentiable` refuses only where the upstream
+gradient requires a gradient itself, which a scalar loss's does not: a penalty on gradients would then be differentiated
+as a constant, silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def refusal(name: str) -> RuntimeError:
+    """The error of a second derivative of `name`."""
+    return RuntimeError(
+        f"`{name}` must be differentiated only once; got a derivative of its gradient. Compute a penalty on gradients "
+        "with the plain formula, or take those gradients without create_graph=True, as constants."
+    )
+
+
+def first_order(name: str) -> Callable[[Backward], Backward]:
+    """A decorator for the backward of an autograd operation, which then runs without gradients.
+
+    The backward is called with ctx, the saved tensors, which a checkpoint hands out only once, and the upstream
+    gradients. Under create_graph=True a node whose own backward raises ties its results to the operation's inputs: the
+    saved tensors and `ctx.parameters`. The results may be read, and not differentiated.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @wraps(backward)
+        def once(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+            saved = ctx.saved_tensors
+            with torch.no_grad():
+                gradients = backward(ctx, saved, *upstream)
+            if not torch.is_grad_enabled():
+                return gradients
+            inputs = (*upstream, *saved, *getattr(ctx, "parameters", ()))
+            tied: tuple[Tensor | None, ...] = _Refusing.apply(name, gradients, *inputs)
+            return tied
+
+        return once
+
+    return decorate
+
+
+class _Refusing(torch.autograd.Function):
+    """Gradients as a function of the inputs that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, gradients: Sequence[Tensor | None], *inputs: Tensor | None) -> tuple[Any, ...]:
+        del inputs
+        ctx.name = name
+        # a gradient may be a view of an upstream one, which must not be tied again
+        return tuple(None if x is None else x.detach() for x in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        del upstream
+        raise refusal(ctx.name)

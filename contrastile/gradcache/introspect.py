@@ -1,0 +1,218 @@
+"""Introspection: the modules, the parameters and the device that an encoder uses.
+
+First station of `encode`, used by `tiles/scored.py` too. A module, and the owner of a method, list their parts; of any
+other function a probe on two rows shows the modules that run and the parameters that its graph reaches.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+
+from contrastile._errors import invalid
+from contrastile._torch import is_compiled, pytree, uncompiled, without_parametrization_cache
+from contrastile.gradcache.memory import as_written
+from contrastile.gradcache.refusals import normalises_over_rows, refuse_batch_norm, refusing_batch_norm
+from contrastile.gradcache.rng import PROCESS, ModuleGenerator, ProcessGenerator, RandomState, own_generators, restoring
+from contrastile.offload import stream
+
+# rows of a probe
+PROBE_ROWS = 2
+# parts of the names of what attention adds to its scores for the distance of positions: T5's, Swin's, BEiT's, SAM's
+RELATIVE = ("relative_", "rel_pos")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The modules, the parameters and the device that running an encoder uses."""
+
+    modules: list[nn.Module]
+    # those that want a gradient
+    parameters: list[Tensor]
+    # device of the inputs
+    device: torch.device | None
+    # some parameters want a gradient, others want none
+    partly_frozen: bool = False
+
+    @cached_property
+    def resident(self) -> list[Tensor]:
+        """Parameters and buffers, frozen ones too: in memory however many sub-batches run."""
+        tensors = (x for m in self.modules for x in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
+        return [*self.parameters, *tensors]
+
+    @cached_property
+    def devices(self) -> list[torch.device | None]:
+        """All devices that compute: a model may be spread over several."""
+        return list(dict.fromkeys([self.device, *(x.device for x in self.resident)]))
+
+    @cached_property
+    def dtypes(self) -> set[torch.dtype]:
+        """Types of all parameters."""
+        return {x.dtype for module in self.modules for x in module.parameters(recurse=False)}
+
+    @cached_property
+    def generators(self) -> list[ModuleGenerator]:
+        """Random generators that are attributes of the modules."""
+        return own_generators(self.modules)
+
+    def random(self, last: RandomState | None = None, process: Iterable[ProcessGenerator] = PROCESS) -> RandomState:
+        """State of all generators that running the encoder may use."""
+        return RandomState.capture(*self.devices, own=self.generators, process=process, last=last)
+
+    def keeping_random(self) -> AbstractContextManager[None]:
+        """Restore all generators at the end."""
+        return restoring(self.random())
+
+
+def without_partials(function: Any) -> Any:
+    """The function inside partials."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+def reach(
+    encoder: Callable[..., Any], leaves: Sequence[Tensor | None], structure: Any, device: torch.device | None
+) -> Reached:
+    """The modules and parameters of an encoder: its own, its owner's, or those that a probe shows.
+
+    It computes on `device`; by default where its parameters are, else where its inputs are.
+    """
+    owner = without_partials(encoder)
+    while not isinstance(owner, nn.Module) and (inner := uncompiled(owner)) is not None:
+        owner = without_partials(inner)
+    owner = getattr(owner, "__self__", owner)
+    of_inputs = next((leaf.device for leaf in leaves if leaf is not None), None)
+    if isinstance(owner, nn.Module):
+        modules, parameters = list(owner.modules()), list[Tensor](owner.parameters())
+        first = next(iter(parameters), None)
+    else:
+        modules, parameters, differentiable = _probe_function(encoder, leaves, structure, device or of_inputs)
+        first = next((parameter for parameter in parameters if parameter.requires_grad), None)
+    device = device or (of_inputs if first is None else first.device)
+    if not torch.is_grad_enabled():
+        return Reached(modules, [], device)
+    if any(map(is_lazy, parameters)):
+        remedy = "Run it once on a few rows first."
+        raise invalid("encoder", "know the shapes of its parameters", "one that is made when it runs", remedy)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    partly_frozen = 0 < len(trained) < len(parameters)
+    if isinstance(owner, nn.Module):
+        differentiable = True
+        if partly_frozen:
+            with refusing_batch_norm(modules):
+                outputs = _probe(encoder, leaves, structure, device, own_generators(modules))
+            differentiable = any(out.requires_grad for out in outputs)
+    # where the part that is used is frozen, nothing will ever be back-propagated
+    return Reached(modules, trained if differentiable else [], device, partly_frozen)
+
+
+def _probe_function(
+    encoder: Callable[..., Any], leaves: Sequence[Tensor | None], structure: Any, device: torch.device | None
+) -> tuple[list[nn.Module], list[Tensor], bool]:
+    """Modules that run, parameters reached, and whether the outputs want gradients."""
+    ran: dict[int, nn.Module] = {}
+    before: list[tuple[ModuleGenerator, Any]] = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        if normalises_over_rows(module):
+            refuse_batch_norm(module, "encoder")
+        if id(module) not in ran:
+            ran[id(module)] = module
+            # before the module draws from them
+            before.extend((generator, generator.read()) for generator in own_generators([module]))
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        with _without_hook_warning():
+            outputs = _probe(encoder, leaves, structure, device)
+    finally:
+        hook.remove()
+        for generator, state in reversed(before):
+            generator.set(state)
+    differentiable = any(out.requires_grad for out in outputs)
+    # a tensor that the encoder made itself is gone with its graph
+    met = [ref(leaf) for leaf in graph_leaves(outputs)]
+    del outputs
+    reached = {id(leaf): leaf for each in met if (leaf := each()) is not None}
+    for module in ran.values():
+        reached |= {id(p): p for p in module.parameters()}
+    return list(ran.values()), list(reached.values()), differentiable
+
+
+def _probe(
+    encoder: Callable[..., Any],
+    leaves: Sequence[Tensor | None],
+    structure: Any,
+    device: torch.device | None,
+    own: Sequence[ModuleGenerator] = (),
+) -> list[Tensor]:
+    """The encoder's outputs for two rows, not compiled; random generators are restored."""
+    # clones, in case the encoder writes over its inputs
+    few = [None if leaf is None else leaf.detach()[:PROBE_ROWS].clone() for leaf in leaves]
+    (rows,) = stream(few, [(0, PROBE_ROWS)], device)
+    args, kwargs = pytree.tree_unflatten(rows, structure)
+    with restoring(RandomState.capture(device, own=own)), without_parametrization_cache(), as_written():
+        return [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
+
+
+@contextmanager
+def _without_hook_warning() -> Iterator[None]:
+    """Suppress torch.compile's warning that a global hook runs for a compiled module and for the modules in it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        yield
+
+
+def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The tensors in which the outputs' graph would accumulate gradients."""
+    # an output may be such a leaf itself
+    yield from (out for out in outputs if out.grad_fn is None and out.requires_grad)
+    pending = [out.grad_fn for out in outputs if out.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+
+
+def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
+    """Return whether the encoder may compute other bits, or draw other random numbers, where no graph is wanted.
+
+    Compiled code does, and so do torch's attention modules in eval mode. Attention with a learned bias takes another
+    kernel where the bias wants a gradient; the bias is known by its name.
+    """
+    return uncompiled(without_partials(encoder)) is not None or any(
+        is_compiled(module)
+        or (isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not module.training)
+        or _learns_a_bias(module)
+        for module in modules
+    )
+
+
+def _learns_a_bias(module: nn.Module) -> bool:
+    """Return whether a trained parameter or child of the module is named as a relative position bias is."""
+    children = [(name, child.parameters()) for name, child in module.named_children()]
+    own = [(name, iter([parameter])) for name, parameter in module.named_parameters(recurse=False)]
+    return any(
+        any(word in name for word in RELATIVE) and any(p.requires_grad for p in parameters)
+        for name, parameters in (*own, *children)
+    )

@@ -1,0 +1,255 @@
+"""Memory: the bytes that computations and their graphs take, and the graphs that `encode` keeps where there is room.
+
+Used by `forward.py`, by `auto.py`, and by `tiles/scored.py` for the size of a tile. The size of a graph is measured on
+the first one; the free memory is read from the device. If the graphs were too many after all, they give way one by one:
+any call of `encode` that runs out of memory takes one, and its owner's backward encodes that sub-batch again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from contrastile._torch import DispatchMode, pytree, storage_id
+from contrastile._types import accumulator
+from contrastile.offload import allocated, free_memory
+
+# a sub-batch's outputs with their graph, and its inputs that want a gradient
+Graph = tuple[list[Any], list[Tensor]]
+
+AUTO: Literal["auto"] = "auto"
+# share of an accelerator's memory left alone: fragmentation, and allocations that nobody counts
+MARGIN = 0.06
+# share of an accelerator's memory that a loss takes beside features, gradients and accumulators
+WORKSPACE = 1 / 64
+# a CPU's memory has other users too: more is left alone, and a share of the rest is used
+MARGIN_CPU, SHARE_CPU = 0.1, 0.6
+# beside the graphs that are kept, room for one more, at most this share of the memory: for the backward of a graph
+# that is still there, and for another tower's sub-batch
+BESIDE = 1 / 10
+# size of the graph of a trained head behind a frozen trunk, in features: the trunk's, and a hidden layer or two
+HEAD = 16
+
+logger = logging.getLogger("contrastile")
+
+
+def footprint(run: Callable[[], object]) -> int:
+    """The most bytes of tensors made by `run` that live at the same time, its result not kept, on any device.
+
+    Counts the results of PyTorch's operations until they are freed; tensors made before, and the workspace of a single
+    operation, are not counted.
+
+    >>> footprint(lambda: torch.ones(1000).exp().sum())
+    8000
+    """
+    with as_written(), _Allocations() as allocations:
+        run()
+    return allocations.most
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Run functions uncompiled: compiling for a trial of a few rows does not pay, and would fail under observation."""
+    # importing torch._dynamo takes seconds; where it was not imported, nothing is compiled
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class _Allocations(DispatchMode):
+    """Follow every storage that an operation returns, until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.present = self.most = 0
+        self.living: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self._note((args, kwargs), counted=False)
+        out = func(*args, **(kwargs or {}))
+        self._note(out, counted=True)
+        return out
+
+    def _note(self, tree: Any, *, counted: bool) -> None:
+        for x in pytree.tree_leaves(tree):
+            if isinstance(x, Tensor) and _has_storage(x) and (key := storage_id(x)) not in self.living:
+                storage = x.untyped_storage()
+                self.living.add(key)
+                size = storage.nbytes() if counted else 0
+                self.present += size
+                self.most = max(self.most, self.present)
+                weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self.living.discard(key)
+        self.present -= size
+
+
+@contextmanager
+def counting() -> Iterator[dict[int, int]]:
+    """Bytes of every storage that autograd saves meanwhile, by storage. Valid while the graph lives."""
+    sizes: dict[int, int] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        if _has_storage(saved):
+            sizes[storage_id(saved)] = saved.untyped_storage().nbytes()
+        # an output saved by its own node would hold the graph in a cycle, and a dropped graph would stay for ever
+        return saved.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        yield sizes
+
+
+def kept_bytes(forward: Callable[[], object]) -> int:
+    """The bytes that autograd keeps for the backward of `forward()`, every storage counted once."""
+    with counting() as sizes:
+        # the graph lives until the sum is taken, so that no freed storage passes its identity on
+        graph = forward()
+    total = sum(sizes.values())
+    del graph
+    return total
+
+
+def bytes_per_example(
+    forward: Callable[[int], object],
+    sub_batch: int,
+    measure: Callable[[Callable[[], object]], int] = kept_bytes,
+) -> int:
+    """Bytes that one more example adds: the slope between half a sub-batch and a whole one.
+
+    `forward(n)` encodes n examples. Bytes that do not grow with n (parameters, their copies in another type) cancel.
+    """
+    whole = max(sub_batch, 2)
+    half = whole // 2
+    return (measure(lambda: forward(whole)) - measure(lambda: forward(half))) // (whole - half)
+
+
+def spare_bytes(device: torch.device | None) -> int:
+    """Bytes that may be used: the free ones but a margin and a loss's workspace; on a CPU a share of them."""
+    free, total = free_memory(device)
+    if device is None or device.type == "cpu":
+        return int(SHARE_CPU * max(0.0, free - MARGIN_CPU * total))
+    return max(0, int(free - (MARGIN + WORKSPACE) * total))
+
+
+def later_bytes(parameters: Sequence[Tensor], inputs: int, outputs: Sequence[Any], times: float) -> int:
+    """Bytes that a step takes after its first sub-batch, beside graphs: features, gradients, running sums.
+
+    `inputs`: bytes of those that want a gradient. `outputs`: the first sub-batch's; a batch has `times` as many.
+    """
+    total = inputs
+    for x in parameters:
+        wide = accumulator(x.dtype).itemsize
+        # the running sum, a backward's own gradient, and the sum in the parameter's type
+        total += x.numel() * (wide + x.dtype.itemsize * (1 if wide == x.dtype.itemsize else 2))
+    for x in outputs:
+        if isinstance(x, Tensor) and x.requires_grad:
+            # features, their gradient, and the loss's accumulator
+            total += int(times * x.numel()) * (2 * x.dtype.itemsize + accumulator(x.dtype).itemsize)
+    return total
+
+
+class RetainedGraphs(dict[int, Graph]):
+    """Graphs that one call of `encode` keeps from its first pass, by sub-batch.
+
+    The last `retain` of `count` sub-batches keep their graph; of "auto" as many as fit. `resident`: tensors that stay
+    in memory in any case, parameters, buffers and inputs. `frugal`: all are kept if the first is smaller than the
+    sub-batch's inputs, or than HEAD times its features. The graphs of a tower with a frozen trunk are, because they
+    begin behind it: they hold the trunk's features, and no trunk runs twice. `yielding`: any call that runs out of
+    memory may take one. `most`: the largest of a number over ranks that must run equally often.
+    """
+
+    def __init__(
+        self,
+        retain: int | Literal["auto"],
+        count: int,
+        device: torch.device | None,
+        *,
+        resident: Sequence[Tensor] = (),
+        frugal: bool = False,
+        yielding: bool = False,
+        most: Callable[[int], int] = int,
+    ) -> None:
+        super().__init__()
+        self.auto, self.frugal, self.yielding = retain == AUTO, frugal, yielding
+        self.count, self.device, self.most = count, device, most
+        # the sub-batches from here on keep their graph
+        self.first = 0 if retain == AUTO else count - retain
+        self.resident = {storage_id(x) for x in resident if _has_storage(x)} if self.auto or frugal else set()
+        if yielding:
+            _calls[next(_numbers)] = self
+
+    def keeps(self, index: int) -> bool:
+        """Return whether the sub-batch keeps its graph."""
+        return index >= self.first
+
+    def tries(self, index: int) -> bool:
+        """Return whether the sub-batch runs with a graph, to keep it or to measure it."""
+        return self.keeps(index) or (self.frugal and index == 0)
+
+    def weighed(self, index: int, run: Callable[[], Graph], inputs: int, later: Callable[[Graph], int]) -> Graph:
+        """The graph of a sub-batch, made by `run`; the first one decides how many are kept.
+
+        `inputs`: bytes of the sub-batch's inputs. `later`: bytes that the rest of the step takes beside graphs.
+        """
+        if index > 0 or not (self.auto or self.frugal):
+            return run()
+        spare, before = spare_bytes(self.device), allocated(self.device)
+        with counting() as sizes:
+            graph = run()
+        saved = sum(size for storage, size in sizes.items() if storage not in self.resident)
+        # the device's own count includes what autograd does not save itself, and whole blocks
+        each = max(1, saved, allocated(self.device) - before)
+        features = sum(out.nbytes for out in graph[0] if isinstance(out, Tensor))
+        # a rank without rows follows the others
+        if self.frugal and (features == 0 or saved <= max(inputs, HEAD * features)):
+            self.first = 0
+        elif self.auto:
+            beside = min(each, int(BESIDE * free_memory(self.device)[1]))
+            self.first = max(0, self.count - max(0, (spare - later(graph) - beside) // each))
+        self.first = self.most(self.first)
+        return graph
+
+    def shrink(self, index: int) -> None:
+        """Keep fewer graphs, after sub-batch `index` ran out of memory."""
+        self.first, self.frugal = max(self.first, min(self, default=index) + 1), False
+        self.give_up(self.first - 1)
+
+    def give_up(self, index: int) -> None:
+        """Free a graph, if it is there; all sub-batches up to `index` go without."""
+        self.pop(index, None)
+        left = self.count - index - 1
+        logger.warning("encode: out of memory; %d of %d sub-batches keep their graph", left, self.count)
+
+
+_numbers = itertools.count()
+# calls whose graphs give way, in their order
+_calls: weakref.WeakValueDictionary[int, RetainedGraphs] = weakref.WeakValueDictionary()
+
+
+def free_a_graph(device: torch.device | None) -> bool:
+    """Free one graph on the device that may give way; False if there is none.
+
+    The first call's graphs go first, because its backward comes last, and of these the oldest for the same reason.
+    """
+    graphs = next((g for _, g in sorted(_calls.items()) if g and g.device == device), None)
+    if graphs is None:
+        return False
+    graphs.give_up(min(graphs))
+    return True
+
+
+def _has_storage(x: Tensor) -> bool:
+    """Return whether all numbers lie in one storage; those of a sparse tensor do not, and are not counted."""
+    return x.layout == torch.strided

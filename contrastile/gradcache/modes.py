@@ -1,0 +1,118 @@
+"""Modes in which an encoder runs a second time: autocast, training mode, and backward without parameters' hooks.
+
+Used by both passes of `encode`, and by `tiles/scored.py`, which computes each tile twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastile._errors import invalid
+from contrastile._torch import backward_hooks
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Autocast settings of a moment, by device type."""
+
+    settings: list[dict[str, Any]]
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Types that are cast to."""
+        return [setting["dtype"] for setting in self.settings if setting["enabled"]]
+
+    @classmethod
+    def current(cls, device: torch.device | None) -> Autocast:
+        """The settings now, on the CPU and on the device."""
+        kinds = {"cpu"} if device is None or device.type == "meta" else {"cpu", device.type}
+        return cls([
+            {
+                "device_type": kind,
+                "dtype": torch.get_autocast_dtype(kind),
+                "enabled": torch.is_autocast_enabled(kind),
+                "cache_enabled": torch.is_autocast_cache_enabled(),
+            }
+            for kind in sorted(kinds)
+        ])  # fmt: skip
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run with these settings."""
+        with ExitStack() as stack:
+            for setting in self.settings:
+                stack.enter_context(torch.autocast(**setting))
+            yield
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run with these settings and a cache of casts of its own."""
+        with sharing_casts(None), self.entered():
+            yield
+
+
+@contextmanager
+def sharing_casts(device: torch.device | None) -> Iterator[None]:
+    """Cast each weight once inside, in a cache of its own.
+
+    Casts made before may be without a graph, so they must not be used inside.
+    """
+    torch.clear_autocast_cache()
+    try:
+        # the cache is emptied where the outermost autocast ends: this one, which changes nothing else
+        with Autocast.current(device).entered():
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator[None]:
+    """Set each module's training mode as given, and set it back at the end."""
+    changed = [(module, mode) for module, mode in zip(modules, training, strict=True) if module.training != mode]
+    for module, mode in changed:
+        module.training = mode
+    try:
+        yield
+    finally:
+        for module, mode in changed:
+            module.training = not mode
+
+
+@contextmanager
+def silent(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Suspend the parameters' hooks, which autograd would call for each sub-batch; they get the sum, once."""
+    hooks = [hooks for parameter in parameters if (hooks := backward_hooks(parameter))]
+    saved = [dict(hook) for hook in hooks]
+    for hook in hooks:
+        hook.clear()
+    try:
+        yield
+    finally:
+        for hook, items in zip(hooks, saved, strict=True):
+            hook.update(items)
+
+
+def back_propagated(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor], name: str = "encoder"
+) -> Sequence[Tensor | None]:
+    """Gradients of inputs and parameters of one part, without touching any `.grad`; None for unused ones."""
+    passed = "an input" if name == "encoder" else "a feature"
+    try:
+        return torch.autograd.grad(outs, inputs, gradients, allow_unused=True)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            rule, got = "compute in each call all that it differentiates", "a part of the graph that was made before"
+            remedy = f"Compute that inside too, or pass it as {passed}, a row for each example."
+            raise invalid(name, rule, got, remedy) from error
+        if "use_reentrant" not in str(error):
+            raise
+        rule = "checkpoint activations without entering autograd again"
+        remedy = "Pass use_reentrant=False to torch.utils.checkpoint."
+        raise invalid(name, rule, "use_reentrant=True", remedy) from error

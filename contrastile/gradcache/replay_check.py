@@ -1,0 +1,146 @@
+"""Replay check: a warning where the second pass gives other features than the first.
+
+Between acts 1 and 3 of `encode`. An encoder that counts its calls, has a cache of its own or reads data that change
+computes something else when it runs again, and the gradient is not that of the features which the loss saw. For every
+row of features four numbers are kept, its products with random signs: distances between them are those between the rows
+(Achlioptas 2003), so the features need not stay, and may be written over. In a step on a GPU nobody waits for the
+result; the next call of `encode` reports it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastile._errors import invalid
+from contrastile._torch import multiply_each
+from contrastile._types import FEATURES, accumulator
+from contrastile.offload import host_room
+
+# random products of a row
+PRODUCTS = 4
+# precision of float32 on an accelerator, where matrices may be multiplied as TF32
+EPS_TF32 = 2.0**-10
+
+# results on their way from a GPU: the number, the event of its arrival, and the sentence
+_pending: deque[tuple[Tensor, torch.cuda.Event, str]] = deque()
+
+
+def tolerance(dtypes: Iterable[torch.dtype], *, accelerated: bool) -> float:
+    """The relative distance of features that count as equal: half the root of the coarsest type's precision.
+
+    That is 7e-9 in float64, 2e-4 in float32, 0.016 in float16 and 0.044 in bfloat16. Kernels that sum in another order
+    each time moved the features of 48 transformer layers by 6e-16, 3e-7, 0.0008 and 0.004;
+    dropout of 0.1 drawn anew, or one layer of 24 left out, by 0.2 to 0.5.
+    """
+    known = [dtype for dtype in dtypes if dtype in FEATURES]
+    eps = [EPS_TF32 if accelerated and dtype == torch.float32 else torch.finfo(dtype).eps for dtype in known]
+    return float(0.5 * max(eps) ** 0.5)
+
+
+class Sketches:
+    """Four numbers of every row of features, by sub-batch and output."""
+
+    def __init__(self) -> None:
+        self.sub_batches: list[list[Tensor | None]] = []
+        self._signs: dict[Any, Tensor] = {}
+
+    def add(self, outputs: Sequence[Tensor | None]) -> None:
+        """Sketch the outputs of the next sub-batch."""
+        self.sub_batches.append([self.of(out) if _is_compared(out) else None for out in outputs])
+
+    @torch.no_grad()
+    def of(self, out: Any) -> Tensor:
+        """Products [rows, 4]; a tensor with further axes has one row for each vector of its last axis."""
+        rows = out.detach()
+        rows = rows[:, None] if rows.ndim == 1 else rows.reshape(-1, rows.shape[-1]) if rows.ndim > 2 else rows
+        signs = self._of_width(rows.shape[1], rows.dtype, rows.device)
+        if not torch.is_autocast_enabled(rows.device.type):
+            return rows @ signs
+        # in the features' own type
+        with torch.autocast(rows.device.type, enabled=False):
+            return rows @ signs
+
+    def _of_width(self, width: int, *kind: Any) -> Tensor:
+        if (width, *kind) not in self._signs:
+            dtype, device = kind
+            generator = torch.Generator("cpu").manual_seed(width)
+            coins = torch.randint(2, (PRODUCTS, width), generator=generator, dtype=dtype, device="cpu")
+            # products are of the features' size, so that float16 holds them
+            signs = coins.mul_(2).sub_(1).mul_(max(1, width) ** -0.5)
+            self._signs[width, *kind] = signs.to(device, non_blocking=True).T
+        return self._signs[width, *kind]
+
+
+class ReplayCheck:
+    """Comparison of the second pass with the first. `dtypes`: types of the encoder, beside those of its outputs."""
+
+    def __init__(self, first: Sketches, dtypes: Iterable[torch.dtype]) -> None:
+        self.first, self.dtypes = first, list(dtypes)
+        # by output: length of each sub-batch's difference, and its rows
+        self.gaps: dict[int, list[tuple[Tensor, int]]] = {}
+
+    def compare(self, index: int, outputs: Sequence[Any], upstream: Sequence[Tensor | None]) -> None:
+        """Compare those outputs of a sub-batch that have a gradient."""
+        pairs = zip(outputs, self.first.sub_batches[index], upstream, strict=True)
+        for output, (out, before, gradient) in enumerate(pairs):
+            if before is None or gradient is None or not out.requires_grad or out.numel() == 0:
+                continue
+            now = self.first.of(out)
+            if now.shape == before.shape:
+                gap = torch.linalg.vector_norm(now - before, dtype=accumulator(out.dtype))
+                self.gaps.setdefault(output, []).append((gap, len(before)))
+
+    def report(self, name: str) -> None:
+        """Warn if a sub-batch's features differ; on a GPU, at the call after the result has arrived."""
+        excesses = [self._excess(output, gaps) for output, gaps in self.gaps.items()]
+        if not excesses:
+            return
+        device = excesses[0].device
+        worst = torch.stack([each.to(device) for each in excesses]).nan_to_num(0.0).max()
+        # the same sentence every time: Python shows it once
+        rule = "give the same features in both passes"
+        got = f"{name}, which gave others in the second, so that the gradient is not that of the first"
+        remedy = (
+            "Draw random numbers from torch's, Python's or NumPy's generators, keep nothing from call to call, and "
+            "change nothing before the backward."
+        )
+        sentence = str(invalid("encoder", rule, got, remedy))
+        if device.type != "cuda":
+            _warn(worst, sentence)
+            return
+        on_host = host_room((), worst.dtype)
+        on_host.copy_(worst, non_blocking=True)
+        _pending.append((on_host, torch.cuda.current_stream(device).record_event(), sentence))
+
+    def _excess(self, output: int, gaps: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """The largest difference of a sub-batch, divided by the one allowed for features of this size."""
+        parts = [each for sketches in self.first.sub_batches if (each := sketches[output]) is not None]
+        rows = torch.cat(parts)
+        size = torch.linalg.vector_norm(rows, dtype=accumulator(rows.dtype)) / len(rows) ** 0.5
+        allowed = tolerance([rows.dtype, *self.dtypes], accelerated=rows.device.type != "cpu")
+        scaled = multiply_each([gap for gap, _ in gaps], [n**-0.5 for _, n in gaps])
+        return torch.stack(scaled).max() / (allowed * size)
+
+
+def _is_compared(out: Any) -> bool:
+    """Return whether these are rows of floating-point numbers on this rank; sharded tensors are not compared."""
+    plain = type(out) in (Tensor, nn.Parameter) and out.layout == torch.strided and out.device.type != "meta"
+    return plain and out.dtype in FEATURES and out.ndim > 0
+
+
+def poll() -> None:
+    """Warn of results that have arrived from steps before."""
+    while _pending and _pending[0][1].query():
+        worst, _, sentence = _pending.popleft()
+        _warn(worst, sentence)
+
+
+def _warn(worst: Tensor, sentence: str) -> None:
+    if float(worst) > 1:
+        warnings.warn(sentence, stacklevel=2)

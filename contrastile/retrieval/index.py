@@ -1,0 +1,224 @@
+"""An index: the features of all passages of a corpus on disk, and exact search over them.
+
+Stands after a retriever's training: `contrastile encode` writes an index, `contrastile search` reads it. An index is a
+folder of shards, each written completely or not at all: `00000.npy` holds the features in float16 and is memory-mapped,
+`00000.ids` one id per line, `00000.jsonl` the passages, `00000.offsets.npy` the byte at which each of their lines
+begins. `index.json` lists the finished shards with checksums, so that an interrupted call is continued after the last
+of them, once features and passages are verified to be the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contrastile._errors import invalid, whole_number
+from contrastile.data.texts import Passage
+from contrastile.evaluate.topk import topk
+from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder
+from contrastile.train.retriever.batches import passage_tokens
+from contrastile.train.retriever.run import RetrieverRun
+
+FORMAT = 2
+
+
+def run_checksums(run_folder: RunFolder) -> dict[str, str]:
+    """Checksums of the files that decide a run's features: its weights, and the recipe with prefixes and lengths."""
+    return {name: run_folder.checksum(name) for name in (WEIGHTS, RECIPE)}
+
+
+def encode_corpus(
+    run: RetrieverRun,
+    passages: Iterable[Passage],
+    folder: Path,
+    *,
+    corpus: str,
+    made_by: dict[str, str],
+    shard: int = 65_536,
+    dimensions: int | None = None,
+) -> Index:
+    """Write the features of `passages` into `folder`, `shard` of them per file; continue an earlier call.
+
+    `corpus` and `made_by` identify the contents. Raises ValueError for a folder with other contents, and for a corpus
+    whose passages have changed; passages appended to the corpus are added.
+    """
+    shard = whole_number("shard", shard, 1, "65536 is usual.", rule="be at least 1 passage")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = RunFolder(folder)
+    settings = {"format": FORMAT, "corpus": corpus, "made_by": made_by, "shard": shard, "dimensions": dimensions}
+    exists = (folder / INDEX).is_file()
+    metadata: dict[str, Any] = files.read_json(INDEX) if exists else {**settings, "complete": False, "shards": []}
+    differs = [name for name, value in settings.items() if metadata.get(name) != value]
+    if differs:
+        remedy = "Choose another folder with --out, or remove this one."
+        raise invalid("out", "be empty, or hold the same corpus by the same run", f"another {differs[0]}", remedy)
+    stream = iter(passages)
+    for finished in metadata["shards"]:
+        _verify_shard(finished, list(islice(stream, finished["passages"])), files)
+    while chunk := list(islice(stream, shard)):
+        metadata["shards"].append(_write_shard(run, chunk, files, len(metadata["shards"]), dimensions))
+        metadata["complete"] = False
+        files.write_json(INDEX, metadata)
+    if not metadata["shards"]:
+        raise invalid("corpus", "hold passages", "none", "Name one that has some.")
+    if not metadata["complete"]:
+        files.write_json(INDEX, {**metadata, "complete": True})
+    return Index(folder)
+
+
+def _verify_shard(finished: dict[str, Any], passages: Sequence[Passage], files: RunFolder) -> None:
+    """Raise ValueError unless a finished shard was made of these passages and has the bytes that were written."""
+    name = finished["name"]
+    if hashlib.sha256(b"".join(_lines(passages))).hexdigest() != finished["passages_sha256"]:
+        fewer = len(passages) < finished["passages"]
+        got = "fewer passages" if fewer else f"another passage in shard {name}"
+        remedy = "Choose another folder with --out, or remove this one."
+        raise invalid("corpus", "be the one that was begun with", got, remedy)
+    if not (files / f"{name}.npy").is_file() or files.checksum(f"{name}.npy") != finished["sha256"]:
+        remedy = "Remove the folder, and encode again."
+        raise invalid("out", "hold what was written there", f"other bytes in {name}.npy", remedy)
+
+
+def _write_shard(
+    run: RetrieverRun, passages: Sequence[Passage], files: RunFolder, number: int, dimensions: int | None
+) -> dict[str, Any]:
+    """Encode and write one shard; return its entry in index.json."""
+    name = f"{number:05}"
+    tokens = passage_tokens(passages, run.tokenizer, run.recipe)
+    encoded = run.encode_tokens("passage", tokens, dimensions=dimensions, title=f"encoding shard {number + 1}")
+    features = encoded.half().cpu()
+    if not features.isfinite().all():
+        got = f"{encoded.abs().max().item():.3g} in shard {name}"
+        remedy = "Train with model.normalise = true, or look at the weights."
+        raise invalid("features", "be numbers that float16 has, up to 65504", got, remedy)
+    lines = _lines(passages)
+    with files.written_whole(f"{name}.jsonl") as path:
+        path.write_bytes(b"".join(lines))
+    files.write_text(f"{name}.ids", "".join(json.dumps(passage.id)[1:-1] + "\n" for passage in passages))
+    offsets = np.cumsum([0, *map(len, lines[:-1])], dtype=np.int64)
+    for file_name, array in ((f"{name}.offsets.npy", offsets), (f"{name}.npy", features.numpy())):
+        with files.written_whole(file_name) as path, path.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
+    return {
+        "name": name,
+        "passages": len(passages),
+        "passages_sha256": files.checksum(f"{name}.jsonl"),
+        "sha256": files.checksum(f"{name}.npy"),
+    }
+
+
+def _lines(passages: Sequence[Passage]) -> list[bytes]:
+    return [json.dumps(asdict(passage), ensure_ascii=False).encode() + b"\n" for passage in passages]
+
+
+class Index:
+    """A finished index with memory-mapped features.
+
+    `engine`: "torch" multiplies tile by tile on the queries' device; "faiss" holds all features in a flat faiss index,
+    which is equally exact and, on a CPU, several times as fast once it is filled.
+    """
+
+    def __init__(self, folder: str | Path, *, engine: str = "torch") -> None:
+        self.folder = Path(folder)
+        if not (self.folder / INDEX).is_file():
+            raise invalid("index", f"hold an {INDEX}", f'"{folder}"', "Make it first: contrastile encode RUN")
+        if engine not in ENGINES:
+            raise invalid("engine", f"be one of {', '.join(ENGINES)}", f'"{engine}"', "torch needs nothing else.")
+        self.metadata = RunFolder(self.folder).read_json(INDEX)
+        shards = self.metadata["shards"]
+        if not self.metadata["complete"]:
+            remedy = "Go on with the command that began it: contrastile encode RUN"
+            raise invalid("index", "be complete", f"{len(shards)} shards of more", remedy)
+        paths = [self.folder / shard["name"] for shard in shards]
+        self._features = [np.load(f"{path}.npy", mmap_mode="r", allow_pickle=False) for path in paths]
+        self._offsets = [np.load(f"{path}.offsets.npy", allow_pickle=False) for path in paths]
+        self._passages = [Path(f"{path}.jsonl") for path in paths]
+        # the row of each shard's first passage, then the number of passages
+        self._starts = np.cumsum([0, *map(len, self._features)])
+        for shard, features in zip(shards, self._features, strict=True):
+            if len(features) != shard["passages"]:
+                remedy = "Encode the corpus again."
+                raise invalid("index", "hold what it says", f"another shard {shard['name']}", remedy)
+        self._search = ENGINES[engine](self._features)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def dimensions(self) -> int:
+        """The number of features of a passage."""
+        return int(self._features[0].shape[1])
+
+    def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The `k` best passages of each query, float `[n, D]`: scores float32 and rows int64, both `[n, k]`."""
+        return self._search(queries, min(k, len(self)))
+
+    def __getitem__(self, row: int) -> Passage:
+        """The passage at a row."""
+        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
+        with self._passages[shard].open("rb") as file:
+            file.seek(int(self._offsets[shard][row - self._starts[shard]]))
+            return Passage(**json.loads(file.readline()))
+
+
+class TorchSearch:
+    """Search shard by shard in tiles; among equal scores the passage of the lower row comes first."""
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        self._shards = shards
+
+    def __call__(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Scores and rows of the `k` best passages, `[n, k]`."""
+        scores = queries.new_empty((len(queries), 0), dtype=torch.float32)
+        rows = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
+        for start, features in self._shards_on(queries.device):
+            shard_scores, shard_rows = topk(queries, features, min(k, len(features)))
+            scores, rows = torch.cat([scores, shard_scores], dim=1), torch.cat([rows, shard_rows + start], dim=1)
+            order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+            scores, rows = scores.gather(1, order), rows.gather(1, order)
+        return scores, rows
+
+    def _shards_on(self, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+        start = 0
+        for shard in self._shards:
+            # a copy, because torch warns about tensors over read-only memory; a shard has 65,536 rows by default
+            yield start, torch.from_numpy(np.array(shard)).to(device)
+            start += len(shard)
+
+
+class FaissSearch:
+    """Search in one flat faiss index of float16 on the CPU."""
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        import faiss
+
+        width = int(shards[0].shape[1])
+        self._index = faiss.IndexScalarQuantizer(width, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT)
+        for shard in shards:
+            self._index.add(np.asarray(shard, dtype=np.float32))
+
+    def __call__(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Scores and rows of the `k` best passages, `[n, k]`."""
+        scores, rows = self._index.search(queries.float().cpu().numpy(), k)
+        return torch.from_numpy(scores).to(queries.device), torch.from_numpy(rows).to(queries.device)
+
+
+ENGINES: dict[str, Any] = {"torch": TorchSearch, "faiss": FaissSearch}
+
+
+def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch") -> Index:
+    """The index of a run; raises ValueError where another run, or other weights, made it."""
+    opened = Index(index, engine=engine)
+    if opened.metadata["made_by"] != run_checksums(folder):
+        remedy = f"Encode the corpus again: contrastile encode {folder.path}"
+        raise invalid("index", "be made by this run", f'"{index}", made by another', remedy)
+    return opened

@@ -1,0 +1,356 @@
+"""A block in fused kernels: products, exponentials and sums in one pass over the tiles, no tile written to memory.
+
+Stands beside `eager.py`, for CUDA devices: the same statistics and gradients, near the speed of the matrix products
+alone. Two acts, each a loop over super-tiles as large as the workspace allows:
+
+    forward     `totals` sums up rows and columns in one pass, 2·N·M·D operations; `maxima` runs where sums are too low
+    backward    `gradient` computes each super-tile again and writes its gradient as a 16-bit strip; the vendor's matrix
+                product adds the strip times the features to float32 accumulators, 6·N·M·D operations
+
+Positives known by position (the diagonal, or indices) are computed in float32 by the loss's own formulas and never
+enter the strip. Positives by label are too many for that; the careful kernels compute them within the tiles. float32
+features are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute
+three or six products.
+
+`plan.py` cuts the block, `launch.py` launches, `epilogue.py` says what a loss needs of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from contrastile._types import Reduction
+from contrastile.losses.base import PairLoss, Shard
+from contrastile.tiles.base import ForwardResult, InFlight, Tiles
+from contrastile.tiles.triton import launch, plan
+from contrastile.tiles.triton.epilogue import LABEL_CHANNELS, Epilogue, epilogue_for, unknown_part
+from contrastile.tiles.triton.forward import UNIT
+from contrastile.tiles.triton.launch import Weights, on
+from contrastile.tiles.triton.plan import Block, Pair, Positives, SuperTile, along, by_label
+
+# the oldest chip whose matrix units take bf16
+LEAST_CAPABILITY = 8, 0
+# a strip in fp16 holds gradients up to 2 to this power
+UNIT_POWER = 14
+# terms of an inner sum per product where float32's full precision is requested: the matrix units truncate their sums by
+# a few parts in 10^8 for every 16 terms
+INNER = 1024
+# of a block: its first row, rows, first column, columns
+Position = tuple[int, int, int, int]
+
+
+@dataclass
+class Triton(Tiles):
+    """Super-tiles of fused kernels."""
+
+    capturable: ClassVar[bool] = True
+    accepts_in_flight: ClassVar[bool] = True
+    # of each block of this call: filled by the forward, read by the backward
+    constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    groups: dict[Position, plan.Groups] = field(default_factory=dict, compare=False, repr=False)
+    # the present block's latest super-tile, whose operands the next pass reuses: often there is only one
+    super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
+    # multiprocessors left to others
+    reserved: int = 0
+
+    @classmethod
+    def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
+        del cols
+        features = rows.features
+        unknown = unknown_part(loss)
+        if unknown is not None:
+            return f"no kernel for {unknown}"
+        if features.dtype not in plan.PIECES:
+            return f"no kernel for {features.dtype}"
+        if plan.interpreting():
+            return None
+        if features.device.type != "cuda" or torch.version.cuda is None:
+            return f"the features are on {features.device.type}, not on an NVIDIA device"
+        if torch.cuda.get_device_capability(features.device) < LEAST_CAPABILITY:
+            return "the device is older than compute capability 8.0"
+        return None
+
+    def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        sides = (rows, cols)[: 1 + self.loss.symmetric]
+        if not len(rows) or not len(cols):
+            stats = [self.init(side) for side in sides]
+        else:
+            stats = [self._new_stats(side) for side in sides]
+            with on(self.scale.device):
+                self._stats(self._block(rows, cols), stats)
+        return stats[0], stats[1] if self.loss.symmetric else None
+
+    def backward(
+        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
+    ) -> Tensor:
+        if not len(rows) or not len(cols):
+            return self.no_pairs()
+        with on(self.scale.device):
+            block = self._block(rows, cols)
+            total = self._grads(block, u, v, row_stats)
+            if row_stats is not None:
+                self._positive_stats(block, [row_stats])
+            return total
+
+    def merge(self, stats: Tensor, parts: Tensor) -> None:
+        with on(self.scale.device):
+            launch.merge_parts(stats, parts, self._epilogue)
+
+    def finish(
+        self,
+        stats: Sequence[Tensor],
+        weights: Tensor | None,
+        reduction: Reduction,
+        total: Callable[[Tensor], Tensor],
+        nonfinite: Callable[[], Tensor],
+    ) -> ForwardResult:
+        # the first block has this rank's own columns: together, the ranks check all features
+        constants = next(iter(self.constants.values()), None)
+        fused = self._epilogue.fused_finish and reduction != "none" and self.flag is None
+        if not fused or constants is None:
+            return super().finish(stats, weights, reduction, total, nonfinite)
+        weights = None if weights is None else weights.to(torch.float32).contiguous()
+        # views of other statistics do not have the layout that the kernel reads
+        stats = [side.contiguous() for side in stats]
+        with on(self.scale.device):
+            mean = reduction == "mean"
+            return ForwardResult(*launch.finish(stats, weights, constants, total, self._epilogue, mean=mean))
+
+    def scaled(self, x: Tensor, total: Tensor, upstream: Tensor | None, *, keep: bool) -> Tensor:
+        out = total if x.dtype == total.dtype and not keep else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if total.numel():
+            with on(self.scale.device):
+                launch.scaled(total, self.scale, upstream, out)
+        return out
+
+    def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
+        return self._budget.most_bytes(N, M, D, dtype)
+
+    def reserve(self, multiprocessors: int) -> None:
+        """Leave so many of the device's multiprocessors to transfers.
+
+        Each program of the tile kernels has a fixed share of the tiles. A program that finds no free multiprocessor
+        starts after the others have finished.
+        """
+        self.reserved = multiprocessors
+
+    @property
+    def sums_products(self) -> bool:
+        return self._epilogue.scale_gradient
+
+    @cached_property
+    def _epilogue(self) -> Epilogue:
+        return epilogue_for(self.loss)
+
+    @cached_property
+    def _budget(self) -> plan.Budget:
+        return plan.Budget(self.loss, self._epilogue, self.scale.device, self.workspace)
+
+    def _new_stats(self, side: Shard) -> Tensor:
+        """Memory for statistics, all of which the first merge writes."""
+        return self.scale.new_empty(self._epilogue.stats, len(side))
+
+    def _block(self, rows: Shard, cols: Shard) -> Block:
+        position = rows.start, len(rows), cols.start, len(cols)
+        if position not in self.constants:
+            # positives by label need the careful kernels
+            careful = self._epilogue.careful and by_label(rows)
+            given = rows.features, cols.features, self.scale, self.bias
+            self.constants[position] = launch.block_constants(*given, self._epilogue, careful=careful)
+            self.groups[position] = plan.numbered_groups(rows, cols)
+        self.super_tile = None
+        of_rows, of_cols = self.groups[position]
+        sides = plan.readable_side(rows, of_rows), plan.readable_side(cols, of_cols)
+        return Block(*sides, self.constants[position], self.loss)
+
+    def _super_tiles(self, block: Block, cost: plan.Cost) -> Iterator[SuperTile]:
+        """The block's super-tiles with their operands, which neighbours and the next pass share."""
+        shape, parts = plan.shape_for(self.scale.device), plan.PIECES[block.rows.features.dtype]()
+        for i, j in self._budget.super_tiles(block, cost):
+            tile = self.super_tile
+            if tile is None or tile.along != (i, j):
+                if tile is None or tile.along[0] != i:
+                    rows = plan.narrow(block.rows, i)
+                    q = launch.operand(rows.features, parts, shape)
+                else:
+                    rows, q = tile.part.rows, tile.pair.q
+                part = Block(rows, plan.narrow(block.cols, j), block.constants, self.loss)
+                pair = Pair(q, launch.operand(part.cols.features, parts, shape), part.masks, self.reserved)
+                first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
+                tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
+            yield tile
+
+    # the forward
+
+    def _stats(self, block: Block, stats: list[Tensor]) -> None:
+        """Write the statistics of all pairs: by fast kernels, then by careful ones, which return at once where the flag
+        is not set. Positives by label are computed by the careful kernels alone.
+        """
+        epilogue, budget = self._epilogue, self._budget
+        passes = [(False, epilogue.channels, budget.forward), (True, epilogue.careful_channels, budget.forward)]
+        if not epilogue.careful:
+            passes = passes[:1]
+        elif by_label(block.rows):
+            passes = [(True, LABEL_CHANNELS, budget.labels)]
+        for careful, channels, cost in passes:
+            for tile in self._super_tiles(block, cost):
+                parts = self._parts(tile.part, channels)
+                launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
+                merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
+                launch.merge_sums(*merged, careful=careful)
+        self.super_tile = None
+        self._positive_stats(block, stats)
+
+    def _parts(self, part: Block, channels: int) -> list[Tensor]:
+        """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M]."""
+        shape = plan.shape_for(self.scale.device)
+        height, width = len(part.rows), len(part.cols)
+        sizes = [(plan.tiles_of(width, shape.cols), height), (plan.tiles_of(height, shape.rows), width)]
+        return [self.scale.new_empty(channels, *size) for size in sizes[: 1 + self.loss.symmetric]]
+
+    def _positive_stats(self, block: Block, stats: list[Tensor]) -> None:
+        """Write the positives known by position into the statistics."""
+        positives = block.positives()
+        if positives is not None:
+            launch.positive_totals(block, positives, stats, self._epilogue)
+
+    # the backward
+
+    def _grads(self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None) -> Tensor:
+        """Add all pairs' gradient to u and v, and with `row_stats` their loss to the statistics.
+
+        Returns Σ_ij g_ij; or, of a softmax, 0 (its exact value) and Σ_ij g_ij · ⟨q_i, k_j⟩, summed from the tiles in
+        float32. The accumulators lack the digits for the latter: 16 bits and the matrix units truncate them, and
+        attraction and repulsion often cancel to a few percent.
+        """
+        positives = block.positives()
+        if block.rows.features.dtype == torch.float16:
+            total = self._scaled_strips(block, u, None if v is None else _received(v), row_stats)
+        else:
+            total = self._strips(block, u, v, row_stats, final=positives is None)
+        self.super_tile = None
+        if positives is not None:
+            total = total + self._positive_grads(block, positives, u, None if v is None else _received(v))
+        if not self.sums_products:
+            return total.to(self.scale.dtype)
+        sums = self.no_pairs()
+        sums[1].copy_(total)
+        return sums
+
+    def _scaled_strips(self, block: Block, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None) -> Tensor:
+        """`_strips` of fp16, whose range is small: accumulators are kept in a unit of the block's own."""
+        # the power of two that brings the largest possible gradient of a pair just under fp16's range
+        largest = torch.stack([coefficient.abs().amax() for _, coefficient in block.directions]).sum()
+        power = UNIT_POWER - torch.log2(largest).ceil()
+        unit = torch.where(largest == 0, 1.0, torch.exp2(power))
+        block.constants[int(UNIT.value)] = unit
+        accumulators = [x for x in (u, v) if x is not None]
+        for x in accumulators:
+            x.mul_(unit)
+        total = self._strips(block, u, v, row_stats, final=False)
+        inverse = 1 / unit
+        for x in (*accumulators, total):
+            x.mul_(inverse)
+        return total
+
+    def _strips(
+        self, block: Block, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None, *, final: bool
+    ) -> Tensor:
+        """Add the gradient of all pairs but the positives, one strip at a time; returns the float64 sum of the tiles.
+
+        A v that may leave early is added to first. Any other is added to last, because it may still be in flight and
+        because the columns must stay until they have been read. It leaves then if this is the `final` addition.
+        """
+        sums = launch.new_sums(self.scale.device)
+        strip: Tensor | None = None
+        weights, lost = self._weights(block), launch.truncation(block.rows.features) if self.sums_products else 0.0
+        early = isinstance(v, InFlight) and v.early
+        for tile in self._super_tiles(block, self._budget.backward):
+            if strip is None:
+                # the first super-tile is the largest
+                strip = tile.pair.new_strip()
+            self._fill(tile, weights, strip, sums, row_stats)
+            if u is not None and not early:
+                _add_rows(along(u, tile.along[0], 0), tile.pair, strip)
+            if v is not None:
+                _add_cols(along(_received(v), tile.along[1], 0), tile.pair, strip)
+            if all(tile.last):
+                if isinstance(v, InFlight) and final:
+                    v.release()
+                # this small work gives the transfer a start on the device before the next large product takes all of it
+                total = sums.sum(dtype=torch.float64) * (1 + lost)
+            if u is not None and early:
+                _add_rows(along(u, tile.along[0], 0), tile.pair, strip)
+        return total
+
+    def _weights(self, block: Block) -> Weights:
+        if self._epilogue.pairwise:
+            ((_, coefficient),) = block.directions
+            weight = coefficient * block.constants[int(UNIT.value)]
+            return [(weight, weight)]
+        return launch.direction_weights(block, self._epilogue)
+
+    def _fill(self, tile: SuperTile, weights: Weights, strip: Tensor, sums: Tensor, row_stats: Tensor | None) -> None:
+        """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
+        epilogue, constants = self._epilogue, tile.part.constants
+        if not (epilogue.careful and by_label(tile.part.rows)):
+            narrow = [(along(a, at), along(c, at)) for (a, c), at in zip(weights, tile.along, strict=False)]
+            parts = [] if row_stats is None else self._parts(tile.part, epilogue.channels)
+            launch.gradient(tile.pair, constants, narrow, strip, sums, epilogue, *parts)
+            if row_stats is not None:
+                # added to what the statistics hold
+                launch.merge_sums(parts, tile.of([row_stats]), constants, epilogue, (False, False), tile.last)
+        if epilogue.careful:
+            launch.careful_gradient(tile.pair, tile.part, strip, sums, epilogue)
+
+    def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Tensor:
+        """Add the gradient of the positives known by position in float32; returns its float64 sum, as `_strips`."""
+        g_NP, inner_NP = launch.positive_gradients(block, positives, u, v, self._epilogue)
+        if v is not None and positives.columns is not None:
+            # sorted by column, so that sums have the same order, and bits, in every run
+            columns, order = torch.where(positives.columns < 0, len(v), positives.columns).flatten().sort(stable=True)
+            starts = torch.searchsorted(columns, torch.arange(len(v) + 1, device=v.device))
+            launch.add_pairs(v, block.rows.features, starts, order // positives.per_row, g_NP.flatten()[order])
+        return (inner_NP if self.sums_products else g_NP).sum(dtype=torch.float64)
+
+
+def _received(v: Tensor | InFlight) -> Tensor:
+    return v.value() if isinstance(v, InFlight) else v
+
+
+def _add_rows(u: Tensor, pair: Pair, strip: Tensor) -> None:
+    """u += g @ k of a super-tile whose gradient g is in the strip."""
+    g = pair.strip_pieces(strip)
+    for of_g, of_k, inner in _strip_products(pair):
+        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner)
+
+
+def _add_cols(v: Tensor, pair: Pair, strip: Tensor) -> None:
+    """v += gᵀ @ q."""
+    g = pair.strip_pieces(strip)
+    for of_g, of_q, inner in _strip_products(pair):
+        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner)
+
+
+def _strip_products(pair: Pair) -> list[tuple[int, int, int | None]]:
+    """Pieces of the gradient and of the features that are multiplied, and the terms of an inner sum."""
+    parts = pair.q.parts
+    # of three pieces, the product of the largest must be as exact as the last are small
+    return [(g, x, INNER if parts == 3 and g == x == 0 else None) for g, x in plan.piece_products(parts)]
+
+
+def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None = None) -> None:
+    """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once."""
+    if inner is not None and len(x) > inner:
+        for start in range(0, len(x), inner):
+            _add_product(total, g[:, start : start + inner], x[start : start + inner])
+    elif total.is_cuda:
+        torch.addmm(total, g, x, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(g.float(), x.float())

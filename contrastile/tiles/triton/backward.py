@@ -1,0 +1,408 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""Device code of the backward: a super-tile's gradient as one 16-bit strip, and the gradient of the positives.
+
+Launched by `launch.py`. Products, masks and constants are those of `forward.py`:
+
+    direction_weights    the vectors that `gradient` reads: each row's and column's part of its pairs' gradients
+    gradient             one exponential per pair; each tile's gradient is one piece of the strip
+    careful_gradient     the careful form: an exponential per direction, and positives by label
+    positive_gradients   positives known by position, in float32, added to the accumulators directly
+    add_pairs            the same for the columns, where a column may have several
+    scaled               accumulators to gradients
+
+The three gradient kernels also return what the scale's gradient consists of. Programs never wait for each other.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.tiles.triton.forward import (
+    ANY,
+    BIAS,
+    CAREFUL,
+    FACTOR,
+    INVERSE,
+    LN2,
+    LOG2E,
+    LOWEST_SUM,
+    MISSING,
+    POSITIVE_INVERSE,
+    POSITIVE_SHARE,
+    SCALE,
+    SHARE,
+    SHIFT,
+    SIGMOID,
+    SOFTMAX,
+    STATE_POSITIVE_TOP,
+    STATE_TOP,
+    UNIT,
+    distinct_pairs,
+    equal_groups,
+    halves,
+    has_masked,
+    inner_product,
+    positive_column,
+    products,
+    quarter,
+    softplus_sum,
+    tile_at,
+    valid_pairs,
+)
+
+
+@triton.jit
+def _weigh_side(state_ptr, stride, coefficient_ptr, constants_ptr, weight_ptr, spread_ptr, n, smoothing,
+                SMOOTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One side of `direction_weights`."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    shift = tl.load(constants_ptr + SHIFT)
+    coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * tl.load(constants_ptr + UNIT)
+    # in float64, and the whole part apart: a rounding error of their size would be in every gradient of the row
+    power = shift - tl.load(state_ptr + STATE_TOP * stride + at, mask=inside, other=0.0).to(tl.float64) * LOG2E
+    whole = tl.floor(power)
+    inverse = tl.load(state_ptr + INVERSE * stride + at, mask=inside, other=0.0)
+    weight = tl.math.exp2(whole.to(tl.float32)) * tl.math.exp2((power - whole).to(tl.float32)) * inverse
+    low = tl.max((inside & (weight > 1.0 / LOWEST_SUM)).to(tl.int32))
+    # every program writes the same value
+    if low != 0:
+        tl.store(constants_ptr + CAREFUL, 1.0)
+    tl.store(weight_ptr + at, coefficient * weight, mask=inside)
+    if SMOOTH:
+        share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0)
+        tl.store(spread_ptr + at, coefficient * share * smoothing, mask=inside)
+
+
+@triton.jit(do_not_specialize=ANY)
+def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
+                      col_coefficient_ptr, M, constants_ptr, out_ptr, smoothing, SMOOTH: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
+    """Write the vectors of `gradient`, times the unit of the strip: [2, N + M].
+
+    First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts. A sum of
+    exponentials too low under the shift sets the careful flag. program_id 1 = 0 computes rows, 1 columns.
+    """
+    if tl.program_id(1) == 0:
+        _weigh_side(row_state_ptr, row_state_stride, row_coefficient_ptr, constants_ptr, out_ptr, out_ptr + N + M, N,
+                    smoothing, SMOOTH, BLOCK)  # fmt: skip
+    else:
+        _weigh_side(col_state_ptr, col_state_stride, col_coefficient_ptr, constants_ptr, out_ptr + N,
+                    out_ptr + 2 * N + M, M, smoothing, SMOOTH, BLOCK)  # fmt: skip
+
+
+@triton.jit
+def _join(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """Two quarters side by side, the inverse of `halves`."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, 2 * WIDTH))
+
+
+@triton.jit
+def _store_half(out_mem, out_stride, g, i, col, part_stride, BM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+                TMA: tl.constexpr):  # fmt: skip
+    """Write g [BM, WIDTH] into the strip, which holds whole tiles, as PARTS 16-bit pieces that add up to it."""
+    for part in tl.static_range(PARTS):
+        if TMA:
+            piece = g.to(out_mem.dtype)
+            out_mem.store([part * part_stride + i * BM, col], piece)
+        else:
+            piece = g.to(out_mem.dtype.element_ty)
+            rows = part * part_stride + i * BM + tl.arange(0, BM)
+            at = rows.to(tl.int64)[:, None] * out_stride + (col + tl.arange(0, WIDTH))[None, :]
+            tl.store(out_mem + at, piece)
+        if part + 1 < PARTS:
+            g = g - piece.to(tl.float32)
+
+
+@triton.jit
+def _reciprocal(x, INTERPRETED: tl.constexpr):
+    """1 / x for x from 1 to 4, in one instruction; a general division takes six."""
+    if INTERPRETED:
+        inverse = 1.0 / x
+    else:
+        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f, f", [x], dtype=tl.float32, is_pure=True,
+                                            pack=1)  # fmt: skip
+    return inverse
+
+
+@triton.jit
+def _sum_per_thread(x, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """Partial sums of x as [BM // 32, 8, 4]: one number per thread in the layout that the matrix units return."""
+    left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
+    lanes = tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
+    return tl.sum(tl.sum(tl.reshape(lanes, (2, BM // 32, 2, 8, 4)), 0), 1)
+
+
+@triton.jit
+def _load_vector(ptr, at, n):
+    """One number per row, or column; 0 outside."""
+    return tl.load(ptr + at, mask=at < n, other=0.0)
+
+
+@triton.jit
+def _program_sums(sums_ptr, BM: tl.constexpr):
+    """Addresses of this program's own partial sums, in the layout of `_sum_per_thread`."""
+    group = tl.arange(0, BM // 32)[:, None, None] * 8 + tl.arange(0, 8)[None, :, None]
+    return sums_ptr + tl.program_id(0) * BM + group * 4 + tl.arange(0, 4)[None, None, :]
+
+
+@triton.jit(do_not_specialize=ANY)
+def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_ptr, col_d_ptr, sums_ptr, row_part_ptr,
+             positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D,
+             diagonal, self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride,
+             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
+             RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+             DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
+             LABELS: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, SMOOTH: tl.constexpr,
+             LOSS: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+    """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
+
+    SMOOTH subtracts c and d. SIGMOID writes a_i · σ(x), and −a_i · σ(−x) for pairs of equal label; with LOSS it also
+    writes the sums of `totals`. Where the careful flag is set, the strip is left to `careful_gradient`. Each program
+    adds Σ g · ⟨q, k⟩ of its tiles, or Σ g for SIGMOID, to its own row of `sums` [programs, BM].
+
+    A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
+    spilling them costs more than all else.
+    """
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
+    ids = (row_ids_ptr, col_ids_ptr)
+    labels = (row_labels_ptr, col_labels_ptr)
+    row_tiles = tl.cdiv(N, BM)
+    col_tiles = tl.cdiv(M, BN)
+    factor = tl.load(constants_ptr + FACTOR)
+    shift = tl.load(constants_ptr + SHIFT)
+    tiles = tl.where(tl.load(constants_ptr + CAREFUL) == 0, row_tiles * col_tiles, 0)
+    sums_at = _program_sums(sums_ptr, BM)
+    sums = tl.load(sums_at)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
+        acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA, UPCAST)
+        rows = i * BM + tl.arange(0, BM)
+        a = _load_vector(row_a_ptr, rows, N)[:, None]
+        masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
+        if EPILOGUE == SIGMOID:
+            cols = j * BN + tl.arange(0, BN)
+            t = acc * factor - shift
+            if LABELS:
+                positive = equal_groups(labels, rows, cols, N, M)
+                t = tl.where(positive, -t, t)
+                a = tl.where(positive, -a, a)
+            if IDS:
+                valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+                t = tl.where(valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS), t, -float("inf"))
+            elif masked:
+                t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
+            if LOSS:
+                tl.store(row_part_ptr + j.to(tl.int64) * N + rows, softplus_sum(t, BM, BN), mask=rows < N)
+            # recomputed: the loss's exponential would not fit the registers
+            g = a * _reciprocal(1.0 + tl.math.exp2(t * -1.0), UPCAST)
+            sums += _sum_per_thread(g, BM, BN)
+            left, right = halves(g, BM, BN)
+            _store_half(out_mem, out_stride, left, i, j * BN, part_stride, BM, BN // 2, PARTS, TMA)
+            _store_half(out_mem, out_stride, right, i, j * BN + BN // 2, part_stride, BM, BN // 2, PARTS, TMA)
+        else:
+            WIDTH: tl.constexpr = BN // 4
+            if COLUMNS:
+                # loaded before the quarters, because loads do not overtake stores
+                b = tl.broadcast_to(_load_vector(col_b_ptr, j * BN + tl.arange(0, BN), M)[None, :], (BM, BN))
+            for at in tl.static_range(4):
+                part = quarter(acc, at, BM, BN)
+                cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+                t = part * factor - shift
+                if IDS or SMOOTH:
+                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+                    if IDS:
+                        valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
+                    t = tl.where(valid, t, -float("inf"))
+                elif masked:
+                    t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
+                g = tl.math.exp2(t) * (a + quarter(b, at, BM, BN) if COLUMNS else a)
+                if SMOOTH:
+                    g = g - _load_vector(row_c_ptr, rows, N)[:, None]
+                    if COLUMNS:
+                        g = g - _load_vector(col_d_ptr, cols, M)[None, :]
+                    g = tl.where(valid, g, 0.0)
+                sums += _sum_per_thread(g * part, BM, WIDTH)
+                if at % 2 == 0:
+                    left = g
+                else:
+                    half = j * BN + (at // 2) * (BN // 2)
+                    g = _join(left, g, BM, WIDTH)
+                    _store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
+    tl.store(sums_at, sums)
+
+
+@triton.jit
+def _softmax_positive(among, target, missing, smoothing):
+    """p − (1 − ε) · target of a positive pair, without cancellation as p → 1: see losses/softmax.py."""
+    # exactly 1 for a single positive, even if its logit is rounded otherwise than in the forward
+    among = tl.where(target == 1.0, 1.0, among)
+    return (among - target) - among * missing + smoothing * target
+
+
+@triton.jit
+def _softmax_gradient(x, positive, state_ptr, state_stride, coefficient_ptr, unit, at, inside, smoothing,
+                      axis: tl.constexpr, LABELS: tl.constexpr):  # fmt: skip
+    """One direction's gradient of every pair, by the formula of losses/softmax.py, times `unit`."""
+    coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * unit
+    top = tl.load(state_ptr + STATE_TOP * state_stride + at, mask=inside, other=0.0)
+    inverse = tl.load(state_ptr + INVERSE * state_stride + at, mask=inside, other=0.0)
+    share = tl.load(state_ptr + SHARE * state_stride + at, mask=inside, other=0.0)
+    value = tl.exp(x - tl.expand_dims(top, axis)) * tl.expand_dims(inverse, axis)
+    if LABELS:
+        positive_top = tl.load(state_ptr + STATE_POSITIVE_TOP * state_stride + at, mask=inside, other=0.0)
+        positive_inverse = tl.load(state_ptr + POSITIVE_INVERSE * state_stride + at, mask=inside, other=0.0)
+        missing = tl.load(state_ptr + MISSING * state_stride + at, mask=inside, other=0.0)
+        positive_share = tl.load(state_ptr + POSITIVE_SHARE * state_stride + at, mask=inside, other=0.0)
+        among = tl.exp(x - tl.expand_dims(positive_top, axis)) * tl.expand_dims(positive_inverse, axis)
+        target = tl.expand_dims(positive_share, axis)
+        value = tl.where(positive, _softmax_positive(among, target, tl.expand_dims(missing, axis), smoothing), value)
+    return (value - tl.expand_dims(share * smoothing, axis)) * tl.expand_dims(coefficient, axis)
+
+
+@triton.jit(do_not_specialize=ANY)
+def careful_gradient(q_mem, k_mem, out_mem, constants_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
+                     col_coefficient_ptr, row_state_stride, col_state_stride, sums_ptr, positives_ptr, row_ids_ptr,
+                     col_ids_ptr, row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, self_diagonal,
+                     positives, positives_stride, positives_start, part_stride, out_stride, smoothing, BM: tl.constexpr,
+                     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                     PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr,
+                     SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
+                     COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The careful form of `gradient`: an exponential per direction, and positives by label."""
+    tl.static_assert(EPILOGUE == SOFTMAX)
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
+    ids = (row_ids_ptr, col_ids_ptr)
+    labels = (row_labels_ptr, col_labels_ptr)
+    row_tiles = tl.cdiv(N, BM)
+    col_tiles = tl.cdiv(M, BN)
+    factor = tl.load(constants_ptr + FACTOR)
+    unit = tl.load(constants_ptr + UNIT)
+    tiles = tl.where(tl.load(constants_ptr + CAREFUL) != 0, row_tiles * col_tiles, 0)
+    sums_at = _program_sums(sums_ptr, BM)
+    sums = tl.load(sums_at)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
+        acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA, UPCAST)
+        rows = i * BM + tl.arange(0, BM)
+        WIDTH: tl.constexpr = BN // 4
+        for at in tl.static_range(4):
+            part = quarter(acc, at, BM, BN)
+            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+            x = part * factor * LN2
+            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+            positive = valid
+            if LABELS:
+                positive = valid & equal_groups(labels, rows, cols, N, M)
+            g = _softmax_gradient(x, positive, row_state_ptr, row_state_stride, row_coefficient_ptr, unit, rows,
+                                  rows < N, smoothing, 1, LABELS)  # fmt: skip
+            if COLUMNS:
+                g += _softmax_gradient(x, positive, col_state_ptr, col_state_stride, col_coefficient_ptr, unit, cols,
+                                       cols < M, smoothing, 0, LABELS)  # fmt: skip
+            if IDS:
+                valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
+            g = tl.where(valid, g, 0.0)
+            sums += _sum_per_thread(g * part, BM, WIDTH)
+            if at % 2 == 0:
+                left = g
+            else:
+                half = j * BN + (at // 2) * (BN // 2)
+                g = _join(left, g, BM, WIDTH)
+                _store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
+    tl.store(sums_at, sums)
+
+
+@triton.jit
+def _direction_gradient(x, state_ptr, stride, coefficient_ptr, at, exists, smoothing):
+    """One direction's gradient of the positives."""
+    top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=exists, other=0.0)
+    inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=exists, other=0.0)
+    missing = tl.load(state_ptr + MISSING * stride + at, mask=exists, other=0.0)
+    target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=exists, other=0.0)
+    share = tl.load(state_ptr + SHARE * stride + at, mask=exists, other=0.0)
+    value = _softmax_positive(tl.exp(x - top) * inverse, target, missing, smoothing) - share * smoothing
+    return value * tl.load(coefficient_ptr + at, mask=exists, other=0.0)
+
+
+@triton.jit
+def _add_product(out_ptr, out_stride, to, x_ptr, source, row_stride, stride, g, exists, D, BLOCK: tl.constexpr):
+    """out[to] += g · x[source], row by row."""
+    for step in range(0, D, BLOCK):
+        at = step + tl.arange(0, BLOCK)
+        inside = exists[:, None] & (at < D)[None, :]
+        x = tl.load(x_ptr + source.to(tl.int64)[:, None] * row_stride + at.to(tl.int64)[None, :] * stride, mask=inside,
+                    other=0.0)  # fmt: skip
+        out = out_ptr + to.to(tl.int64)[:, None] * out_stride + at[None, :]
+        tl.store(out, tl.load(out, mask=inside, other=0.0) + g[:, None] * x.to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=ANY)
+def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
+                       col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, N, M, D, diagonal, self_diagonal, per_row,
+                       q_row_stride, q_stride, k_row_stride, k_stride, row_state_stride, col_state_stride, u_stride,
+                       v_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
+                       EPILOGUE: tl.constexpr, U: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
+                       BLOCK: tl.constexpr):  # fmt: skip
+    """Write g [N, per_row], the gradient of the positives, and g · ⟨q, k⟩. Add g · k to u and, on the diagonal, g · q
+    to v.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for p in range(per_row):
+        col, exists = positive_column(row, p, columns_ptr, diagonal, self_diagonal, N, M, per_row, DIAGONAL, SELF)
+        inner = inner_product(q_ptr, k_ptr, row, col, exists, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS,
+                              BLOCK)  # fmt: skip
+        x = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
+        if EPILOGUE == SIGMOID:
+            g = -tl.load(row_coefficient_ptr + row, mask=exists, other=0.0) / (1.0 + tl.exp(x))
+        else:
+            tl.static_assert(EPILOGUE == SOFTMAX)
+            g = _direction_gradient(x, row_state_ptr, row_state_stride, row_coefficient_ptr, row, exists, smoothing)
+            if COLUMNS:
+                g += _direction_gradient(x, col_state_ptr, col_state_stride, col_coefficient_ptr, col, exists,
+                                         smoothing)  # fmt: skip
+        g = tl.where(exists, g, 0.0)
+        at = row.to(tl.int64) * per_row + p
+        tl.store(g_ptr + at, g, mask=row < N)
+        tl.store(inner_ptr + at, g * inner, mask=row < N)
+        if U:
+            _add_product(u_ptr, u_stride, row, k_ptr, col, k_row_stride, k_stride, g, exists, D, BLOCK)
+        if V:
+            _add_product(v_ptr, v_stride, col, q_ptr, row, q_row_stride, q_stride, g, exists, D, BLOCK)
+
+
+@triton.jit(do_not_specialize=ANY)
+def add_pairs(out_ptr, out_stride, x_ptr, row_stride, feature_stride, starts_ptr, sources_ptr, values_ptr, D,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """out[r] += Σ values[s] · x[sources[s]] over s = starts[r] ... starts[r + 1] − 1, in that order."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts_ptr + row)
+    stop = tl.load(starts_ptr + row + 1)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < D
+    if stop > start:
+        total = tl.load(out_ptr + row * out_stride + at, mask=inside, other=0.0)
+        for s in range(start, stop):
+            source = tl.load(sources_ptr + s).to(tl.int64)
+            value = tl.load(values_ptr + s)
+            x = tl.load(x_ptr + source * row_stride + at.to(tl.int64) * feature_stride, mask=inside, other=0.0)
+            total += value * x.to(tl.float32)
+        tl.store(out_ptr + row * out_stride + at, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=ANY)
+def scaled(total_ptr, out_ptr, scale_ptr, times_ptr, n, D, total_stride, out_stride, TIMES: tl.constexpr,
+           ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out = total · scale · times, in the type of out."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    factor = tl.load(scale_ptr)
+    if TIMES:
+        factor *= tl.load(times_ptr)
+    row = rows.to(tl.int64)[:, None]
+    for step in range(0, D, BLOCK):
+        cols = step + tl.arange(0, BLOCK)
+        inside = (rows < n)[:, None] & (cols < D)[None, :]
+        total = tl.load(total_ptr + row * total_stride + cols[None, :], mask=inside, other=0.0)
+        scaled = (total * factor).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * out_stride + cols[None, :], scaled, mask=inside)

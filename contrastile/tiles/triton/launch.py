@@ -1,0 +1,372 @@
+"""Everything that goes to the device: one function per kernel, tensors in, a launch out.
+
+Between `plan.py`, whose values are the kernels' arguments, and `backend.py`, which knows the order of the passes. No
+function waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from contrastile.tiles.triton import backward, forward, reductions
+from contrastile.tiles.triton.epilogue import LABEL_CHANNELS, Epilogue
+from contrastile.tiles.triton.plan import (
+    ALIGNMENT,
+    Block,
+    Operand,
+    Pair,
+    Positives,
+    Shape,
+    interpreting,
+    is_readable,
+    most_programs,
+    padded,
+    shape_for,
+    tiles_of,
+)
+
+# rows of one program, and tiles added at once, in kernels along one dimension
+BLOCK, TILES = 128, 16
+# rows of one program that reads features, `BLOCK` features at a time
+ROWS = 16
+# partial norms that are read at once
+NORMS = 1024
+# constants of a block; rows that `finish` writes: the state, then each row's loss and its weight
+CONSTANTS, STATE, WEIGHT, FINISHED = 7, 7, 8, 9
+# products of fp16 have more bits than those of bf16, and lose more to truncation
+TRUNCATION_FLOAT16 = 1.25
+# each direction's factor of a pair's exponential [n], and the part that smoothing subtracts [n]
+Weights = list[tuple[Tensor, Tensor]]
+
+
+def on(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which launches go to this device."""
+    other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if other else nullcontext()
+
+
+class _Kernel:
+    """A kernel's arguments by name, and its compiled forms."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.names: list[str] = kernel.arg_names
+        parameters = {parameter.name: parameter for parameter in kernel.params}
+        index = {name: position for position, name in enumerate(self.names)}
+        memory = [name for name in self.names if name.endswith(("_ptr", "_mem"))]
+        self.memory = [index[name] for name in memory]
+        self.constants = [index[name] for name in self.names if parameters[name].is_constexpr]
+        numbers = [name for name in self.names if name not in memory and not parameters[name].is_constexpr]
+        # compiled once for all values up to 32 bits
+        self.general = [index[name] for name in numbers if parameters[name].do_not_specialize]
+        self.specialized = [index[name] for name in numbers if not parameters[name].do_not_specialize]
+        self.compiled: dict[Any, Any] = {}
+
+    def signature(self, given: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+        """All that Triton specializes on, and the arguments in their order, tensors as addresses."""
+        arguments = [given[name] for name in self.names]
+        kinds = [arguments[index] for index in self.constants]
+        for index in self.specialized:
+            value = arguments[index]
+            kinds.append((value == 1, value % ALIGNMENT == 0, value < 2**31))
+        large = [index for index in self.general if not -(2**31) <= arguments[index] < 2**31]
+        unaligned = []
+        for index in self.memory:
+            value = arguments[index]
+            if type(value) is TensorDescriptor:
+                kinds.append(value.base.dtype)
+            else:
+                kinds.append(value.dtype)
+                arguments[index] = address = value.data_ptr()
+                if address % ALIGNMENT:
+                    unaligned.append(index)
+        if large or unaligned:
+            kinds += (*large, None, *unaligned)
+        return kinds, arguments
+
+
+_kernels: dict[int, _Kernel] = {}
+
+
+def run(kernel: Any, grid: tuple[int, ...], *, warps: int = 4, stages: int = 3, **given: Any) -> None:
+    """Launch a kernel with those of the given arguments that it has.
+
+    Triton's own dispatch of a compiled kernel takes longer than many of these kernels run, so it is used once for each
+    signature.
+    """
+    if interpreting():
+        kernel[grid](**{name: given[name] for name in kernel.arg_names})
+        return
+    known = _kernels.get(id(kernel))
+    if known is None:
+        known = _kernels[id(kernel)] = _Kernel(kernel)
+    kinds, arguments = known.signature(given)
+    key = (torch.cuda.current_device(), warps, stages, *kinds)
+    compiled = known.compiled.get(key)
+    if compiled is None:
+        chosen = {name: given[name] for name in known.names}
+        known.compiled[key] = kernel[grid](**chosen, num_warps=warps, num_stages=stages)
+    else:
+        compiled[(*grid, 1, 1)[:3]](*arguments)
+
+
+def operand(x: Tensor, parts: int, shape: Shape) -> Operand:
+    """x [n, D] itself where the kernels can read it, else a copy in pieces."""
+    if is_readable(x):
+        return Operand(x, x.shape[1], 1)
+    n, D = x.shape
+    width = padded(D, shape)
+    dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+    data = torch.empty(n, parts * width, dtype=dtype, device=x.device)
+    run(
+        reductions.split_features, (tiles_of(n, ROWS), tiles_of(width, BLOCK)), x_ptr=x, out_ptr=data, n=n, D=D,
+        row_stride=x.stride(0), feature_stride=x.stride(1), width=width, PARTS=parts, ROWS=ROWS, BLOCK=BLOCK,
+    )  # fmt: skip
+    return Operand(data, width, parts)
+
+
+def _features(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Features of any strides, as the kernels along one dimension read them."""
+    return {
+        "q_ptr": q, "k_ptr": k, "D": q.shape[1], "q_row_stride": q.stride(0), "q_stride": q.stride(1),
+        "k_row_stride": k.stride(0), "k_stride": k.stride(1), "ROWS": ROWS, "BLOCK": BLOCK,
+    }  # fmt: skip
+
+
+def block_constants(
+    q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, epilogue: Epilogue, *, careful: bool = False
+) -> Tensor:
+    """The constants of x = scale · ⟨q, k⟩ + bias, as `forward.py` numbers them; `careful` sets the flag at once."""
+    N, M = len(q), len(k)
+    q_blocks, k_blocks = tiles_of(N, ROWS), tiles_of(M, ROWS)
+    blocks = q_blocks + k_blocks
+    largest = torch.empty(2, blocks, dtype=torch.float32, device=q.device)
+    run(
+        reductions.norms, (blocks,), out_ptr=largest, N=N, M=M, q_blocks=q_blocks, blocks=blocks, **_features(q, k),
+    )  # fmt: skip
+    out = torch.empty(CONSTANTS, dtype=torch.float32, device=q.device)
+    run(
+        reductions.block_constants, (1,), norms_ptr=largest, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
+        out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), careful=int(careful),
+        BIASED=bias is not None, EPILOGUE=epilogue.code, BLOCK=NORMS,
+    )  # fmt: skip
+    return out
+
+
+def truncation(q: Tensor) -> float:
+    """The mean share of a product that the matrix units lose."""
+    share = shape_for(q.device).truncation * q.shape[1]
+    return share * (TRUNCATION_FLOAT16 if q.dtype == torch.float16 else 1.0)
+
+
+def sums(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue, *, careful: bool = False) -> None:
+    """Write the tiles' sums to the parts: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M].
+
+    careful: maxima and sums instead, and with labels all 8 statistics, where the flag is set.
+    """
+    kernel = forward.maxima if careful else forward.totals
+    run(
+        kernel, pair.programs, constants_ptr=constants, row_part_ptr=parts[0], col_part_ptr=parts[-1],
+        COLUMNS=len(parts) == 2, FLATTEN=pair.flattened, **epilogue.flags, **pair.arguments,
+    )  # fmt: skip
+
+
+def merge_sums(
+    parts: Sequence[Tensor],
+    stats: Sequence[Tensor],
+    constants: Tensor,
+    epilogue: Epilogue,
+    first: Sequence[bool] = (True, True),
+    last: Sequence[bool] = (True, True),
+    *,
+    careful: bool = False,
+) -> None:
+    """Merge the tiles' sums [channels, tiles, n] into the statistics [K, n] of each side, in a fixed order.
+
+    first: replace what the statistics hold. last: low sums set the careful flag. careful: merge maxima and sums, where
+    the flag is set.
+    """
+    (channels, col_tiles, N), (_, row_tiles, M), col = parts[0].shape, parts[-1].shape, len(parts) - 1
+    blocks = tiles_of(max(N, M), BLOCK)
+    kernel = reductions.merge_maxima if careful else reductions.merge_sums
+    run(
+        kernel, (blocks, len(parts)), constants_ptr=constants, row_stride=stats[0].stride(0),
+        col_stride=stats[col].stride(0), N=N, M=M, row_tiles=row_tiles, col_tiles=col_tiles, row_first=int(first[0]),
+        col_first=int(first[col]), row_last=int(last[0]), col_last=int(last[col]), LABELS=channels == LABEL_CHANNELS,
+        row_part_ptr=parts[0], col_part_ptr=parts[-1], row_stats_ptr=stats[0], col_stats_ptr=stats[col], BLOCK=BLOCK,
+        TILES=TILES, **epilogue.flags,
+    )  # fmt: skip
+
+
+def merge_parts(stats: Tensor, parts: Tensor, epilogue: Epilogue) -> None:
+    """Merge parts [P, K, n] of statistics, in order, into those [K, n] of the same rows."""
+    P, _, n = parts.shape
+    if epilogue.pairwise:
+        stats.add_(parts[0] if P == 1 else parts.sum(0))
+    elif n:
+        part_stride, row_stride, col_stride = parts.stride()
+        run(
+            reductions.merge_parts, (tiles_of(n, BLOCK), 2), stats_ptr=stats, stats_row_stride=stats.stride(0),
+            stats_stride=stats.stride(1), part_ptr=parts, part_stride=part_stride, part_row_stride=row_stride,
+            part_col_stride=col_stride, parts=P, n=n, BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+def _directions(block: Block, epilogue: Epilogue) -> dict[str, Any]:
+    """Constants, states and coefficients of a block in the backward."""
+    (row_state, row_coefficient), (col_state, col_coefficient) = block.directions[0], block.directions[-1]
+    return {
+        "row_state_ptr": row_state, "row_state_stride": row_state.stride(0), "row_coefficient_ptr": row_coefficient,
+        "col_state_ptr": col_state, "col_state_stride": col_state.stride(0), "col_coefficient_ptr": col_coefficient,
+        "constants_ptr": block.constants, "COLUMNS": block.loss.symmetric, "smoothing": epilogue.label_smoothing,
+        **epilogue.flags,
+    }  # fmt: skip
+
+
+def direction_weights(block: Block, epilogue: Epilogue) -> Weights:
+    """Each direction's vectors for `gradient`, times the unit; sets the flag where the careful form is needed."""
+    lengths = [len(coefficient) for _, coefficient in block.directions]
+    (N, M), n = ((*lengths, 0)[:2]), sum(lengths)
+    out = block.constants.new_empty(2 if epilogue.smooth else 1, n)
+    run(
+        backward.direction_weights, (tiles_of(max(lengths), BLOCK), len(lengths)), N=N, M=M, out_ptr=out, BLOCK=BLOCK,
+        **_directions(block, epilogue),
+    )  # fmt: skip
+    weights = out[0].split(lengths)
+    # without smoothing the kernel does not read the second vector
+    spreads = out[-1].split(lengths) if epilogue.smooth else weights
+    return list(zip(weights, spreads, strict=True))
+
+
+def new_sums(device: torch.device) -> Tensor:
+    """Zeros, to which each program of a gradient kernel adds its own sums."""
+    return torch.zeros(most_programs(device), shape_for(device).rows, device=device)
+
+
+def _strip(strip: Tensor, sums: Tensor, parts: int) -> dict[str, Any]:
+    shape = shape_for(strip.device)
+    memory = TensorDescriptor.from_tensor(strip, [shape.rows, shape.cols // 2]) if shape.tma else strip
+    return {
+        "out_mem": memory, "out_stride": strip.stride(0), "part_stride": strip.shape[0] // parts, "PARTS": parts,
+        "sums_ptr": sums,
+    }  # fmt: skip
+
+
+def gradient(
+    pair: Pair,
+    constants: Tensor,
+    weights: Weights,
+    strip: Tensor,
+    sums: Tensor,
+    epilogue: Epilogue,
+    row_part: Tensor | None = None,
+) -> None:
+    """Write the gradient of the valid pairs into the strip, and add Σ g · ⟨q, k⟩, or Σ g, to `sums`.
+
+    weights: the vectors of each direction. row_part: also write the sums of `totals`, for a pairwise loss.
+    """
+    (a, c), (b, d) = weights[0], weights[-1]
+    run(
+        backward.gradient, pair.programs, constants_ptr=constants, row_a_ptr=a, row_c_ptr=c, col_b_ptr=b, col_d_ptr=d,
+        row_part_ptr=constants if row_part is None else row_part, COLUMNS=len(weights) == 2, LOSS=row_part is not None,
+        FLATTEN=pair.flattened, **epilogue.flags, **_strip(strip, sums, pair.q.parts), **pair.arguments,
+    )  # fmt: skip
+
+
+def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor, epilogue: Epilogue) -> None:
+    """The careful form, where the flag is set."""
+    given = _directions(block, epilogue) | _strip(strip, sums, pair.q.parts)
+    run(backward.careful_gradient, pair.programs, **given, **pair.arguments)
+
+
+def _positives(block: Block, positives: Positives) -> dict[str, Any]:
+    """The positives known by position, and the features."""
+    columns = positives.columns
+    return _features(block.rows.features, block.cols.features) | {
+        "columns_ptr": block.constants if columns is None else columns, "per_row": positives.per_row,
+        "N": len(block.rows), "M": len(block.cols), "diagonal": positives.diagonal or 0, "DIAGONAL": columns is None,
+        "self_diagonal": block.self_diagonal or 0, "SELF": block.self_diagonal is not None,
+    }  # fmt: skip
+
+
+def positive_totals(block: Block, positives: Positives, stats: Sequence[Tensor], epilogue: Epilogue) -> None:
+    """Write the positives known by position into the statistics, which hold all other pairs."""
+    run(
+        reductions.positive_totals, (tiles_of(len(block.rows), ROWS),), constants_ptr=block.constants,
+        row_stats_ptr=stats[0], row_stats_stride=stats[0].stride(0), col_stats_ptr=stats[-1],
+        col_stats_stride=stats[-1].stride(0), COLUMNS=len(stats) == 2, **epilogue.flags, **_positives(block, positives),
+    )  # fmt: skip
+
+
+def positive_gradients(
+    block: Block, positives: Positives, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
+) -> tuple[Tensor, Tensor]:
+    """The positives' gradient g [N, P], and g · ⟨q, k⟩; adds g · k to u and, on the diagonal, g · q to v."""
+    N = len(block.rows)
+    g_NP, inner_NP = block.constants.new_empty(2, N, positives.per_row)
+    run(
+        backward.positive_gradients, (tiles_of(N, ROWS),), u_ptr=g_NP if u is None else u,
+        u_stride=0 if u is None else u.stride(0), v_ptr=g_NP if v is None else v,
+        v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, inner_ptr=inner_NP, U=u is not None,
+        V=v is not None and positives.columns is None, **_directions(block, epilogue), **_positives(block, positives),
+    )  # fmt: skip
+    return g_NP, inner_NP
+
+
+def add_pairs(total: Tensor, x: Tensor, starts: Tensor, sources: Tensor, values: Tensor) -> None:
+    """total[r] += Σ values[s] · x[sources[s]] over s = starts[r] ... starts[r + 1] − 1, in that order."""
+    n, D = total.shape
+    block = min(1024, triton.next_power_of_2(D))
+    run(
+        backward.add_pairs, (n, tiles_of(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
+        row_stride=x.stride(0), feature_stride=x.stride(1), starts_ptr=starts, sources_ptr=sources, values_ptr=values,
+        D=D, BLOCK=block,
+    )  # fmt: skip
+
+
+def finish(
+    stats: Sequence[Tensor],
+    weights: Tensor | None,
+    constants: Tensor,
+    total: Callable[[Tensor], Tensor],
+    epilogue: Epilogue,
+    *,
+    mean: bool,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The loss, and each direction's state [S, n] and ∂loss/∂(each row's loss) [n], from its statistics [K, n].
+
+    total: sums a small tensor over all ranks.
+    """
+    lengths = [side.shape[1] for side in stats]
+    (N, M), sides, n = ((*lengths, 0)[:2]), len(stats), sum(lengths)
+    blocks = tiles_of(max(lengths), BLOCK)
+    out, sums = constants.new_empty(FINISHED, n), constants.new_empty(2 * sides + 2, blocks)
+    run(
+        reductions.finish, (blocks, sides), row_stats_ptr=stats[0], row_stats_stride=stats[0].stride(0), N=N,
+        col_stats_ptr=stats[-1], col_stats_stride=stats[-1].stride(0), M=M, constants_ptr=constants, out_ptr=out,
+        weights_ptr=constants if weights is None else weights, sums_ptr=sums, blocks=blocks, BLOCK=BLOCK,
+        smoothing=epilogue.label_smoothing, WEIGHTS=weights is not None, **epilogue.flags,
+    )  # fmt: skip
+    value, coefficients = constants.new_empty(()), constants.new_empty(n)
+    # at least one program: a rank without rows has a value too
+    run(
+        reductions.coefficients, (max(tiles_of(n, BLOCK), 1),), weight_ptr=out[WEIGHT], totals_ptr=total(sums.sum(1)),
+        out_ptr=coefficients, value_ptr=value, N=N, n=n, MEAN=mean, SIDES=sides, BLOCK=BLOCK,
+    )  # fmt: skip
+    return value, list(out[:STATE].split(lengths, 1)), list(coefficients.split(lengths))
+
+
+def scaled(total: Tensor, scale: Tensor, times: Tensor | None, out: Tensor) -> None:
+    """Write total · scale (· times) to `out`, in its type."""
+    n, D = total.shape
+    run(
+        backward.scaled, (tiles_of(n, ROWS),), total_ptr=total, out_ptr=out, scale_ptr=scale,
+        times_ptr=scale if times is None else times, n=n, D=D, total_stride=total.stride(0), out_stride=out.stride(0),
+        TIMES=times is not None, ROWS=ROWS, BLOCK=BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,432 @@
+"""The cut of a block into super-tiles, and the operands that the kernels read and write: decided without a launch.
+
+Below `launch.py`, which hands these values to kernels, and `backend.py`, which loops over the super-tiles. From small
+to large: the shape of a tile on each chip; operands, masks and the strip of a super-tile; the bytes that each pass
+takes, held against the workspace; ids, labels and positives of a whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from contrastile.losses.base import PairLoss, Shard
+from contrastile.tiles.triton.epilogue import LABEL_CHANNELS, Epilogue
+from contrastile.tiles.triton.forward import UNROLLED
+
+# address and rows of a tensor descriptor are multiples of so many bytes
+ALIGNMENT = 16
+# row tiles that are computed together, so that the columns' features stay in the cache
+GROUP = 16
+# programs of an interpreted kernel
+PROGRAMS_INTERPRETED = 3
+# 16-bit pieces of a float32 number, by the precision of torch's float32 products
+PIECES_FLOAT32 = {"bf16": 1, "tf32": 2, "ieee": 3, "none": 3}
+# 16-bit pieces of each type that has kernels
+PIECES: dict[torch.dtype, Callable[[], int]] = {
+    torch.bfloat16: lambda: 1,
+    torch.float16: lambda: 1,
+    torch.float32: lambda: PIECES_FLOAT32[torch.backends.cuda.matmul.fp32_precision],
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tiles on a chip: rows × cols pairs, `depth` features at a time."""
+
+    rows: int = 128
+    cols: int = 128
+    depth: int = 64
+    warps: int = 4
+    stages: int = 3
+    # programs per multiprocessor: the epilogue of one overlaps the products of the other
+    programs: int = 2
+    # tiles and features are one loop, so that the next tile's loads overlap the epilogue
+    flatten: bool = True
+    # the copy engine (TMA) moves tiles to shared memory
+    tma: bool = True
+    # relative error of a product per feature: the matrix units truncate their running sums. 0 where not measured
+    truncation: float = 0.0
+
+
+# by compute capability; shared memory limits the stages (99 KiB per block on 8.6, 8.9 and 12.0)
+SHAPES = {
+    80: Shape(warps=8, stages=4, programs=1, flatten=False, tma=False),
+    86: Shape(warps=8, programs=1, flatten=False, tma=False),
+    89: Shape(warps=8, programs=1, flatten=False, tma=False),
+    90: Shape(truncation=2.0**-30),
+    100: Shape(flatten=False),
+    120: Shape(warps=8, depth=32, programs=1, flatten=False),
+}
+# small, so that tests have several tiles
+SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32)
+
+
+@cache
+def interpreting() -> bool:
+    """True if Triton runs kernels on the CPU, one program after the other; fixed when kernels are first imported."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def shape_for(device: torch.device) -> Shape:
+    """The shape of tiles on this device: that of the newest known chip that is not newer."""
+    if interpreting():
+        return SHAPE_INTERPRETED
+    return SHAPES[max(known for known in SHAPES if known <= _capability(device))]
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def most_programs(device: torch.device, reserved: int = 0) -> int:
+    """Programs of the tile kernels that the device runs at once, with `reserved` multiprocessors left to others."""
+    if interpreting():
+        return max(1, PROGRAMS_INTERPRETED - reserved)
+    return shape_for(device).programs * max(1, _multiprocessors(device) - reserved)
+
+
+def tiles_of(n: int, side: int) -> int:
+    """Number of tiles of `side` that cover n; Triton's own cdiv takes longer than some kernels."""
+    return -(-n // side)
+
+
+def padded(features: int, shape: Shape) -> int:
+    """Features of a piece: whole steps of the kernels' loop."""
+    return tiles_of(features, shape.depth) * shape.depth
+
+
+def piece_products(parts: int) -> list[tuple[int, int]]:
+    """The pairs of pieces that are multiplied, the smallest products first: they are added before the sum is large.
+
+    Each piece of a number is 2⁻⁸ of the piece before, so only pairs whose indices add up to less than `parts` matter.
+    """
+    return [(left, order - left) for order in reversed(range(parts)) for left in range(order + 1)]
+
+
+def coded(pieces: list[int]) -> int:
+    """The indices of pieces in two bits each, as the kernels read LEFT and RIGHT."""
+    return sum(piece << (2 * position) for position, piece in enumerate(pieces))
+
+
+def is_readable(x: Tensor) -> bool:
+    """True if the kernels can read x without a copy."""
+    size = x.element_size()
+    aligned = x.stride(1) == 1 and x.stride(0) * size % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
+    return size == 2 and aligned and x.stride(0) >= x.shape[1]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Features [n, parts · width] in 16 bits (float32 pieces where interpreted), the pieces side by side."""
+
+    data: Tensor
+    width: int
+    parts: int
+
+    def __len__(self) -> int:
+        return self.data.shape[0]
+
+    def piece(self, part: int, features: int) -> Tensor:
+        if self.parts == 1 and features == self.width:
+            return self.data
+        return self.data[:, part * self.width : part * self.width + features]
+
+    def memory(self, rows: int, shape: Shape) -> Tensor | TensorDescriptor:
+        """The argument of a kernel that reads `rows` rows at a time."""
+        return TensorDescriptor.from_tensor(self.data, [rows, shape.depth]) if shape.tma else self.data
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Pairs of a super-tile that are excluded from its sums, and pairs that are positive by label.
+
+    diagonal, self_diagonal: row i excludes column i + diagonal, and column i + self_diagonal.
+    positives: [N, P] columns that each row excludes, counted so that the super-tile's first is `positives_start`.
+    ids: pairs of equal ids are excluded. labels: pairs of equal labels are positive. Both as (of rows, of columns).
+    """
+
+    diagonal: int | None = None
+    self_diagonal: int | None = None
+    positives: Tensor | None = None
+    positives_start: int = 0
+    ids: tuple[Tensor, Tensor] | None = None
+    labels: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def per_row(self) -> int:
+        return 0 if self.positives is None else self.positives.shape[1]
+
+    def arguments(self, unused: Tensor) -> dict[str, Any]:
+        row_ids, col_ids = self.ids or (unused, unused)
+        row_labels, col_labels = self.labels or (unused, unused)
+        return {
+            "diagonal": self.diagonal or 0, "self_diagonal": self.self_diagonal or 0, "positives": self.per_row,
+            "positives_ptr": unused if self.positives is None else self.positives,
+            "positives_stride": 0 if self.positives is None else self.positives.stride(0),
+            "positives_start": self.positives_start, "row_ids_ptr": row_ids, "col_ids_ptr": col_ids,
+            "row_labels_ptr": row_labels, "col_labels_ptr": col_labels, "DIAGONAL": self.diagonal is not None,
+            "SELF": self.self_diagonal is not None, "POSITIVES": min(self.per_row, UNROLLED.value + 1),
+            "IDS": self.ids is not None, "LABELS": self.labels is not None,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Operands and masks of a super-tile: the arguments that all tile kernels share."""
+
+    q: Operand
+    k: Operand
+    masks: Masks
+    # multiprocessors left to others
+    reserved: int = 0
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        q, k = self.q, self.k
+        shape, pairs = shape_for(q.data.device), piece_products(q.parts)
+        return self.masks.arguments(q.data) | {
+            "q_mem": q.memory(shape.rows, shape), "k_mem": k.memory(shape.cols, shape), "q_stride": q.data.stride(0),
+            "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
+            "BK": shape.depth, "GROUP": GROUP, "LEFT": coded([left for left, _ in pairs]),
+            "RIGHT": coded([right for _, right in pairs]), "PRODUCTS": len(pairs), "TMA": shape.tma,
+            "UPCAST": interpreting(), "warps": shape.warps, "stages": shape.stages,
+        }  # fmt: skip
+
+    @property
+    def flattened(self) -> bool:
+        """True if features and tiles are one loop: only where no loop over positives is inside."""
+        return shape_for(self.q.data.device).flatten and self.masks.per_row <= UNROLLED.value
+
+    @cached_property
+    def programs(self) -> tuple[int]:
+        """The grid: as many programs as the device runs at once, each of which computes one tile after the other."""
+        device = self.q.data.device
+        shape = shape_for(device)
+        tiles = tiles_of(len(self.q), shape.rows) * tiles_of(len(self.k), shape.cols)
+        return (min(most_programs(device, self.reserved), tiles),)
+
+    def new_strip(self) -> Tensor:
+        """Memory for the gradient: the pieces below each other, in whole tiles."""
+        shape = shape_for(self.q.data.device)
+        return self.q.data.new_empty(_strip_shape(len(self.q), len(self.k), self.q.parts, shape))
+
+    def strip_pieces(self, strip: Tensor) -> list[Tensor]:
+        """The strip's pieces, as matrices [N, M]."""
+        N, M = len(self.q), len(self.k)
+        if self.q.parts == 1 and strip.shape == (N, M):
+            return [strip]
+        return [piece[:N, :M] for piece in strip.chunk(self.q.parts)]
+
+
+def _strip_shape(N: int, M: int, parts: int, shape: Shape) -> tuple[int, int]:
+    """Whole tiles, so that a tile written beyond its piece's last row meets no other piece."""
+    return parts * tiles_of(N, shape.rows) * shape.rows, tiles_of(M, shape.cols) * shape.cols
+
+
+# bytes of a super-tile of height × width, D features in a dtype; D is 0 where features need no copy
+Cost = Callable[[int, int, int, torch.dtype], int]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that each pass over a super-tile takes, and the largest super-tile within the workspace."""
+
+    loss: PairLoss
+    epilogue: Epilogue
+    device: torch.device
+    # bytes
+    workspace: int
+
+    def forward(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
+        """The tiles' numbers, and the operands' pieces."""
+        numbers = self._partial(height, width, self.epilogue.careful_channels)
+        return numbers + self._operands(height, width, D, dtype)
+
+    def labels(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
+        """The same for positives by label."""
+        return self._partial(height, width, LABEL_CHANNELS) + self._operands(height, width, D, dtype)
+
+    def backward(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
+        """The strip, the sums of a loss computed in the same sweep, and the operands' pieces."""
+        rows, cols = _strip_shape(height, width, PIECES[dtype](), shape_for(self.device))
+        sums = self._partial(height, width, self.epilogue.channels) if self.epilogue.pairwise else 0
+        return 2 * rows * cols + sums + self._operands(height, width, D, dtype)
+
+    def super_tiles(self, block: Block, cost: Cost) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of each super-tile of a block, row by row."""
+        q, k = block.rows.features, block.cols.features
+        N, M, copied = len(q), len(k), not (is_readable(q) and is_readable(k))
+        height, width = self._largest(N, M, q.shape[1] if copied else 0, q.dtype, cost)
+        for i in range(0, N, height):
+            for j in range(0, M, width):
+                yield slice(i, min(i + height, N)), slice(j, min(j + width, M))
+
+    def most_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
+        """The bytes of the largest pass over a block, with features copied or not."""
+        passes = [(cost, copied) for cost in (self.forward, self.labels, self.backward) for copied in (0, D)]
+        return max(cost(*self._largest(N, M, copied, dtype, cost), copied, dtype) for cost, copied in passes)
+
+    def _largest(self, N: int, M: int, D: int, dtype: torch.dtype, cost: Cost) -> tuple[int, int]:
+        """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
+        shape = shape_for(self.device)
+        height, width = N, M
+        while cost(height, width, D, dtype) > self.workspace and max(height, width) > shape.rows:
+            if height >= width:
+                height = tiles_of(height, 2 * shape.rows) * shape.rows
+            else:
+                width = tiles_of(width, 2 * shape.cols) * shape.cols
+        return height, width
+
+    def _partial(self, height: int, width: int, channels: int) -> int:
+        shape = shape_for(self.device)
+        numbers = tiles_of(width, shape.cols) * height + self.loss.symmetric * tiles_of(height, shape.rows) * width
+        return 4 * channels * numbers
+
+    def _operands(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
+        return 2 * (height + width) * PIECES[dtype]() * padded(D, shape_for(self.device))
+
+
+@dataclass(frozen=True)
+class Positives:
+    """Positives known by position: columns [N, P] of the block, −1 pads, or the diagonal's first column."""
+
+    columns: Tensor | None
+    diagonal: int | None
+
+    @property
+    def per_row(self) -> int:
+        return 1 if self.columns is None else self.columns.shape[1]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows and columns as the kernels read them, and how `loss` sees them."""
+
+    rows: Shard
+    cols: Shard
+    # see forward.py
+    constants: Tensor
+    loss: PairLoss
+
+    @cached_property
+    def directions(self) -> list[tuple[Tensor, Tensor]]:
+        """State and coefficient of the rows and, if symmetric, of the columns."""
+        found = []
+        for side in (self.rows, self.cols)[: 1 + self.loss.symmetric]:
+            assert side.state is not None
+            assert side.coefficient is not None
+            found.append((side.state, side.coefficient))
+        return found
+
+    @property
+    def self_diagonal(self) -> int | None:
+        """The column that is the same example as the first row, if such pairs do not count."""
+        return self.rows.start - self.cols.start if self.loss.exclude_self else None
+
+    @property
+    def masks(self) -> Masks:
+        """Excluded pairs, with the positives known by position, and pairs that are positive by label."""
+        rows, cols = self.rows, self.cols
+        return Masks(
+            diagonal=None if rows.diagonal is None else rows.diagonal - cols.start,
+            self_diagonal=self.self_diagonal,
+            positives=rows.positives if rows.diagonal is None else None,
+            positives_start=cols.start,
+            ids=_both(rows.ids, cols.ids),
+            labels=_both(rows.labels, cols.labels) if by_label(rows) else None,
+        )
+
+    def positives(self) -> Positives | None:
+        """The positives known by position; None if there are none."""
+        rows, cols = self.rows, self.cols
+        N, M = len(rows), len(cols)
+        if rows.diagonal is not None:
+            diagonal = rows.diagonal - cols.start
+            return Positives(None, diagonal) if -N < diagonal < M else None
+        if rows.positives is None or not rows.positives.shape[1]:
+            return None
+        columns = rows.positives.sort(dim=1).values
+        # a column listed twice is one positive
+        repeated = torch.zeros_like(columns, dtype=torch.bool)
+        repeated[:, 1:] = columns[:, 1:] == columns[:, :-1]
+        inside = ~repeated & (columns >= max(0, cols.start)) & (columns < cols.start + M)
+        if self.loss.exclude_self:
+            inside &= columns != torch.arange(rows.start, rows.start + N, device=columns.device)[:, None]
+        return Positives(torch.where(inside, columns - cols.start, -1), None)
+
+
+@dataclass(frozen=True)
+class SuperTile:
+    """A part of a block, with its operands."""
+
+    # positions of its rows and columns in the block
+    along: tuple[slice, slice]
+    part: Block
+    pair: Pair
+    # for the rows and for the columns: the first, the last part of the other side that they meet
+    first: tuple[bool, bool]
+    last: tuple[bool, bool]
+
+    def of(self, stats: list[Tensor]) -> list[Tensor]:
+        """The statistics of its rows, and of its columns."""
+        return [along(x, at) for x, at in zip(stats, self.along, strict=False)]
+
+
+def by_label(rows: Shard) -> bool:
+    """True if positives are known by label; they are too many to be listed."""
+    return rows.diagonal is None and rows.positives is None and rows.labels is not None
+
+
+def along(x: Tensor, at: slice, axis: int = -1) -> Tensor:
+    """x[at] along an axis, without a new view where that is all of x."""
+    return x if at.stop - at.start == x.shape[axis] else x.narrow(axis, at.start, at.stop - at.start)
+
+
+def narrow(side: Shard, at: slice) -> Shard:
+    return side if at.stop - at.start == len(side) else side.narrow(at.start, at.stop)
+
+
+def _both(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if rows is None or cols is None else (rows, cols)
+
+
+# 32-bit ids and labels by name, of rows and of columns
+Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def numbered_groups(rows: Shard, cols: Shard) -> Groups:
+    """Ids and labels of both sides numbered from 0 in 32 bits: those of a tile must fit its registers."""
+    of_rows: dict[str, Tensor] = {}
+    of_cols: dict[str, Tensor] = {}
+    for name in ("ids", "labels"):
+        both = _both(getattr(rows, name), getattr(cols, name))
+        if both is not None:
+            values, order = torch.cat(both).sort()
+            first = torch.zeros_like(values, dtype=torch.int32)
+            first[1:] = values[1:] != values[:-1]
+            numbers = torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
+            of_rows[name], of_cols[name] = numbers.split([len(rows), len(cols)])
+    return of_rows, of_cols
+
+
+def readable_side(side: Shard, groups: dict[str, Tensor]) -> Shard:
+    """All but the features as the kernels read it: the last axis dense, which it is not after a transfer."""
+    given = {name: getattr(side, name) for name in ("positives", "state", "coefficient")}
+    dense = {name: x.contiguous() for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
+    changed: dict[str, Any] = dense | groups
+    return replace(side, **changed) if changed else side

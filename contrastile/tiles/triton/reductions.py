@@ -1,0 +1,446 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""Device code whose work grows with N · D or with N, not with N · M.
+
+Launched by `launch.py`, before, between and after the kernels of `forward.py` and `backward.py`:
+
+    split_features, norms, block_constants     features as 16-bit pieces; the constants of a block
+    merge_sums, merge_maxima, merge_parts     the tiles' sums brought together, in a fixed order
+    positive_totals                           statistics of the positives known by position, in float32
+    finish, coefficients                      from statistics to the loss and ∂loss/∂(each row's loss)
+
+`finish` and `coefficients`, with `scaled` of `backward.py`, replace some eighty small operations, which take the host
+longer than a small batch takes the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.tiles.triton.forward import (
+    ANY,
+    BIAS,
+    CAREFUL,
+    FACTOR,
+    HIGHEST,
+    INVERSE,
+    LN2,
+    LOG2E,
+    LOGIT_COUNT,
+    LOGIT_SUM,
+    LOWEST_SUM,
+    MISSING,
+    NONFINITE,
+    POSITIVE_COUNT,
+    POSITIVE_INVERSE,
+    POSITIVE_SHARE,
+    POSITIVE_SUM,
+    POSITIVE_TOP,
+    POSITIVE_TOTAL,
+    SCALE,
+    SHARE,
+    SHIFT,
+    SIGMOID,
+    SOFTMAX,
+    STATE_POSITIVE_TOP,
+    STATE_TOP,
+    STATS,
+    TOP,
+    TOTAL,
+    UNIT,
+    binade,
+    finite,
+    inner_product,
+    log1p,
+    merge_exponentials,
+    positive_column,
+    store_stats,
+)
+
+# log(2) in two: ten bits, and the rest
+LN2_FIRST = tl.constexpr(0.693359375)
+LN2_REST = tl.constexpr(-2.1219444005469057e-4)
+# rows that `finish` writes behind a softmax's state
+LOSS, WEIGHT = tl.constexpr(7), tl.constexpr(8)
+
+
+@triton.jit(do_not_specialize=ANY)
+def split_features(x_ptr, out_ptr, n, D, row_stride, feature_stride, width, PARTS: tl.constexpr, ROWS: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """Split x [n, D], of any strides, into PARTS 16-bit pieces that add up to it, side by side: [n, PARTS · width]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < n)[:, None] & (cols < D)[None, :]
+    at = rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * feature_stride
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    out = rows.to(tl.int64)[:, None] * (PARTS * width) + cols[None, :]
+    within = (rows < n)[:, None] & (cols < width)[None, :]
+    for part in tl.static_range(PARTS):
+        piece = x.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out + part * width, piece, mask=within)
+        x = x - piece.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=ANY)
+def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, k_stride, q_blocks, blocks,
+          ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """[2, blocks]: the largest squared norm of each block of rows, first of q, then of k; and Σ x · 0 of each."""
+    block = tl.program_id(0)
+    of_q = block < q_blocks
+    x_ptr = tl.where(of_q, q_ptr, k_ptr)
+    n = tl.where(of_q, N, M)
+    row_stride = tl.where(of_q, q_row_stride, k_row_stride)
+    stride = tl.where(of_q, q_stride, k_stride)
+    rows = tl.where(of_q, block, block - q_blocks) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS,), tl.float32)
+    zero = tl.zeros((ROWS,), tl.float32)
+    for step in range(0, D, BLOCK):
+        cols = step + tl.arange(0, BLOCK)
+        at = rows.to(tl.int64)[:, None] * row_stride + cols.to(tl.int64)[None, :] * stride
+        x = tl.load(x_ptr + at, mask=(rows < n)[:, None] & (cols < D)[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(x * x, 1)
+        zero += tl.sum(x * 0.0, 1)
+    tl.store(out_ptr + block, tl.max(total))
+    tl.store(out_ptr + blocks + block, tl.sum(zero))
+
+
+@triton.jit(do_not_specialize=ANY)
+def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, careful,
+                    BIASED: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The constants of a block, as `forward.py` counts them; a softmax's shift makes t ≤ HIGHEST."""
+    at = tl.arange(0, BLOCK)
+    q_norm = tl.zeros((BLOCK,), tl.float32)
+    k_norm = tl.zeros((BLOCK,), tl.float32)
+    zero = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, blocks, BLOCK):
+        block = step + at
+        norm = tl.load(norms_ptr + block, mask=block < blocks, other=0.0)
+        q_norm = tl.maximum(q_norm, tl.where(block < q_blocks, norm, 0.0))
+        k_norm = tl.maximum(k_norm, tl.where(block < q_blocks, 0.0, norm))
+        zero += tl.load(norms_ptr + blocks + block, mask=block < blocks, other=0.0)
+    scale = tl.load(scale_ptr)
+    # in float64, because every logit has their rounding error
+    binary = scale.to(tl.float64) * LOG2E
+    bias = scale * 0.0
+    if BIASED:
+        bias = tl.load(bias_ptr)
+    shift = (-bias.to(tl.float64) * LOG2E).to(tl.float32)
+    if EPILOGUE != SIGMOID:
+        largest = tl.abs(binary.to(tl.float32)) * tl.sqrt(tl.max(q_norm)) * tl.sqrt(tl.max(k_norm))
+        # a whole number, for `_shift_as_logarithm`
+        shift = tl.ceil(tl.maximum(largest - HIGHEST, 0.0))
+    tl.store(out_ptr + FACTOR, (binary + binary * truncation).to(tl.float32))
+    tl.store(out_ptr + SHIFT, shift)
+    tl.store(out_ptr + UNIT, 1.0)
+    tl.store(out_ptr + BIAS, bias)
+    tl.store(out_ptr + SCALE, scale)
+    tl.store(out_ptr + CAREFUL, careful.to(tl.float32))
+    tl.store(out_ptr + NONFINITE, tl.sum(zero) + scale * 0.0)
+
+
+@triton.jit
+def _shift_as_logarithm(shift):
+    """A shift as a natural logarithm, rounded, and the rounding error.
+
+    Uncorrected, rounding moves every loss by 4e-6 at a shift of 100. The first part of log(2) has ten bits, so that
+    its product with a whole number is exact.
+    """
+    exact = shift * LN2_FIRST
+    top = exact + shift * LN2_REST
+    return top, (exact - top) + shift * LN2_REST
+
+
+@triton.jit
+def _load_channel(part_ptr, channel, tiles, step, n, at, inside, TILES: tl.constexpr, other: tl.constexpr = 0.0):
+    """[TILES, BLOCK] of a channel of part [channels, tiles, n]."""
+    tile = step + tl.arange(0, TILES)
+    at_tile = (channel * tiles.to(tl.int64) + tile[:, None]) * n + at[None, :]
+    return tl.load(part_ptr + at_tile, mask=(tile < tiles)[:, None] & inside[None, :], other=other)
+
+
+@triton.jit
+def _merge_side(part_ptr, stats_ptr, stride, tiles, n, first, last, constants_ptr, block, EPILOGUE: tl.constexpr,
+                SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """One side of `merge_sums`."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, tiles, TILES):
+        total += tl.sum(_load_channel(part_ptr, 0, tiles, step, n, at, inside, TILES), 0)
+    out = stats_ptr + at
+    if EPILOGUE != SIGMOID:
+        out += TOTAL * stride
+    before = tl.zeros((BLOCK,), tl.float32)
+    if first == 0:
+        before = tl.load(out, mask=inside, other=0.0)
+    total += before
+    if EPILOGUE != SIGMOID:
+        logit_sum = tl.zeros((BLOCK,), tl.float32)
+        count = tl.zeros((BLOCK,), tl.float32)
+        whole = binade(total)
+        if SMOOTH:
+            if first == 0:
+                count = tl.load(stats_ptr + LOGIT_COUNT * stride + at, mask=inside, other=0.0)
+                logit_sum = tl.load(stats_ptr + LOGIT_SUM * stride + at, mask=inside, other=0.0)
+                logit_sum += count * (binade(before) - whole)
+            for step in range(0, tiles, TILES):
+                counts = _load_channel(part_ptr, 2, tiles, step, n, at, inside, TILES)
+                lift = binade(_load_channel(part_ptr, 0, tiles, step, n, at, inside, TILES)) - whole[None, :]
+                logit_sum += tl.sum(_load_channel(part_ptr, 1, tiles, step, n, at, inside, TILES) + counts * lift, 0)
+                count += tl.sum(counts, 0)
+        if last != 0:
+            # every program writes the same value
+            if tl.max((inside & (total < LOWEST_SUM)).to(tl.int32)) != 0:
+                tl.store(constants_ptr + CAREFUL, 1.0)
+            # from powers of two to a maximum, near which logarithms and sums are small
+            top, error = _shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
+            total *= tl.math.exp2(-whole) * (1.0 + error)
+            logit_sum = logit_sum * LN2 + count * error
+            tl.store(stats_ptr + TOP * stride + at, top, mask=inside)
+        if first != 0:
+            # `positive_totals` fills the positives' rows later
+            tl.store(stats_ptr + POSITIVE_TOP * stride + at, tl.full((BLOCK,), -float("inf"), tl.float32), inside)
+            for blank in range(POSITIVE_TOP + 1, STATS):
+                tl.store(stats_ptr + blank * stride + at, tl.zeros((BLOCK,), tl.float32), mask=inside)
+        tl.store(stats_ptr + LOGIT_SUM * stride + at, logit_sum, mask=inside)
+        tl.store(stats_ptr + LOGIT_COUNT * stride + at, count, mask=inside)
+    tl.store(out, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=ANY)
+def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, col_part_ptr, col_stats_ptr,
+               col_stride, row_tiles, M, col_first, col_last, constants_ptr, EPILOGUE: tl.constexpr,
+               SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Add a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
+
+    After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag.
+    """
+    block = tl.program_id(0)
+    if tl.program_id(1) == 0:
+        _merge_side(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, constants_ptr, block,
+                    EPILOGUE, SMOOTH, BLOCK, TILES)  # fmt: skip
+    else:
+        _merge_side(col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, col_last, constants_ptr, block,
+                    EPILOGUE, SMOOTH, BLOCK, TILES)  # fmt: skip
+
+
+@triton.jit
+def _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SUMS: tl.constexpr, BLOCK: tl.constexpr,
+                TILES: tl.constexpr):  # fmt: skip
+    """Merge all tiles' statistics of the negatives, or of the positives, into those of a side."""
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    logit_sum, count = total, total
+    if first == 0:
+        top = tl.load(stats_ptr + at, mask=inside, other=-float("inf"))
+        total = tl.load(stats_ptr + stride + at, mask=inside, other=0.0)
+        logit_sum = tl.load(stats_ptr + 2 * stride + at, mask=inside, other=0.0)
+        count = tl.load(stats_ptr + 3 * stride + at, mask=inside, other=0.0)
+    for step in range(0, tiles, TILES):
+        tops = _load_channel(part_ptr, 0, tiles, step, n, at, inside, TILES, -float("inf"))
+        higher = tl.maximum(top, tl.max(tops, 0))
+        safe = finite(higher)
+        parts = _load_channel(part_ptr, 1, tiles, step, n, at, inside, TILES)
+        total = total * tl.exp(top - safe) + tl.sum(parts * tl.exp(tops - safe[None, :]), 0)
+        if SUMS:
+            counts = _load_channel(part_ptr, 3, tiles, step, n, at, inside, TILES)
+            sums = _load_channel(part_ptr, 2, tiles, step, n, at, inside, TILES)
+            sums += counts * (finite(tops) - safe[None, :])
+            logit_sum += count * (finite(top) - safe) + tl.sum(sums, 0)
+            count += tl.sum(counts, 0)
+        top = higher
+    store_stats(top, total, logit_sum, count, stats_ptr + at, stride, inside, True)
+
+
+@triton.jit
+def _merge_careful_side(part_ptr, stats_ptr, stride, tiles, n, first, block, LABELS: tl.constexpr,
+                        SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """One side of `merge_maxima`."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SMOOTH, BLOCK, TILES)
+    if LABELS:
+        positives_ptr = part_ptr + 4 * tiles.to(tl.int64) * n
+        _merge_half(positives_ptr, stats_ptr + 4 * stride, stride, tiles, n, first, at, inside, True, BLOCK, TILES)
+
+
+@triton.jit(do_not_specialize=ANY)
+def merge_maxima(constants_ptr, row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, col_part_ptr,
+                 col_stats_ptr, col_stride, row_tiles, M, col_first, LABELS: tl.constexpr, SMOOTH: tl.constexpr,
+                 BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """The careful form of `merge_sums`, which replaces its results. Runs where the careful flag is set."""
+    if tl.load(constants_ptr + CAREFUL) != 0:
+        block = tl.program_id(0)
+        if tl.program_id(1) == 0:
+            _merge_careful_side(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, block, LABELS,
+                                SMOOTH, BLOCK, TILES)  # fmt: skip
+        else:
+            _merge_careful_side(col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, block, LABELS,
+                                SMOOTH, BLOCK, TILES)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ANY)
+def merge_parts(stats_ptr, stats_row_stride, stats_stride, part_ptr, part_stride, part_row_stride, part_col_stride,
+                parts, n, BLOCK: tl.constexpr):  # fmt: skip
+    """Merge parts [parts, 8, n] of statistics, of disjoint sets of pairs, into those [8, n] of the same rows.
+
+    program_id 1 = 0 merges those of the negatives, 1 those of the positives.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    half = 4 * tl.program_id(1)
+    stats_row_stride = stats_row_stride.to(tl.int64)
+    row_stride = part_row_stride.to(tl.int64)
+    out = stats_ptr + at * stats_stride.to(tl.int64) + half * stats_row_stride
+    parts_at = part_ptr + at * part_col_stride.to(tl.int64) + half * row_stride
+    top = tl.load(out, mask=inside, other=-float("inf"))
+    total = tl.load(out + stats_row_stride, mask=inside, other=0.0)
+    logit_sum = tl.load(out + 2 * stats_row_stride, mask=inside, other=0.0)
+    count = tl.load(out + 3 * stats_row_stride, mask=inside, other=0.0)
+    for part in range(parts):
+        source = parts_at + part * part_stride.to(tl.int64)
+        part_top = tl.load(source, mask=inside, other=-float("inf"))
+        part_total = tl.load(source + row_stride, mask=inside, other=0.0)
+        part_count = tl.load(source + 3 * row_stride, mask=inside, other=0.0)
+        higher, total = merge_exponentials(top, total, part_top, part_total)
+        safe = finite(higher)
+        logit_sum += tl.load(source + 2 * row_stride, mask=inside, other=0.0)
+        logit_sum += count * (finite(top) - safe) + part_count * (finite(part_top) - safe)
+        count += part_count
+        top = higher
+    store_stats(top, total, logit_sum, count, out, stats_row_stride, inside, True)
+
+
+@triton.jit(do_not_specialize=ANY)
+def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col_stats_ptr, N, M, D, diagonal,
+                    self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride, row_stats_stride,
+                    col_stats_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
+                    EPILOGUE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the positives into the statistics of their rows and, on the diagonal, of their columns."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    logits = tl.zeros((ROWS,), tl.float32)
+    count = tl.zeros((ROWS,), tl.float32)
+    for p in range(per_row):
+        col, exists = positive_column(row, p, columns_ptr, diagonal, self_diagonal, N, M, per_row, DIAGONAL, SELF)
+        inner = inner_product(q_ptr, k_ptr, row, col, exists, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS,
+                              BLOCK)  # fmt: skip
+        x = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
+        if EPILOGUE == SIGMOID:
+            total += tl.where(exists, log1p(tl.exp(-tl.abs(x))) + tl.maximum(-x, 0.0), 0.0)
+        else:
+            hidden = tl.where(exists, x, -float("inf"))
+            higher, total = merge_exponentials(top, total, hidden, 1.0)
+            safe = finite(higher)
+            logits += count * (finite(top) - safe) + tl.where(exists, x - safe, 0.0)
+            top = higher
+            count += exists.to(tl.float32)
+        if COLUMNS:
+            # a column on the diagonal has one positive
+            one = exists.to(tl.float32)
+            col_at = col_stats_ptr + POSITIVE_TOP * col_stats_stride + col
+            store_stats(x, one, x * 0.0, one, col_at, col_stats_stride, exists, True)
+    if EPILOGUE == SIGMOID:
+        out = row_stats_ptr + row
+        tl.store(out, tl.load(out, mask=row < N, other=0.0) + total, mask=row < N)
+    else:
+        row_at = row_stats_ptr + POSITIVE_TOP * row_stats_stride + row
+        store_stats(top, total, logits, count, row_at, row_stats_stride, row < N, True)
+
+
+@triton.jit
+def _finish_side(stats_ptr, stride, weights_ptr, n, first, length, side, sides, blocks, constants_ptr, out_ptr,
+                 sums_ptr, smoothing, WEIGHTS: tl.constexpr, EPILOGUE: tl.constexpr, SMOOTH: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """One side of `finish`."""
+    tl.static_assert(EPILOGUE == SOFTMAX)
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    top = tl.load(stats_ptr + TOP * stride + at, mask=inside, other=0.0)
+    total = tl.load(stats_ptr + TOTAL * stride + at, mask=inside, other=1.0)
+    positive_top = tl.load(stats_ptr + POSITIVE_TOP * stride + at, mask=inside, other=0.0)
+    positive_total = tl.load(stats_ptr + POSITIVE_TOTAL * stride + at, mask=inside, other=1.0)
+    positive_sum = tl.load(stats_ptr + POSITIVE_SUM * stride + at, mask=inside, other=0.0)
+    count = tl.load(stats_ptr + POSITIVE_COUNT * stride + at, mask=inside, other=0.0)
+    # the difference of maxima first, which is exact for similar logits
+    gap = (top - positive_top) + (tl.log(total) - tl.log(positive_total))
+    positive_share = 1.0 / tl.maximum(count, 1.0)
+    mean = positive_sum * positive_share
+    loss = log1p(tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0) + (tl.log(positive_total) - mean)
+    share = tl.zeros((BLOCK,), tl.float32)
+    if SMOOTH:
+        others = tl.load(stats_ptr + LOGIT_COUNT * stride + at, mask=inside, other=0.0)
+        share = 1.0 / tl.maximum(count + others, 1.0)
+        pull = mean - tl.load(stats_ptr + LOGIT_SUM * stride + at, mask=inside, other=0.0) / tl.maximum(others, 1.0)
+        loss += smoothing * (((positive_top - finite(top)) + pull) * (others * share))
+    # a row without a positive has no loss; elsewhere NaN stays NaN
+    counts = (inside & (count > 0)).to(tl.float32)
+    loss = tl.where(counts > 0, loss, 0.0)
+    weight = counts
+    if WEIGHTS:
+        weight = counts * tl.load(weights_ptr + at, mask=inside, other=0.0)
+    higher, both = merge_exponentials(top, total, positive_top, positive_total)
+    out = out_ptr + first + at
+    tl.store(out + STATE_TOP * length, finite(higher), mask=inside)
+    # without any valid key, 0 instead of 0 · ∞
+    tl.store(out + INVERSE * length, 1.0 / tl.where(both == 0, 1.0, both), mask=inside)
+    tl.store(out + STATE_POSITIVE_TOP * length, finite(positive_top), mask=inside)
+    tl.store(out + POSITIVE_INVERSE * length, 1.0 / tl.where(counts > 0, positive_total, 1.0), mask=inside)
+    tl.store(out + MISSING * length, 1.0 / (1.0 + tl.exp(-gap)), mask=inside)
+    tl.store(out + POSITIVE_SHARE * length, positive_share, mask=inside)
+    tl.store(out + SHARE * length, share, mask=inside)
+    tl.store(out + LOSS * length, loss, mask=inside)
+    tl.store(out + WEIGHT * length, weight, mask=inside)
+    tl.store(sums_ptr + side * blocks + block, tl.sum(loss * weight))
+    tl.store(sums_ptr + (sides + side) * blocks + block, tl.sum(weight))
+    if side == 0:
+        first_block = tl.where(block == 0, 1.0, 0.0)
+        nonfinite = tl.load(constants_ptr + NONFINITE)
+        tl.store(sums_ptr + 2 * sides * blocks + block, nonfinite + first_block * n)
+        tl.store(sums_ptr + (2 * sides + 1) * blocks + block, nonfinite)
+
+
+@triton.jit(do_not_specialize=ANY)
+def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, M, weights_ptr, constants_ptr, out_ptr,
+           sums_ptr, blocks, smoothing, WEIGHTS: tl.constexpr, EPILOGUE: tl.constexpr, SMOOTH: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """Write state, loss and weight of rows and columns, [9, N + M], and the sums of S sides, [2 · S + 2, blocks].
+
+    The sums of each block: Σ weight · loss and Σ weight of each side, the number of rows, and NONFINITE.
+    """
+    sides = tl.num_programs(1)
+    length = (N + M).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _finish_side(row_stats_ptr, row_stats_stride.to(tl.int64), weights_ptr, N, 0, length, 0, sides, blocks,
+                     constants_ptr, out_ptr, sums_ptr, smoothing, WEIGHTS, EPILOGUE, SMOOTH, BLOCK)  # fmt: skip
+    else:
+        _finish_side(col_stats_ptr, col_stats_stride.to(tl.int64), weights_ptr, M, N, length, 1, sides, blocks,
+                     constants_ptr, out_ptr, sums_ptr, smoothing, WEIGHTS, EPILOGUE, SMOOTH, BLOCK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ANY)
+def coefficients(weight_ptr, totals_ptr, out_ptr, value_ptr, N, n, MEAN: tl.constexpr, SIDES: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """The loss, and ∂loss/∂(each row's loss) of the N rows and then the columns, from the totals of `finish`'s sums."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    loss = tl.load(totals_ptr)
+    mass = tl.load(totals_ptr + SIDES)
+    other_loss = loss
+    other_mass = mass
+    if SIDES == 2:
+        other_loss = tl.load(totals_ptr + 1)
+        other_mass = tl.load(totals_ptr + 3)
+    nonfinite = tl.load(totals_ptr + 2 * SIDES + 1)
+    if MEAN:
+        value = 0.5 * (loss / mass) + 0.5 * (other_loss / other_mass)
+        factor = tl.where(at < N, (1.0 / SIDES) / mass, (1.0 / SIDES) / other_mass)
+    else:
+        value = 0.5 * loss + 0.5 * other_loss
+        factor = 1.0 / SIDES
+    tl.store(out_ptr + at, tl.load(weight_ptr + at, mask=inside, other=0.0) * factor + nonfinite, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(value_ptr, value + nonfinite)

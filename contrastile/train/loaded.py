@@ -1,0 +1,64 @@
+"""The type that `contrastile.load` returns: one for finished runs of either kind, with the methods of both.
+
+Below `load.py`. `Run` of `run.py` and `RetrieverRun` of `retriever/run.py` derive from it. A type checker cannot know
+which kind a folder holds, so the type has all methods; a method of the other kind raises and says what the run has.
+"""
+
+# arguments are those of the methods that override these
+# ruff: noqa: ARG002
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from contrastile._errors import invalid
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from contrastile.data.texts import Passage
+    from contrastile.models.text import Tokenizer
+    from contrastile.train.config import Recipe
+    from contrastile.train.retriever.config import RetrieverRecipe
+
+# each kind of run, and its methods
+PICTURES = "of pictures and texts", "encode_image, encode_text and transform"
+RETRIEVER = "a retriever's", "encode_query and encode_passage"
+
+
+class LoadedRun:
+    """The encoders of a run with tokenizer, device and, of pictures, transform.
+
+    Raises ValueError at a method of the other kind.
+    """
+
+    recipe: Recipe | RetrieverRecipe
+    model: Any
+    tokenizer: Tokenizer
+    device: torch.device
+
+    def transform(self, images: Sequence[Image]) -> Tensor:
+        """Of pictures and texts: Pillow pictures as uint8 `[n, C, S, S]`."""
+        raise _other("transform", PICTURES, RETRIEVER)
+
+    def encode_image(self, images: Sequence[Image] | Tensor) -> Tensor:
+        """Of pictures and texts: features `[n, D]`, float32 unit rows, of pictures."""
+        raise _other("encode_image", PICTURES, RETRIEVER)
+
+    def encode_text(self, texts: Sequence[str]) -> Tensor:
+        """Of pictures and texts: features `[n, D]`, float32 unit rows, of texts."""
+        raise _other("encode_text", PICTURES, RETRIEVER)
+
+    def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Tensor:
+        """Of a retriever: features `[n, D]`, float32, of questions."""
+        raise _other("encode_query", RETRIEVER, PICTURES)
+
+    def encode_passage(self, passages: Sequence[Passage | str], *, dimensions: int | None = None) -> Tensor:
+        """Of a retriever: features `[n, D]`, float32, of passages."""
+        raise _other("encode_passage", RETRIEVER, PICTURES)
+
+
+def _other(method: str, needed: tuple[str, str], own: tuple[str, str]) -> ValueError:
+    return invalid("run", f"be {needed[0]} for {method}", f"one that is {own[0]}", f"It has {own[1]}.")

@@ -1,0 +1,96 @@
+"""Curves of the report, drawn with matplotlib as SVG that takes its colours from the page.
+
+Used by `page.py`. Text stays text and colours are variables of the page's style, so a figure fits light and dark
+screens. Comparisons use the same colours in figures of their own.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# placeholder colours for matplotlib, and the variables of the page's style that replace them
+INK, FAINT = "#010203", "#030201"
+VARIABLES = {INK: "var(--ink)", FAINT: "var(--line)"}
+COLOURS = ("#3f7fc4", "#d97b29", "#4a9c6d", "#a26bb5")
+
+Curve = tuple[Sequence[float], Sequence[float]]
+
+
+def curves(
+    lines: Mapping[str, Curve],
+    *,
+    title: str,
+    stages: Sequence[tuple[float, str]],
+    unit: str = "pairs",
+    percent: bool = False,
+    under: Mapping[str, Curve] | None = None,
+) -> str:
+    """An SVG of `lines` over the examples seen. stages: begin and name of each batch size. under: faint lines."""
+    figure, axes = _canvas(title, unit)
+    for name, (seen, values) in (under or {}).items():
+        axes.plot(seen, values, color=FAINT, linewidth=1.2, linestyle=(0, (3, 2)), label=name)
+    for (name, (seen, values)), colour in zip(lines.items(), COLOURS, strict=False):
+        # a single point needs a marker
+        marker = "o" if percent or len(values) == 1 else ""
+        axes.plot(seen, values, color=colour, linewidth=1.6, label=name, marker=marker, markersize=3.5)
+    # the name of the first stage stands at 0, which a run of few steps would not show
+    axes.set_xlim(left=0)
+    _mark_stages(axes, stages)
+    if percent:
+        axes.set_ylim(0, 100)
+        axes.yaxis.set_major_formatter("{x:.0f}%")
+    if len(lines) + len(under or {}) > 1:
+        axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="best")
+    return _svg(figure)
+
+
+def _canvas(title: str, unit: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(5.2, 3.1), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", fontsize=11, color=INK, pad=18)
+    axes.set_xlabel(f"{unit} seen", fontsize=9, color=INK)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.tick_params(colors=INK, labelsize=9, color=FAINT)
+    axes.grid(axis="y", color=FAINT, linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    return figure, axes
+
+
+def _mark_stages(axes: Axes, stages: Sequence[tuple[float, str]]) -> None:
+    """Draw a thin vertical line at the begin of each stage, with its name above."""
+    for index, (seen, name) in enumerate(stages):
+        if index:
+            axes.axvline(seen, color=FAINT, linewidth=1.0)
+        axes.annotate(
+            name, (seen, 1.02), xycoords=("data", "axes fraction"), va="bottom", fontsize=8, color=INK, alpha=0.7
+        )
+
+
+def as_svg(figure: Figure, *, transparent: bool = False) -> str:
+    """The figure as text. Equal numbers give equal bytes: dates and other metadata are left out."""
+    import matplotlib
+
+    page = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "contrastile", "font.family": "sans-serif"}):
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(page, format="svg", transparent=transparent, metadata=metadata)
+    return page.getvalue()
+
+
+def _svg(figure: Figure) -> str:
+    """The SVG element, in the colours of the page around it."""
+    svg = as_svg(figure, transparent=True)
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    return svg[svg.index("<svg") :]

@@ -1,0 +1,149 @@
+"""Results of a retriever: evaluation, run files for other tools, and samples of questions with the passages found.
+
+Used by `retriever/job.py` and `retriever/elsewhere.py`. Samples are plain JSON: a part has `title`, `sentence` and
+`asks`; each of these a `question`, the passages `found`, the best first, and the `place` of the first right one, 0 if
+none is right. A passage has `name`, `source`, `score`, `right` and `pieces` of its text, each with a mark.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from contrastile.data.bm25 import WORD, words
+from contrastile.data.texts import Passage, Query, TextSet
+from contrastile.evaluate.answer_recall import has_answer
+from contrastile.evaluate.trec import write_judgements, write_run
+from contrastile.train.folder import EVALUATION, QUESTIONS, RunFolder
+from contrastile.train.report.page import (
+    Samples,
+    Wording,
+    counted,
+    percent,
+    stored_samples,
+    table_text,
+    write_report,
+)
+from contrastile.train.retriever.batches import TokenStore
+from contrastile.train.retriever.evaluation import (
+    KS,
+    MEASURES,
+    PARTS,
+    Rankings,
+    Searchable,
+    evaluate,
+    judgements_of,
+    rank_all,
+    run_of,
+)
+from contrastile.train.retriever.run import RetrieverRun
+
+logger = logging.getLogger("contrastile")
+
+# questions shown of each part, passages shown to each, letters shown of each passage
+SHOWN, ANSWERS, LETTERS = 8, 4, 2400
+# the shortest word of a question that is marked in a passage, in letters
+MARKED = 3
+SENTENCE = (
+    "Random questions and the best of all {:,} passages; words of the question are marked. A tick marks a passage that "
+    "the data list as right, or one with an answer if none is listed; others may be right as well."
+)
+
+
+def evaluate_and_report(
+    folder: RunFolder, run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable, *, beside: bool = False
+) -> str:
+    """Evaluate; write evaluation.json, the run files and report.html; the table of results as text.
+
+    passages: the tokens of the texts' own, or an index. beside: keep the folder's results on other texts.
+    """
+    answered = rank_all(run, texts, passages)
+    results = evaluate(run.recipe, texts, answered)
+    questions = [
+        question_samples(one, texts, run.recipe.evaluate.match) for one in answered if one.system == "retriever"
+    ]
+    tested, titles = {row["test"] for row in results}, {one["title"] for one in questions}
+    before = folder.read_json(EVALUATION) if beside and (folder / EVALUATION).is_file() else []
+    folder.write_json(EVALUATION, [*(row for row in before if row["test"] not in tested), *results])
+    write_runs(folder, texts, answered)
+    shown = [one for one in stored_samples(folder, QUESTIONS) if one["title"] not in titles] if beside else []
+    write_report(folder, questions=[*shown, *questions], wording=WORDING)
+    return table_text(results, WORDING)
+
+
+def write_runs(folder: RunFolder, texts: TextSet, answered: Sequence[Rankings]) -> None:
+    """Write `<part>.<system>.trec` and `<part>.qrels`, the formats of trec_eval."""
+    try:
+        for one in answered:
+            with folder.written_whole(f"{one.part}.qrels") as path:
+                write_judgements(path, judgements_of(one.queries, texts))
+            with folder.written_whole(f"{one.part}.{one.system}.trec") as path:
+                write_run(path, run_of(one, texts), tag=one.system)
+    except ValueError as reason:
+        # these formats have no ids with blanks; all other files are complete
+        logger.warning("run files are not written: %s", reason)
+
+
+def _row(row: Mapping[str, Any]) -> list[str]:
+    values = (percent(row["measures"].get(name)) for name in MEASURES)
+    return [*counted(row), *(percent(row["recall"].get(str(k))) for k in KS), *values]
+
+
+WORDING = Wording(
+    heads=("", "queries", "passages", *(f"@{k}" for k in KS), *MEASURES),
+    row=_row,
+    probes="Right passage first or among five (a sample among its own)",
+    legend="@k: the share of queries with a right passage among the first k. nDCG, MRR, MAP, recall are trec_eval's.",
+    unit="queries",
+)
+
+
+def question_samples(answered: Rankings, texts: TextSet, match: str) -> dict[str, Any]:
+    """Samples of one part: random questions, the same every time, with their best passages."""
+    chosen = np.random.default_rng(0).permutation(len(answered.queries))[:SHOWN]
+    samples: Samples = []
+    for index in chosen.tolist():
+        query = texts.queries[answered.queries[index]]
+        ranking = answered.ranking(index)
+        right = [is_right(passage, query, texts, match) for passage, _ in ranking]
+        passages = [
+            {
+                "name": passage.title or passage.id,
+                "source": passage.source,
+                "score": score,
+                "pieces": marked(passage.text[:LETTERS], query.text),
+                "right": one_right,
+            }
+            for (passage, score), one_right in zip(ranking[:ANSWERS], right, strict=False)
+        ]
+        place = right.index(True) + 1 if any(right) else 0
+        samples.append({"question": query.text, "found": passages, "place": place})
+    title = f"What it finds: {PARTS.get(answered.part, answered.part)}"
+    return {"title": title, "sentence": SENTENCE.format(len(answered.passages)), "asks": samples}
+
+
+def is_right(passage: Passage, query: Query, texts: TextSet, match: str) -> bool:
+    """True if a passage is listed as right for a query, or contains an answer if none is listed."""
+    if not query.positives:
+        return has_answer(passage.text, query.answers, match)
+    # by ids, because the rows of an index differ
+    return any(texts.passages[row].id == passage.id for row in query.positives)
+
+
+def marked(text: str, question: str) -> list[tuple[str, bool]]:
+    """`text` in pieces, with a mark on words of the question.
+
+    >>> marked("the minimum_value", "find a minimum")
+    [('the ', False), ('minimum', True), ('_value', False)]
+    """
+    question_words = {word for word in words(question) if len(word) >= MARKED}
+    pieces: list[tuple[str, bool]] = []
+    end = 0
+    for match in WORD.finditer(text):
+        if match.group().lower() in question_words:
+            pieces += [(text[end : match.start()], False), (match.group(), True)]
+            end = match.end()
+    return [(piece, mark) for piece, mark in [*pieces, (text[end:], False)] if piece]

@@ -1,0 +1,258 @@
+"""A run of pictures and texts: two towers, their tokenizer and transform; built, saved whole, loaded exactly.
+
+`image_text.py` builds a `Run`, the loop trains its model and saves it; `contrastile.load` returns it. Nothing is
+unpickled: weights are safetensors with a checksum, everything else is text.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from contrastile._errors import invalid
+from contrastile.data.images import squared
+from contrastile.data.pairs import PairSet
+from contrastile.gradcache.encode import encode
+from contrastile.models.activation_checkpointing import checkpoint_activations
+from contrastile.models.freezing import freeze
+from contrastile.models.text import Tokenizer, load_tokenizer
+from contrastile.models.towers import DualEncoder, build_model
+from contrastile.train.config import AnyRecipe, Recipe
+from contrastile.train.config.base import unused_keys
+from contrastile.train.folder import METADATA, RECIPE, WEIGHTS, RunFolder, finished_run
+from contrastile.train.loaded import LoadedRun
+from contrastile.train.recipe import load_any_recipe, load_recipe, to_toml
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+# settings of the model that its shapes do not depend on
+HOW_TRAINED = {"tokenizer", "locked", "unlocked", "precompute", "checkpointing"}
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """The autocast context of a precision; without effect for those that weights are stored in."""
+    half = HALVES.get(precision)
+    return torch.autocast(device.type, dtype=half, enabled=half is not None)
+
+
+def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
+    """The items of `values`, all of these kinds. A single text is refused: it would pass for a list of letters."""
+    if isinstance(values, (str, *kinds)):
+        raise invalid(name, f"be a list of {noun}s", type(values).__name__, f"Pass [{noun}], where there is one only.")
+    items = list(values)
+    if foreign := [type(item).__name__ for item in items if not isinstance(item, kinds)]:
+        remedy = "Open files with PIL.Image.open." if noun == "picture" else "Decode or convert them first."
+        if noun == "picture" and foreign[0] == "ndarray":
+            remedy = "Make them with PIL.Image.fromarray."
+        raise invalid(name, f"be a list of {noun}s", f"one of {foreign[0]}", remedy)
+    return items
+
+
+@dataclass(frozen=True)
+class Run(LoadedRun):
+    """The towers of a run, with transform and tokenizer.
+
+    `encode_image` and `encode_text` return unit rows, so that their product is the cosine of picture and text.
+    """
+
+    recipe: Recipe
+    model: DualEncoder
+    tokenizer: Tokenizer
+    device: torch.device
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that the run's towers train with."""
+        return autocast(self.device, self.recipe.train.precision)
+
+    def transform(self, images: Sequence[Image]) -> Tensor:
+        """Pillow pictures of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
+        data = self.recipe.data
+        shape = (data.channels, data.image_size, data.image_size)
+        from PIL.Image import Image as Picture
+
+        pictures = checked_list("images", images, "picture", Picture)
+        squares = [torch.from_numpy(squared(picture, shape)) for picture in pictures]
+        return torch.stack(squares) if squares else torch.empty(0, *shape, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def encode_image(self, images: Sequence[Image] | Tensor) -> Tensor:
+        """Features `[n, D]`, float32 unit rows, of Pillow pictures or of uint8 `[n, C, S, S]` as `transform` gives."""
+        pictures = images if isinstance(images, Tensor) else self.transform(images)
+        if pictures.dtype != torch.uint8:
+            remedy = "Give bytes from 0 to 255; floats are made of them here."
+            raise invalid("images", "be Pillow pictures or a uint8 tensor", pictures.dtype, remedy)
+        sub_batch = self.recipe.train.sub_batch.image
+        return F.normalize(encode(self.model.encode_image, pictures, sub_batch=sub_batch).float(), dim=-1)
+
+    @torch.no_grad()
+    def encode_text(self, texts: Sequence[str]) -> Tensor:
+        """Features `[n, D]`, float32 unit rows, of texts."""
+        texts = checked_list("texts", texts, "text", str)
+        if not texts:
+            # some tokenizers refuse an empty list
+            return self.encode_text([""])[:0]
+        tokens, sub_batch = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.of_texts()
+        return F.normalize(encode(self.model.encode_text, tokens, **sub_batch).float(), dim=-1)
+
+
+def load(run: str | Path, *, device: str = "auto") -> Run:
+    """`contrastile.load` for pictures and texts: the towers, the tokenizer and the transform of a finished run."""
+    folder = finished_run(run)
+    recipe = load_recipe(folder / RECIPE, files=False)
+    tokenizer = load_tokenizer(folder.path)
+    model = _in_precision(build_model(checked_towers(folder), tokenizer=tokenizer), recipe)
+    load_weights(model, folder)
+    return Run(recipe, model.to(choose_device(device)).eval(), tokenizer, choose_device(device))
+
+
+def _in_precision(model: DualEncoder, recipe: Recipe) -> DualEncoder:
+    """The towers with weights of the recipe's precision; half precisions store float32 weights."""
+    return model.double() if recipe.train.precision == "float64" else model
+
+
+def checked_towers(folder: RunFolder) -> dict[str, Any]:
+    """The settings of a run's towers; raises ValueError where the checksum of its weights differs."""
+    metadata = folder.read_json(METADATA)
+    if folder.checksum(WEIGHTS) != metadata["weights_sha256"]:
+        remedy = "The file is damaged or another one; train again or restore it."
+        raise invalid(WEIGHTS, "be the file that the run wrote", "another checksum", remedy)
+    return metadata["towers"]
+
+
+def load_weights(model: nn.Module, folder: RunFolder) -> None:
+    """Load a run's weights into the model that its settings describe."""
+    from safetensors.torch import load_model
+
+    try:
+        load_model(model, folder / WEIGHTS)
+    except RuntimeError as error:
+        remedy = "Another version of contrastile wrote it; train again or install that version."
+        raise invalid("run", "hold weights of these towers", f'"{folder.path}", whose shapes differ', remedy) from error
+
+
+def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
+    """The untrained run of a recipe, its towers initialised from the recipe's seed."""
+    torch.manual_seed(recipe.seed)
+    device = choose_device(recipe.device)
+    model = _in_precision(build_model(tower_settings(recipe), tokenizer=tokenizer), recipe).to(device)
+    for side in recipe.model.locked:
+        freeze(getattr(model, side).tower, side, recipe.model.unlocked.get(side, 0))
+    for side in recipe.model.checkpointing:
+        checkpoint_activations(getattr(model, side), side)
+    for side in ("image", "text") if recipe.train.compile else ():
+        # compiles in place, which keeps the names of weights
+        getattr(model, side).compile()
+    return Run(recipe, model, tokenizer, device)
+
+
+def tower_settings(recipe: Recipe) -> dict[str, Any]:
+    """The arguments of `build_model` from a recipe."""
+    trained = recipe.model.both is not None and recipe.model.both.trained
+    return {
+        **recipe.model.model_dump(exclude=HOW_TRAINED, exclude_none=True),
+        "image_size": recipe.data.image_size,
+        "channels": recipe.data.channels,
+        # a pretrained model has a scale and a bias, which only an explicit setting replaces
+        **recipe.loss.model_dump(include={"scale", "bias"}, exclude_unset=trained),
+    }
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise invalid("device", "be on this machine", f'"{name}", and torch finds no GPU', 'Use "cpu" or "auto".')
+    device = torch.device(name)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        got = f'"{name}", and torch finds {torch.cuda.device_count()}'
+        raise invalid("device", "be on this machine", got, "They are counted from 0.")
+    return device
+
+
+def begin_run(folder: RunFolder, run: LoadedRun) -> None:
+    """Write a run's first files: the tokenizer, then the recipe, whose presence tells that both are complete."""
+    with tempfile.TemporaryDirectory(dir=folder.path, prefix=".tokenizer-") as temporary:
+        run.tokenizer.save(Path(temporary))
+        for file in Path(temporary).iterdir():
+            os.replace(file, folder / file.name)
+    folder.write_text(RECIPE, to_toml(run.recipe))
+
+
+def save_run(folder: RunFolder, run: LoadedRun, metadata: dict[str, Any]) -> None:
+    """Save weights and metadata, each file whole or not at all; raises OSError where the disk is full."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_model
+
+    with folder.written_whole(WEIGHTS) as path:
+        try:
+            save_model(run.model, str(path))
+        except SafetensorError as failure:
+            # safetensors raises an error of its own for a full disk
+            sentence = f"the weights could not be saved into {folder.path} ({failure})"
+            raise OSError(f"{sentence}; what was saved before is there, free the disk and resume") from failure
+        # safetensors makes files that only their owner may read
+        path.chmod(0o644)
+    folder.write_json(METADATA, {**metadata, "towers": run.model.settings, "weights_sha256": folder.checksum(WEIGHTS)})
+
+
+def fingerprint(pairs: PairSet, tokens: Mapping[str, Tensor]) -> str:
+    """A digest of a run's training data: rows of the training split, ids, and the tokens of every title."""
+    digest = sha256(pairs.splits["train"].tobytes() + pairs.ids.tobytes())
+    digest.update(pairs.stream.digest.encode() if pairs.stream is not None else b"")
+    for name, ids in tokens.items():
+        digest.update(name.encode() + ids.numpy().tobytes())
+    return digest.hexdigest()
+
+
+# keys that may change when a run is resumed
+FREE = (
+    "device",
+    "save.",
+    "log.",
+    "data.cache",
+    "train.timeout",
+    "train.parallel",
+    "evaluate.zero_shot",
+    "evaluate.retrieval",
+)
+
+
+def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train") -> None:
+    """Raise ValueError where `verb` began with a recipe that differs in a key that training depends on."""
+    began = _flat(load_any_recipe(folder / RECIPE, files=False).model_dump(mode="json"))
+    now = _flat(recipe.model_dump(mode="json"))
+    # keys that nothing reads may differ
+    unused = {rule.key for rule in unused_keys(recipe)}
+    for key in sorted((began.keys() | now.keys()) - unused):
+        if began.get(key) != now.get(key) and not key.startswith(FREE):
+            again = f"contrastile {verb} {folder / RECIPE} --runs {folder.path.parent} --resume"
+            remedy = f"It began with {began.get(key)}: go on with {again}, or {verb} anew, without --resume."
+            raise invalid(key, "be what the run began with", now.get(key), remedy)
+
+
+def learned_by(recipe: AnyRecipe) -> dict[str, Any]:
+    """The dotted keys that training depends on, with their values, as checkpoints hold them."""
+    free = {"name", *(rule.key for rule in unused_keys(recipe))}
+    flat = _flat(recipe.model_dump(mode="json"))
+    return {key: value for key, value in flat.items() if key not in free and not key.startswith(FREE)}
+
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,136 @@
+"""Task: everything that `loop.py` needs to know of the model and data that it trains, as one value.
+
+There are two: towers of pictures and texts (`image_text.py`), and retrievers (`retriever/job.py`). The loop owns
+progress, optimizer, checkpoints and ranks; a task draws batches, computes their loss and evaluates the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from torch import Tensor
+
+from contrastile.data.pairs import Indices
+from contrastile.data.stream import Stream
+from contrastile.train.checkpoints import Parts
+from contrastile.train.folder import RunFolder
+from contrastile.train.metadata import TrainResult
+from contrastile.train.ranks import Ranks
+from contrastile.train.recipe import to_toml
+from contrastile.train.report.page import Wording
+from contrastile.train.stopwatch import Stopwatch
+
+# a named measurement, which gives lines for metrics.jsonl
+Measure = tuple[str, Callable[[], Sequence[Mapping[str, Any]]]]
+
+
+class BatchPart(Protocol):
+    """One rank's share of a batch, or of a part of one."""
+
+    @property
+    def whole(self) -> int:
+        """The examples of all ranks."""
+
+    @property
+    def floats(self) -> Mapping[str, Tensor]:
+        """Floating-point inputs, named for error messages: they may be non-finite."""
+
+
+P = TypeVar("P", bound=BatchPart)
+
+
+class Task(ABC, Generic[P]):
+    """One training: a run, untrained or loaded, with the data that it learns from.
+
+    unit: that of its examples. wording: the terms of its report. state: its own parts of a checkpoint.
+    """
+
+    unit: str
+    wording: Wording
+    # a subclass of LoadedRun
+    run: Any
+
+    def __init__(self, run: Any, loss: Callable[..., Tensor]) -> None:
+        self.run, self._loss = run, loss
+        self.state: Parts = {}
+
+    @classmethod
+    @abstractmethod
+    def open(cls, recipe: Any, begun: RunFolder | None = None) -> Self:
+        """The untrained task of `recipe`; a tokenizer is trained unless the run `begun` has one."""
+
+    @classmethod
+    @abstractmethod
+    def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
+        """The task of a finished run."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> Indices:
+        """The examples to train on."""
+
+    @property
+    def stream(self) -> Stream | None:
+        """The reader of data that do not fit into memory, with its counts of skipped examples."""
+        return None
+
+    @property
+    @abstractmethod
+    def data(self) -> str:
+        """The fingerprint of the training data."""
+
+    def joined(self, ranks: Ranks) -> AbstractContextManager[None]:
+        """Join the other ranks for the steps within, after comparing data and recipe."""
+
+        def statement() -> dict[str, str | int]:
+            recipe = hashlib.sha256(to_toml(self.run.recipe).encode()).hexdigest()
+            return {self.unit: len(self.rows), "data": self.data[:16], "recipe": recipe[:16]}
+
+        return ranks.joined(self.run, statement, self.set_model)
+
+    @abstractmethod
+    def parts(self, rows: Tensor, step: int, ranks: Ranks) -> Sequence[P]:
+        """This rank's share of the batch of `rows`, in parts that are accumulated."""
+
+    def expect(self, rows: Tensor, ranks: Ranks) -> None:
+        """Prefetch the first rows of the next batch."""
+
+    def close(self) -> None:
+        """Release the reader after the last batch."""
+
+    @abstractmethod
+    def loss(self, part: P) -> Tensor:
+        """The mean loss over this part's examples, of all ranks."""
+
+    def timed(self, stopwatch: Stopwatch) -> None:
+        """Mark the ends of the loss on `stopwatch` from now on."""
+        self._loss = stopwatch.around(self._loss)
+
+    @abstractmethod
+    def probe(self) -> Mapping[str, Any]:
+        """Recall on a sample of each held-out part."""
+
+    def tests(self, *, whole: bool = False) -> Sequence[Measure]:  # noqa: ARG002
+        """Measurements on other data, on samples or on the `whole` of them; collective over ranks."""
+        return ()
+
+    @abstractmethod
+    def metadata(self, result: TrainResult) -> dict[str, Any]:
+        """The contents of run.json."""
+
+    @abstractmethod
+    def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
+        """The metadata without values that take the model, or long, to compute."""
+
+    @abstractmethod
+    def report(self, folder: RunFolder) -> str:
+        """Evaluate the model, write results and report into the folder; the table of results as text."""
+
+    def set_model(self, model: Any) -> None:
+        """Replace the model."""
+        self.run = replace(self.run, model=model)

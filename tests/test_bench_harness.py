@@ -1,0 +1,174 @@
+"""The bench's harness: interleaved times, peaks, tables, and files of rows that lose nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from contrastile.bench import harness
+from contrastile.bench.harness import (
+    EXCHANGE_COLUMNS,
+    HOST_COLUMNS,
+    LOSS_COLUMNS,
+    MOST_ROUNDS,
+    RANK_STEP_COLUMNS,
+    STEP_COLUMNS,
+    WARMUP_SECONDS,
+    WARMUP_STEPS,
+    Ledger,
+    Machine,
+    Table,
+    busy,
+    read_rows,
+)
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+FILES = {
+    "loss": LOSS_COLUMNS,
+    "[248]_ranks": EXCHANGE_COLUMNS,
+    "host_features": HOST_COLUMNS,
+    "[248]_step": RANK_STEP_COLUMNS,
+    "h200_step": STEP_COLUMNS,
+}
+ROW = dict.fromkeys(LOSS_COLUMNS, "") | {"impl": "contrastile", "b": 64, "ms": 1.5}
+
+
+class Clock:
+    """Stands in for the bench's `time`: only steps take any."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def step(self, seconds, note=lambda: None):
+        """A step that takes so long. Powers of two add up without rounding."""
+
+        def run():
+            note()
+            self.now += seconds
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(harness, "time", clock)
+    return clock
+
+
+def machine(seconds=0.02, product=lambda: None, device="cpu"):
+    return Machine(torch.device(device), seconds, product, product_operations=1000)
+
+
+@pytest.mark.parametrize("pattern", FILES)
+def test_committed_results_have_the_columns_that_the_bench_appends(pattern):
+    paths = [path for path in RESULTS.glob("*.csv") if re.fullmatch(f"(cpu_|h200_)?{pattern}", path.stem)]
+    assert paths
+    for path in paths:
+        rows = read_rows(path)
+        assert tuple(rows[0]) == FILES[pattern]
+        assert all(row["impl"] and row["chip"] for row in rows)
+
+
+def test_a_table_aligns_its_columns_and_leaves_none_blank():
+    table = Table(("name", "6"), ("ms", ">8.2f"), ("share", ">6.0%"))
+    assert table.header() == "name         ms  share"
+    assert table.line("a", 1.5, None) == "a          1.50       "
+
+
+def test_a_row_is_on_disk_before_the_next_one(tmp_path):
+    path = tmp_path / "deep" / "rows.csv"
+    with Ledger(path) as ledger:
+        ledger.write(ROW)
+        assert read_rows(path)[0]["ms"] == "1.5"
+
+
+def test_rows_are_appended_to_a_file(tmp_path):
+    path = tmp_path / "rows.csv"
+    for b in (64, 128):
+        with Ledger(path) as ledger:
+            ledger.write(ROW | {"b": b})
+    assert [row["b"] for row in read_rows(path)] == ["64", "128"]
+
+
+def test_a_file_of_other_columns_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"`csv` must have the columns of a results file; got .*x.csv: a, b"):
+        Ledger(path)
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+def test_a_full_disk_is_an_error_with_the_files_name():
+    told = r"/dev/full could not be written \(No space left on device\); free the disk and begin again"
+    with pytest.raises(OSError, match=told), Ledger(Path("/dev/full")) as ledger:
+        ledger.write(ROW)
+
+
+def test_a_product_runs_before_every_step(clock):
+    said = []
+    # long enough not to be repeated
+    steps = {word: clock.step(2**-6, lambda word=word: said.append(word)) for word in ("product", "a", "b")}
+    machine(2**-3, steps.pop("product")).race(steps)
+    # some of each to see how long they take
+    first = 2 * WARMUP_STEPS + 1
+    assert said[:first] == ["a"] * WARMUP_STEPS + ["b"] * WARMUP_STEPS + ["product"]
+    # an eighth of a second for each of two steps
+    assert said[first:] == ["product", "a", "product", "b"] * 8
+
+
+def test_a_short_step_is_repeated(clock):
+    ran = []
+    timed = machine(2**-4, clock.step(2**-6)).race({"short": clock.step(2**-10, lambda: ran.append(1))})["short"]
+    # ten of them take the least that is timed, in each of at most 25 rounds
+    assert len(ran) == WARMUP_STEPS + 10 * MOST_ROUNDS
+    assert timed.ms == 1e3 * 2**-10
+
+
+def test_a_timing_is_the_median_and_the_least_of_the_rounds(clock):
+    seconds = iter([2**-6] * WARMUP_STEPS + [2**-5, 2**-6, 2**-4, 2**-5])
+
+    def varying():
+        clock.now += next(seconds)
+
+    timed = machine(2**-4, clock.step(2**-6)).race({"varying": varying})["varying"]
+    assert (timed.ms, timed.least_ms) == (31.25, 15.625)
+
+
+def test_the_product_rate_is_its_operations_over_its_time(clock):
+    timed = machine(1.0, clock.step(2**-6)).race({"same": clock.step(2**-5)})["same"]
+    # a thousand operations in a 64th of a second
+    assert timed.product_rate == 64_000
+
+
+@pytest.mark.unpoisoned
+def test_the_peak_is_what_a_step_holds_at_once():
+    size = 2**26
+
+    def run():
+        for _ in range(2):
+            torch.ones(size // 4)
+
+    assert size * 0.9 < machine().peak(run) < size * 1.5
+
+
+@pytest.mark.parametrize(("device", "load", "said"), [("cpu", 3.0, True), ("cpu", 0.5, False), ("cuda", 3.0, False)])
+def test_a_busy_cpu_has_a_warning(device, load, said, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert (busy(torch.device(device)) is not None) == said
+
+
+@pytest.mark.parametrize(("seconds", "products"), [(2**-3, 8), (2**-2, 16), (1.0, 16)])
+def test_products_between_long_steps_last_as_long(clock, seconds, products):
+    """Up to a quarter of a second."""
+    ran = []
+    steps = {"step": clock.step(seconds, lambda: ran.append("step"))}
+    machine(seconds, clock.step(2**-6, lambda: ran.append("product"))).race(steps)
+    # some of each to see how long they take
+    first = min(WARMUP_STEPS, round(WARMUP_SECONDS / seconds))
+    assert ran == ["step"] * first + ["product"] + ["product"] * products + ["step"]

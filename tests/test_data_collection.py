@@ -1,0 +1,223 @@
+"""Collections: splits and weights, each pair once an epoch, unreadable images are counted and replaced."""
+
+import io
+import json
+import tarfile
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_data_shards import add, jpeg, opened, write_shard, write_shards
+
+from contrastile.data.batches import Batches
+from contrastile.data.crop import Crop
+from contrastile.data.stream import Stream
+
+
+def test_a_manifest_that_comes_later_is_compared_with_too(tmp_path):
+    source = write_shards(tmp_path)
+    opened(source, tmp_path)
+    (tmp_path / "sizes.json").write_text(json.dumps({"01.tar": 21}))
+    with pytest.raises(ValueError, match=r"20 pairs where sizes\.json says 21"):
+        opened(source, tmp_path)
+
+
+def test_tables_are_joined_to_others_and_read_as_they_are_needed(tmp_path):
+    for number in range(12):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
+    rows = [f"{number}.jpg\tpicture number {number}" for number in range(12)]
+    for name, some in (("0", rows[:6]), ("1", [*rows[6:], "nowhere.jpg\tnothing", ".\ta folder", "0.jpg\t "])):
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["filepath\ttitle", *some]))
+    write_shard(tmp_path / "a.tar", range(12))
+    tables, shard = f"{tmp_path}/{{0..1}}.tsv", f"{tmp_path}/a.tar"
+    one, other = (opened(source, tmp_path, held_out=0.2, most_bad=0.3) for source in (tables, shard))
+    assert one.skipped == {"missing picture": 2, "empty title": 1}
+    assert one.captions == other.captions
+    everything = range(len(one.stream))
+    assert np.array_equal(*(pairs.stream.read(everything, everything, None)[0] for pairs in (one, other)))
+    joined = opened(f"{tmp_path}/0.tsv::{shard}", tmp_path, weights=(2, 1), held_out=0.2)
+    assert len(joined.stream) == 2 * 6 + 12 - sum(2 if int(t.split()[-1]) < 6 else 1 for t in set(joined.captions))
+    # another picture: another set
+    (tmp_path / "3.jpg").write_bytes(jpeg(20))
+    assert opened(tables, tmp_path, held_out=0.2, most_bad=0.3).stream.fingerprint != one.stream.fingerprint
+
+
+def test_every_pair_is_on_one_side_and_titles_stay_together(tmp_path):
+    write_shards(tmp_path)
+    write_shard(tmp_path / "10.tar", range(60, 100), title="the same title")
+    pairs = opened(f"{tmp_path}/{{00..02}}.tar::{tmp_path}/10.tar", tmp_path, held_out=0.2)
+    held, trained = pairs.captions, pairs.stream.captions(range(len(pairs.stream)))
+    assert len(held) + len(trained) == 100
+    assert not set(held) & set(trained)
+    assert 0 < len(set(held)) < 30
+    assert pairs.splits["train"].tolist() == list(range(len(held), 100))
+
+
+def test_the_index_is_made_once_and_again_where_it_is_damaged(tmp_path, monkeypatch, caplog):
+    source = write_shards(tmp_path)
+    first = opened(source, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("contrastile.data.index.find_pairs", None)
+        assert opened(source, tmp_path).captions == first.captions
+    damaged = next((tmp_path / "cache").glob("index-*")) / "where.npy"
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    assert opened(source, tmp_path).captions == first.captions
+    assert "is damaged and is made again" in caplog.text
+
+
+def test_a_shard_that_changed_is_read_again(tmp_path):
+    source = write_shards(tmp_path)
+    before = opened(source, tmp_path)
+    write_shard(tmp_path / "00.tar", range(100, 110))
+    after = opened(source, tmp_path)
+    assert before.stream.digest != after.stream.digest
+    assert len(after) + len(after.stream) == 50
+
+
+def test_weights_repeat_a_source(tmp_path):
+    write_shards(tmp_path, shards=2)
+    pairs = opened(f"{tmp_path}/00.tar::{tmp_path}/01.tar", tmp_path, weights=(1, 3))
+    counts = Counter(pairs.stream.captions(range(len(pairs.stream))))
+    for title, count in counts.items():
+        assert count == (1 if int(title.split()[-1]) < 20 else 3)
+    with pytest.raises(ValueError) as caught:
+        opened(f"{tmp_path}/00.tar", tmp_path, weights=(1, 3))
+    assert str(caught.value) == "`weights` must be one for each of the 1 sources; got 2. Or leave them out."
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_each_pair_is_seen_once_an_epoch_in_one_order_on_any_number_of_ranks(tmp_path, ranks):
+    pairs = opened(write_shards(tmp_path), tmp_path)
+    rows, sizes = pairs.splits["train"], [12] * 40
+    length = len(rows)
+    # half way with one process, the rest on several, each with every so many rows of a batch
+    seen = [row for batch in list(Batches(rows, sizes=sizes[:3], seed=1)) for row in batch.tolist()]
+    parts = [
+        [batch[rank::ranks].tolist() for batch in Batches(rows, sizes=sizes, seed=1, step=3)] for rank in range(ranks)
+    ]
+    for shares in zip(*parts, strict=True):
+        batch = torch.empty(12, dtype=torch.int64)
+        for rank, share in enumerate(shares):
+            batch[rank::ranks] = torch.tensor(share)
+        seen += batch.tolist()
+    whole = [row for batch in Batches(rows, sizes=sizes, seed=1) for row in batch.tolist()]
+    assert seen == whole
+    for start in range(0, len(seen) - length, length):
+        assert sorted(seen[start : start + length]) == rows.tolist()
+
+
+def test_rows_ahead_are_the_rows_that_come():
+    batches = Batches(np.arange(7), sizes=[3] * 9, seed=2)
+    for _ in range(8):
+        next(batches)
+        ahead = batches.ahead(3)
+        assert torch.equal(ahead, batches.ahead(9)[:3])
+        assert torch.equal(ahead, next(Batches(np.arange(7), sizes=[3] * 99, seed=2, step=batches.step)))
+
+
+def stream_of(tmp_path, contents, **settings):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, content in enumerate(contents):
+            add(tar, f"{number:03}.jpg", content)
+            add(tar, f"{number:03}.txt", f"title {number}".encode())
+    pairs = opened(tmp_path / "a.tar", tmp_path, held_out=1e-9, **settings)
+    return pairs.stream
+
+
+def test_a_bad_picture_is_counted_and_its_neighbour_stands_in(tmp_path, caplog):
+    stream = stream_of(tmp_path, [jpeg(number) for number in range(12)], most_bad=0.5)
+    titles = stream.captions(range(len(stream)))
+    broken = [jpeg(number) for number in range(12)]
+    for title in (titles[0], titles[4], titles[5]):
+        broken[int(title.split()[-1])] = b"<html>not found</html>"
+    (tmp_path / "cache").rename(tmp_path / "old")
+    stream = stream_of(tmp_path, broken, most_bad=0.5)
+    images, read = stream.read(range(len(stream)), range(len(stream)), None)
+    assert stream.captions(read[:7]) == [titles[1], titles[1], titles[2], titles[3], titles[3], titles[3], titles[6]]
+    assert np.array_equal(images[5], images[3])
+    assert stream.skipped == {"broken picture": 3}
+    first = f'a picture of the collection is skipped (broken picture: {tmp_path / "a.tar"}, "{titles[0]}")'
+    assert [message.split("; ")[0] for message in caplog.messages] == [first]
+
+
+def test_where_none_can_be_read_the_rows_behind_stand_in(tmp_path):
+    contents = [jpeg(number) for number in range(12)]
+    titles = stream_of(tmp_path, contents, most_bad=0.5).captions(range(8))
+    for title in titles[3:5]:
+        contents[int(title.split()[-1])] = b"<html>not found</html>"
+    (tmp_path / "cache").rename(tmp_path / "old")
+    stream = stream_of(tmp_path, contents, most_bad=1.0)
+    assert stream.captions(stream.read([3], [70], None)[1]) == [titles[5]]
+    assert stream.skipped == {"broken picture": 2}
+    with pytest.raises(ValueError, match="`source` must have pictures that can be read; got broken picture: 3"):
+        stream.read([4], [71], None, tries=0)
+
+
+def test_a_share_may_be_empty_and_an_expected_batch_may_be_given_up(tmp_path):
+    stream = stream_of(tmp_path, [jpeg(number) for number in range(12)], most_bad=0.5)
+    plain, _ = stream.read([4], [4], None)
+    images, rows = stream.read([], [], None)
+    assert (images.shape, rows) == ((0, *plain.shape[1:]), [])
+    stream.expect([1, 2, 3], [1, 3, 5], None)
+    assert torch.equal(stream.read([4], [4], None)[0], plain)
+
+
+def test_a_folder_without_pictures_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path / "empty", tmp_path)
+    assert str(caught.value) == (
+        f'`source` must hold at least two pairs that differ in their titles; got 0 pairs in "{tmp_path / "empty"}". '
+        "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
+    )
+
+
+def test_pictures_without_titles_are_refused_with_their_places(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for number in range(4):
+        (tmp_path / f"pictures/{number}.jpg").write_bytes(jpeg(number))
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path / "pictures", tmp_path)
+    assert str(caught.value) == (
+        f'`source` must hold at least two pairs that differ in their titles; got 4 pairs in "{tmp_path / "pictures"}". '
+        "One is to be held out. In a folder a picture's title is the .txt beside it, or its folder's name."
+    )
+
+
+def test_too_many_bad_ones_stop_the_run(tmp_path):
+    contents = [jpeg(number) for number in range(40)]
+    contents[1::2] = [b"<html>"] * 20
+    stream = stream_of(tmp_path, contents, most_bad=0.5)
+    stream.read(range(len(stream)), range(len(stream)), None)
+    stream.check(stream.skipped, stream.seen)
+    stream = stream_of(tmp_path, contents, most_bad=0.2)
+    stream.read(range(len(stream)), range(len(stream)), None)
+    with pytest.raises(ValueError) as caught:
+        stream.check(stream.skipped, stream.seen)
+    assert str(caught.value).startswith("`source` must have at most 20.0% bad pairs; got ")
+    assert str(caught.value).endswith("Mend it, or raise data.max_bad_fraction.")
+
+
+def test_too_many_bad_ones_among_those_held_out_are_an_error(tmp_path):
+    source = write_shard(tmp_path / "a.tar", range(40))
+    with tarfile.open(source, "w") as tar:
+        for number in range(40):
+            add(tar, f"{number:05}.jpg", b"<html>")
+            add(tar, f"{number:05}.txt", f"picture number {number}".encode())
+    with pytest.raises(ValueError, match=r"must have at most 1.0% bad pairs; got \d of 40 \(broken picture: \d\)"):
+        opened(source, tmp_path, most_bad=0.01)
+
+
+def test_reading_ahead_changes_nothing(tmp_path):
+    file = io.BytesIO()
+    Image.linear_gradient("L").save(file, "JPEG")
+    stream = stream_of(tmp_path, [file.getvalue()] * 20)
+    crop = Crop(1)
+    plain = stream.read(range(8), range(100, 108), crop)
+    stream.expect(range(12), range(100, 112), crop)
+    again = stream.read(range(8), range(100, 108), crop)
+    assert np.array_equal(plain[0], again[0])
+    assert isinstance(stream, Stream)
+    assert not np.array_equal(plain[0], stream.read(range(8), range(200, 208), crop)[0])

@@ -1,0 +1,156 @@
+"""The loader: processes decode the same as threads, batches keep their memory, processes end with their parent."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+from test_data_collection import stream_of
+from test_data_shards import jpeg
+
+from contrastile.data import loader
+from contrastile.data.crop import Crop
+from contrastile.data.decoders import Piece, Processes, SharedBuffer, Worker
+from contrastile.data.loader import read_chunks
+from contrastile.data.shards import MOST_BYTES
+
+
+@pytest.fixture
+def apart(tmp_path):
+    """A stream of 40 pictures, one of them broken, decoded by two processes."""
+    contents = [jpeg(number) for number in range(39)] + [b"<html>"]
+    stream = stream_of(tmp_path, contents, most_bad=0.5)
+    stream.workers, stream.apart = 2, True
+    yield stream
+    stream.close()
+
+
+def test_processes_decode_the_same_as_threads(apart):
+    crop, rows, places = Crop(5), range(len(apart)), range(100, 100 + len(apart))
+    by_processes, skipped = apart.read(rows, places, crop), dict(apart.skipped)
+    whole = apart.read(range(3), range(3), None)
+    apart.close()
+    apart.apart = False
+    apart.skipped.clear()
+    by_threads = apart.read(rows, places, crop)
+    assert torch.equal(by_processes[0], by_threads[0])
+    assert by_processes[1] == by_threads[1]
+    assert apart.skipped == skipped == {"broken picture": 1}
+    assert torch.equal(whole[0], apart.read(range(3), range(3), None)[0])
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_batches_of_any_size_follow_each_other_whether_they_are_used_or_given_up(apart, processes):
+    apart.apart = processes
+    rows = range(len(apart) - 1)
+    whole = apart.read(rows, rows, Crop(1))[0].clone()
+    for size in (1, 5, 17):
+        apart.expect(range(size), range(size), Crop(1))
+        apart.expect(range(2, 2 + size), range(2, 2 + size), Crop(1))
+        batch = apart.read(range(2, 2 + size), range(2, 2 + size), Crop(1))[0]
+        apart.read(range(size), range(size), Crop(1))
+        assert torch.equal(batch, whole[2 : 2 + size])
+
+
+def test_loading_draws_no_number_of_the_run(apart):
+    state = torch.get_rng_state()
+    apart.read(range(4), range(4), Crop(1))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_file_that_is_gone_is_counted(apart, tmp_path):
+    (tmp_path / "a.tar").unlink()
+    # the 20 rows of the batch and 10 times as many in their place
+    with pytest.raises(ValueError, match="unreadable file \\(No such file or directory\\): 220"):
+        apart.read(range(20), range(20), None)
+
+
+def test_a_file_longer_than_any_picture_is_not_read(tmp_path):
+    with (tmp_path / "a.png").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    (chunk,) = read_chunks([str(tmp_path / "a.png")], (1, 16, 16), chunk=4, apart=False)
+    assert chunk[2] == ["too large"]
+
+
+def test_there_is_a_worker_for_each_core_that_the_container_has(monkeypatch):
+    monkeypatch.setattr(loader, "usable_cpus", lambda: 6.5)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert loader.cores() == 6
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert loader.cores() == 1
+
+
+def test_a_process_that_is_lost_is_an_error(apart):
+    apart.read(range(20), range(20), None)
+    for worker in apart._loader._decoders._workers:
+        worker._process.kill()
+        worker._process.wait()
+    with pytest.raises(RuntimeError) as caught:
+        apart.read(range(20, 24), range(20, 24), None)
+    assert str(caught.value) == "a decoding process ended with exit code -9: is there memory enough?"
+
+
+def test_a_task_that_cannot_be_sent_is_an_error_and_no_endless_wait():
+    worker = Worker()
+    with pytest.raises(RuntimeError, match="a decoding process ended with exit code 0"):
+        worker.run(SharedBuffer(16), {"pieces": ["x" * (1 << 22)]})
+    worker.close()
+
+
+def test_a_batch_that_is_held_is_not_written_over(apart):
+    first, _ = apart.read(range(4), range(4), Crop(1))
+    copy = first.clone()
+    for start in range(4, 24, 4):
+        apart.read(range(start, start + 4), range(start, start + 4), Crop(1))
+    assert torch.equal(first, copy)
+    # the later batches share one buffer
+    assert len(apart._loader._decoders._buffers) == 2
+
+
+def test_a_batch_that_is_given_up_is_not_written_over_while_it_is_decoded(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(jpeg(1))
+    decoders, released = Processes(1), Event()
+
+    def origins():
+        released.wait()
+        return [Piece(str(tmp_path / "a.jpg"), 0, None, 0)]
+
+    try:
+        given_up = decoders.buffer((2, 1, 16, 16))
+        address, task = given_up.data_ptr(), decoders.fill(given_up, 0, origins, None)
+        del given_up
+        assert decoders.buffer((2, 1, 16, 16)).data_ptr() != address
+        released.set()
+        assert task.result() == [None]
+        # the buffer is lent again once the task is done
+        assert [decoders.buffer((2, 1, 16, 16)).data_ptr() for _ in range(2)].count(address)
+    finally:
+        released.set()
+        decoders.close()
+
+
+def test_processes_end_with_their_parent():
+    program = (
+        "import os, signal\n"
+        "from contrastile.data.decoders import Worker\n"
+        "print(Worker()._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == -9
+    assert ended(int(done.stdout))
+
+
+def ended(process):
+    """True for a process that is gone, or a zombie, within half a minute."""
+    for _ in range(300):
+        try:
+            if (Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2])[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.1)
+    return False

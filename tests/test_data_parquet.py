@@ -1,0 +1,122 @@
+"""Parquet shards: the same pairs as tar shards, damage and bombs are refused."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from test_data_shards import jpeg, opened, write_shard
+
+
+def test_parquet_gives_the_same_pairs(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pictures = [{"bytes": jpeg(number), "path": "../../etc/passwd"} for number in range(30)]
+    titles = [f"picture number {number}" for number in range(30)]
+    table = pyarrow.table({"caption": [*titles, "nothing"], "image": [*pictures, None]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    write_shard(tmp_path / "a.tar", range(30))
+    one, other = (opened(tmp_path / name, tmp_path, most_bad=0.1) for name in ("a.parquet", "a.tar"))
+    assert one.captions == other.captions
+    assert np.array_equal(one.images, other.images)
+    rows, places = range(len(one.stream) - 1), range(len(one.stream) - 1)
+    assert np.array_equal(one.stream.read(rows, places, None)[0], other.stream.read(rows, places, None)[0])
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-50])
+    with pytest.raises(ValueError, match="must be whole shards"):
+        opened(tmp_path / "b.parquet", tmp_path)
+
+
+def parquet_of(path, titles, pictures, **how):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"title": titles, "image": pictures}), path, **how)
+    return path
+
+
+def test_rows_of_parquet_without_either_are_counted(tmp_path):
+    titles = ["\xe9".encode("latin-1"), None, *(f"title {number}".encode() for number in range(2, 30))]
+    pictures = [*(jpeg(number) for number in range(28)), None, b""]
+    pairs = opened(parquet_of(tmp_path / "a.parquet", titles, pictures), tmp_path, most_bad=0.2)
+    assert pairs.skipped == {"not UTF-8": 1, "empty title": 1, "missing picture": 2}
+    with pytest.raises(ValueError, match=r"must have at most 10.0% bad pairs; got 4 of 30 \(empty title: 1, missing"):
+        opened(tmp_path / "a.parquet", tmp_path, most_bad=0.1)
+
+
+def test_parquet_of_any_type_of_bytes_is_read(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    titles, pictures = [f"title {number}" for number in range(30)], [jpeg(number) for number in range(30)]
+    types = {
+        "plain": (pyarrow.string(), pyarrow.binary()),
+        "large": (pyarrow.large_string(), pyarrow.large_binary()),
+        "words": (pyarrow.dictionary(pyarrow.int32(), pyarrow.string()), pyarrow.binary(len(pictures[0]))),
+    }
+    found = []
+    for name, (text, content) in types.items():
+        same = [pictures[0]] * 30 if name == "words" else pictures
+        columns = pyarrow.array(titles, pyarrow.string()).cast(text), pyarrow.array(same, content)
+        found.append(opened(parquet_of(tmp_path / f"{name}.parquet", *columns), tmp_path).captions)
+    assert found[0]
+    assert found == [found[0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("titles", "pictures", "sentence"),
+    [
+        (range(4), [b"a"] * 4, "`source` must have texts in the column title; got int64. Write it anew as these."),
+        ("abcd", [[b"a"]] * 4, "`source` must have bytes, or structs with bytes in the column image; got list"),
+    ],
+)
+def test_parquet_of_other_types_is_refused(tmp_path, titles, pictures, sentence):
+    with pytest.raises(ValueError) as caught:
+        opened(parquet_of(tmp_path / "a.parquet", list(titles), pictures), tmp_path)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_damaged_parquet_is_noticed(tmp_path):
+    titles, pictures = [f"title {number}" for number in range(30)], [jpeg(number) for number in range(30)]
+    table = parquet_of(tmp_path / "a.parquet", titles, pictures, write_page_checksum=True)
+    whole = table.read_bytes()
+    assert len(opened(table, tmp_path)) > 0
+    # a page with a checksum: every byte of it is compared
+    pages = pytest.importorskip("pyarrow.parquet").ParquetFile(table).metadata.row_group(0).column(1)
+    for place in range(pages.dictionary_page_offset + 60, pages.data_page_offset, 97):
+        table.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="must be whole shards"):
+            opened(table, tmp_path)
+    table.write_bytes(whole)
+    (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'other').hexdigest()}  a.parquet\n")
+    with pytest.raises(ValueError, match="another checksum than SHA256SUMS says"):
+        opened(table, tmp_path)
+    (tmp_path / "SHA256SUMS").unlink()
+    (tmp_path / "sizes.json").write_text('{"a.parquet": 31}')
+    with pytest.raises(ValueError, match=r"\(.*a.parquet\); got 30 pairs where sizes.json says 31"):
+        opened(table, tmp_path)
+
+
+def test_a_parquet_bomb_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("contrastile.data.parquet.MOST_MORE", 1 << 20)
+    table = parquet_of(tmp_path / "a.parquet", ["a", "b"], [bytes(1 << 22), b"b"], compression="zstd")
+    assert table.stat().st_size < 10_000
+    with pytest.raises(ValueError, match="got more than 100 times its size in it"):
+        opened(table, tmp_path)
+    assert not list((tmp_path / "cache" / "unpacked").iterdir())
+
+
+def test_a_removed_unpacked_shard_is_unpacked_again(tmp_path):
+    titles, pictures = [f"title {number}" for number in range(30)], [jpeg(number) for number in range(30)]
+    table = parquet_of(tmp_path / "a.parquet", titles, pictures)
+    before = opened(table, tmp_path).stream
+    rows = range(len(before))
+    images, _ = before.read(rows, rows, None)
+    for shard in (tmp_path / "cache" / "unpacked").iterdir():
+        shard.unlink()
+    assert np.array_equal(opened(table, tmp_path).stream.read(rows, rows, None)[0], images)
+
+
+def test_parquet_without_the_columns_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"words": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError) as caught:
+        opened(tmp_path / "a.parquet", tmp_path)
+    assert str(caught.value) == (
+        "`source` must have a column among title, text, caption, TEXT; got words. Rename the one that is."
+    )

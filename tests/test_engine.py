@@ -1,0 +1,322 @@
+"""The engine's budgets, and that no route ignores a field of a loss."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import distance
+from ranks import Pool
+from torch import Tensor
+
+import contrastile
+from contrastile import ClipLoss, contrast
+from contrastile._dispatch import Options, choose_tiles
+from contrastile.engine.plan import prepare
+from contrastile.losses import Decoupled
+from contrastile.losses.base import Finished, PairLoss, Shard, Tile
+from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.softmax import Softmax
+
+ROOT = str(Path(contrastile.__file__).parent)
+
+
+def _inputs(n: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    q, k = F.normalize(torch.randn(2, n, 16, dtype=dtype), dim=-1)
+    return [q.requires_grad_(), k.requires_grad_(), torch.tensor(10.0, dtype=dtype, requires_grad=True)]
+
+
+def _calls(run: Callable[[], object]) -> list[str]:
+    """The files of this package's Python calls while `run` runs, one entry for each call."""
+    files: list[str] = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            files.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def test_six_frames_lie_between_a_loss_and_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, frames = torch.mm, []
+
+    def mm(*arguments: Any, **named: Any) -> Tensor:
+        frames.append(sum(frame.filename.startswith(ROOT) for frame in traceback.extract_stack()))
+        return product(*arguments, **named)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    ClipLoss()(*_inputs())
+    assert frames
+    assert max(frames) <= 6
+
+
+def test_a_step_like_the_last_one_makes_few_python_calls() -> None:
+    loss, inputs = ClipLoss(), _inputs()
+    loss(*inputs).backward()
+    values: list[Tensor] = []
+    forward = _calls(lambda: values.append(loss(*inputs)))
+    backward = _calls(lambda: values[0].backward())
+    # before the plan was kept: 193 and 91 calls, through 18 files
+    assert len(forward) + len(backward) <= (193 + 91) // 2
+    assert len(set(forward)) <= 9
+
+
+def test_a_second_call_of_a_signature_is_not_checked_again() -> None:
+    loss, inputs = ClipLoss(), _inputs(11)
+    first, second = _calls(lambda: loss(*inputs)), _calls(lambda: loss(*inputs))
+    assert any(file.endswith("engine/arguments.py") for file in first)
+    assert not any(file.endswith("engine/arguments.py") for file in second)
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "grad", "kind"])
+def test_a_call_of_another_signature_is_checked_anew(change: str) -> None:
+    q, k, scale = _inputs(5)
+    contrast(q, k, scale=scale)
+    wrong: dict[str, tuple[Any, str]] = {
+        "shape": (k[:4], "as many rows"),
+        "dtype": (k.double(), "the dtype of `q`"),
+        "kind": ([1.0], "be a tensor"),
+    }
+    if change == "grad":
+        assert not contrast(q.detach(), k.detach(), scale=scale.detach()).requires_grad
+        return
+    with pytest.raises(ValueError, match=wrong[change][1]):
+        contrast(q, wrong[change][0], scale=scale)
+
+
+@dataclass(frozen=True)
+class Margin(Softmax):
+    """A softmax with one field more: a number that is added to every row's loss, and multiplies its gradient."""
+
+    margin: float = 0.0
+
+    def finish(self, stats: Tensor) -> Finished:
+        done = super().finish(stats)
+        return done._replace(loss=done.loss + self.margin)
+
+    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
+        return super().pair_grad(tile, rows, cols) * (1 + self.margin)
+
+
+@dataclass(frozen=True)
+class SigmoidMargin(Sigmoid):
+    """The same of a sigmoid."""
+
+    margin: float = 0.0
+
+    def finish(self, stats: Tensor) -> Finished:
+        done = super().finish(stats)
+        return done._replace(loss=done.loss + self.margin)
+
+    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
+        return super().pair_grad(tile, rows, cols) * (1 + self.margin)
+
+
+LOSSES: list[tuple[PairLoss, PairLoss]] = [
+    (Margin(symmetric=True, margin=0.25), Softmax(symmetric=True)),
+    (SigmoidMargin(margin=0.25), Sigmoid()),
+]
+
+
+def _loss_and_gradient(loss: PairLoss, inputs: list[Tensor], call: Any = contrast, **how: Any) -> tuple[Tensor, Tensor]:
+    value = call(inputs[0], inputs[1], scale=inputs[2], loss=loss, **how)
+    (gradient,) = torch.autograd.grad(value, [inputs[0]])
+    return value.detach(), gradient
+
+
+@pytest.mark.parametrize(("loss", "plain"), LOSSES, ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("route", ["eager", "dense", "auto", "compiled", "host"])
+def test_every_route_computes_a_new_field(
+    loss: PairLoss, plain: PairLoss, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = _inputs(9, torch.float64)
+    value, gradient = _loss_and_gradient(plain, inputs, backend="eager")
+    call: Any = contrast
+    if route == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(contrast, backend="eager", fullgraph=True)
+    if route == "host":
+        monkeypatch.setattr("contrastile.engine.plan._plans", {})
+        monkeypatch.setattr("contrastile.engine.plan.away", lambda features, device: True)
+    backend = route if route in ("eager", "dense") else "auto"
+    found, its_gradient = _loss_and_gradient(loss, inputs, call, backend=backend)
+    assert distance(found, value + 0.25) <= 1e-12
+    assert distance(its_gradient, gradient * 1.25) <= 1e-12
+
+
+@pytest.mark.parametrize("loss", [loss for loss, _ in LOSSES], ids=["softmax", "sigmoid"])
+def test_the_fused_kernels_decline_a_loss_that_they_do_not_know(loss: PairLoss) -> None:
+    pytest.importorskip("triton")
+    shard = Shard(torch.randn(4, 8))
+    with pytest.raises(ValueError, match=f"no kernel for {type(loss).__name__}"):
+        choose_tiles("triton", loss, shard, shard)
+
+
+def _decoupled(q: Tensor, k: Tensor, scale: Tensor, symmetric: bool) -> Tensor:
+    """Yeh et al. 2022, equation 6, with the whole matrix."""
+    x = scale * q @ k.T
+    apart = x.masked_fill(torch.eye(*x.shape, dtype=torch.bool), -torch.inf)
+    ways = [(x, apart), (x.T, apart.T)][: 1 + symmetric]
+    return torch.stack([(others.logsumexp(1) - way.diagonal()).mean() for way, others in ways]).mean()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("route", ["eager", "tiles", "dense", "compiled"])
+def test_the_decoupled_loss_is_its_formula(symmetric: bool, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, call = _inputs(9, torch.float64), contrast
+    if route == "tiles":
+        monkeypatch.setattr("contrastile.tiles.eager.SIDE_CPU", 4)
+    if route == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(contrast, backend="eager", fullgraph=True)
+    truth = _decoupled(*inputs, symmetric)
+    value = call(
+        inputs[0], inputs[1], scale=inputs[2], loss=Decoupled(symmetric=symmetric),
+        backend="dense" if route == "dense" else "auto",
+    )  # fmt: skip
+    assert distance(value.detach(), truth.detach()) <= 1e-12
+    found, expected = torch.autograd.grad(value, inputs), torch.autograd.grad(truth, inputs)
+    assert all(distance(x, y) <= 1e-12 for x, y in zip(found, expected, strict=True))
+
+
+def _decoupled_on_ranks(rank: int, group: Any, exchange: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(5)
+    q, k, scale = _inputs(9, torch.float64)
+    own = slice(3 * rank, 3 * rank + 3)
+    parts = [x.detach()[own].requires_grad_() for x in (q, k)]
+    return _loss_and_gradient(
+        Decoupled(symmetric=True), [*parts, scale], exchange=exchange, group=group, gradient="sum"
+    )
+
+
+@pytest.mark.parametrize("exchange", ["replicate", "gather", "ring"])
+def test_the_decoupled_loss_on_ranks_is_that_of_one_process(pool: Pool, exchange: str) -> None:
+    torch.manual_seed(5)
+    inputs = _inputs(9, torch.float64)
+    value = _decoupled(*inputs, True)
+    (gradient,) = torch.autograd.grad(value, [inputs[0]])
+    answers = pool.run(_decoupled_on_ranks, 3, exchange)
+    assert all(distance(found, value.detach()) <= 1e-12 for found, _ in answers)
+    assert distance(torch.cat([found for _, found in answers]), gradient) <= 1e-12
+
+
+def test_the_decoupled_loss_refuses_smoothing_and_needs_a_negative() -> None:
+    with pytest.raises(ValueError, match=r"`label_smoothing` must be 0 for the decoupled loss; got 0\.1\."):
+        contrast(torch.eye(3), torch.eye(3), scale=1.0, loss=Decoupled(), label_smoothing=0.1)
+    assert contrast(torch.ones(1, 2), torch.ones(1, 2), scale=1.0, loss=Decoupled()).isnan()
+
+
+@dataclass(frozen=True)
+class Guided(PairLoss):
+    """Σ_j (x_ij − g_ij)² − Σ_p t_ip · x_ip of a row: g the product of the guides, t the weights of listed positives."""
+
+    state_rows: ClassVar[int] = 0
+    symmetric: bool = False
+    exclude_self: bool = False
+    uses_bias: bool = False
+    pairwise: bool = True
+
+    def smoothed(self, label_smoothing: float) -> PairLoss:
+        raise NotImplementedError
+
+    def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(1, n, dtype=dtype, device=device)
+
+    def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
+        (guide,) = tile.guides
+        assert tile.target is not None
+        return (((tile.x - guide).square() - tile.target * tile.x).sum(1)[None],)
+
+    def merge(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def finish(self, stats: Tensor) -> Finished:
+        return Finished(stats[0], torch.ones_like(stats[0]), stats[:0])
+
+    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
+        assert rows.coefficient is not None
+        assert tile.target is not None
+        return (2 * (tile.x - tile.guides[0]) - tile.target) * rows.coefficient[:, None]
+
+
+def _guided(rank: int, group: Any, parts: int, **how: Any) -> tuple[Tensor, Tensor]:
+    """The loss of nine queries and keys, of which this rank has a part, and its queries' gradient."""
+    torch.manual_seed(3)
+    q, k, a, b = (torch.randn(9, width, dtype=torch.float64) for width in (5, 5, 3, 3))
+    n = 9 // parts
+    own = slice(n * rank, n * rank + n)
+    # keys of this rank: its own first one twice as a pad, and two that count
+    positives, targets = torch.tensor([[0, n - 1, -1]] * n), torch.rand(9, 3, dtype=torch.float64)[own]
+    rows = q[own].requires_grad_()
+    options = Options(group=group, gradient="sum", **how)
+    operation, inputs = prepare(
+        rows, k[own], 2.0, Guided(), options, positives=positives, guides=((a[own], b[own]),), targets=targets
+    )
+    value = operation(*inputs)
+    (gradient,) = torch.autograd.grad(value, [rows])
+    return value.detach(), gradient
+
+
+def _guided_formula(parts: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    q, k, a, b = (torch.randn(9, width, dtype=torch.float64) for width in (5, 5, 3, 3))
+    targets, n = torch.rand(9, 3, dtype=torch.float64), 9 // parts
+    q.requires_grad_()
+    x, first = 2.0 * q @ k.T, torch.arange(9) // n * n
+    pulled = sum(targets[:, p] * x[torch.arange(9), first + shift] for p, shift in ((0, 0), (1, n - 1)))
+    value = ((x - a @ b.T).square().sum(1) - pulled).mean()
+    return value.detach(), *torch.autograd.grad(value, [q])
+
+
+@pytest.mark.parametrize("workspace", [None, 2**20])
+def test_a_tile_carries_further_logits_and_soft_weights(workspace: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("contrastile.tiles.eager.SIDE_CPU", 1024 if workspace is None else 4)
+    found, truth = _guided(0, None, 1, workspace=workspace), _guided_formula(1)
+    assert all(distance(x, y) <= 1e-12 for x, y in zip(found, truth, strict=True))
+
+
+@pytest.mark.parametrize("exchange", ["replicate", "gather", "ring"])
+def test_guides_and_targets_travel_with_their_shards(pool: Pool, exchange: str) -> None:
+    answers, truth = pool.run(_guided_on_ranks, 3, exchange), _guided_formula(3)
+    assert all(distance(value, truth[0]) <= 1e-12 for value, _ in answers)
+    assert distance(torch.cat([gradient for _, gradient in answers]), truth[1]) <= 1e-12
+
+
+def _guided_on_ranks(rank: int, group: Any, exchange: str) -> tuple[Tensor, Tensor]:
+    return _guided(rank, group, 3, exchange=exchange)
+
+
+def test_the_fused_kernels_decline_guides() -> None:
+    pytest.importorskip("triton")
+    shard = Shard(torch.randn(4, 8), guides=(torch.randn(4, 3),))
+    with pytest.raises(ValueError, match="no kernel for guides and targets"):
+        choose_tiles("triton", Softmax(), shard, shard)
+
+
+def _with_margin(rank: int, group: Any, exchange: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(7)
+    inputs = _inputs(9, torch.float64)
+    own = slice(3 * rank, 3 * rank + 3)
+    q, k = (x.detach()[own].requires_grad_() for x in inputs[:2])
+    return _loss_and_gradient(LOSSES[0][0], [q, k, inputs[2]], exchange=exchange, group=group, gradient="sum")
+
+
+@pytest.mark.parametrize("exchange", ["replicate", "gather", "ring"])
+def test_ranks_compute_a_new_field(pool: Pool, exchange: str) -> None:
+    torch.manual_seed(7)
+    value, gradient = _loss_and_gradient(LOSSES[0][0], _inputs(9, torch.float64))
+    answers = pool.run(_with_margin, 3, exchange)
+    assert all(distance(found, value) <= 1e-12 for found, _ in answers)
+    assert distance(torch.cat([found for _, found in answers]), gradient) <= 1e-12

@@ -1,0 +1,128 @@
+"""Checkpointed and compiled towers have the gradients and weights of plain ones."""
+
+import logging
+
+import pytest
+import torch
+from test_models_towers import BERT, CLIP, SIGLIP, TINY, VIT
+from test_train_resume import left
+from tiny_runs import tiny_recipe
+from torch import nn
+
+from contrastile.gradcache.memory import kept_bytes
+from contrastile.models.activation_checkpointing import checkpoint_activations
+from contrastile.models.text import train_tokenizer
+from contrastile.models.towers import Projected, build_model
+from contrastile.train.batch_builder import open_data_bundle
+from contrastile.train.image_text import activations_per_pair
+from contrastile.train.loop import run_recipe
+from contrastile.train.run import build_run
+
+
+@pytest.fixture(autouse=True)
+def _quiet_library():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def deeper(tower):
+    return {**tower, "config": {**tower["config"], "num_hidden_layers": 4}}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"image": deeper(VIT), "text": deeper(BERT)}, {"both": CLIP}, {"both": SIGLIP}], ids=str
+)
+def test_a_checkpointed_tower_has_the_same_gradients(settings):
+    tokenizer = train_tokenizer(["LATIN SMALL LETTER A"], length=6)
+    pixels, tokens = torch.rand(4, 1, 32, 32), tokenizer.tokenise(["LATIN A", "SMALL", "LETTER A", "A"])
+    plain = build_model({"features": 20, **settings}, tokenizer=tokenizer)
+    saving = build_model(plain.settings, tokenizer=tokenizer)
+    saving.load_state_dict(plain.state_dict())
+    kept = []
+    for model in (plain, saving):
+        # no dropout, but the mode in which libraries checkpoint
+        model.train()
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        if model is saving:
+            for side in ("image", "text"):
+                checkpoint_activations(getattr(model, side), side)
+        kept.append(kept_bytes(lambda model=model: model.encode_image(pixels)))
+        (model.encode_image(pixels).square().sum() + model.encode_text(**tokens).square().sum()).backward()
+    for (name, one), other in zip(plain.named_parameters(), saving.parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(other.grad, one.grad, msg=name)
+    if "image" in settings:
+        assert kept[1] < 0.6 * kept[0]
+
+
+class Libraries(nn.Module):
+    """As towers of open_clip and timm have it."""
+
+    asked = None
+
+    def set_grad_checkpointing(self, enable):
+        self.asked = enable
+
+
+def test_open_clip_and_timm_are_switched_by_their_own_method():
+    tower = nn.Sequential(Libraries(), nn.Linear(2, 2))
+    checkpoint_activations(tower, "image")
+    assert tower[0].asked is True
+
+
+def test_a_tower_without_checkpointing_is_refused(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    # of a tower that the recipe knows to have none it would be told before
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpointing": ("image",)})})
+    with pytest.raises(ValueError) as caught:
+        build_run(recipe, open_data_bundle(recipe).tokenizer)
+    assert str(caught.value) == (
+        "`model.checkpointing` must name towers that have it; got image, a ConvTower. "
+        "Leave it out: the gradient cache keeps one sub-batch of activations anyway."
+    )
+
+
+def test_a_recipe_with_checkpointing_trains_the_same_weights(tmp_path):
+    layers = {"hidden_dropout_prob": 0.1, **TINY}
+    config = ", ".join(f"{key}={value}" for key, value in layers.items())
+    text = f"model.text={{kind='transformers', config={{model_type='bert', {config}}}}}"
+    folders = [
+        run_recipe(tiny_recipe(tmp_path, "train.examples=64", text, *more), tmp_path / name).folder
+        for name, more in (("plain", ()), ("saving", ("model.checkpointing=['text']",)))
+    ]
+    (one, *_), (other, *_) = map(left, folders)
+    # dropout draws the same lots when a layer is computed again
+    for name, weights in one.items():
+        torch.testing.assert_close(other[name], weights, rtol=1e-3, atol=1e-4)
+
+
+def test_a_recipe_compiles_both_towers_in_place(tmp_path, monkeypatch):
+    """Compiled encoders are tested beside the cache; here, that a recipe's towers run as such and keep their names."""
+    runs = []
+
+    def compile_nothing(self):
+        plain = self._call_impl
+        self._compiled_call_impl = lambda *inputs, **words: runs.append(self) or plain(*inputs, **words)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_nothing)
+    plain = run_recipe(tiny_recipe(tmp_path, "train.examples=32"), tmp_path / "plain").folder
+    assert runs == []
+    folder = run_recipe(tiny_recipe(tmp_path, "train.examples=32", "train.compile=true"), tmp_path / "compiled").folder
+    assert {type(module) for module in runs} == {Projected}
+    assert len(set(map(id, runs))) == 2
+    (one, *_), (other, *_) = left(plain), left(folder)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(other[name], weights) for name, weights in one.items())
+
+
+def test_measuring_activations_does_not_change_batch_statistics(tmp_path):
+    image = "{kind='transformers', config={model_type='resnet', embedding_size=8, hidden_sizes=[8], depths=[1]}}"
+    recipe = tiny_recipe(tmp_path, f"model.image={image}")
+    materials = open_data_bundle(recipe)
+    run = build_run(recipe, materials.tokenizer)
+    run.model.train()
+    before = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+    assert any("running_mean" in name for name in before)
+    assert activations_per_pair(run, materials) > 0
+    assert all(torch.equal(buffer, before[name]) for name, buffer in run.model.named_buffers())

@@ -1,0 +1,350 @@
+"""An index: complete shards, continued after a kill, searched exactly; and the commands encode and search."""
+
+import errno
+import io
+import json
+import re
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from tiny_texts import ANIMALS, COLOURS, PLACES, tiny_retriever
+
+import contrastile
+from contrastile.cli.main import main
+from contrastile.data.texts import Passage
+from contrastile.retrieval import index as indexing
+from contrastile.retrieval.index import Index, encode_corpus, run_checksums
+from contrastile.train.folder import finished_run
+from contrastile.train.loop import run_recipe
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return run_recipe(tiny_retriever(folder, "train.examples=64"), folder / "runs").folder
+
+
+@pytest.fixture
+def run(trained):
+    return contrastile.load(trained, device="cpu")
+
+
+PASSAGES = [
+    Passage(f"p{n}", f"def {colour}_{animal}(): return {place}\n    # für \n", f"title {n}", f"f.py:{n}")
+    for n, (colour, animal, place) in enumerate(list(product(COLOURS, ANIMALS, PLACES))[:23])
+]
+
+
+def encoded(run, folder, passages=PASSAGES, **settings):
+    return encode_corpus(run, passages, folder, corpus="c", made_by={"w": "1"}, **{"shard": 5, **settings})
+
+
+def test_shards_hold_features_ids_and_passages(run, tmp_path):
+    index = encoded(run, tmp_path / "index")
+    features = np.concatenate([np.load(tmp_path / "index" / f"{n:05}.npy", allow_pickle=False) for n in range(5)])
+    assert (features.dtype, features.shape, len(index), index.dimensions) == (np.float16, (23, 16), 23, 16)
+    np.testing.assert_allclose(features, run.encode_passage(PASSAGES).numpy(), atol=1e-3)
+    ids = "".join((tmp_path / "index" / f"{n:05}.ids").read_text() for n in range(5)).split("\n")
+    assert ids[:-1] == [passage.id for passage in PASSAGES]
+    assert [index[row] for row in (0, 4, 5, 22)] == [PASSAGES[row] for row in (0, 4, 5, 22)]
+    assert all(isinstance(shard, np.memmap) for shard in index._features)
+
+
+@pytest.mark.parametrize("engine", ["torch", "faiss"])
+def test_a_search_is_exact_over_shards(run, tmp_path, engine):
+    if engine == "faiss":
+        pytest.importorskip("faiss")
+    encoded(run, tmp_path / "index")
+    index = Index(tmp_path / "index", engine=engine)
+    queries = torch.randn(7, 16)
+    scores, rows = index.search(queries, 9)
+    features = torch.from_numpy(np.concatenate([np.array(shard) for shard in index._features])).float()
+    expected = (queries @ features.T).sort(dim=1, descending=True, stable=True)
+    torch.testing.assert_close(scores, expected.values[:, :9], rtol=1e-5, atol=1e-5)
+    if engine == "torch":
+        assert torch.equal(rows, expected.indices[:, :9])
+    assert index.search(queries, 100)[1].shape == (7, 23)
+
+
+def test_equal_scores_go_to_the_first_passage(run, tmp_path):
+    index = encoded(run, tmp_path / "index", [PASSAGES[0]] * 12)
+    assert index.search(torch.ones(1, 16), 7)[1].tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+
+
+def test_finished_shards_are_not_encoded_again(run, tmp_path, monkeypatch):
+    real, written = indexing._write_shard, []
+
+    def killed_at_the_third(run, passages, place, number, dimensions):
+        if number == 2 and len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(number)
+        return real(run, passages, place, number, dimensions)
+
+    monkeypatch.setattr(indexing, "_write_shard", killed_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        encoded(run, tmp_path / "index")
+    with pytest.raises(ValueError) as caught:
+        Index(tmp_path / "index")
+    assert str(caught.value) == (
+        "`index` must be complete; got 2 shards of more. Go on with the command that began it: contrastile encode RUN"
+    )
+    written.append("again")
+    whole = encoded(run, tmp_path / "other")
+    written.clear()
+    written.append("again")
+    index = encoded(run, tmp_path / "index")
+    assert written == ["again", 2, 3, 4]
+    assert [shard["sha256"] for shard in index.metadata["shards"]] == [
+        shard["sha256"] for shard in whole.metadata["shards"]
+    ]
+
+
+def test_a_finished_index_is_not_written_again(run, tmp_path, monkeypatch):
+    """Ten passages fill their last shard."""
+    index = encoded(run, tmp_path / "index", PASSAGES[:10])
+    monkeypatch.setattr(indexing, "_write_shard", None)
+    assert encoded(run, tmp_path / "index", PASSAGES[:10]).metadata == index.metadata
+    assert [shard["passages"] for shard in index.metadata["shards"]] == [5, 5]
+
+
+def test_an_index_may_hold_the_first_dimensions_only(run, tmp_path):
+    index = encoded(run, tmp_path / "index", dimensions=4)
+    features = torch.from_numpy(np.array(index._features[0])).float()
+    assert features.shape == (5, 4)
+    with pytest.raises(ValueError) as caught:
+        encoded(run, tmp_path / "more", dimensions=17)
+    assert str(caught.value) == (
+        "`dimensions` must be between 1 and the 16 features; got 17. The first so many are kept."
+    )
+    torch.testing.assert_close(features.norm(dim=1), torch.ones(5), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"shard": 6}, "`out` must be empty, or hold the same corpus by the same run; got another shard. "),
+        ({"dimensions": 2}, "`out` must be empty, or hold the same corpus by the same run; got another dimensions. "),
+        ({"shard": 0}, "`shard` must be at least 1 passage; got 0. "),
+    ],
+)
+def test_a_folder_with_other_settings_is_refused(run, tmp_path, settings, sentence):
+    encoded(run, tmp_path / "index")
+    with pytest.raises(ValueError) as caught:
+        encoded(run, tmp_path / "index", **settings)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_shortened_or_changed_corpus_is_refused(run, tmp_path):
+    encoded(run, tmp_path / "index")
+    changed = [*PASSAGES[:7], replace(PASSAGES[7], text="something else"), *PASSAGES[8:]]
+    for passages, got in ((PASSAGES[:7], "fewer passages"), (changed, "another passage in shard 00001")):
+        with pytest.raises(ValueError) as caught:
+            encoded(run, tmp_path / "index", passages)
+        assert str(caught.value) == (
+            f"`corpus` must be the one that was begun with; got {got}. "
+            "Choose another folder with --out, or remove this one."
+        )
+
+
+def test_appended_passages_are_added(run, tmp_path):
+    encoded(run, tmp_path / "index", PASSAGES[:12])
+    first = Index(tmp_path / "index").metadata["shards"]
+    index = encoded(run, tmp_path / "index", PASSAGES)
+    assert [shard["passages"] for shard in index.metadata["shards"]] == [5, 5, 2, 5, 5, 1]
+    assert index.metadata["shards"][:3] == first
+    assert [index[row] for row in range(23)] == PASSAGES
+
+
+def test_changed_bytes_of_features_are_refused(run, tmp_path):
+    encoded(run, tmp_path / "index")
+    with (tmp_path / "index" / "00002.npy").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"???")
+    with pytest.raises(ValueError, match=r"`out` must hold what was written there; got other bytes in 00002\.npy"):
+        encoded(run, tmp_path / "index")
+
+
+def test_an_empty_corpus_a_missing_index_and_an_unknown_engine_are_refused(run, tmp_path):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="`corpus` must hold passages; got none"):
+            encoded(run, tmp_path / "index", [])
+    with pytest.raises(ValueError, match=r'`index` must hold an index.json; got ".*none". Make it first'):
+        Index(tmp_path / "none")
+    encoded(run, tmp_path / "full")
+    with pytest.raises(ValueError, match='`engine` must be one of torch, faiss; got "annoy"'):
+        Index(tmp_path / "full", engine="annoy")
+
+
+def test_an_array_of_objects_is_never_unpickled(run, tmp_path):
+    encoded(run, tmp_path / "index")
+    np.save(tmp_path / "index" / "00000.npy", np.array([{}] * 5, dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"Python objects in dtype|Object arrays cannot be loaded"):
+        Index(tmp_path / "index")
+
+
+@pytest.mark.parametrize(("value", "told"), [(1e5, "1e+05"), (float("nan"), "nan")])
+def test_features_outside_float16_are_refused(run, tmp_path, monkeypatch, value, told):
+    monkeypatch.setattr(type(run), "encode_tokens", lambda *_, **__: torch.full((5, 16), value))
+    with pytest.raises(ValueError) as caught:
+        encoded(run, tmp_path / "index")
+    assert str(caught.value) == (
+        f"`features` must be numbers that float16 has, up to 65504; got {told} in shard 00000. Train with "
+        "model.normalise = true, or look at the weights."
+    )
+    assert not list((tmp_path / "index").glob("*.npy"))
+
+
+def test_search_finds_passages_of_an_encoded_corpus(trained, tmp_path, capsys):
+    assert main(["encode", str(trained), "--shard", "50", "--out", str(tmp_path / "index")]) == 0
+    said = capsys.readouterr().out
+    assert "passages of 16 features" in said
+    assert f"contrastile search {trained} --index {tmp_path}/index" in said
+    asked = ["search", str(trained), "where is the red fox house", "-k", "3", "--index", str(tmp_path / "index")]
+    assert main(asked) == 0
+    found = capsys.readouterr().out
+    assert found.count("texts.jsonl:") == 3
+    best = float(found.split()[0])
+    assert 0.2 < best <= 1.001
+    run = contrastile.load(trained, device="cpu")
+    assert found.split("\n")[2].strip() in {p["text"] for p in passages_of(tmp_path / "index")}
+    assert run.encode_query(["x"]).shape == (1, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [(["-k", "0"], "`-k` must be at least 1; got 0. "), (["--lines", "-1"], "`--lines` must be at least 0; got -1. ")],
+)
+def test_numbers_of_results_and_lines_are_checked_before_loading(trained, capsys, words, sentence):
+    assert main(["search", str(trained), "red fox", *words]) == 2
+    assert capsys.readouterr().err == f"{sentence}Leave it out for the default.\n"
+
+
+def passages_of(folder):
+    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def test_a_folder_of_code_is_encoded_and_searched(trained, tmp_path, capsys):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "mod.py").write_text("def red_fox():\n    return 'house'\n\n\ndef blue_owl():\n    return 1\n")
+    out = str(tmp_path / "index")
+    assert main(["encode", str(trained), str(tmp_path / "code"), "--out", out]) == 0
+    assert main(["search", str(trained), "red fox", "--index", out, "-k", "2", "--lines", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert f"mod.red_fox\n        {tmp_path}/code/mod.py:1\n          def red_fox():\n          …" in shown
+
+
+def test_the_prompt_answers_until_an_empty_line(trained, tmp_path, capsys, monkeypatch):
+    assert main(["encode", str(trained), "--out", str(tmp_path / "index")]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("red fox\nblue owl\n\n"))
+    assert main(["search", str(trained), "--index", str(tmp_path / "index"), "-k", "2"]) == 0
+    assert capsys.readouterr().out.count("texts.jsonl:") == 4
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["search", str(trained), "--index", str(tmp_path / "index")]) == 0
+
+
+NO_ROOM = {
+    "No space left on device": OSError(errno.ENOSPC, "No space left on device"),
+    # as numpy tells it
+    "300000 requested and 131056 written": OSError("300000 requested and 131056 written"),
+}
+
+
+@pytest.mark.parametrize("why", NO_ROOM)
+def test_a_full_disk_names_the_folder(trained, tmp_path, capsys, monkeypatch, why):
+    def full(*_, **__):
+        raise NO_ROOM[why]
+
+    monkeypatch.setattr(np, "save", full)
+    assert main(["encode", str(trained), "--out", str(tmp_path / "index")]) == 1
+    told = f"{tmp_path / 'index'} could not be written ({why}); free the disk and begin again\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
+def test_an_index_of_other_weights_is_refused(trained, run, tmp_path, capsys):
+    encoded(run, tmp_path / "index")
+    assert main(["search", str(trained), "red", "--index", str(tmp_path / "index")]) == 2
+    assert "`index` must be made by this run; got" in capsys.readouterr().err
+
+
+def test_a_run_is_evaluated_on_its_index(trained, tmp_path, capsys):
+    assert main(["encode", str(trained), "--shard", "40", "--out", str(tmp_path / "index")]) == 0
+    assert main(["evaluate", str(trained)]) == 0
+    own = {row["test"]: row for row in json.loads((trained / "evaluation.json").read_text())}
+    assert main(["evaluate", str(trained), "--index", str(tmp_path / "index")]) == 0
+    rows = json.loads((trained / "evaluation.json").read_text())
+    assert [row["test"] for row in rows] == ["held-out queries, retriever", "held-out queries, retriever, answers"]
+    for row in rows:
+        # the same passages, in float16
+        assert row["recall"] == pytest.approx(own[row["test"]]["recall"], abs=0.1)
+        assert row["choices"] == own[row["test"]]["choices"]
+    assert "BM25" not in capsys.readouterr().out.split("report:")[1]
+
+
+def test_an_index_without_right_passages_is_refused(tmp_path, capsys):
+    recipe = tiny_retriever(tmp_path, "train.examples=64")
+    for file in tmp_path.glob("*.jsonl"):
+        file.write_text(re.sub(r'"answers": \[[^]]*\], ', "", file.read_text()))
+    trained = run_recipe(recipe, tmp_path / "runs").folder
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"_id": f"other{n}", "text": f"a fox {n}"}) + "\n" for n in range(6)))
+    assert main(["encode", str(trained), str(corpus), "--out", str(tmp_path / "index")]) == 0
+    before = (trained / "evaluation.json").read_text()
+    assert main(["evaluate", str(trained), "--index", str(tmp_path / "index")]) == 2
+    said = capsys.readouterr().err
+    assert "`--index` must hold passages that are right for a question; got none of " in said
+    assert said.endswith(" ids. Encode a corpus whose ids are those of the questions' passages.\n")
+    assert (trained / "evaluation.json").read_text() == before
+
+
+def test_a_report_shows_the_passages_of_the_index(trained, tmp_path, capsys):
+    other = [{"_id": f"x{n}", "text": f"here is passage {n}"} for n in range(300)]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
+    out = str(tmp_path / "index")
+    assert main(["encode", str(trained), str(tmp_path / "corpus.jsonl"), "--out", out]) == 0
+    assert main(["evaluate", str(trained), "--index", out]) == 0
+    page = (trained / "report.html").read_text()
+    assert "here is passage" in page
+    assert "def red_" not in page
+    assert main(["evaluate", str(trained)]) == 0
+
+
+def test_a_run_of_images_and_texts_has_no_index(tmp_path, capsys):
+    from tiny_runs import write_recipe
+
+    assert main(["train", str(write_recipe(tmp_path)), "train.examples=32", "--runs", str(tmp_path)]) == 0
+    assert main(["evaluate", str(tmp_path / "tiny"), "--index", "x"]) == 2
+    assert main(["encode", str(tmp_path / "tiny")]) == 2
+    said = capsys.readouterr().err
+    assert "`--index` must be left out for pictures and texts; got x. It belongs to a retriever." in said
+    assert 'recipe.toml: kind: must be "retriever" here; got "image-text"' in said
+
+
+def test_bad_rows_of_a_corpus_are_counted(trained, tmp_path, capsys, caplog):
+    rows = [json.dumps({"_id": n, "text": f"red fox {n}"}) for n in range(3)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join([*rows, "{", '{"_id": 9, "text": ""}']) + "\n")
+    asked = ["encode", str(trained), str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "index")]
+    told = f"2 of 5 rows are skipped (empty text: 1, not JSON: 1), the first at {tmp_path}/corpus.jsonl:4"
+    with caplog.at_level("WARNING", logger="contrastile"):
+        assert main([*asked, "--bad-rows", "0.5"]) == 0
+    assert caplog.messages == [f"{tmp_path}/corpus.jsonl: {told}"]
+    assert "3 passages of 16 features" in capsys.readouterr().out
+    # the recipe allows one of a hundred; finished or not, the corpus is looked at
+    assert main(asked) == 2
+    assert capsys.readouterr().err.endswith(
+        "`source` must have at most 1.0% of rows that cannot be used; got 2 of 5 (empty text: 1, not JSON: 1), "
+        f"the first at {tmp_path}/corpus.jsonl:4. Mend them, or raise --bad-rows.\n"
+    )
+    assert main([*asked, "--bad-rows", "1"]) == 2
+    assert "`--bad-rows` must be a share from 0 to below 1; got 1.0. " in capsys.readouterr().err
+
+
+def test_a_missing_corpus_is_named(trained, tmp_path, capsys):
+    assert main(["encode", str(trained), str(tmp_path / "none"), "--out", str(tmp_path / "index")]) == 2
+    assert '`corpus` must be a file or folder; got "' in capsys.readouterr().err
+
+
+def test_run_checksums_cover_weights_and_recipe(trained):
+    assert sorted(run_checksums(finished_run(trained))) == ["model.safetensors", "recipe.toml"]
