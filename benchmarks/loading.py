@@ -25,7 +25,7 @@ import torch
 
 from contrastile.bench.harness import Machine
 from contrastile.cli.main import main as main_command
-from contrastile.data.crop import Crop
+from contrastile.data.images import Crop
 from contrastile.data.loader import cores
 from contrastile.data.registry import open_pairs
 from contrastile.data.stream import Stream

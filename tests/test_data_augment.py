@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from contrastile.data import augment as augmentation
-from contrastile.data.augment import Augmentation, draw_parameters, prepare
+from contrastile.data import images as augmentation
+from contrastile.data.images import Augmentation, draw_parameters, prepare
 
 NOTHING = Augmentation(rotation=0.0, shear=0.0, scale=1.0, shift=0.0, blur=0.0)
 

@@ -12,7 +12,7 @@ from PIL import Image
 from test_data_shards import add, jpeg, opened, write_shard, write_shards
 
 from contrastile.data.batches import Batches
-from contrastile.data.crop import Crop
+from contrastile.data.images import Crop
 from contrastile.data.stream import Stream
 
 
@@ -59,12 +59,12 @@ def test_the_index_is_made_once_and_again_where_it_is_damaged(tmp_path, monkeypa
     source = write_shards(tmp_path)
     first = opened(source, tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("contrastile.data.index.find_pairs", None)
+        patched.setattr("contrastile.data.collection.find_pairs", None)
         assert opened(source, tmp_path).captions == first.captions
     damaged = next((tmp_path / "cache").glob("index-*")) / "where.npy"
     damaged.write_bytes(damaged.read_bytes()[:-8])
     assert opened(source, tmp_path).captions == first.captions
-    assert "is damaged and is made again" in caplog.text
+    assert "is damaged (the checksum of where.npy does not agree) and is made again" in caplog.text
 
 
 def test_a_shard_that_changed_is_read_again(tmp_path):

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from contrastile.data.digits import DIGIT_NAMES, handwritten_digits
-from contrastile.data.glyphs import Pen, font_files
+from contrastile.data.glyphs import DIGIT_NAMES, Pen, font_files, handwritten_digits
 
 
 def test_all_scans_with_their_digits():

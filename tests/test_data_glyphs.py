@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from contrastile.data.base import joined_ids
-from contrastile.data.digits import DIGIT_NAMES
-from contrastile.data.glyphs import HELD_OUT_FACES, Pen, font_files, named_characters, open_glyphs, split
+from contrastile.data.glyphs import DIGIT_NAMES, HELD_OUT_FACES, Pen, font_files, named_characters, open_glyphs, split
 from contrastile.data.pairs import PairOptions
 from contrastile.data.registry import open_pairs
 

@@ -12,9 +12,8 @@ from test_data_collection import stream_of
 from test_data_shards import jpeg
 
 from contrastile.data import loader
-from contrastile.data.crop import Crop
-from contrastile.data.decoders import Piece, Processes, SharedBuffer, Worker
-from contrastile.data.loader import read_chunks
+from contrastile.data.images import Crop
+from contrastile.data.loader import Piece, Processes, SharedBuffer, Worker, read_chunks
 from contrastile.data.shards import MOST_BYTES
 
 
@@ -116,11 +115,11 @@ def test_a_batch_that_is_given_up_is_not_written_over_while_it_is_decoded(tmp_pa
 
     def origins():
         released.wait()
-        return [Piece(str(tmp_path / "a.jpg"), 0, None, 0)]
+        return [Piece(str(tmp_path / "a.jpg"), 0, None)]
 
     try:
         given_up = decoders.buffer((2, 1, 16, 16))
-        address, task = given_up.data_ptr(), decoders.fill(given_up, 0, origins, None)
+        address, task = given_up.data_ptr(), decoders.fill(given_up, 0, origins, [0], None)
         del given_up
         assert decoders.buffer((2, 1, 16, 16)).data_ptr() != address
         released.set()
@@ -135,7 +134,7 @@ def test_a_batch_that_is_given_up_is_not_written_over_while_it_is_decoded(tmp_pa
 def test_processes_end_with_their_parent():
     program = (
         "import os, signal\n"
-        "from contrastile.data.decoders import Worker\n"
+        "from contrastile.data.loader import Worker\n"
         "print(Worker()._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

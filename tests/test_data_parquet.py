@@ -92,7 +92,7 @@ def test_damaged_parquet_is_noticed(tmp_path):
 
 
 def test_a_parquet_bomb_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("contrastile.data.parquet.MOST_MORE", 1 << 20)
+    monkeypatch.setattr("contrastile.data.shards.MOST_MORE", 1 << 20)
     table = parquet_of(tmp_path / "a.parquet", ["a", "b"], [bytes(1 << 22), b"b"], compression="zstd")
     assert table.stat().st_size < 10_000
     with pytest.raises(ValueError, match="got more than 100 times its size in it"):

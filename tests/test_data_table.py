@@ -192,7 +192,7 @@ def test_a_changed_picture_is_read_again(album):
 
 def test_unchanged_pictures_are_read_once(album, monkeypatch):
     album.open()
-    monkeypatch.setattr("contrastile.data.table.decode", None)
+    monkeypatch.setattr("contrastile.data.collection.decode", None)
     assert len(album.open()) == 20
 
 

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
+from contrastile.data.base import SkipCounter
 from contrastile.data.entries import read_entries
 from contrastile.data.passages import read_passages
 from contrastile.data.registry import open_texts
-from contrastile.data.skipped import SkipCounter
 
 
 def opened(tmp_path, source, **settings):

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import write_recipe
 
 from contrastile.cli.main import main
-from contrastile.data import cache, copies, parquet
+from contrastile.data import copies, files, shards
 from contrastile.data.files import new_file, open_in_place, own_folder
 from contrastile.data.pairs import PairSet
 from contrastile.experiments import workers
@@ -181,14 +181,14 @@ def test_an_index_is_not_written_behind_a_link_that_nobody_named(foreign, tmp_pa
 
 def test_the_locks_of_a_cache_are_no_links(own, foreign):
     def make(folder):
-        cache.write_text(folder / "x", "text")
+        files.write_text(folder / "x", "text")
 
-    made = cache.cached_folder(foreign, "kind", {}, files=("x",), make=make)
+    made = files.cached_folder(foreign, "kind", {}, files=("x",), make=make)
     lock = foreign / f".{made.name}.lock"
     lock.unlink()
     lock.symlink_to(own)
     with pytest.raises(ValueError) as caught:
-        cache.cached_folder(foreign, "kind", {}, files=("x",), make=make)
+        files.cached_folder(foreign, "kind", {}, files=("x",), make=make)
     assert str(caught.value) == refused(lock)
     pairs = PairSet(np.zeros((2, 1, 8, 8), np.uint8), ["a", "b"], np.arange(2), {"train": np.arange(2)}, {})
     (foreign / ".lock").symlink_to(own)
@@ -201,8 +201,8 @@ def test_what_is_unpacked_is_written_through_no_link(own, foreign):
     pyarrow = pytest.importorskip("pyarrow")
     table = foreign / "x.parquet"
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"title": ["a"], "image": [b"bytes"]}), table)
-    shard = parquet.unpack(table, foreign)
+    shard = shards.unpack(table, foreign)
     shard.unlink()
     shard.with_suffix(f".part-{os.getpid()}").symlink_to(own)
-    assert parquet.unpack(table, foreign) == shard
+    assert shards.unpack(table, foreign) == shard
     assert not shard.is_symlink()

@@ -1,4 +1,4 @@
-"""Ground of this folder: array types, progress bars, splits by hash, ids shared by equal examples.
+"""Ground of this folder: array types, splits by hash, ids shared by equal examples, counts of skipped ones.
 
 Every other file here may import it; it imports none of them.
 """
@@ -6,51 +6,34 @@ Every other file here may import it; it imports none of them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from contrastile._errors import invalid
+
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[np.uint8]
+# maker of progress bars: `with progress(total, "rendering", "pictures") as bar: ... bar.update(1)`
+ProgressFactory = Callable[[int, str, str], AbstractContextManager[Any]]
+
+logger = logging.getLogger("contrastile")
+
+# a share of bad pairs is taken of at least so many, because one bad pair among the first ten says little
+SMALLEST_SAMPLE = 1000
 
 
-class Progress(Protocol):
-    """A progress bar."""
-
-    def update(self, n: int) -> object:
-        """Advance the bar by `n`."""
-
-
-class ProgressFactory(Protocol):
-    """Maker of bars: `with progress(total, "rendering", "pictures") as bar: ... bar.update(1)`."""
-
-    def __call__(self, total: int, what: str, unit: str) -> AbstractContextManager[Progress]:
-        """A bar for `total` things of the kind `unit`."""
-
-
-class Silence:
-    """A progress bar that shows nothing.
-
-    >>> with silent(3, "rendering", "pictures") as bar:
-    ...     bar.update(1)
-    """
-
-    def __enter__(self) -> Silence:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def update(self, n: int) -> None:
-        """Show nothing."""
-
-
-def silent(total: int, what: str, unit: str) -> Silence:  # noqa: ARG001
-    """The factory of bars that show nothing."""
-    return Silence()
+@contextmanager
+def silent(*_: object) -> Iterator[Any]:
+    """A progress bar that shows nothing."""
+    yield SimpleNamespace(update=lambda _: None)
 
 
 def hash_fraction(text: str) -> float:
@@ -110,7 +93,62 @@ def joined_ids(*keys: Sequence[Hashable]) -> Indices:
 
 def groups_by_id(captions: Sequence[str], ids: Indices) -> list[tuple[str, list[int]]]:
     """Rows of each id, with the id's first caption in alphabetical order as the key of `hash_split`."""
-    rows: dict[int, list[int]] = {}
+    rows = defaultdict[int, list[int]](list)
     for row, identity in enumerate(ids.tolist()):
-        rows.setdefault(identity, []).append(row)
+        rows[identity].append(row)
     return [(min(captions[row] for row in members), members) for members in rows.values()]
+
+
+class Skipped(Exception):  # noqa: N818 - no failure: the example is passed over
+    """The reason why an example is passed over."""
+
+
+def counted(skipped: Mapping[str, int]) -> str:
+    """Reasons with their counts, in alphabetical order.
+
+    >>> counted({"missing picture": 2, "broken picture": 1})
+    'broken picture: 1, missing picture: 2'
+    """
+    return ", ".join(f"{reason}: {count:,}" for reason, count in sorted(skipped.items()))
+
+
+def check_bad(skipped: Mapping[str, int], seen: int, most_bad: float, *, of: int | None = None) -> None:
+    """Raise ValueError where more than the share `most_bad` of the pairs `seen` could not be used.
+
+    Where the pairs seen are a part of `of` pairs, the share is taken of at least `SMALLEST_SAMPLE`.
+    """
+    seen = seen if of is None else max(seen, min(of, SMALLEST_SAMPLE))
+    if (bad := sum(skipped.values())) > most_bad * seen:
+        got = f"{bad:,} of {seen:,} ({counted(skipped)})"
+        remedy = "Mend it, or raise data.max_bad_fraction."
+        raise invalid("source", f"have at most {most_bad:.1%} bad pairs", got, remedy)
+
+
+class SkipCounter:
+    """Rows of text files: their number, and the skipped ones by reason; `advance` moves a bar by the bytes read."""
+
+    def __init__(self, advance: Callable[[int], object] = lambda _: None) -> None:
+        self.advance = advance
+        self.rows = 0
+        self.skipped: Counter[str] = Counter()
+        self._first = ""
+
+    def skip(self, reason: object, path: Path, line: int) -> None:
+        """Count one row as skipped."""
+        self._first = self._first or f"{path}:{line}"
+        self.skipped[str(reason)] += 1
+
+    def close(self, source: Path, limit: float, *, allowed_by: str = "data.bad_rows") -> dict[str, int]:
+        """Log and return the counts; raise ValueError where they are more than the share `limit` of all rows.
+
+        `allowed_by` names the setting that allows more.
+        """
+        count, reasons = self.skipped.total(), counted(self.skipped)
+        if count > limit * self.rows:
+            got = f"{count:,} of {self.rows:,} ({reasons}), the first at {self._first}"
+            rule = f"have at most {limit:.1%} of rows that cannot be used"
+            raise invalid("source", rule, got, f"Mend them, or raise {allowed_by}.")
+        if count:
+            message = "%s: %d of %d rows are skipped (%s), the first at %s"
+            logger.warning(message, source, count, self.rows, reasons, self._first)
+        return dict(self.skipped)

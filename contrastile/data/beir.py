@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from contrastile._errors import invalid
-from contrastile.data.base import Indices, ProgressFactory, sorted_rows
+from contrastile.data.base import Indices, ProgressFactory, SkipCounter, Skipped, sorted_rows
 from contrastile.data.entries import Entry, read_entries, reading
 from contrastile.data.passages import BEIR_CORPUS, read_passages
-from contrastile.data.skipped import SkipCounter, Skipped
 from contrastile.data.texts import Passage, Query, TextOptions, TextSet
 
 logger = logging.getLogger("contrastile")

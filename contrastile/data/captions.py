@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from contrastile._errors import invalid
-from contrastile.data.base import Indices
-from contrastile.data.skipped import counted
+from contrastile.data.base import Indices, counted
 from contrastile.data.tables import read_table
 
 

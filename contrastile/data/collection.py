@@ -1,32 +1,51 @@
-"""Source: a collection too large to be decoded beforehand. Images are decoded when a batch needs them.
+"""Source: the user's own images with captions, in a table or in a collection too large to be decoded beforehand.
 
-Stands between the index (`index.py`), the `Stream` that reads by it, and the registry. The held-out pairs are few and
-lie decoded in the cache; the training pairs are read by their row in the index. So `batches.py` alone decides the
-order, on any number of ranks and workers, and a run resumes in the middle of an epoch at no cost.
+Stands between `shards.py`, which finds the pairs, the `Stream` that reads them, and the registry. A table lies decoded
+in the cache. Of a collection the held-out pairs do, which are few, and an index of all pairs: the place of each, its
+caption and its hash fraction; the training pairs are read by their row in it. So `batches.py` alone decides the order,
+on any number of ranks and workers, and a run resumes in the middle of an epoch at no cost.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
+from array import array
 from collections import Counter
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from io import BytesIO
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from contrastile._errors import invalid
-from contrastile.data.base import Indices, ProgressFactory, joined_ids
+from contrastile.data.base import (
+    ProgressFactory,
+    Skipped,
+    check_bad,
+    counted,
+    groups_by_id,
+    hash_fraction,
+    hash_split,
+    joined_ids,
+)
+from contrastile.data.files import cached_folder
 from contrastile.data.images import decode
-from contrastile.data.index import Index, open_index
+from contrastile.data.loader import Piece
 from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, cached_pairs
-from contrastile.data.shards import manifest_state, state
-from contrastile.data.skipped import Skipped, check_bad, counted
-from contrastile.data.sources import read_source
+from contrastile.data.shards import file_state, find_pairs, manifest_state, state
+from contrastile.data.sources import Source, read_source
 from contrastile.data.stream import Stream
+from contrastile.data.tables import Row, read_table
 
+logger = logging.getLogger("contrastile")
+
+# increased whenever the digest of a collection, or what is cached of it, changes
 FORMAT = 1
 # the most pairs that are held out, whatever the share: they are decoded beforehand and compared with each other
 MOST_HELD_OUT = 10_000
@@ -34,6 +53,76 @@ MOST_HELD_OUT = 10_000
 # remedies for a source that gives too few pairs
 NO_PAIRS = "Name a folder with pictures below it, or shards of pairs, as shards/{000..099}.tar."
 ONE_CAPTION = "One is to be held out. In a folder a picture's title is the .txt beside it, or its folder's name."
+
+HEADER, ARRAYS = "index.json", ("where.npy", "ends.npy", "lots.npy", "titles.npy")
+
+T = TypeVar("T")
+
+
+def open_table(source: str, options: PairOptions) -> PairSet:
+    """The pairs of a table, decoded once into the cache, with the splits "train" and "held_out".
+
+    Pairs that share a caption or the very image share an id, and lie on the same side of the split, which is drawn by
+    the hash of their captions: a pair stays on its side when others are added. Raises ValueError where more than the
+    share `most_bad` of the rows is skipped.
+    """
+    rows = read_table(Path(source))
+    states = [row if isinstance(row, str) else [*file_state(str(row[0])), row[1]] for row in rows]
+    settings = {
+        "format": FORMAT,
+        "image_size": options.image_size,
+        "channels": options.channels,
+        "held_out": options.held_out,
+        "rows": hashlib.sha256(json.dumps(states).encode()).hexdigest(),
+    }
+
+    def read(row: Row | str) -> tuple[str, Path]:
+        if isinstance(row, str):
+            raise Skipped(row)
+        return row[1], row[0]
+
+    def make(writer: ImageWriter) -> Labels:
+        captions, digests, skipped = _decode_all(writer, rows, read, options.progress, "reading the pictures")
+        ids = joined_ids(captions, digests)
+        if len(set(ids.tolist())) < 2:
+            got = f"{len(captions)} readable pairs" + (f" and skipped {counted(skipped)}" if skipped else "")
+            remedy = "One is needed to train on, one to be held out."
+            raise invalid("source", f"hold at least two pairs that differ and can be read ({source})", got, remedy)
+        return captions, ids, hash_split(groups_by_id(captions, ids), options.held_out), skipped
+
+    pairs = cached_pairs(options.cache, "table", settings, shape=options.shape, make=make)
+    if pairs.skipped:
+        count = sum(pairs.skipped.values())
+        logger.warning("%s: %d of %d rows are skipped (%s)", source, count, len(rows), counted(pairs.skipped))
+    check_bad(pairs.skipped, len(rows), options.most_bad)
+    return pairs
+
+
+def _decode_all(
+    writer: ImageWriter,
+    rows: Sequence[T],
+    read: Callable[[T], tuple[str, Path | BytesIO]],
+    progress: ProgressFactory,
+    title: str,
+) -> tuple[list[str], list[bytes], dict[str, int]]:
+    """Decode every row that can be used: captions, digests of images, and the number of the other rows by reason.
+
+    `read` returns the caption and the image file of a row.
+    """
+    captions, digests, skipped = [], [], Counter[str]()
+    with progress(len(rows), title, "pictures") as bar:
+        for row in rows:
+            try:
+                caption, file = read(row)
+                image = decode(file, writer.shape)
+            except Skipped as reason:
+                skipped[str(reason)] += 1
+            else:
+                writer.add(image)
+                captions.append(caption)
+                digests.append(hashlib.sha256(image.tobytes()).digest())
+            bar.update(1)
+    return captions, digests, dict(skipped)
 
 
 def open_collection(source: str, options: PairOptions) -> PairSet:
@@ -46,10 +135,7 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
     if weights and len(weights) != len(sources):
         raise invalid("weights", f"be one for each of the {len(sources)} sources", len(weights), "Or leave them out.")
     digest = hashlib.sha256(json.dumps([FORMAT, *map(state, sources)]).encode()).hexdigest()
-    manifests = [line for one in sources for line in manifest_state(one)]
-    name = hashlib.sha256(json.dumps([digest, manifests]).encode()).hexdigest() if manifests else digest
-    cache = options.cache
-    index = open_index(cache / f"index-{name[:16]}", sources, cache / "unpacked", options.progress)
+    index = open_index(digest, sources, options)
     check_bad(index.skipped, len(index) + sum(index.skipped.values()), options.most_bad)
     if len(np.unique(index.fractions)) < 2:
         unread = f" and skipped {counted(index.skipped)}" if index.skipped else ""
@@ -58,8 +144,16 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
         raise invalid("source", "hold at least two pairs that differ in their titles", got, remedy)
     held_out = _held_out(index, options.held_out)
     settings = {"format": FORMAT, "index": digest, "held_out": options.held_out, "channels": options.channels}
-    make = partial(_decode_held_out, index, np.flatnonzero(held_out), options.progress)
-    pairs = cached_pairs(cache, "held-out", settings, shape=options.shape, make=make)
+
+    def read(row: int) -> tuple[str, BytesIO]:
+        return index.caption(row), BytesIO(index.origin(row, 0)())
+
+    def make(writer: ImageWriter) -> Labels:
+        rows, title = np.flatnonzero(held_out).tolist(), "reading the held-out pictures"
+        captions, _, skipped = _decode_all(writer, rows, read, options.progress, title)
+        return captions, joined_ids(captions), {"held_out": np.arange(len(captions))}, skipped
+
+    pairs = cached_pairs(options.cache, "held-out", settings, shape=options.shape, make=make)
     check_bad(pairs.skipped, int(held_out.sum()), options.most_bad, of=len(index))
     source_of_pair = np.repeat(np.arange(len(sources)), index.parts)
     times = np.asarray(weights or [1] * len(sources))[source_of_pair] * ~held_out
@@ -70,17 +164,91 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
     return replace(pairs, splits={**pairs.splits, "train": training}, skipped=dict(skipped), stream=stream)
 
 
-def _decode_held_out(index: Index, rows: Indices, progress: ProgressFactory, writer: ImageWriter) -> Labels:
-    captions, skipped = [], Counter[str]()
-    with progress(len(rows), "reading the held-out pictures", "pictures") as bar:
-        for row in rows.tolist():
-            try:
-                writer.add(decode(BytesIO(index.origin(row, 0).read()), writer.shape))
-                captions.append(index.caption(row))
-            except Skipped as reason:
-                skipped[str(reason)] += 1
-            bar.update(1)
-    return captions, joined_ids(captions), {"held_out": np.arange(len(captions))}, dict(skipped)
+@dataclass(frozen=True)
+class Index:
+    """Places of `n` pairs: file number, offset, size `[n, 3]`; their captions in one text, caption i up to `ends[i]`.
+
+    fractions: `[n]`, the hash fractions of the captions. parts: the number of pairs of each source.
+    """
+
+    files: list[str]
+    parts: list[int]
+    skipped: dict[str, int]
+    where: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    fractions: npt.NDArray[np.float64]
+    text: npt.NDArray[np.uint8]
+    in_processes = True
+
+    def __len__(self) -> int:
+        return len(self.where)
+
+    def caption(self, row: int) -> str:
+        """The caption of a pair."""
+        return bytes(self.text[self.ends[row - 1] if row else 0 : self.ends[row]]).decode()
+
+    def identity(self, caption: str) -> int:
+        """An id that equal captions share."""
+        return int(hash_fraction(caption) * 2**53)
+
+    def origin(self, row: int, example: int) -> Piece:  # noqa: ARG002
+        """The place of a pair's image in its file."""
+        number, offset, size = self.where[row].tolist()
+        return Piece(self.files[number], offset, size)
+
+    def describe(self, row: int) -> str:
+        """The file and the caption of a pair, for a log line."""
+        return f'{self.files[int(self.where[row, 0])]}, "{self.caption(row)}"'
+
+
+def open_index(digest: str, sources: Sequence[Source], options: PairOptions) -> Index:
+    """The index from the cache; it is made again where manifests beside shards, or unpacked files, changed."""
+    unpacked = options.cache / "unpacked"
+
+    def usable(folder: Path) -> bool:
+        # files that were unpacked into the cache may have been removed there; others are the user's own
+        files = json.loads((folder / HEADER).read_text(encoding="utf-8"))["files"]
+        return all(os.path.isfile(path) for path in files if Path(path).parent == unpacked)
+
+    def make(folder: Path) -> None:
+        _write_index(folder, sources, unpacked, options.progress)
+
+    key = [digest, [line for source in sources for line in manifest_state(source)]]
+    folder = cached_folder(options.cache, "index", key, files=(HEADER, *ARRAYS), make=make, usable=usable)
+    header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+    arrays = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ARRAYS)
+    return Index(header["files"], header["parts"], header["skipped"], *arrays)
+
+
+def _write_index(folder: Path, sources: Sequence[Source], unpacked: Path, progress: ProgressFactory) -> None:
+    # arrays of plain numbers, because millions of pairs as Python objects would not fit into memory
+    where, ends, fractions, text, parts = array("q"), array("q"), array("d"), bytearray(), []
+    files: dict[str, int] = {}
+    skipped: Counter[str] = Counter()
+    with progress(sum(len(source.paths) for source in sources), "reading the shards", "files") as bar:
+        for source in sources:
+            before = len(ends)
+            for path in source.paths:
+                for pair in find_pairs(source.kind, Path(path), unpacked):
+                    if isinstance(pair, str):
+                        skipped[pair] += 1
+                        continue
+                    where.extend((files.setdefault(pair.path, len(files)), pair.offset, pair.size))
+                    text += pair.caption.encode()
+                    ends.append(len(text))
+                    fractions.append(hash_fraction(pair.caption))
+                bar.update(1)
+            parts.append(len(ends) - before)
+    contents: list[npt.NDArray[Any]] = [
+        np.frombuffer(where, np.int64).reshape(-1, 3),
+        np.frombuffer(ends, np.int64),
+        np.frombuffer(fractions, np.float64),
+        np.frombuffer(text, np.uint8),
+    ]
+    for name, content in zip(ARRAYS, contents, strict=True):
+        np.save(folder / name, content)
+    header = {"files": list(files), "parts": parts, "skipped": skipped}
+    (folder / HEADER).write_text(json.dumps(header), encoding="utf-8")
 
 
 def _held_out(index: Index, share: float) -> npt.NDArray[np.bool_]:

@@ -1,22 +1,20 @@
 """Augmented copies of every training pair, in tar shards that are written ahead of a run and removed behind it.
 
 Stands between a source that lies decoded (glyphs, a table) and the `Stream` that reads from here. A shard holds the
-next pairs of the run in the run's own order; seed and place alone decide the order and the augmentation. Any process of
-a run that misses a shard writes the same bytes, one process at a time; a shard that was removed, or damaged, is written
-again. A few shards lie on the disk at once, however large the set is.
+next pairs of the run in the run's own order; seed and example number alone decide the order and the augmentation. Any
+process of a run that misses a shard writes the same bytes, one process at a time; a shard that was removed, or damaged,
+is written again. A few shards lie on the disk at once, however large the set is.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
 import logging
 import tarfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +23,12 @@ import numpy as np
 import torch
 
 from contrastile._errors import invalid
-from contrastile.data.augment import augment, draw_parameters
 from contrastile.data.base import Images, Indices
 from contrastile.data.batches import Batches
-from contrastile.data.decoders import Made
-from contrastile.data.files import new_file, open_in_place
+from contrastile.data.files import locked, new_file
+from contrastile.data.images import augment, draw_parameters
 from contrastile.data.pairs import PairSet
-from contrastile.data.shards import Pair, find_in_tar
+from contrastile.data.shards import Pair, add_to_tar, find_in_tar
 from contrastile.data.stream import Stream
 
 logger = logging.getLogger("contrastile")
@@ -71,17 +68,17 @@ class Copies:
         """The caption of a pair in quotes, for a log line."""
         return f'"{self.caption(row)}"'
 
-    def origin(self, row: int, place: int) -> Made:
-        """The PNG of example number `place` of the run, read where it is decoded."""
-        return Made(partial(self.image_bytes, row, place), place)
+    def origin(self, row: int, example: int) -> Callable[[], bytes]:
+        """The reader of this example's PNG, called where it is decoded."""
+        return partial(self.image_bytes, row, example)
 
-    def image_bytes(self, row: int, place: int) -> bytes:
-        """The PNG of example number `place` of the run, which must be of the pair `row`."""
-        number, entry = divmod(place, self._size)
+    def image_bytes(self, row: int, example: int) -> bytes:
+        """The PNG of this example of the run, which must be of the pair `row`."""
+        number, entry = divmod(example, self._size)
         content, pairs = self._shard(number)
         pair = pairs[entry]
         if pair.caption != self.caption(row):
-            got = f"{self.caption(row)} as example {place}, where {pair.caption} was written"
+            got = f"{self.caption(row)} as example {example}, where {pair.caption} was written"
             raise invalid("seed", "be that in whose order the shards are written", got, "Take the recipe's own seed.")
         return content[pair.offset : pair.offset + pair.size]
 
@@ -90,24 +87,16 @@ class Copies:
         with self._lock:
             if number not in self._in_memory:
                 try:
-                    with self._file_lock():
+                    # one process at a time reads, writes and removes shards
+                    with locked(self._folder, ".lock"):
                         self._in_memory[number] = self._read(number) or self._write(number)
                 except OSError as failure:
                     got = f"{self._folder} ({failure.strerror})"
-                    raise invalid(
-                        "cache", "be a folder with room for the shards", got, "Free it and resume."
-                    ) from failure
+                    rule = "be a folder with room for the shards"
+                    raise invalid("cache", rule, got, "Free it and resume.") from failure
                 for old in sorted(self._in_memory, key=lambda other: abs(other - number))[IN_MEMORY:]:
                     del self._in_memory[old]
             return self._in_memory[number]
-
-    @contextmanager
-    def _file_lock(self) -> Iterator[None]:
-        """Lock the folder: one process at a time reads, writes and removes shards. The lock ends with its process."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with open_in_place(self._folder / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _read(self, number: int) -> tuple[bytes, list[Pair]] | None:
         """A shard from the disk, if its bytes have the checksum in its name."""
@@ -127,10 +116,10 @@ class Copies:
         for path in existing[self._on_disk - 1 :]:
             path.unlink()
         content = self._shard_bytes(number)
-        part = self._folder / f".part-{number:08}"
-        new_file(part)
-        part.write_bytes(content)
-        part.rename(self._path(number, content))
+        temporary = self._folder / f".part-{number:08}"
+        new_file(temporary)
+        temporary.write_bytes(content)
+        temporary.rename(self._path(number, content))
         shard = self._read(number)
         if shard is None:
             raise OSError(None, "the bytes read differ from those written")
@@ -140,25 +129,22 @@ class Copies:
         return self._folder / f"{number:08}-{hashlib.sha256(content).hexdigest()[:16]}.tar"
 
     def _shard_bytes(self, number: int) -> bytes:
-        """The bytes of a shard: `key.png` and `key.txt` of its pairs, with the place as the key."""
+        """The bytes of a shard: `key.png` and `key.txt` of its pairs, with the number of the example as the key."""
         self._order.examples = number * self._size
         rows = self._rows[self._order.ahead(self._size).numpy()]
         file = io.BytesIO()
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             images = self._augmented(rows, number)
-            for place, (row, image) in enumerate(zip(rows.tolist(), images, strict=True), number * self._size):
-                for suffix, content in (("png", _png(image)), ("txt", self.caption(row).encode())):
-                    entry = tarfile.TarInfo(f"{place:012}.{suffix}")
-                    entry.size = len(content)
-                    tar.addfile(entry, io.BytesIO(content))
+            for example, (row, image) in enumerate(zip(rows.tolist(), images, strict=True), number * self._size):
+                add_to_tar(tar, f"{example:012}.png", _png(image))
+                add_to_tar(tar, f"{example:012}.txt", self.caption(row).encode())
         return file.getvalue()
 
     def _augmented(self, rows: Indices, number: int) -> Images:
         generator = torch.Generator().manual_seed(int(np.random.default_rng((self._seed, number)).integers(2**63)))
-        parameters = draw_parameters(len(rows), generator)
-        images = torch.from_numpy(self._pairs.images[rows])
-        slices = [slice(start, start + SLICE) for start in range(0, len(rows), SLICE)]
-        augmented = torch.cat([augment(images[part], parameters[part]) for part in slices])
+        parameters = draw_parameters(len(rows), generator).split(SLICE)
+        images = torch.from_numpy(self._pairs.images[rows]).split(SLICE)
+        augmented = torch.cat(list(map(augment, images, parameters)))
         return (augmented * 255).round().byte().numpy()
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices, ProgressFactory, hash_fraction, sorted_rows
-from contrastile.data.cache import cached_folder
+from contrastile.data.files import cached_folder
 from contrastile.data.python_code import parse_functions, source_files
 from contrastile.data.texts import FILES, Passage, Query, TextOptions, TextSet, read_texts, write_texts
 

@@ -11,15 +11,14 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
 from contrastile._errors import invalid
-from contrastile.data.base import Progress, ProgressFactory, Silence
-from contrastile.data.skipped import SkipCounter, Skipped
+from contrastile.data.base import ProgressFactory, SkipCounter, Skipped
 from contrastile.data.tables import is_utf8, read_rows
 
 # the characters of a JSON list that are read at once
@@ -35,19 +34,19 @@ def reading(sources: list[Path], progress: ProgressFactory) -> Iterator[SkipCoun
     """A counter for the files in `sources`, with a bar over all their bytes."""
     files = [path for source in sources for path in (source.rglob("*") if source.is_dir() else [source])]
     with progress(sum(path.stat().st_size for path in files if path.is_file()), "reading the texts", "bytes") as bar:
-        yield SkipCounter(bar)
+        yield SkipCounter(bar.update)
 
 
 class _ProgressFile(io.FileIO):
     """A file that moves a bar by the bytes read."""
 
-    def __init__(self, path: Path, bar: Progress) -> None:
+    def __init__(self, path: Path, advance: Callable[[int], object]) -> None:
         super().__init__(path, "rb")
-        self._bar = bar
+        self._advance = advance
 
     def readinto(self, buffer: Any) -> int | None:
         count = super().readinto(buffer)
-        self._bar.update(count or 0)
+        self._advance(count or 0)
         return count
 
 
@@ -72,9 +71,9 @@ def _kind(path: Path) -> str:
 
 
 @contextmanager
-def _open(path: Path, bar: Progress) -> Iterator[TextIO]:
+def _open(path: Path, advance: Callable[[int], object]) -> Iterator[TextIO]:
     """Open a text file. Bytes that are not UTF-8 become lone surrogates, which `is_utf8` finds: they cost one row."""
-    with io.BufferedReader(_ProgressFile(path, bar), BLOCK) as packed:
+    with io.BufferedReader(_ProgressFile(path, advance), BLOCK) as packed:
         plain: Any = gzip.GzipFile(fileobj=packed) if path.name.endswith(".gz") else packed
         with io.TextIOWrapper(plain, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
             yield text
@@ -91,14 +90,14 @@ def text_of(value: Any) -> str:
 
 def _json(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry]]:
     """A list of entries, or lines of entries; a list that begins with a text is itself an entry of a line."""
-    with _open(path, Silence()) as file:
+    with _open(path, lambda _: None) as file:
         signs = (sign for sign in iter(lambda: file.read(1), "") if not sign.isspace())
         first, second = next(signs, ""), next(signs, "")
     yield from (_list if first == "[" and second != '"' else _lines)(path, counter)
 
 
 def _lines(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry]]:
-    with _open(path, counter.bar) as file:
+    with _open(path, counter.advance) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -126,7 +125,7 @@ def _checked(text: str, parse: Any) -> Entry:
 def _list(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry]]:
     """The objects of a JSON list, read block by block; a list that breaks off is an error."""
     decoder = json.JSONDecoder()
-    with _open(path, counter.bar) as file:
+    with _open(path, counter.advance) as file:
         buffer, line, place = file.read(BLOCK), 1, 0
         place = buffer.index("[") + 1
         line += buffer.count("\n", 0, place)
@@ -168,22 +167,20 @@ JUDGED = re.compile(r"^\S+\t(?P<trec>\S+\t)?\S+\t-?[\d.]+\s*$")
 
 def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry]]:
     """The rows of a table whose first row names its columns; DPR's tables have tabs and no names, also as .csv."""
-    with _open(path, counter.bar) as file:
+    with _open(path, counter.advance) as file:
         first = next(iter(file), "")
         tabs = _kind(path) == ".tsv" or LISTED.search(first)
         rows = read_rows(chain([first], file), "\t" if tabs else ",", path)
-        names = _names(first, bool(tabs)) or next(rows, (0, None))[1]
-        if not names:
+        names = _names(first, bool(tabs)) or next(rows, (0, ""))[1]
+        if isinstance(names, str):
             got = f"{path}, where it is broken" if first.strip() else f"{path}, which is empty"
             raise invalid("source", "have a first line", got, "Name the columns there.")
         for number, fields in rows:
             counter.rows += 1
-            if fields is None:
-                counter.skip("broken row", path, number)
+            if isinstance(fields, str):
+                counter.skip(fields, path, number)
             elif len(fields) != len(names):
                 counter.skip("wrong number of columns", path, number)
-            elif not all(map(is_utf8, fields)):
-                counter.skip("not UTF-8", path, number)
             else:
                 yield number, dict(zip(names, fields, strict=True))
 
@@ -203,7 +200,7 @@ def _parquet(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry]]:
     import pyarrow.parquet as pq
 
     number = 0
-    counter.bar.update(path.stat().st_size)
+    counter.advance(path.stat().st_size)
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):

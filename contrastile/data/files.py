@@ -1,18 +1,33 @@
-"""Files of a run's folder and of a cache: made new, or opened in place, and never through a symbolic link.
+"""Files that are written, never through a symbolic link; and the cache, folders that are made once.
 
-Under whatever writes: `train/folder.py`, `train/log.py`, `data/cache.py`. A folder may come from somebody else,
-with links under the names that are written there. Followed, they would lead to any file of its reader. Only the last
-part of a path is looked at: a folder that the user names may be a link.
+Under whatever writes: sources of data, run folders, checkpoints. A folder may come from somebody else, with links under
+the names that are written there. Followed, they would lead to any file of its reader. Only the last part of a path is
+looked at: a folder that the user names may be a link.
+
+A folder of the cache is written under a temporary name and renamed, under a lock, so that neither a kill nor a second
+process leaves half of it. Its checksums are compared whenever it is opened; a damaged folder is made again.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
+import json
+import logging
 import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, written_to
+
+logger = logging.getLogger("contrastile")
+
+# increased whenever the content of a cached folder changes, so that older folders are not used
+FORMAT = 1
+MANIFEST = "manifest.json"
 
 
 def new_file(path: Path) -> None:
@@ -26,16 +41,16 @@ def open_in_place(path: Path, mode: str, *, buffering: int = -1, encoding: str |
 
     Raises ValueError where `path` is a symbolic link.
     """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
     try:
-        return open(path, mode, buffering, encoding, opener=_opened)
+        return open(path, mode, buffering, encoding, opener=opener)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise _linked(path, "file") from None
-
-
-def _opened(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def own_folder(path: Path) -> Path:
@@ -47,3 +62,95 @@ def own_folder(path: Path) -> Path:
 
 def _linked(path: Path, kind: str) -> ValueError:
     return invalid(path.name, f"be a {kind}, not a symbolic link", f'"{path}"', f"Put the {kind} itself there.")
+
+
+def locked(folder: Path, name: str) -> IO[Any]:
+    """A file in `folder` that one process at a time holds, until it closes the file or ends; the others wait."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open_in_place(folder / name, "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and flush it to the disk."""
+    with open_in_place(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Flush a file's bytes, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cached_folder(
+    cache: Path,
+    kind: str,
+    settings: Any,
+    *,
+    files: Sequence[str],
+    make: Callable[[Path], object],
+    usable: Callable[[Path], bool] = lambda _: True,
+) -> Path:
+    """The folder under `cache` that belongs to exactly these `settings`, with `files`, which `make(folder)` writes.
+
+    A folder that is damaged, or not `usable`, is made again, with a warning.
+    """
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    folder = cache / f"{kind}-{digest[:16]}"
+    try:
+        lock = locked(cache, f".{folder.name}.lock")
+    except OSError as failure:
+        remedy = f"Choose another one ({failure})."
+        raise invalid("cache", "be a folder that can be written", cache, remedy) from failure
+    with lock:
+        if folder.exists() and (damage := _damage(folder, files, usable)):
+            logger.warning("the cache %s is damaged (%s) and is made again", folder, damage)
+            shutil.rmtree(folder)
+        if not folder.exists():
+            _write_whole(folder, settings, files, make)
+    return folder
+
+
+def _write_whole(folder: Path, settings: Any, files: Sequence[str], make: Callable[[Path], object]) -> None:
+    """Write the folder under a temporary name, then rename it; leftovers of a killed process are removed first."""
+    temporary = folder.with_name(f".{folder.name}.making")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with written_to(folder):
+            temporary.mkdir()
+            make(temporary)
+            sums = {name: checksum(temporary / name) for name in files}
+            manifest = {"format": FORMAT, "settings": settings, "sha256": sums}
+            write_text(temporary / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+            sync(temporary)
+            temporary.rename(folder)
+            sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _damage(folder: Path, files: Sequence[str], usable: Callable[[Path], bool]) -> str | None:
+    """The damage of a folder, in words; None for a whole one."""
+    try:
+        sums = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        for name in files:
+            if checksum(folder / name) != sums[name]:
+                return f"the checksum of {name} does not agree"
+    except FileNotFoundError as missing:
+        return f"{Path(missing.filename).name} is missing"
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    return None if usable(folder) else "files that it names are missing"

@@ -1,7 +1,7 @@
 """Source: the built-in glyphs, images of characters from the fonts of matplotlib, each with its Unicode name.
 
 Stands below the registry. Nothing is downloaded: matplotlib ships the fonts, Python the names. About 54,000 pairs of
-7,300 names in 18 faces.
+7,300 names in 18 faces. The handwritten digits of scikit-learn, in the same form, are a zero-shot test of them.
 
 **Ids.** Capital A is LATIN, GREEK, CYRILLIC, LISU ... CAPITAL LETTER A or ALPHA: one image, several right names. Two
 pairs share an id when they share the name or the very image, directly or through other pairs, so names are joined that
@@ -17,22 +17,26 @@ of the ten digits are never held out, because they label the handwritten digits.
 from __future__ import annotations
 
 import hashlib
+import string
 import unicodedata
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from contrastile.data.base import Images, Indices, groups_by_id, joined_ids, sorted_by_hash
-from contrastile.data.cache import FORMAT
-from contrastile.data.digits import DIGIT_NAMES
+from contrastile.data.files import FORMAT
 from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, cached_pairs
 
 HELD_OUT_FACES = ("DejaVuSans-BoldOblique.ttf", "STIXGeneralItalic.ttf")
+DIGIT_NAMES = [unicodedata.name(digit) for digit in string.digits]
 
 # the em square and the distance of the baseline from the top, as shares of the image: capitals and their accents fit
 EM, BASELINE = 0.8, 0.75
+# the height of a printed digit, and its middle from the top, as shares of the image
+DIGIT_HEIGHT, DIGIT_MIDDLE = 0.62, 0.46
 # glyphs are drawn so much larger, then averaged: at 32 pixels hinting would distort the shapes
 SUPERSAMPLING = 2
 # the least number of training names that have a word of a held-out name
@@ -62,7 +66,10 @@ def open_glyphs(source: str, options: PairOptions) -> PairSet:  # noqa: ARG001
         "unicode": unicodedata.unidata_version,
         "faces": {face.name: hashlib.sha256(face.read_bytes()).hexdigest() for face in faces},
     }
-    make = partial(_draw_all, faces, options)
+
+    def make(writer: ImageWriter) -> Labels:
+        return _draw_all(faces, options, writer)
+
     return cached_pairs(options.cache, "glyphs", settings, shape=options.shape, make=make)
 
 
@@ -70,11 +77,11 @@ def _draw_all(faces: list[Path], options: PairOptions, writer: ImageWriter) -> L
     """Draw every named character of every face that leaves ink."""
     characters = [named_characters(face) for face in faces]
     names: list[str] = []
-    face_of: list[int] = []
+    style_held_out: list[bool] = []
     digests: list[bytes] = []
     blank = 0
     with options.progress(sum(map(len, characters)), "drawing the glyphs", "pictures") as bar:
-        for number, (face, named) in enumerate(zip(faces, characters, strict=True)):
+        for face, named in zip(faces, characters, strict=True):
             pen = Pen(face, writer.shape[1])
             for character, name in named:
                 image = pen.draw(character)
@@ -83,13 +90,11 @@ def _draw_all(faces: list[Path], options: PairOptions, writer: ImageWriter) -> L
                     continue
                 writer.add(np.broadcast_to(image, writer.shape))
                 names.append(name)
-                face_of.append(number)
+                style_held_out.append(face.name in HELD_OUT_FACES)
                 digests.append(hashlib.sha256(image.tobytes()).digest())
             bar.update(len(named))
-    unseen = {number for number, face in enumerate(faces) if face.name in HELD_OUT_FACES}
-    style_held_out = np.isin(face_of, sorted(unseen))
     ids = joined_ids(names, digests)
-    splits = split(names, digests, ids, style_held_out=style_held_out, share=options.held_out)
+    splits = split(names, digests, ids, style_held_out=np.array(style_held_out, dtype=bool), share=options.held_out)
     return names, ids, splits, {"blank picture": blank} if blank else {}
 
 
@@ -98,9 +103,8 @@ def named_characters(face: Path) -> list[tuple[str, str]]:
     from fontTools.ttLib import TTFont  # type: ignore[import-untyped]
 
     with TTFont(face, lazy=True) as font:
-        code_points = sorted(font.getBestCmap())
-    named = [(chr(point), unicodedata.name(chr(point), "")) for point in code_points]
-    return [(character, name) for character, name in named if name]
+        characters = map(chr, sorted(font.getBestCmap()))
+    return [(character, name) for character in characters if (name := unicodedata.name(character, ""))]
 
 
 class Pen:
@@ -113,7 +117,6 @@ class Pen:
     def __init__(self, face: Path, size: int) -> None:
         from PIL import ImageFont
 
-        self.size = size
         self.side = size * SUPERSAMPLING
         # the other layout engine fails on some code points, and single characters need no shaping
         self._font = ImageFont.truetype(face, round(EM * self.side), layout_engine=ImageFont.Layout.BASIC)
@@ -132,9 +135,8 @@ class Pen:
         # one pixel of the small image stays free all round
         ratio = (self.side - 2 * SUPERSAMPLING) / max(ink.size)
         if ratio < 1:
-            ink = ink.resize(
-                (max(1, round(ink.width * ratio)), max(1, round(ink.height * ratio))), Image.Resampling.BOX
-            )
+            width, height = (max(1, round(length * ratio)) for length in ink.size)
+            ink = ink.resize((width, height), Image.Resampling.BOX)
         corner = self._inside(round(x), ink.width), self._inside(round(y), ink.height)
         canvas = Image.new("L", (self.side, self.side))
         canvas.paste(ink, corner)
@@ -178,3 +180,20 @@ def _names_to_hold_out(names: list[str], ids: Indices, trainable: Indices, share
         wanted -= len(group)
         rows.extend(members)
     return rows
+
+
+def handwritten_digits(*, image_size: int, channels: int = 1) -> tuple[Images, Indices]:
+    """The scans, uint8 `[1797, channels, image_size, image_size]`, ink bright on dark, and their digits `[1797]`.
+
+    The name of digit `k` is `DIGIT_NAMES[k]`. They have 8 × 8 pixels and are never trained on.
+    """
+    from sklearn.datasets import load_digits
+
+    scans = load_digits()
+    ink = torch.from_numpy(scans.images).float()[:, None] / scans.images.max()
+    height = max(1, round(DIGIT_HEIGHT * image_size))
+    enlarged = F.interpolate(ink, size=(height, height), mode="bicubic", align_corners=False).clamp(0, 1)
+    canvas = torch.zeros(len(ink), channels, image_size, image_size)
+    x, y = (image_size - height) // 2, round(DIGIT_MIDDLE * image_size - height / 2)
+    canvas[:, :, y : y + height, x : x + height] = enlarged
+    return (canvas * 255).round().byte().numpy(), scans.target.astype(np.int64)

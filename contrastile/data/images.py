@@ -1,36 +1,42 @@
-"""Decoding of one image: from the bytes of a file to the square of uint8 that a tower sees.
+"""Pixels of an image: decoding, random crops, and the augmentation of a whole batch.
 
-Stands below every source of images. The header of a file is checked before anything is decoded, and only formats that
-Pillow decodes itself are opened.
+Stands below every source of images and the training step. The header of a file is checked before anything is decoded,
+and only formats that Pillow decodes itself are opened. All randomness comes from a seed or generator passed in.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from contrastile.data.base import Images
-from contrastile.data.crop import Box, Boxes
-from contrastile.data.skipped import Skipped
+from contrastile.data.base import Images, Skipped
 
 if TYPE_CHECKING:
     from PIL import Image
 
 # the limit on the pixels that a header promises: a few bytes may promise gigabytes
 MOST_PIXELS = 64_000_000
-
 # the formats that Pillow decodes itself; for others it may call programs of the machine
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+# random boxes drawn until one lies within the image
+CROP_TRIES = 10
+
+# left, top, right, bottom in pixels
+Box = tuple[float, float, float, float]
 
 
-def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Boxes | None = None) -> Images:
-    """One image as uint8 `[C, S, S]`: its middle square, or the part that `crop` names, resampled.
+def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Callable[[int, int], Box] | None = None) -> Images:
+    """One image as uint8 `[C, S, S]`, resampled: its middle square, or the box that `crop(width, height)` returns.
 
     Raises `Skipped` with the reason.
     """
@@ -42,7 +48,7 @@ def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Boxes | None
             if image.width * image.height > MOST_PIXELS:
                 raise Skipped("picture over 64 megapixels")
             if crop is not None:
-                return _part(image, shape, crop(*image.size))
+                return _cropped(image, shape, crop(*image.size))
             # a JPEG can be decoded at a fraction of its size
             image.draft(None, (2 * shape[1], 2 * shape[2]))
             return squared(image, shape)
@@ -67,8 +73,8 @@ def squared(image: Image.Image, shape: tuple[int, int, int]) -> Images:
     return np.asarray(square).reshape(size, size, channels).transpose(2, 0, 1).copy()
 
 
-def _part(image: Image.Image, shape: tuple[int, int, int], box: Box) -> Images:
-    """The part within `box`, cut as it lies in the file, turned upright, resampled.
+def _cropped(image: Image.Image, shape: tuple[int, int, int], box: Box) -> Images:
+    """The pixels within `box`, cut as they lie in the file, turned upright, resampled.
 
     The filter is torch's bicubic with antialiasing: Pillow's own but for a rounding, in a quarter of its time.
     """
@@ -76,16 +82,16 @@ def _part(image: Image.Image, shape: tuple[int, int, int], box: Box) -> Images:
 
     channels, size, _ = shape
     width, height = image.size
-    # a JPEG can be decoded at a fraction of its size; the part keeps at least twice the size wanted
+    # a JPEG can be decoded at a fraction of its size; the box keeps at least twice the size wanted
     image.draft(None, (round(2 * size * width / (box[2] - box[0])), round(2 * size * height / (box[3] - box[1]))))
     across, down = image.width / width, image.height / height
     left, top = round(box[0] * across), round(box[1] * down)
     right, bottom = max(round(box[2] * across), left + 1), max(round(box[3] * down), top + 1)
-    part = _flattened(ImageOps.exif_transpose(image.crop((left, top, right, bottom))))
+    crop = _flattened(ImageOps.exif_transpose(image.crop((left, top, right, bottom))))
     mode = "L" if channels == 1 else "RGB"
-    pixels = np.asarray(part if part.mode == mode else part.convert(mode))
-    whole = torch.from_numpy(pixels).view(1, part.height, part.width, channels).permute(0, 3, 1, 2)
-    return F.interpolate(whole, (size, size), mode="bicubic", antialias=True)[0].numpy()
+    pixels = np.asarray(crop if crop.mode == mode else crop.convert(mode))
+    batch = torch.from_numpy(pixels).view(1, crop.height, crop.width, channels).permute(0, 3, 1, 2)
+    return F.interpolate(batch, (size, size), mode="bicubic", antialias=True)[0].numpy()
 
 
 def _flattened(image: Image.Image) -> Image.Image:
@@ -98,3 +104,94 @@ def _flattened(image: Image.Image) -> Image.Image:
         paper = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(paper, image.convert("RGBA"))
     return image
+
+
+class Crop(NamedTuple):
+    """Random resized crops, the augmentation of CLIP: the area is a share of the image within `scale`, width over
+    height lies within `ratio`.
+
+    The defaults are Inception's (Szegedy et al. 2014; section 4.1 of Inf-CL, arXiv:2410.17243). No mirroring, because a
+    caption may name left and right.
+    """
+
+    seed: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+
+    def box(self, example: int, width: int, height: int) -> Box:
+        """The box in an image of this size, in whole pixels; `seed` and the number of the example decide alone.
+
+        >>> Crop(0, scale=(1.0, 1.0), ratio=(1.0, 1.0)).box(7, 40, 40)
+        (0, 0, 40, 40)
+        """
+        low, high = self.ratio
+        random = np.random.default_rng((self.seed, example))
+        for _ in range(CROP_TRIES):
+            area = width * height * random.uniform(*self.scale)
+            ratio = math.exp(random.uniform(math.log(low), math.log(high)))
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                left, top = (int(random.integers(margin + 1)) for margin in (width - w, height - h))
+                return left, top, left + w, top + h
+        # an image too long for every try: the largest box in the middle that the ratio allows
+        w, h = min(width, max(1, round(height * high))), min(height, max(1, round(width / low)))
+        left, top = (width - w) // 2, (height - h) // 2
+        return left, top, left + w, top + h
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """The ranges that distortions are drawn from.
+
+    Angles are in degrees, scales a factor either way, shifts a share of the image. `blur` is the largest weight of a
+    smoothed copy, from 0 to 1.
+    """
+
+    rotation: float = 8.0
+    shear: float = 12.0
+    scale: float = 1.25
+    shift: float = 0.08
+    blur: float = 1.0
+
+
+def draw_parameters(count: int, generator: torch.Generator, ranges: Augmentation = Augmentation()) -> Tensor:
+    """Random parameters for `count` images, on the generator's device: `[count, 7]`.
+
+    Six are the matrix `[2, 3]` for affine_grid (shift after rotation after shear after scale, in its coordinates from
+    -1 to 1), the last is the weight of the blur.
+    """
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=generator, device=generator.device)
+
+    rotation, shear, scale = math.radians(ranges.rotation), math.radians(ranges.shear), math.log(ranges.scale)
+    angle, slant = uniform(-rotation, rotation), uniform(-shear, shear).tan()
+    x_scale, y_scale = (uniform(-scale, scale).exp() for _ in range(2))
+    x, y = (uniform(-2 * ranges.shift, 2 * ranges.shift) for _ in range(2))
+    cos, sin = angle.cos(), angle.sin()
+    rows = [cos * x_scale, (cos * slant - sin) * y_scale, x, sin * x_scale, (sin * slant + cos) * y_scale, y]
+    return torch.stack([*rows, uniform(0.0, ranges.blur)], dim=1)
+
+
+def prepare(images: Tensor) -> Tensor:
+    """uint8 `[B, C, S, S]` as float32 in [0, 1].
+
+    >>> prepare(torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)).max()
+    tensor(1.)
+    """
+    return images.float() / 255
+
+
+def augment(images: Tensor, parameters: Tensor) -> Tensor:
+    """uint8 `[B, C, S, S]` as float32 in [0, 1], each image distorted and blurred by its own `parameters` `[B, 7]`.
+
+    Pixels from outside of an image repeat its border.
+    """
+    matrices, blur = parameters[:, :6].reshape(-1, 2, 3), parameters[:, 6]
+    grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
+    warped = F.grid_sample(prepare(images), grid, padding_mode="border", align_corners=False)
+    smoothed = warped
+    # each pixel becomes the mean of its 3 × 3 neighbours within the image, twice
+    for _ in range(2):
+        smoothed = F.avg_pool2d(smoothed, 3, stride=1, padding=1, count_include_pad=False)
+    return torch.lerp(warped, smoothed, blur[:, None, None, None])

@@ -1,7 +1,7 @@
 """Pairs of an image and its caption, and their cache: the form in which every source hands over its data.
 
-Stands between `cache.py` and the sources; `registry.py` opens a source by its name. `batches.py` takes rows of a
-`PairSet`, `augment.py` makes floats of its bytes.
+Stands between `files.py` and the sources; `registry.py` opens a source by its name. `batches.py` takes rows of a
+`PairSet`, `images.py` makes floats of its bytes.
 """
 
 from __future__ import annotations
@@ -10,30 +10,15 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from contrastile._errors import invalid
-from contrastile.data.base import Images, Indices, Progress, ProgressFactory, silent
-from contrastile.data.cache import cached_folder, write_text
-from contrastile.data.files import open_in_place
+from contrastile.data.base import Images, Indices, ProgressFactory, silent
+from contrastile.data.files import cached_folder, open_in_place, write_text
 from contrastile.data.stream import Stream
-
-__all__ = [
-    "ImageWriter",
-    "Images",
-    "Indices",
-    "Labels",
-    "PairOptions",
-    "PairSet",
-    "Progress",
-    "ProgressFactory",
-    "cached_pairs",
-    "silent",
-]
 
 IMAGES, LABELS = "images.npy", "pairs.json"
 
@@ -129,23 +114,15 @@ def cached_pairs(
 
     `make(writer)` adds every image and returns captions, ids, splits and the counts of skipped rows.
     """
-    name = f"{kind}-{shape[1]}px"
-    return _read(cached_folder(cache, name, settings, files=(IMAGES, LABELS), make=partial(_write_pairs, shape, make)))
 
+    def write(folder: Path) -> None:
+        with ImageWriter(folder / IMAGES, shape) as writer:
+            captions, ids, splits, skipped = make(writer)
+        rows = {name: rows.tolist() for name, rows in splits.items()}
+        labels = {"titles": captions, "ids": ids.tolist(), "splits": rows, "skipped": skipped}
+        write_text(folder / LABELS, json.dumps(labels))
 
-def _write_pairs(shape: tuple[int, int, int], make: Callable[[ImageWriter], Labels], folder: Path) -> None:
-    with ImageWriter(folder / IMAGES, shape) as writer:
-        captions, ids, splits, skipped = make(writer)
-    labels = {
-        "titles": captions,
-        "ids": ids.tolist(),
-        "splits": {name: rows.tolist() for name, rows in splits.items()},
-        "skipped": skipped,
-    }
-    write_text(folder / LABELS, json.dumps(labels))
-
-
-def _read(folder: Path) -> PairSet:
+    folder = cached_folder(cache, f"{kind}-{shape[1]}px", settings, files=(IMAGES, LABELS), make=write)
     labels = json.loads((folder / LABELS).read_text(encoding="utf-8"))
     return PairSet(
         images=np.load(folder / IMAGES, mmap_mode="r", allow_pickle=False),

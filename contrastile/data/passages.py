@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from contrastile._errors import invalid
+from contrastile.data.base import SkipCounter, Skipped
 from contrastile.data.entries import Entry, read_entries, text_of
 from contrastile.data.python_code import LEFT_OUT, parse_functions, source_files
-from contrastile.data.skipped import SkipCounter, Skipped
 from contrastile.data.texts import Passage
 
 BEIR_CORPUS = "corpus.jsonl"

@@ -13,13 +13,12 @@ from contrastile._errors import invalid
 from contrastile.data.base import ProgressFactory, silent
 from contrastile.data.beir import open_beir_source
 from contrastile.data.bm25 import with_mined_negatives
-from contrastile.data.collection import open_collection
+from contrastile.data.collection import open_collection, open_table
 from contrastile.data.copies import with_copies
 from contrastile.data.docstrings import open_docstrings
 from contrastile.data.glyphs import open_glyphs
 from contrastile.data.pairs import PairOptions, PairSet
 from contrastile.data.sources import is_collection
-from contrastile.data.table import open_table
 from contrastile.data.text_files import open_text_files
 from contrastile.data.texts import TextOptions, TextSet
 

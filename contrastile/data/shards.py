@@ -1,9 +1,9 @@
 """Places of every pair of a collection: tar shards of key.jpg and key.txt, parquet files, tables, folders of images.
 
-Stands below `index.py`, which stores the places. Only headers and captions are read, no image. A shard that was cut
-anywhere is an error: a tar file must end in the zeros that its format asks for, in no more of them than tools write,
-and agree with the manifests beside it (`manifest.py`). Names inside a shard are keys and never become paths; links,
-devices and anything else that is no plain file are passed over.
+Stands below `collection.py`, which stores the places. Only headers and captions are read, no image. A shard that was
+cut anywhere is an error: a tar file must end in the zeros that its format asks for, in no more of them than tools
+write, and agree with the manifests beside it: `sizes.json`, numbers of pairs, and `SHA256SUMS`, checksums. Names inside
+a shard are keys and never become paths; links, devices and anything else that is no plain file are passed over.
 
 No library in use keeps these promises: readers end silently where a shard is cut at or in a header, and their shuffling
 and resuming depend on the number of ranks and workers.
@@ -11,24 +11,31 @@ and resuming depend on the number of ranks and workers.
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import os
 import tarfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from contrastile._errors import invalid
-from contrastile.data.manifest import SIZES, SUMS, compare_size, compare_sum, damaged
-from contrastile.data.parquet import unpack
-from contrastile.data.skipped import Skipped
+from contrastile.data.files import checksum, new_file, sync
 from contrastile.data.sources import PICTURES, TABLES, Source
 from contrastile.data.tables import read_table
 
+SIZES, SUMS = "sizes.json", "SHA256SUMS"
 # the most bytes of an image, more than 64 megapixels take in any format, and of a caption
 MOST_BYTES, LONGEST_CAPTION = 1 << 28, 1 << 16
 # two empty records end a tar file, and tools fill it up to a whole number of larger ones
 TAIL, LONGEST_TAIL = 2 * tarfile.BLOCKSIZE, 2 * tarfile.BLOCKSIZE + tarfile.RECORDSIZE
+
+# columns of parquet files, and rows of them that are in memory at once
+CAPTION_COLUMNS, IMAGE_COLUMNS, ROWS = ("title", "text", "caption", "TEXT"), ("image", "jpg", "png", "picture"), 8
+# the limit of what a file unpacks to: so many times its size, and so many bytes more; images hardly compress further
+MOST_TIMES, MOST_MORE = 100, 1 << 28
 
 
 class Pair(NamedTuple):
@@ -44,144 +51,121 @@ class Pair(NamedTuple):
 Finding = Pair | str
 
 
-def find_pairs(source: Source, unpacked: Path) -> Iterator[Finding]:
-    """Every pair of a source, in the order of its files. Parquet files are unpacked into tar shards in `unpacked`."""
-    for path in map(Path, source.paths):
-        if source.kind == "folder":
-            yield from find_in_folder(path)
-        elif source.kind in TABLES:
-            yield from find_in_table(path)
-        elif source.kind == ".parquet":
-            compare_sum(path)
-            yield from compare_size(path, _tar_pairs(unpack(path, unpacked)))
-        else:
-            yield from find_in_tar(path)
+def find_pairs(kind: str, path: Path, unpacked: Path) -> Iterator[Finding]:
+    """Every pair of one file or folder of a source."""
+    if kind == "folder":
+        return find_in_folder(path)
+    if kind in TABLES:
+        return find_in_table(path)
+    return find_in_tar(path, unpacked if kind == ".parquet" else None)
 
 
-def find_in_tar(shard: Path) -> Iterator[Finding]:
-    """Every pair of a tar shard. Raises ValueError where the shard is not whole."""
-    compare_sum(shard)
-    yield from compare_size(shard, _tar_pairs(shard))
+def find_in_tar(shard: Path, unpacked: Path | None = None) -> Iterator[Finding]:
+    """Every pair of a tar shard, or of a parquet file, which is unpacked into a tar shard in the folder `unpacked`.
 
-
-def read_bytes(path: str, offset: int, size: int | None) -> bytes:
-    """The bytes of an image within a file; without `size`, the whole file.
-
-    Raises `Skipped` where the file has become shorter, or is longer than any image.
+    Raises ValueError where the shard is not whole.
     """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size if size is None else size
-        if size > MOST_BYTES:
-            raise Skipped("too large")
-        content = os.pread(file.fileno(), size, offset)
-    if len(content) != size:
-        raise Skipped("missing picture")
-    return content
-
-
-def state(source: Source) -> list[Any]:
-    """The state of a source, by which an index is known to be its own: paths, sizes and dates of all its files."""
-    paths = list(source.paths)
-    if source.kind == "folder":
-        paths = [str(path) for path in _files(Path(paths[0]), (*PICTURES, ".txt"))]
-    elif source.kind in TABLES:
-        paths += [str(row[0]) for table in source.paths for row in read_table(Path(table)) if not isinstance(row, str)]
-    return [source.kind, *map(_stat, paths)]
-
-
-def manifest_state(source: Source) -> list[Any]:
-    """The state of the manifests beside its shards; the shards are compared again when a manifest is new or changed."""
-    has_manifests = source.kind in (".tar", ".parquet")
-    folders = sorted({os.path.dirname(path) for path in source.paths}) if has_manifests else []
-    manifests = (os.path.join(folder, name) for folder in folders for name in (SIZES, SUMS))
-    return [_stat(path) for path in manifests if os.path.isfile(path)]
-
-
-def _stat(path: str) -> list[Any]:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return [os.path.abspath(path), None]
-    return [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
-
-
-def _tar_pairs(shard: Path) -> Iterator[Finding]:
-    for _, members in groupby(_members(shard), key=lambda member: _key(member.name)):
-        finding = _pair(shard, list(members))
-        if finding is not None:
+    _compare_sum(shard)
+    tar = shard if unpacked is None else unpack(shard, unpacked)
+    count = 0
+    for _, members in groupby(_members(tar), key=lambda member: _key(member.name)):
+        if finding := _pair(tar, list(members)):
+            count += 1
             yield finding
+    stated = _stated_size(shard)
+    if stated is not None and stated != count:
+        raise _damaged(shard, f"{count} pairs where {SIZES} says {stated}")
 
 
-def _key(name: str) -> str:
-    """The name up to the first dot of its last part."""
-    path = PurePosixPath(name)
-    return str(path.with_name(path.name.partition(".")[0] or path.name)) if path.name else name
+def _damaged(shard: Path, got: object) -> ValueError:
+    reason = " ".join(str(got).split()).rstrip(".") or repr(got)
+    return invalid("source", f"be whole shards ({shard})", reason, "Copy that shard again; it is cut or damaged.")
 
 
-class Member(NamedTuple):
-    """A plain file inside a shard, or another entry, which has no suffix."""
+def _compare_sum(shard: Path) -> None:
+    """Raise ValueError where a SHA256SUMS beside the shard lists its name, with other sums only."""
+    sums = shard.parent / SUMS
+    if not sums.is_file():
+        return
+    try:
+        # the form of the tool sha256sum: a star before names that were read as bytes, folders as they were given
+        lines = (line.split(maxsplit=1) for line in sums.read_text(encoding="utf-8").splitlines() if line.strip())
+        known = {one.lower() for one, name in lines if PurePosixPath(name.removeprefix("*")).name == shard.name}
+    except ValueError as failure:
+        remedy = "Write it again with sha256sum, or remove it."
+        raise invalid(SUMS, "be lines of a checksum and a file", sums, remedy) from failure
+    if known and checksum(shard) not in known:
+        raise _damaged(shard, f"another checksum than {SUMS} says")
 
-    name: str
-    suffix: str
-    offset: int
-    size: int
+
+def _stated_size(shard: Path) -> int | None:
+    """The number of pairs that a sizes.json beside the shard states."""
+    sizes = shard.parent / SIZES
+    if not sizes.is_file():
+        return None
+    try:
+        stated = json.loads(sizes.read_text(encoding="utf-8")).get(shard.name)
+        return None if stated is None else int(stated)
+    except (ValueError, TypeError, AttributeError) as failure:
+        remedy = "Write it again, or remove it."
+        raise invalid(SIZES, "be an object of shards and their numbers of pairs", sizes, remedy) from failure
 
 
-def _members(shard: Path) -> Iterator[Member]:
+def _key(name: str) -> tuple[str, str]:
+    """The folder and the name up to its first dot."""
+    folder, _, last = str(PurePosixPath(name)).rpartition("/")
+    return folder, last.partition(".")[0] or last
+
+
+def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
     """Every entry, then a check of the end: the library stops silently at a header that is damaged or cut."""
+    end = 0
     try:
         with shard.open("rb") as file:
-            end = yield from _entries(shard, file)
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                for entry in tar:
+                    # with a size below zero the library would go back and forth between two headers for ever
+                    if entry.size < 0 or tar.offset <= end:
+                        raise tarfile.ReadError(f"a size below 0 at byte {entry.offset:,}")
+                    end = tar.offset
+                    yield entry
+                    # the library would keep every entry in memory
+                    tar.members = []  # type: ignore[attr-defined]
+                end = tar.offset
             file.seek(end)
             rest = file.read(LONGEST_TAIL + tarfile.BLOCKSIZE)
     except OSError as failure:
         raise invalid("source", "be files that can be read", shard, f"{failure.strerror}.") from failure
-    if len(rest) < TAIL or len(rest) % tarfile.BLOCKSIZE or rest.strip(b"\0"):
-        raise damaged(shard, f"no end at byte {end:,}")
-    if len(rest) > LONGEST_TAIL:
-        raise damaged(shard, f"nothing but zeros from byte {end:,} on")
-
-
-def _entries(shard: Path, file: BinaryIO) -> Generator[Member, None, int]:
-    """Every entry as the library reads it; returns the end of the last one."""
-    end = 0
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for entry in tar:
-                # with a size below zero the library would go back and forth between two headers for ever
-                if entry.size < 0 or tar.offset <= end:
-                    raise tarfile.ReadError(f"a size below 0 at byte {entry.offset:,}")
-                plain = entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and entry.sparse is None
-                suffix = os.path.splitext(entry.name)[1].lower() if plain else ""
-                end = tar.offset
-                yield Member(entry.name, suffix, entry.offset_data, entry.size)
-                # the library would keep every entry in memory
-                tar.members = []  # type: ignore[attr-defined]
-            return tar.offset
-    except OSError:
-        raise
     # a damaged header leads the library into any exception: numbers too large, endless headers of headers
     except Exception as failure:
-        raise damaged(shard, failure) from failure
+        raise _damaged(shard, failure) from failure
+    if len(rest) < TAIL or len(rest) % tarfile.BLOCKSIZE or rest.strip(b"\0"):
+        raise _damaged(shard, f"no end at byte {end:,}")
+    if len(rest) > LONGEST_TAIL:
+        raise _damaged(shard, f"nothing but zeros from byte {end:,} on")
 
 
-def _pair(shard: Path, members: Sequence[Member]) -> Finding | None:
+def _pair(shard: Path, members: Sequence[tarfile.TarInfo]) -> Finding | None:
     """The pair of one key; None for a key without an image or a text, such as a shard's own notes."""
-    images = [member for member in members if member.suffix in PICTURES]
-    texts = [member for member in members if member.suffix == ".txt"]
+    named = [
+        (os.path.splitext(member.name)[1].lower() if member.isreg() and not member.issparse() else "", member)
+        for member in members
+    ]
+    images = [member for suffix, member in named if suffix in PICTURES]
+    texts = [member for suffix, member in named if suffix == ".txt"]
     if not images and not texts:
-        return None if all(member.suffix for member in members) else "not a plain file"
+        return None if all(suffix for suffix, _ in named) else "not a plain file"
     if not images:
         return "missing picture"
     if not texts:
         return "missing title"
     if len(images) > 1 or len(texts) > 1:
         return "key used twice"
-    image, text = images[0], texts[0]
     with shard.open("rb") as file:
-        file.seek(text.offset)
+        file.seek(texts[0].offset_data)
         # one byte more than a caption may have, so that a longer one is noticed
-        return _checked(shard, image.offset, image.size, file.read(min(text.size, LONGEST_CAPTION + 1)))
+        caption = file.read(min(texts[0].size, LONGEST_CAPTION + 1))
+    return _checked(shard, images[0].offset_data, images[0].size, caption)
 
 
 def _checked(path: Path, offset: int, size: int, caption: bytes) -> Finding:
@@ -216,19 +200,129 @@ def find_in_folder(folder: Path) -> Iterator[Finding]:
     root = folder.resolve()
     for path in _files(folder, PICTURES):
         text = path.with_suffix(".txt")
-        if not all(one.resolve().is_relative_to(root) for one in (path, text)):
+        if not all(file.resolve().is_relative_to(root) for file in (path, text)):
             yield "outside the folder"
             continue
-        yield _checked(path, 0, path.stat().st_size, _folder_caption(path, text))
-
-
-def _folder_caption(path: Path, text: Path) -> bytes:
-    """The caption of an image in a folder."""
-    if not text.is_file():
-        return path.parent.name.replace("_", " ").encode()
-    with text.open("rb") as file:
-        return file.read(LONGEST_CAPTION + 1)
+        caption = path.parent.name.replace("_", " ").encode()
+        if text.is_file():
+            with text.open("rb") as file:
+                caption = file.read(LONGEST_CAPTION + 1)
+        yield _checked(path, 0, path.stat().st_size, caption)
 
 
 def _files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
+
+
+def state(source: Source) -> list[Any]:
+    """The state of a source, by which an index is known to be its own: paths, sizes and dates of all its files."""
+    paths = list(source.paths)
+    if source.kind == "folder":
+        paths = [str(path) for path in _files(Path(paths[0]), (*PICTURES, ".txt"))]
+    elif source.kind in TABLES:
+        paths += [str(row[0]) for table in source.paths for row in read_table(Path(table)) if not isinstance(row, str)]
+    return [source.kind, *map(file_state, paths)]
+
+
+def manifest_state(source: Source) -> list[Any]:
+    """The state of the manifests beside its shards; the shards are compared again when a manifest is new or changed."""
+    has_manifests = source.kind in (".tar", ".parquet")
+    folders = sorted({os.path.dirname(path) for path in source.paths}) if has_manifests else []
+    manifests = (os.path.join(folder, name) for folder in folders for name in (SIZES, SUMS))
+    return [file_state(path) for path in manifests if os.path.isfile(path)]
+
+
+def file_state(path: str) -> list[Any]:
+    """The state of a file: its path, its size and its date."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return [os.path.abspath(path), None]
+    return [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
+
+
+def unpack(table: Path, folder: Path) -> Path:
+    """The path in `folder` of a tar shard with the rows of a parquet file, made once.
+
+    The file has a column of captions and one of images: bytes, or as `datasets` writes them, a struct of bytes and
+    path, whose path is never followed. A row without a caption or an image has an empty entry. Raises ValueError where
+    a column is missing, and for a file that is damaged or unpacks to far more than its size.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    stat = table.stat()
+    state = f"{table.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    shard = folder / f"{hashlib.sha256(state.encode()).hexdigest()[:16]}.tar"
+    if shard.exists():
+        return shard
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = shard.with_suffix(f".part-{os.getpid()}")
+    new_file(temporary)
+    remaining = MOST_TIMES * stat.st_size + MOST_MORE
+    try:
+        with (
+            pyarrow.parquet.ParquetFile(table, page_checksum_verification=True) as file,
+            tarfile.open(temporary, "w") as tar,
+        ):
+            for number, row in enumerate(_rows(file)):
+                for suffix, content in zip((".txt", ".jpg"), row, strict=True):
+                    if (remaining := remaining - len(content)) < 0:
+                        raise _damaged(table, f"more than {MOST_TIMES} times its size in it")
+                    add_to_tar(tar, f"{number:09}{suffix}", content)
+        sync(temporary)
+        os.replace(temporary, shard)
+    except (pyarrow.ArrowException, OSError) as failure:
+        # the library's own failures have no error number
+        if isinstance(failure, OSError) and failure.errno is not None:
+            raise
+        raise _damaged(table, failure) from failure
+    finally:
+        temporary.unlink(missing_ok=True)
+    return shard
+
+
+def add_to_tar(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    """Append a file to a tar shard."""
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content)
+    tar.addfile(entry, io.BytesIO(content))
+
+
+def _rows(file: Any) -> Iterator[tuple[bytes, bytes]]:
+    """Captions and images, both as bytes: a caption that is no text costs its own row only."""
+    columns = [
+        _column(file.schema_arrow, CAPTION_COLUMNS, "texts"),
+        _column(file.schema_arrow, IMAGE_COLUMNS, "bytes, or structs with bytes"),
+    ]
+    for batch in file.iter_batches(batch_size=ROWS, columns=columns):
+        captions, images = (_as_bytes(batch.column(name)).to_pylist() for name in columns)
+        yield from ((caption or b"", image or b"") for caption, image in zip(captions, images, strict=True))
+
+
+def _column(schema: Any, names: Sequence[str], content: str) -> str:
+    """The first of `names` that the schema has."""
+    import pyarrow
+
+    name = next((name for name in names if name in schema.names), None)
+    if name is None:
+        rule = f"have a column among {', '.join(names)}"
+        raise invalid("source", rule, ", ".join(schema.names), "Rename the one that is.")
+    kind = schema.field(name).type
+    try:
+        _as_bytes(pyarrow.nulls(1, kind))
+    except pyarrow.ArrowException:
+        raise invalid("source", f"have {content} in the column {name}", kind, "Write it anew as these.") from None
+    return name
+
+
+def _as_bytes(column: Any) -> Any:
+    """A column of texts, bytes or structs with bytes, as bytes. Raises ArrowException for any other."""
+    import pyarrow
+    from pyarrow import compute
+
+    if pyarrow.types.is_struct(column.type):
+        column = compute.struct_field(column, "bytes")
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.cast(pyarrow.large_binary())

@@ -7,11 +7,12 @@ address or a pipe is refused.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 TABLES = (".tsv", ".csv")
@@ -19,8 +20,7 @@ KINDS = (".tar", ".parquet", *TABLES)
 MOST_FILES = 1_000_000
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Files of one of the `KINDS`, or "folder" with the path of one folder of images."""
 
     kind: str
@@ -40,23 +40,21 @@ def read_source(text: str) -> list[Source]:
     >>> read_source("a/{08..10}.tar::b/x.parquet")[0].paths
     ('a/08.tar', 'a/09.tar', 'a/10.tar')
     """
-    return [_one(part) for part in text.split("::")]
+    return [_source(pattern) for pattern in text.split("::")]
 
 
-def _one(part: str) -> Source:
-    if not part.strip() or part.startswith("pipe:") or "://" in part:
-        raise ValueError(f'must name files on this machine; got "{part}"')
-    if "*" in part and not os.path.exists(part):
+def _source(pattern: str) -> Source:
+    if not pattern.strip() or pattern.startswith("pipe:") or "://" in pattern:
+        raise ValueError(f'must name files on this machine; got "{pattern}"')
+    if "*" in pattern and not os.path.exists(pattern):
         # a pattern would silently match fewer files where one is lost
-        raise ValueError(f'must count its files, as in "shards/{{000..099}}.tar"; got "{part}"')
-    paths = tuple(braces(part))
-    for kind in KINDS:
-        if part.endswith(kind):
-            return Source(kind, paths)
-    if len(paths) > 1 or re.search(r"\.(gz|tgz|zip|json|jsonl)$", part):
+        raise ValueError(f'must count its files, as in "shards/{{000..099}}.tar"; got "{pattern}"')
+    paths = tuple(braces(pattern))
+    kind = next((kind for kind in KINDS if pattern.endswith(kind)), "folder")
+    if kind == "folder" and (len(paths) > 1 or re.search(r"\.(gz|tgz|zip|json|jsonl)$", pattern)):
         ends = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
-        raise ValueError(f'must end in {ends}, or be a folder of pictures or "glyphs"; got "{part}"')
-    return Source("folder", paths)
+        raise ValueError(f'must end in {ends}, or be a folder of pictures or "glyphs"; got "{pattern}"')
+    return Source(kind, paths)
 
 
 def missing(source: Source) -> str | None:
@@ -80,12 +78,9 @@ def braces(pattern: str) -> Iterator[str]:
     >>> list(braces("{x,y}/{9..11}"))
     ['x/9', 'x/10', 'x/11', 'y/9', 'y/10', 'y/11']
     """
-    parts = re.split(r"(\{[^{}]*\})", pattern)
-    choices = [_choices(part) if part.startswith("{") else [part] for part in parts]
-    count = 1
-    for choice in choices:
-        count *= len(choice)
-    if count > MOST_FILES:
+    pieces = re.split(r"(\{[^{}]*\})", pattern)
+    choices = [_choices(piece) if piece.startswith("{") else [piece] for piece in pieces]
+    if (count := math.prod(map(len, choices))) > MOST_FILES:
         raise ValueError(f'must name at most {MOST_FILES:,} files; got {count:,} in "{pattern}"')
     return ("".join(chosen) for chosen in product(*choices))
 

@@ -1,7 +1,8 @@
 """The stream of a collection's training pairs: images are read and decoded by row, the next batch ahead of its use.
 
 Stands between `loader.py`, which decodes, and the sources that are too large to lie decoded (`collection.py`,
-`copies.py`). Seed and place alone decide what is read, so that a run resumes in the middle of an epoch at no cost.
+`copies.py`). Seed and example number alone decide what is read, so that a run resumes in the middle of an epoch at no
+cost.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.base import Indices
-from contrastile.data.crop import Crop
-from contrastile.data.loader import ImageLoader, ImageStore, Key, cores
-from contrastile.data.skipped import check_bad, counted
+from contrastile.data.base import Indices, check_bad, counted
+from contrastile.data.images import Crop
+from contrastile.data.loader import ImageLoader, Key, Origin, Reasons, cores
 
 logger = logging.getLogger("contrastile")
 
@@ -27,8 +27,15 @@ logger = logging.getLogger("contrastile")
 TRIES = 10
 
 
-class Library(ImageStore, Protocol):
-    """A store of images with their captions."""
+class Library(Protocol):
+    """Images with their captions, by row."""
+
+    @property
+    def in_processes(self) -> bool:
+        """True where every origin is a `Piece`, which other processes can read."""
+
+    def origin(self, row: int, example: int) -> Origin:
+        """The origin of a row's image, for this example of the run."""
 
     def caption(self, row: int) -> str:
         """The caption of a row."""
@@ -84,26 +91,28 @@ class Stream:
         """The ids of captions: equal for captions that could be each other's right answer."""
         return [self._library.identity(caption) for caption in captions]
 
-    def expect(self, rows: Sequence[int], places: Sequence[int], crop: Crop | None) -> None:
+    def expect(self, rows: Sequence[int], examples: Sequence[int], crop: Crop | None) -> None:
         """Begin to decode the images that the next `read` will ask for. A batch expected before is given up."""
-        self._loader = self._loader or ImageLoader(self._library, self._shape, self.workers, apart=self.apart)
-        self._loader.begin(self._keys(rows, places, crop))
+        if self._loader is None:
+            apart = self.apart and self._library.in_processes
+            self._loader = ImageLoader(self._library.origin, self._shape, self.workers, apart=apart)
+        self._loader.begin(self._keys(rows, examples, crop))
 
     def read(
-        self, rows: Sequence[int], places: Sequence[int], crop: Crop | None, *, tries: int = TRIES
+        self, rows: Sequence[int], examples: Sequence[int], crop: Crop | None, *, tries: int = TRIES
     ) -> tuple[Tensor, list[int]]:
         """Images `[b, C, S, S]` uint8 of `rows`, and the rows they are of where one replaces another.
 
-        The box of `crop` is drawn by seed and place alone. The tensor is the caller's own.
+        `examples`: their numbers among the run's examples. The tensor is the caller's own.
         """
         if not rows:
             return torch.empty((0, *self._shape), dtype=torch.uint8), []
-        images, reasons = self._decode(rows, places, crop)
+        images, reasons = self._decode(rows, examples, crop)
         self._count(reasons, rows)
         good = [number for number, reason in enumerate(reasons) if reason is None]
         if not good and tries:
             # the following rows replace a share without a readable image, so that a resumed run does the same
-            return self.read([(row + 1) % len(self) for row in rows], places, crop, tries=tries - 1)
+            return self.read([(row + 1) % len(self) for row in rows], examples, crop, tries=tries - 1)
         if not good:
             raise invalid("source", "have pictures that can be read", counted(self.skipped), "Look at the shards.")
         chosen, last = list(rows), good[0]
@@ -115,7 +124,7 @@ class Stream:
                 images[number], chosen[number] = images[last], rows[last]
         return images, chosen
 
-    def look(self, rows: Sequence[int], following: Sequence[int]) -> tuple[Tensor, list[str | None]]:
+    def look(self, rows: Sequence[int], following: Sequence[int]) -> tuple[Tensor, Reasons]:
         """Whole images of `rows`, and the reasons why some have none; the `following` are decoded meanwhile.
 
         Nothing is replaced or counted.
@@ -141,23 +150,23 @@ class Stream:
         """Raise ValueError where too many of the pairs `seen`, of all ranks, could not be used."""
         check_bad(skipped, seen, self._most_bad, of=len(self))
 
-    def _keys(self, rows: Sequence[int], places: Sequence[int], crop: Crop | None) -> list[Key]:
-        return [(int(self._rows[row]), place, crop) for row, place in zip(rows, places, strict=True)]
+    def _keys(self, rows: Sequence[int], examples: Sequence[int], crop: Crop | None) -> list[Key]:
+        return [(int(self._rows[row]), example, crop) for row, example in zip(rows, examples, strict=True)]
 
-    def _decode(self, rows: Sequence[int], places: Sequence[int], crop: Crop | None) -> tuple[Tensor, list[str | None]]:
+    def _decode(self, rows: Sequence[int], examples: Sequence[int], crop: Crop | None) -> tuple[Tensor, Reasons]:
         """The images of `rows`, read now unless they begin the batch that was expected, and why some are missing."""
-        keys = self._keys(rows, places, crop)
+        keys = self._keys(rows, examples, crop)
         if self._loader is None or self._loader.keys[: len(keys)] != keys:
-            self.expect(rows, places, crop)
+            self.expect(rows, examples, crop)
         assert self._loader is not None
         images, reasons = self._loader.finish()
         return images[: len(keys)], reasons[: len(keys)]
 
-    def _count(self, reasons: Sequence[str | None], rows: Sequence[int]) -> None:
-        self.seen += len(reasons)
+    def _count(self, reasons: Reasons, rows: Sequence[int]) -> None:
         bad = [(reason, row) for reason, row in zip(reasons, rows, strict=True) if reason is not None]
         if bad and not self.skipped:
             reason, row = bad[0]
             message = "a picture of the collection is skipped (%s: %s); all are counted in the report"
             logger.warning(message, reason, self._library.describe(int(self._rows[row])))
+        self.seen += len(reasons)
         self.skipped.update(reason for reason, _ in bad)

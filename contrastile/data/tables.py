@@ -1,8 +1,8 @@
 """Tables of delimited text: rows of .csv and .tsv files, and of those that pair an image with a caption.
 
-Stands below `table.py`, `shards.py` and `entries.py`. A quote that is never closed would swallow all lines behind it.
-So quotes are read strictly, and a row ends within `ROW_LINES` lines, or is refused with the number of its first line.
-A row that is broken within so few lines costs these lines, and each of them is counted.
+Stands below `shards.py`, `collection.py` and `entries.py`. A quote that is never closed would swallow all lines behind
+it. So quotes are read strictly, and a row ends within `ROW_LINES` lines, or is refused with the number of its first
+line. A row that is broken within so few lines costs these lines, and each of them is counted.
 
 The first line of a table of images names the columns; paths are relative to the file's own folder. A .tsv file has tabs
 and no quoting; a .csv file has commas, or tabs where its first line has one, and fields may stand in quotes.
@@ -19,9 +19,7 @@ from pathlib import Path
 from contrastile._errors import invalid
 
 # the most lines of a row, and the most characters of a field
-ROW_LINES = 16
-FIELD_CHARACTERS = 1 << 20
-
+ROW_LINES, FIELD_CHARACTERS = 16, 1 << 20
 # names of the columns; the first one that a table has is read
 PATH_COLUMNS, CAPTION_COLUMNS = ("filepath", "file_name", "image"), ("title", "text", "caption")
 
@@ -30,14 +28,15 @@ Row = tuple[Path, str]
 
 def read_rows(
     lines: Iterable[str], delimiter: str, path: Path, *, name: str = "source"
-) -> Iterator[tuple[int, list[str] | None]]:
-    """Rows that are not empty, each with the number of its first line; of a broken row, None for each of its lines.
+) -> Iterator[tuple[int, list[str] | str]]:
+    """Rows that are not empty, each with the number of its first line; of an unusable row, the reason.
 
-    `lines` keep their ends, as those of a file opened with `newline=""`; `name` is what errors call the file at `path`.
+    A broken row gives a reason for each of its lines. `lines` keep their ends, as those of a file opened with
+    `newline=""`, and have lone surrogates for bytes that are not UTF-8; `name` is what errors call the file at `path`.
     Raises ValueError for a quote that stays open for more than `ROW_LINES` lines, or to the end.
 
     >>> list(read_rows(['a,"b\\n', 'c"\\n', '"d" e,f\\n'], ",", Path("x.csv")))
-    [(1, ['a', 'b\\nc']), (3, None)]
+    [(1, ['a', 'b\\nc']), (3, 'broken row')]
     """
     csv.field_size_limit(FIELD_CHARACTERS)
     first, exhausted = 1, False
@@ -64,10 +63,10 @@ def read_rows(
         except csv.Error:
             if exhausted:
                 raise unclosed() from None
-            yield from ((number, None) for number in range(first, rows.line_num + 1))
+            yield from ((number, "broken row") for number in range(first, rows.line_num + 1))
             continue
         if fields:
-            yield first, fields
+            yield first, fields if all(map(is_utf8, fields)) else "not UTF-8"
 
 
 def read_table(table: Path, folder: Path | None = None, *, name: str = "source") -> list[Row | str]:
@@ -104,10 +103,10 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
 
 def _tsv_lines(content: bytes) -> Iterator[list[str] | str]:
     """The fields of every line that is not empty, or the reason why it has none."""
-    for number, line in enumerate(content.splitlines()):
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).splitlines()):
         if not number or line.strip():
             try:
-                yield line.decode("utf-8-sig" if not number else "utf-8").split("\t")
+                yield line.decode("utf-8").split("\t")
             except UnicodeDecodeError:
                 yield "not UTF-8"
 
@@ -116,11 +115,7 @@ def _csv_lines(content: bytes, table: Path, name: str) -> Iterator[list[str] | s
     """The same of a .csv file, in which a field in quotes may span several lines."""
     text = content.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape")
     delimiter = "\t" if "\t" in text.partition("\n")[0] else ","
-    for _, fields in read_rows(StringIO(text, newline=""), delimiter, table, name=name):
-        if fields is None:
-            yield "broken row"
-        else:
-            yield fields if all(map(is_utf8, fields)) else "not UTF-8"
+    return (fields for _, fields in read_rows(StringIO(text, newline=""), delimiter, table, name=name))
 
 
 def is_utf8(text: str) -> bool:

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from contrastile._errors import invalid
-from contrastile.data.base import ProgressFactory, hash_split, silent, sorted_rows
+from contrastile.data.base import ProgressFactory, SkipCounter, Skipped, hash_split, silent, sorted_rows
 from contrastile.data.entries import Entry, read_entries, reading, text_of
 from contrastile.data.passages import first, read_passages
-from contrastile.data.skipped import SkipCounter, Skipped
 from contrastile.data.texts import Passage, Query, TextOptions, TextSet, TextSetBuilder
 
 # columns of a table of pairs that hold no texts

@@ -18,7 +18,7 @@ import numpy as np
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices, ProgressFactory, silent
-from contrastile.data.cache import write_text
+from contrastile.data.files import write_text
 
 logger = logging.getLogger("contrastile")
 

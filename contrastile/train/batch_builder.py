@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from contrastile.data.augment import AugmentParameters, augment, draw_parameters, prepare
-from contrastile.data.crop import Crop
-from contrastile.data.pairs import Indices, PairSet
+from contrastile.data.base import Indices
+from contrastile.data.images import Crop, augment, draw_parameters, prepare
+from contrastile.data.pairs import PairSet
 from contrastile.data.registry import open_pairs
 from contrastile.data.stream import Stream
 from contrastile.models.openclip import clip_tokenizer
@@ -255,11 +255,11 @@ class BatchBuilder:
         ids = torch.tensor(stream.identities(titles), dtype=torch.int64)
         return _Texts(index, ids, self._bundle.tokenizer.tokenise(titles or [""]))
 
-    def _lots(self, count: int) -> AugmentParameters:
+    def _lots(self, count: int) -> Tensor:
         """The random numbers of all ranks: neither the number of ranks nor the device may change an augmentation."""
-        drawn = [draw_parameters(min(SLICE, count - start), self._generator) for start in range(0, count, SLICE)]
-        return AugmentParameters(torch.cat([some.matrices for some in drawn]), torch.cat([some.blur for some in drawn]))
+        sizes = (min(SLICE, count - start) for start in range(0, count, SLICE))
+        return torch.cat([draw_parameters(size, self._generator) for size in sizes])
 
 
-def _pixels(images: Tensor, lots: AugmentParameters | None) -> Tensor:
+def _pixels(images: Tensor, lots: Tensor | None) -> Tensor:
     return prepare(images) if lots is None or not len(images) else augment(images, lots.to(images.device))

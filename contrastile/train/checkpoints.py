@@ -20,8 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.cache import sync, write_text
-from contrastile.data.files import own_folder
+from contrastile.data.files import own_folder, sync, write_text
 from contrastile.train.config import SaveSettings
 from contrastile.train.folder import RUN_ID, RunFolder, free_name, run_id
 

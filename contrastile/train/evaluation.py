@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile.data.digits import DIGIT_NAMES, handwritten_digits
-from contrastile.data.pairs import Images, Indices, PairSet
+from contrastile.data.base import Images, Indices
+from contrastile.data.glyphs import DIGIT_NAMES, handwritten_digits
+from contrastile.data.pairs import PairSet
 from contrastile.evaluate.retrieval import chance, recall
 from contrastile.evaluate.zeroshot import class_features
 from contrastile.models.base import evaluating

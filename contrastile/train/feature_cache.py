@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
-from contrastile.data.augment import prepare
-from contrastile.data.cache import cached_folder
+from contrastile.data.base import check_bad
+from contrastile.data.files import cached_folder
+from contrastile.data.images import prepare
 from contrastile.data.pairs import PairSet
-from contrastile.data.skipped import check_bad
 from contrastile.gradcache.encode import encode
 from contrastile.train.batch_builder import DataBundle, FeatureTable
 from contrastile.train.log import progress

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile.data.pairs import Indices
+from contrastile.data.base import Indices
 from contrastile.data.stream import Stream
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example

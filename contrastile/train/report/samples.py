@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from contrastile.data.pairs import Images, Indices, PairSet
+from contrastile.data.base import Images, Indices
+from contrastile.data.pairs import PairSet
 from contrastile.evaluate.topk import topk
 from contrastile.train.evaluation import PARTS, HeldOut, Names, Part
 from contrastile.train.report.page import Samples

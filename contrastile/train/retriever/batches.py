@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.pairs import Indices
+from contrastile.data.base import Indices
 from contrastile.data.registry import open_texts
 from contrastile.data.texts import Passage, TextSet, text_digest
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer

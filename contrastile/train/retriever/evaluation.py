@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
+from contrastile.data.base import Indices
 from contrastile.data.bm25 import BM25
-from contrastile.data.pairs import Indices
 from contrastile.data.texts import Passage, TextSet
 from contrastile.evaluate.answer_recall import answer_recall
 from contrastile.evaluate.ranking import means, measure

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.pairs import Indices
+from contrastile.data.base import Indices
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.text import load_tokenizer

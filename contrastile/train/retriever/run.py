@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.pairs import silent
+from contrastile.data.base import silent
 from contrastile.data.texts import Passage
 from contrastile.gradcache.encode import encode
 from contrastile.models.base import evaluating
