@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_tests import karpathy
 
-from contrastile.data.captions import open_captions
+from contrastile.data.evaluation_sets import open_captions
 
 
 def test_karpathy_s_split_has_all_captions(tmp_path):

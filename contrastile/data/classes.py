@@ -1,7 +1,7 @@
-"""Names of classes and prompts, read from files in the usual formats.
+"""Names of classes and prompts: the built-in prompts, and files in the usual formats.
 
-Stands below `class_folder.py`, which gives each image its class; `evaluate/zeroshot.py` makes features of names and
-prompts.
+Stands below `evaluation_sets.py`, which gives each image its class; `evaluate/zeroshot.py` makes features of names and
+prompts. A recipe is checked with this file, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -9,12 +9,26 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from contrastile._errors import invalid
-from contrastile.data.prompts import PROMPTS
+
+# sentences that the name of a class is put into, by the names that a recipe gives them; the words are ours
+PROMPTS: dict[str, tuple[str, ...]] = {
+    # the most common prompt of the field
+    "plain": ("a photo of a {}.",),
+    "several": (
+        "a photo of a {}.",
+        "a close photo of a {}.",
+        "a photo of a {}, seen from afar.",
+        "a poor and blurred photo of a {}.",
+        "a {} among other things.",
+        "a drawing of a {}.",
+        "something that looks like a {}.",
+    ),
+}
 
 WNID = re.compile(r"n\d{8}")
 
@@ -33,13 +47,13 @@ def read_classes(path: str | Path) -> list[Class]:
     number to folder and name is read too. Any other file is text, a line `folder<TAB>name, synonym, ...` a class.
     Raises ValueError for any other content, for a class without a name and for one that comes twice.
     """
-    text = _text(path, "classes")
-    classes = _from_json(text, path) if Path(path).suffix == ".json" else _from_lines(text, path)
-    times = Counter(one.key for one in classes if one.key is not None)
+    entries = (_json_entries if Path(path).suffix == ".json" else _lines)(_text(path, "classes"), path)
+    classes = [Class(key, _names(value)) for key, value in entries]
+    times = Counter(entry.key for entry in classes if entry.key is not None)
     twice = next((key for key, count in times.items() if count > 1), None)
     if twice is not None:
         raise invalid("classes", "name each folder once", f'"{twice}" twice in {path}', "Put its names into one entry.")
-    nameless = next((place for place, one in enumerate(classes) if not one.names), None)
+    nameless = next((number for number, entry in enumerate(classes) if not entry.names), None)
     if nameless is not None:
         got = f"none for {classes[nameless].key or nameless} in {path}"
         raise invalid("classes", "have a name each", got, "A text, or a list of synonyms.")
@@ -48,56 +62,41 @@ def read_classes(path: str | Path) -> list[Class]:
     return classes
 
 
-def _from_json(text: str, path: str | Path) -> list[Class]:
-    try:
-        # pairs, because a dict would silently lose the first of two equal keys
-        content = json.loads(text, object_pairs_hook=list if _is_object(text) else dict)
-    except (ValueError, RecursionError) as failure:
-        raise invalid("classes", "be a JSON file where its name says so", f"{path}: {failure}", "Mend it.") from failure
-    if _is_object(text):
-        entries = [(str(key), value) for key, value in content]
-        return _from_keras(entries) if _is_keras(entries) else [Class(key, _names(value)) for key, value in entries]
+def _json_entries(text: str, path: str | Path) -> list[tuple[str | None, Any]]:
+    """Folders, or None, with one name or several."""
+    # pairs, because a dict would silently lose the first of two equal keys
+    content = _loads(text, path, "classes", "be a JSON file where its name says so", object_pairs_hook=list)
     if not isinstance(content, list):
         remedy = "One name for each class, or an object from folder to name."
         raise invalid("classes", "be a JSON list or object", f"{type(content).__name__} in {path}", remedy)
-    return [Class(None, _names(value)) for value in content]
-
-
-def _is_object(text: str) -> bool:
-    return text.lstrip().startswith("{")
-
-
-def _is_keras(entries: list[tuple[str, Any]]) -> bool:
-    return all(
+    if not text.lstrip().startswith("{"):
+        return [(None, value) for value in content]
+    if all(
         key.isdecimal() and isinstance(value, list) and len(value) == 2 and WNID.fullmatch(str(value[0]))
-        for key, value in entries
-    )
+        for key, value in content
+    ):
+        # Keras's {"0": ["n01440764", "great_white_shark"], ...}
+        numbered = sorted(content, key=lambda entry: int(entry[0]))
+        return [(folder, name.replace("_", " ")) for _, (folder, name) in numbered]
+    return content
 
 
-def _from_keras(entries: list[tuple[str, Any]]) -> list[Class]:
-    """The classes of {"0": ["n01440764", "tench"], ...} in numeric order, underscores read as spaces."""
-    numbered = sorted(entries, key=lambda entry: int(entry[0]))
-    return [Class(folder, _names(name.replace("_", " "))) for _, (folder, name) in numbered]
+def _lines(text: str, path: str | Path) -> Iterator[tuple[str | None, Any]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        folder, tab, names = line.partition("\t")
+        if line.strip() and not tab:
+            got = f"none at {path}:{number}"
+            raise invalid("classes", "have a tab between folder and name", got, "Or give a JSON file.")
+        if line.strip():
+            yield folder.strip(), names.split(",")
 
 
 def _names(value: Any) -> tuple[str, ...]:
     """One name or several; none for any other value."""
-    listed = value if isinstance(value, list) else [value]
-    clean = [" ".join(name.split()) for name in listed if isinstance(name, str)]
-    return tuple(name for name in clean if name) if len(clean) == len(listed) else ()
-
-
-def _from_lines(text: str, path: str | Path) -> list[Class]:
-    classes = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        folder, tab, names = line.partition("\t")
-        if not tab:
-            got = f"none at {path}:{number}"
-            raise invalid("classes", "have a tab between folder and name", got, "Or give a JSON file.")
-        classes.append(Class(folder.strip(), _names(names.split(","))))
-    return classes
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(name, str) for name in values):
+        return ()
+    return tuple(clean for name in values if (clean := " ".join(name.split())))
 
 
 def read_mapping(path: str | Path) -> dict[str, list[int | str]]:
@@ -105,16 +104,12 @@ def read_mapping(path: str | Path) -> dict[str, list[int | str]]:
 
     Raises ValueError for a file that cannot be read or is no such object, and for a folder without classes.
     """
-    text = _text(path, "mapping")
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as failure:
-        raise invalid("mapping", "be a JSON file", f"{path}: {failure}", "Mend it.") from failure
-    if not isinstance(content, Mapping) or not content:
+    content = _loads(_text(path, "mapping"), path, "mapping", "be a JSON file")
+    if not isinstance(content, dict) or not content:
         raise invalid("mapping", "be a JSON object from folder to classes", path, 'For example {"chair": [423, 559]}.')
     mapping = {folder: value if isinstance(value, list) else [value] for folder, value in content.items()}
     for folder, value in mapping.items():
-        if not value or not all(isinstance(one, int | str) and not isinstance(one, bool) for one in value):
+        if not value or not all(isinstance(key, int | str) and not isinstance(key, bool) for key in value):
             remedy = "Numbers, or the folders that the classes go by."
             raise invalid("mapping", "give each folder its classes", f'{json.dumps(value)} for "{folder}"', remedy)
     return mapping
@@ -146,3 +141,12 @@ def _text(path: str | Path, name: str) -> str:
         raise invalid(name, "be a text in UTF-8", path, "Save it again.") from failure
     except OSError as failure:
         raise invalid(name, "be a file that can be read", path, f"{failure.strerror}.") from failure
+
+
+def _loads(
+    text: str, path: str | Path, name: str, rule: str, *, object_pairs_hook: Callable[[Any], Any] | None = None
+) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=object_pairs_hook)
+    except (ValueError, RecursionError) as failure:
+        raise invalid(name, rule, f"{path}: {failure}", "Mend it.") from failure

@@ -1,0 +1,219 @@
+"""Images to evaluate with: of classes, for zero-shot classification, or of several captions each, for retrieval.
+
+Stands above `classes.py` and `tables.py`; evaluation alone reads these. Nothing is decoded here: `loader.py` reads the
+images when they are measured.
+
+Classes are sub-folders, as ImageNet has them. The known layouts:
+
+    ImageNet val             1000 folders n01440764, ...; names by folder
+    ImageNet-V2              1000 folders "0" ... "999": numbers of the classes, in numeric order
+    ImageNet-A, -R, -Sketch  folders of some of the classes (200, 200, all): the others are no answers
+    ObjectNet                folders of its own, each of several classes: a mapping; folders without one are left out
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from contrastile._errors import invalid
+from contrastile.data.base import Indices, counted
+from contrastile.data.classes import Class, read_classes, read_mapping
+from contrastile.data.sources import PICTURES
+from contrastile.data.tables import read_table
+
+
+@dataclass(frozen=True)
+class ClassFolder:
+    """Images `paths` `[n]`, the number of the folder of each, `labels` `[n]`, and the possible answers.
+
+    names: those of each class, with synonyms. right: `[folders, classes]`, true where a class is right for a folder.
+    left_out: the number of folders without a class.
+    """
+
+    paths: list[str]
+    labels: Indices
+    names: list[tuple[str, ...]]
+    right: npt.NDArray[np.bool_]
+    left_out: int
+
+
+def open_class_folder(
+    folder: str | Path,
+    *,
+    classes: str | Path | None = None,
+    mapping: str | Path | None = None,
+    among: Literal["folders", "all"] = "folders",
+) -> ClassFolder:
+    """The images below `folder` and their classes.
+
+    The class of a sub-folder is the entry of its name in the file `classes`; else, where every sub-folder is a number,
+    the class of that number; else, where the file is a list of as many names, the class at its alphabetical place.
+    Without a file, the name of a sub-folder is its class, underscores read as spaces. `mapping`, a JSON file, gives a
+    sub-folder several classes. Answers are the classes that are right for some folder, or "all".
+
+    Raises ValueError for a folder without sub-folders or images, for links that lead out of it, and for sub-folders
+    without a class.
+    """
+    root = Path(folder)
+    folders = _folders(root)
+    known = [Class(name, (name.replace("_", " "),)) for name in folders] if classes is None else read_classes(classes)
+    numbers = {entry.key: number for number, entry in enumerate(known) if entry.key is not None}
+    if mapping is None:
+        of_folder = _single_classes(folders, numbers, len(known), classes)
+    else:
+        members = read_mapping(mapping)
+        of_folder = {
+            name: [_mapped_class(key, name, numbers, len(known)) for key in members[name]]
+            for name in folders
+            if name in members
+        }
+        if not of_folder:
+            remedy = "Its keys are the names of the folders."
+            raise invalid("mapping", f"name folders of {root}", f"{len(members)} others", remedy)
+    images = {name: _images(root / name, root.resolve()) for name in of_folder}
+    paths = [path for name in of_folder for path in images[name]]
+    if not paths:
+        raise invalid("folder", f"hold pictures ({', '.join(PICTURES)})", f'"{root}"', "Look at its sub-folders.")
+    right = np.zeros((len(of_folder), len(known)), dtype=bool)
+    for row, right_classes in enumerate(of_folder.values()):
+        right[row, right_classes] = True
+    offered = np.flatnonzero(right.any(axis=0)) if among == "folders" else np.arange(len(known))
+    if len(offered) < 2:
+        got = f"{len(offered)} in {root}"
+        raise invalid("folder", "hold two classes at least", got, "There is nothing to choose from.")
+    return ClassFolder(
+        paths=paths,
+        labels=np.repeat(np.arange(len(of_folder)), [len(images[name]) for name in of_folder]),
+        names=[known[number].names for number in offered],
+        right=right[:, offered],
+        left_out=len(folders) - len(of_folder),
+    )
+
+
+def _folders(root: Path) -> list[str]:
+    """The sub-folders in alphabetical order, or in numeric order where all of them are numbers."""
+    try:
+        names = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as failure:
+        raise invalid("folder", "be a folder that can be read", root, f"{failure.strerror}.") from failure
+    if not names:
+        raise invalid("folder", "have a sub-folder for each class", root, "Name the folder above them.")
+    return sorted(names, key=int) if all(map(str.isdecimal, names)) else names
+
+
+def _single_classes(
+    folders: list[str], numbers: dict[str, int], count: int, file: str | Path | None
+) -> dict[str, list[int]]:
+    """The class of each folder, by number."""
+    by_number = all(map(str.isdecimal, folders))
+    if not numbers and not by_number:
+        if len(folders) != count:
+            got = f"{len(folders)} folders and {count} names in {file}"
+            remedy = "Give an object from folder to name."
+            raise invalid("classes", "be one for each folder where they are a mere list", got, remedy)
+        numbers = {name: number for number, name in enumerate(folders)}
+    classes = {name: [numbers.get(name, int(name) if by_number else count)] for name in folders}
+    nameless = next((name for name, (number,) in classes.items() if number >= count), None)
+    if nameless is not None:
+        got = f'none for "{nameless}" in {file}'
+        raise invalid("classes", "name every folder", got, "Add it, or give a mapping.")
+    return classes
+
+
+def _mapped_class(key: int | str, folder: str, numbers: dict[str, int], count: int) -> int:
+    """The number of a class that a mapping gives a folder."""
+    number = key if isinstance(key, int) else numbers.get(key, -1)
+    if not 0 <= number < count:
+        rule = f"name classes among the {count} there are"
+        raise invalid("mapping", rule, f'{key} for "{folder}"', "By number or by folder.")
+    return number
+
+
+def _images(folder: Path, root: Path) -> list[str]:
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICTURES and path.is_file())
+    for path in (folder, *paths):
+        if path.is_symlink() and not path.resolve().is_relative_to(root):
+            remedy = "Copy what they show, or name it instead."
+            raise invalid("folder", "hold no links that lead out of it", path, remedy)
+    return [str(path) for path in paths]
+
+
+@dataclass(frozen=True)
+class Captioned:
+    """Images `paths` `[n]` and captions `texts` `[m]`; `owner` `[m]`: the image that each caption belongs to."""
+
+    paths: list[str]
+    texts: list[str]
+    owner: Indices
+
+
+def open_captions(file: str | Path, *, images: str | Path | None = None, split: str | None = None) -> Captioned:
+    """The images of a split with all of their captions, in the file's order.
+
+    A `.json` file is read as Karpathy's (`dataset_coco.json`, `dataset_flickr30k.json`): `images`, each with `split`,
+    `filename`, perhaps `filepath`, and `sentences` with `raw`; the images lie at images/filepath/filename or at
+    images/filename; `split` is "test" by default. Any other file is a table with the columns filepath and title, a line
+    for each caption, and has no splits. `images`: the folder of the images; by default the file's own.
+
+    Raises ValueError for a file in another format, a split that it lacks, images outside of the folder, and fewer than
+    two images.
+    """
+    file = Path(file)
+    folder = Path(images) if images is not None else file.parent
+    if not folder.is_dir():
+        raise invalid("images", "be the folder of the pictures", folder, "There is no such folder.")
+    if file.suffix != ".json" and split is not None:
+        raise invalid("split", "be left out with a table", f'"{split}"', "Only Karpathy's JSON has splits.")
+    pairs = _json_captions(file, folder, split or "test") if file.suffix == ".json" else _table_captions(file, folder)
+    captions = defaultdict[Path, list[str]](list)
+    for path, texts in pairs:
+        # links are followed too
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise invalid("captions", "name pictures within the folder", path, "Paths go down only.")
+        captions[path].extend(texts)
+    if len(captions) < 2:
+        got = f"{len(captions)} in {file}"
+        raise invalid("captions", "hold two pictures with captions at least", got, "Look at it.")
+    owner = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions.values()])
+    return Captioned(list(map(str, captions)), [text for texts in captions.values() for text in texts], owner)
+
+
+def _json_captions(file: Path, folder: Path, split: str) -> list[tuple[Path, list[str]]]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        # Flickr30k has no `filepath`
+        entries = [
+            (str(entry["split"]), str(entry.get("filepath", "")), str(entry["filename"]), _texts(entry))
+            for entry in content["images"]
+        ]
+    except OSError as failure:
+        raise invalid("captions", "be a file that can be read", file, f"{failure.strerror}.") from failure
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+        remedy = "Each of `images` has split, filename and sentences with raw."
+        raise invalid("captions", "be Karpathy's JSON", f"{file} ({failure!r})", remedy) from failure
+    splits = Counter(name for name, *_ in entries)
+    if split not in splits:
+        raise invalid("split", f"be one of {', '.join(sorted(splits))}", f'"{split}"', f"These are in {file}.")
+    places = (
+        (folder / subfolder / name, folder / name, texts) for of, subfolder, name, texts in entries if of == split
+    )
+    return [(path if path.is_file() else flat, texts) for path, flat, texts in places if texts]
+
+
+def _texts(entry: Any) -> list[str]:
+    return [text for sentence in entry["sentences"] if (text := " ".join(sentence["raw"].split()))]
+
+
+def _table_captions(file: Path, folder: Path) -> list[tuple[Path, list[str]]]:
+    rows = read_table(file, folder, name="captions")
+    if bad := Counter(row for row in rows if isinstance(row, str)):
+        got = f"{counted(bad)} in {file}"
+        raise invalid("captions", "have a picture and a caption in each line", got, "Mend them.")
+    return [(row[0], [row[1]]) for row in rows if not isinstance(row, str)]
