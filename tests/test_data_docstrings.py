@@ -8,8 +8,7 @@ import pytest
 
 from contrastile.data import docstrings
 from contrastile.data.base import silent
-from contrastile.data.docstrings import distinct, documented, first_paragraph, harvest
-from contrastile.data.python_code import source_files
+from contrastile.data.docstrings import distinct, documented, first_paragraph, harvest, source_files
 from contrastile.data.registry import open_texts
 from contrastile.data.texts import Query
 

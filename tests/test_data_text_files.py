@@ -7,8 +7,7 @@ import logging
 import pytest
 
 from contrastile.data.base import SkipCounter
-from contrastile.data.entries import read_entries
-from contrastile.data.passages import read_passages
+from contrastile.data.entries import read_entries, read_passages
 from contrastile.data.registry import open_texts
 
 

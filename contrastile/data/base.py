@@ -133,9 +133,9 @@ class SkipCounter:
         self.skipped: Counter[str] = Counter()
         self._first = ""
 
-    def skip(self, reason: object, path: Path, line: int) -> None:
-        """Count one row as skipped."""
-        self._first = self._first or f"{path}:{line}"
+    def skip(self, reason: object, place: str) -> None:
+        """Count the row at `place`, a "file:line", as skipped."""
+        self._first = self._first or place
         self.skipped[str(reason)] += 1
 
     def close(self, source: Path, limit: float, *, allowed_by: str = "data.bad_rows") -> dict[str, int]:

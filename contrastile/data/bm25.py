@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import ModuleType
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,11 @@ class BM25:
     """
 
     def __init__(self, passages: Sequence[Passage]) -> None:
-        self._engine = _library().BM25(method="lucene", k1=1.5, b=0.75)
+        # bm25s imports jax where that is installed, which would take three quarters of a GPU's memory at its first call
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        import bm25s
+
+        self._engine = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
         self._engine.index([words(f"{passage.title} {passage.text}") for passage in passages], show_progress=False)
         self._count = len(passages)
 
@@ -63,15 +67,6 @@ class BM25:
         return scores, rows
 
 
-def _library() -> ModuleType:
-    """The library bm25s. It imports jax where that is installed, though the sorting here is numpy's."""
-    # jax would take three quarters of a GPU's memory with its first call
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import bm25s
-
-    return bm25s
-
-
 def with_mined_negatives(texts: TextSet, count: int, *, progress: ProgressFactory = silent) -> TextSet:
     """`texts` with up to `count` hard negatives for each training query that has none.
 
@@ -79,33 +74,24 @@ def with_mined_negatives(texts: TextSet, count: int, *, progress: ProgressFactor
     and contain no answer. Positives of held-out queries are no candidates, so that training never shows them.
     """
     train = [row for row in texts.splits["train"].tolist() if not texts.queries[row].negatives]
-    unseen = {
-        passage
-        for name, rows in texts.splits.items()
-        if name != "train"
-        for row in rows.tolist()
-        for passage in texts.queries[row].positives
-    }
+    held_out = (row for name, rows in texts.splits.items() if name != "train" for row in rows.tolist())
+    unseen = {passage for row in held_out for passage in texts.queries[row].positives}
     candidates = [row for row in range(len(texts.passages)) if row not in unseen]
-    if not train or not candidates:
+    if not count or not train or not candidates:
         return texts
     engine = BM25([texts.passages[row] for row in candidates])
     _, ranked = engine.search([texts.queries[row].text for row in train], CANDIDATES * count, progress=progress)
     queries = list(texts.queries)
-    for row, places in zip(train, ranked.tolist(), strict=True):
-        passages = (candidates[place] for place in places)
-        queries[row] = replace(queries[row], negatives=_negatives(queries[row], passages, texts.passages, count))
+    for row, ranks in zip(train, ranked.tolist(), strict=True):
+        negatives = _negatives(queries[row], (candidates[rank] for rank in ranks), texts.passages)
+        queries[row] = replace(queries[row], negatives=tuple(islice(negatives, count)))
     return replace(texts, queries=queries)
 
 
-def _negatives(query: Query, ranked: Iterable[int], passages: Sequence[Passage], count: int) -> tuple[int, ...]:
+def _negatives(query: Query, ranked: Iterable[int], passages: Sequence[Passage]) -> Iterable[int]:
     right = {passages[row].text for row in query.positives}
     answers = [answer.lower() for answer in query.answers]
-    chosen: list[int] = []
     for row in ranked:
         text = passages[row].text
         if row != query.itself and text not in right and not any(answer in text.lower() for answer in answers):
-            chosen.append(row)
-        if len(chosen) == count:
-            break
-    return tuple(chosen)
+            yield row

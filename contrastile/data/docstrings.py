@@ -1,9 +1,9 @@
 """Source: the built-in texts, functions of the Python that runs this, with their docstrings as queries.
 
-Stands below the registry. Nothing is downloaded and nothing is imported: the files of Python's library and of installed
-packages are parsed in place. The query is the docstring's first paragraph, of five words or more; the passage is the
-function's source without docstring and decorators. Equal code and equal paragraphs are taken once: a second copy would
-be a right answer that counts as wrong.
+Stands below the registry; `entries.py` makes passages of any folder of Python files with it. Nothing is downloaded and
+nothing is imported: files are parsed in place. The query is the docstring's first paragraph, of five words or more; the
+passage is the function's source without docstring and decorators. Equal code and equal paragraphs are taken once: a
+second copy would be a right answer that counts as wrong.
 
 **Splits.** "packages": every function of some whole packages (`email`, `scipy.optimize`: two names at most), chosen by
 the hash of their names. "functions": a share of the other functions, chosen by the hash of their own names. Both are
@@ -19,29 +19,35 @@ import importlib.util
 import platform
 import re
 import sysconfig
+import textwrap
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from contrastile._errors import invalid
-from contrastile.data.base import Indices, ProgressFactory, hash_fraction, sorted_rows
+from contrastile.data.base import ProgressFactory, hash_fraction, sorted_rows
+from contrastile.data.bm25 import with_mined_negatives
 from contrastile.data.files import cached_folder
-from contrastile.data.python_code import parse_functions, source_files
-from contrastile.data.texts import FILES, Passage, Query, TextOptions, TextSet, read_texts, write_texts
+from contrastile.data.texts import FILES, Passage, Query, TextSet, read_texts, write_texts
 
 # increased whenever the harvest changes
 HARVEST = 1
-PACKAGES = ("numpy", "scipy", "torch")
 # the least number of words of two letters or more in a first paragraph
 LEAST_WORDS = 5
 # the length at which a first paragraph is cut; few are longer
 MOST_CHARACTERS = 600
+# folders of tests, and of packages that are not Python's own
+LEFT_OUT = {"test", "tests", "testing", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# a larger file was not written by hand
+MOST_BYTES = 4_000_000
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True)
-class Documented:
+class Documented(NamedTuple):
     """A function: full name, package, first paragraph of its docstring, code, and its place as "file:line"."""
 
     name: str
@@ -51,24 +57,25 @@ class Documented:
     source: str
 
 
-def open_docstrings(source: str, options: TextOptions) -> TextSet:  # noqa: ARG001
+def open_docstrings(
+    *, cache: Path, packages: Sequence[str], held_out: float, mined: int, progress: ProgressFactory
+) -> TextSet:
     """Functions of Python's library and of the packages, harvested once into the cache, with mined negatives."""
-    packages = options.packages
     roots = [(library_folder(), ""), *((package_folder(name), f"{name}.") for name in packages)]
     settings = {
         "harvest": HARVEST,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
         "files": files_digest(roots),
-        "held_out": options.held_out,
-        "mined": options.mined,
+        "held_out": held_out,
+        "mined": mined,
     }
 
     def make(folder: Path) -> None:
-        functions, skipped = distinct(harvest(roots, options.progress))
-        write_texts(folder, options.with_negatives(as_texts(functions, skipped, options.held_out)))
+        texts = as_texts(*distinct(harvest(roots, progress)), held_out)
+        write_texts(folder, with_mined_negatives(texts, mined, progress=progress))
 
-    return read_texts(cached_folder(options.cache, "docstrings", settings, files=FILES, make=make))
+    return read_texts(cached_folder(cache, "docstrings", settings, files=FILES, make=make))
 
 
 def library_folder() -> Path:
@@ -82,6 +89,13 @@ def package_folder(name: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise invalid("packages", "be installed packages", f'"{name}"', "Install it, or leave it out.")
     return Path(spec.submodule_search_locations[0])
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def files_digest(roots: Sequence[tuple[Path, str]]) -> str:
@@ -99,13 +113,6 @@ def files_digest(roots: Sequence[tuple[Path, str]]) -> str:
     return digest.hexdigest()
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def harvest(roots: Sequence[tuple[Path, str]], progress: ProgressFactory) -> Iterator[Documented]:
     """Every function with a docstring in the Python files under each root, in the order of their paths.
 
@@ -114,8 +121,7 @@ def harvest(roots: Sequence[tuple[Path, str]], progress: ProgressFactory) -> Ite
     files = [(root, prefix, path) for root, prefix in roots for path in source_files(root)]
     with progress(len(files), "reading the library's functions", "files") as bar:
         for root, prefix, path in files:
-            within = path.relative_to(root if root.is_dir() else root.parent)
-            module = prefix + ".".join(within.with_suffix("").parts)
+            module = prefix + module_name(path, root)
             yield from documented(path, module.removesuffix("__init__").rstrip("."))
             bar.update(1)
 
@@ -139,7 +145,7 @@ def first_paragraph(docstring: str) -> str:
     return " ".join(paragraph.split())[:MOST_CHARACTERS]
 
 
-def distinct(functions: Iterator[Documented]) -> tuple[list[Documented], dict[str, int]]:
+def distinct(functions: Iterable[Documented]) -> tuple[list[Documented], dict[str, int]]:
     """The first function with each paragraph and each code, and the number of the others by reason."""
     unique: list[Documented] = []
     skipped: Counter[str] = Counter()
@@ -159,26 +165,76 @@ def distinct(functions: Iterator[Documented]) -> tuple[list[Documented], dict[st
 
 
 def as_texts(functions: Sequence[Documented], skipped: dict[str, int], held_out: float) -> TextSet:
-    """The text set of the functions: query i belongs to passage i."""
+    """The text set of the functions, with its splits: query i belongs to passage i."""
     times: Counter[str] = Counter()
     passages: list[Passage] = []
-    for function in functions:
+    splits: dict[str, list[int]] = {"train": [], "functions": [], "packages": []}
+    for row, function in enumerate(functions):
         times[function.name] += 1
         suffix = f"#{times[function.name]}" if times[function.name] > 1 else ""
         passages.append(Passage(function.name + suffix, function.code, source=function.source))
+        if hash_fraction(f"package {function.package}") < held_out:
+            splits["packages"].append(row)
+        else:
+            splits["functions" if hash_fraction(passages[row].id) < held_out else "train"].append(row)
     queries = [
         Query(passage.id, function.summary, positives=(row,))
         for row, (function, passage) in enumerate(zip(functions, passages, strict=True))
     ]
-    return TextSet(passages, queries, split(functions, passages, held_out), skipped)
+    return TextSet(passages, queries, {name: sorted_rows(rows) for name, rows in splits.items()}, skipped)
 
 
-def split(functions: Sequence[Documented], passages: Sequence[Passage], share: float) -> dict[str, Indices]:
-    """Rows of "train", "functions" and "packages"."""
-    sides: dict[str, list[int]] = {"train": [], "functions": [], "packages": []}
-    for row, (function, passage) in enumerate(zip(functions, passages, strict=True)):
-        if hash_fraction(f"package {function.package}") < share:
-            sides["packages"].append(row)
-        else:
-            sides["functions" if hash_fraction(passage.id) < share else "train"].append(row)
-    return {name: sorted_rows(rows) for name, rows in sides.items()}
+def source_files(root: Path) -> list[Path]:
+    """The Python files under `root` without tests, in order; a file stands for itself."""
+    if root.is_file():
+        return [root]
+    return sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
+
+
+def module_name(path: Path, root: Path) -> str:
+    """The name of a file's module below `root`, or of the file `root`."""
+    return ".".join(path.relative_to(root if root.is_dir() else root.parent).with_suffix("").parts)
+
+
+def parse_functions(path: Path, module: str) -> Iterator[tuple[str, Function, str]]:
+    """Every function of a file with a body: its full name, its node, its code without docstring.
+
+    A file that is no Python, or larger than `MOST_BYTES`, has none.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return
+        text = path.read_text(encoding="utf-8")
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(text)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return
+    # ast counts lines like this: a form feed ends none
+    lines = re.split(r"\r\n|\r|\n", text)
+    waiting: list[tuple[str, ast.AST]] = [(module, tree)]
+    while waiting:
+        name, node = waiting.pop()
+        if isinstance(node, Function) and (code := _code(node, lines)):
+            yield name, node, code
+        waiting.extend((f"{name}.{child.name}", child) for child in reversed(list(_inside(node))))
+
+
+def _inside(node: ast.AST) -> Iterator[Function | ast.ClassDef]:
+    """The functions and classes of a node's body, also under an `if` or a `try`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef):
+            yield child
+        elif isinstance(child, ast.stmt | ast.excepthandler):
+            yield from _inside(child)
+
+
+def _code(node: Function, lines: Sequence[str]) -> str:
+    """The source from `def` on, without the docstring; empty for a function with nothing but a docstring."""
+    first, start, end = node.body[0], node.lineno - 1, node.end_lineno or node.lineno
+    code = lines[start:end]
+    if ast.get_docstring(node, clean=False) is not None:
+        after = first.end_lineno or first.lineno
+        if len(node.body) == 1 or first.lineno == node.lineno or node.body[1].lineno == after:
+            return ""
+        code = [*lines[start : first.lineno - 1], *lines[after:end]]
+    return textwrap.dedent("\n".join(code)).strip()

@@ -1,7 +1,7 @@
 """The registry of data sources: opens pairs and texts by the name that a recipe gives.
 
-Stands above all sources. A new source is one file with an open function, and one line in `PAIR_SOURCES` or
-`TEXT_SOURCES`; the first line that accepts the name opens it.
+Stands above all sources. A new source of pairs is one file with an open function, and one line in `PAIR_SOURCES`, where
+the first line that accepts the name opens it; `open_texts` names the sources of texts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from contrastile._errors import invalid
 from contrastile.data.base import ProgressFactory, silent
-from contrastile.data.beir import open_beir_source
 from contrastile.data.bm25 import with_mined_negatives
 from contrastile.data.collection import open_collection, open_table
 from contrastile.data.copies import with_copies
@@ -19,19 +18,13 @@ from contrastile.data.docstrings import open_docstrings
 from contrastile.data.glyphs import open_glyphs
 from contrastile.data.pairs import PairOptions, PairSet
 from contrastile.data.sources import is_collection
-from contrastile.data.text_files import open_text_files
-from contrastile.data.texts import TextOptions, TextSet
+from contrastile.data.text_files import open_beir, open_text_files
+from contrastile.data.texts import TextSet
 
 PAIR_SOURCES: list[tuple[Callable[[str], bool], Callable[[str, PairOptions], PairSet]]] = [
     (lambda source: source == "glyphs", open_glyphs),
     (is_collection, open_collection),
     (lambda _: True, open_table),
-]
-
-TEXT_SOURCES: list[tuple[Callable[[str], bool], Callable[[str, TextOptions], TextSet]]] = [
-    (lambda source: source == "docstrings", open_docstrings),
-    (lambda source: Path(source).expanduser().is_dir(), open_beir_source),
-    (lambda _: True, open_text_files),
 ]
 
 
@@ -95,19 +88,22 @@ def open_texts(
     that cannot be read or has no questions, and for more bad rows than allowed.
     """
     _check_share(held_out)
-    for name, path in (("corpus", corpus), ("test", test)):
-        if path is not None and (source == "docstrings" or Path(source).expanduser().is_dir()):
+    path = Path(source).expanduser()
+    for name, file in (("corpus", corpus), ("test", test)):
+        if file is not None and (source == "docstrings" or path.is_dir()):
             remedy = "These come with their own passages and held-out questions."
-            raise invalid(name, f'be left out with the source "{source}"', f'"{path}"', remedy)
-    if test is not None and Path(test).expanduser().is_dir():
+            raise invalid(name, f'be left out with the source "{source}"', f'"{file}"', remedy)
+    corpus_path, test_path = (Path(file).expanduser() if file else None for file in (corpus, test))
+    if test_path is not None and test_path.is_dir():
         raise invalid("test", "be a file of questions", f'the folder "{test}"', "A BEIR folder is a source of its own.")
-    corpus_path, test_path = (Path(path).expanduser() if path else None for path in (corpus, test))
-    options = TextOptions(
-        cache=cache, corpus=corpus_path, test=test_path, packages=packages, held_out=held_out, bad_rows=bad_rows,
-        mine=lambda texts: with_mined_negatives(texts, mined, progress=progress), mined=mined, progress=progress,
-    )  # fmt: skip
-    open_source = next(opener for accepts, opener in TEXT_SOURCES if accepts(source))
-    return open_source(source, options)
+    if source == "docstrings":
+        return open_docstrings(cache=cache, packages=packages, held_out=held_out, mined=mined, progress=progress)
+    if path.is_dir():
+        texts = open_beir(path, bad_rows=bad_rows, progress=progress)
+    else:
+        files = {"corpus": corpus_path, "test": test_path}
+        texts = open_text_files(path, **files, held_out=held_out, bad_rows=bad_rows, progress=progress)
+    return with_mined_negatives(texts, mined, progress=progress)
 
 
 def _check_share(held_out: float) -> None:

@@ -1,156 +1,213 @@
 """Source: the user's own questions and passages, in the usual formats.
 
-Stands between `entries.py`, `passages.py` and the registry. An entry is read by its keys: DPR (`question`,
-`positive_ctxs`, `hard_negative_ctxs`, `answers`), Tevatron (`query`, `positive_passages`, `negative_passages`, or ids
-into a corpus), FlagEmbedding (`query`, `pos`, `neg`); any other entry is a pair or triplet as in sentence-transformers,
-by the names `anchor`, `query` or `question`, `positive`, `negative...`, else in the order of its columns: question,
-positive, negatives. An entry that cannot be used is counted by its reason.
+Stands between `entries.py` and the registry. A folder in BEIR's format has corpus.jsonl, queries.jsonl and judgements
+in qrels. An entry of a file is read by its keys: DPR (`question`, `positive_ctxs`, `hard_negative_ctxs`, `answers`),
+Tevatron (`query`, `positive_passages`, `negative_passages`, or ids into a corpus), FlagEmbedding (`query`, `pos`,
+`neg`); any other entry is a pair or triplet as in sentence-transformers, by the names `anchor`, `query` or `question`,
+`positive`, `negative...`, else in the order of its columns: question, positive, negatives. An entry that cannot be used
+is counted by its reason.
 """
 
 from __future__ import annotations
 
 import ast
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from contrastile._errors import invalid
-from contrastile.data.base import ProgressFactory, SkipCounter, Skipped, hash_split, silent, sorted_rows
-from contrastile.data.entries import Entry, read_entries, reading, text_of
-from contrastile.data.passages import first, read_passages
-from contrastile.data.texts import Passage, Query, TextOptions, TextSet, TextSetBuilder
+from contrastile.data.base import Indices, ProgressFactory, SkipCounter, Skipped, hash_split, sorted_rows
+from contrastile.data.entries import BEIR_CORPUS, Entry, first, read_entries, read_passages, reading, text_of
+from contrastile.data.texts import Passage, Query, TextSet, text_digest
+
+logger = logging.getLogger("contrastile")
 
 # columns of a table of pairs that hold no texts
 NUMBERS = {"label", "labels", "score", "scores"}
 # names of columns in any order; negatives may be numbered
 QUESTIONS, POSITIVE, NEGATIVE = ("anchor", "query", "question"), "positive", "negative"
+# names of the ids of passages within an entry
+CONTEXT_IDS = ("passage_id", "psg_id", "docid", "id", "_id")
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One entry: a question with its passages as (id, title, text), or with their ids in a corpus."""
-
-    text: str
-    positives: Sequence[tuple[str, str, str]] = ()
-    negatives: Sequence[tuple[str, str, str]] = ()
-    positive_ids: Sequence[str] = ()
-    negative_ids: Sequence[str] = ()
-    answers: tuple[str, ...] = ()
-    id: str = ""
-
-
-def open_text_files(source: str, options: TextOptions) -> TextSet:
-    """The texts of a file; the splits are "train" and "held_out"."""
-    path, corpus, test = Path(source).expanduser(), options.corpus, options.test
-    builder = TextSetBuilder()
-    with reading([file for file in (path, corpus, test) if file is not None], options.progress) as counter:
-        _add_corpus(corpus, builder, counter)
-        train = _add_questions(path, builder, counter, answers_suffice=False)
-        tests = [] if test is None else _add_questions(test, builder, counter, answers_suffice=True)
-    skipped = counter.close(path, options.bad_rows)
-    builder.close(path)
+def open_text_files(
+    source: Path, *, corpus: Path | None, test: Path | None, held_out: float, bad_rows: float, progress: ProgressFactory
+) -> TextSet:
+    """The texts of a file with the splits "train" and "held_out": the questions of `test`, or a share of all."""
+    texts = _read_files(source, corpus, test, bad_rows=bad_rows, progress=progress)
+    train, tests = texts.splits["source"], texts.splits["test"]
     if len(train) < 2:
         got = f"{len(train)} that can be used"
-        raise invalid("source", f"hold at least two questions ({path})", got, "One to train on, one to be held out.")
-    if test is None:
-        splits = hash_split(((query.text, [row]) for row, query in enumerate(builder.queries)), options.held_out)
-    else:
-        splits = {"train": sorted_rows(sorted(set(train) - set(tests))), "held_out": sorted_rows(tests)}
-    return options.with_negatives(TextSet(builder.passages, builder.queries, splits, skipped))
+        raise invalid("source", f"hold at least two questions ({source})", got, "One to train on, one to be held out.")
+    if test is not None:
+        return replace(texts, splits={"train": np.setdiff1d(train, tests), "held_out": tests})
+    return replace(texts, splits=hash_split(((query.text, [row]) for row, query in enumerate(texts.queries)), held_out))
 
 
 def open_questions(
-    source: Path,
-    *,
-    corpus: Path | None,
-    bad_rows: float,
-    allowed_by: str = "data.bad_rows",
-    progress: ProgressFactory = silent,
+    source: Path, *, corpus: Path | None, bad_rows: float, allowed_by: str, progress: ProgressFactory
 ) -> TextSet:
     """The questions of a file for evaluation alone: the split "questions", and an empty one to train on.
 
     The corpus has the passages of `corpus`, and those of the file.
     """
-    builder = TextSetBuilder()
-    with reading([path for path in (source, corpus) if path is not None], progress) as counter:
-        _add_corpus(corpus, builder, counter)
-        questions = _add_questions(source, builder, counter, answers_suffice=True)
-    skipped = counter.close(source, bad_rows, allowed_by=allowed_by)
-    builder.close(source)
-    if not questions:
+    options: dict[str, Any] = {"bad_rows": bad_rows, "allowed_by": allowed_by, "progress": progress}
+    texts = _read_files(source, corpus, None, answers_suffice=True, **options)
+    if not texts.queries:
         raise invalid("source", f"hold a question ({source})", "none that can be used", "Name a file of questions.")
-    splits = {"train": sorted_rows([]), "questions": sorted_rows(questions)}
+    return replace(texts, splits={"train": sorted_rows([]), "questions": texts.splits["source"]})
+
+
+def _read_files(
+    source: Path,
+    corpus: Path | None,
+    test: Path | None,
+    *,
+    bad_rows: float,
+    progress: ProgressFactory,
+    allowed_by: str = "data.bad_rows",
+    answers_suffice: bool = False,
+) -> TextSet:
+    """The texts of all files, with the questions of "source" and of "test" as its splits."""
+    builder = TextSetBuilder()
+    with reading([path for path in (source, corpus, test) if path is not None], progress) as counter:
+        for passage in read_passages(corpus, counter) if corpus is not None else ():
+            builder.add_passage(passage)
+        rows = builder.add_questions(source, counter, answers_suffice=answers_suffice)
+        test_rows = [] if test is None else builder.add_questions(test, counter, answers_suffice=True)
+    skipped = counter.close(source, bad_rows, allowed_by=allowed_by)
+    builder.check_ids(source)
+    splits = {"source": sorted_rows(rows), "test": sorted_rows(test_rows)}
     return TextSet(builder.passages, builder.queries, splits, skipped)
 
 
-def _add_corpus(corpus: Path | None, builder: TextSetBuilder, counter: SkipCounter) -> None:
-    for passage in read_passages(corpus, counter) if corpus is not None else ():
-        builder.add_passage(passage)
+class Question(NamedTuple):
+    """One entry: a question with its passages, or their ids in a corpus; `answers` and `id` as they are written."""
+
+    text: Any
+    positives: Sequence[Passage | str] = ()
+    negatives: Sequence[Passage | str] = ()
+    answers: Any = None
+    id: Any = None
 
 
-def _add_questions(path: Path, builder: TextSetBuilder, counter: SkipCounter, *, answers_suffice: bool) -> list[int]:
-    """The rows of the queries of a file, each once."""
-    rows: dict[int, None] = {}
-    for line, entry in read_entries(path, counter):
-        try:
-            rows[_add_question(interpret(entry), builder, answers_suffice, f"{path}:{line}")] = None
-        except Skipped as reason:
-            counter.skip(str(reason), path, line)
-    return list(rows)
+class TextSetBuilder:
+    """Collects passages and queries: equal texts, or ids, become one passage, equal questions one query."""
+
+    def __init__(self) -> None:
+        self.passages: list[Passage] = []
+        self.queries: list[Query] = []
+        self._passage_rows: dict[bytes, int] = {}
+        self._id_rows: dict[str, int] = {}
+        self._query_rows: dict[str, int] = {}
+        # the number of texts with the id of another text, and the place of the first of them
+        self._clashes, self._first = 0, ""
+
+    def add_passage(self, passage: Passage) -> int:
+        """The row of the passage with this title and text, or id; without an id, its hash becomes its id."""
+        digest = text_digest(passage)
+        if digest not in self._passage_rows:
+            row = self._id_rows.get(passage.id, len(self.passages))
+            if row < len(self.passages):
+                self._clashes, self._first = self._clashes + 1, self._first or passage.source
+            else:
+                self.passages.append(passage if passage.id else replace(passage, id=digest.hex()))
+            self._passage_rows[digest] = row
+        row = self._passage_rows[digest]
+        if passage.id:
+            self._id_rows.setdefault(passage.id, row)
+        return row
+
+    def check_ids(self, source: Path) -> None:
+        """Log the number of ids with several texts; raise ValueError where they are too many to be ids."""
+        ids = len(self._id_rows)
+        if self._clashes > ids:
+            got = f"{ids:,} ids for {ids + self._clashes:,} texts, another text the first time at {self._first}"
+            remedy = "Leave out ids that count within a question."
+            raise invalid("source", f"have ids that are one passage each ({source})", got, remedy)
+        if self._clashes:
+            texts = "texts whose id another one has: %d, the first at %s"
+            message = f"%s: {texts}; they are one passage, with the first text"
+            logger.warning(message, source, self._clashes, self._first)
+
+    def add_questions(self, path: Path, counter: SkipCounter, *, answers_suffice: bool) -> list[int]:
+        """The rows of the queries of a file, each once."""
+        rows: dict[int, None] = {}
+        for place, entry in read_entries(path, counter):
+            try:
+                rows[self._add_question(interpret(entry, place), answers_suffice)] = None
+            except Skipped as reason:
+                counter.skip(reason, place)
+        return list(rows)
+
+    def _add_question(self, question: Question, answers_suffice: bool) -> int:
+        text, answers = text_of(question.text), _texts(question.answers)
+        if not text.strip():
+            raise Skipped("empty question")
+        positives, negatives = self._rows(question.positives), self._rows(question.negatives)
+        if not positives and not (answers_suffice and answers):
+            by_id = any(isinstance(passage, str) for passage in question.positives)
+            raise Skipped("positives not in the corpus" if by_id else "no positives")
+        # a positive is no negative
+        wrong = tuple(row for row in negatives if row not in positives)
+        query = Query(_id(question.id), text, tuple(positives), negatives=wrong, answers=answers)
+        row = self._query_rows.setdefault(text, len(self.queries))
+        if row == len(self.queries):
+            self.queries.append(query if query.id else replace(query, id=f"q{row}"))
+        else:
+            self.queries[row] = _merged(self.queries[row], query)
+        return row
+
+    def _rows(self, passages: Sequence[Passage | str]) -> list[int]:
+        """The rows of passages that are not empty, and of ids that are known, each once."""
+        rows = [
+            self._id_rows.get(passage) if isinstance(passage, str) else self.add_passage(passage)
+            for passage in passages
+            if isinstance(passage, str) or passage.text.strip() or passage.title.strip()
+        ]
+        return [row for row in dict.fromkeys(rows) if row is not None]
 
 
-def _add_question(question: Question, builder: TextSetBuilder, answers_suffice: bool, place: str) -> int:
-    if not question.text.strip():
-        raise Skipped("empty question")
-
-    def rows(ids: Sequence[str], passages: Sequence[tuple[str, str, str]]) -> list[int]:
-        known = (builder.row_of_id(identity) for identity in ids)
-        written = (Passage(*passage, place) for passage in _id_text_title(passages))
-        return [*(row for row in known if row is not None), *map(builder.add_passage, written)]
-
-    positives, negatives = (
-        rows(question.positive_ids, question.positives),
-        rows(question.negative_ids, question.negatives),
-    )
-    if not positives and not (answers_suffice and question.answers):
-        raise Skipped("positives not in the corpus" if question.positive_ids else "no positives")
-    right = tuple(dict.fromkeys(positives))
-    wrong = tuple(dict.fromkeys(row for row in negatives if row not in right))
-    return builder.add_query(Query(question.id, question.text, right, negatives=wrong, answers=question.answers))
+def _merged(first: Query, second: Query) -> Query:
+    """The positives and negatives of both; a positive of one is no negative of the other."""
+    positives = dict.fromkeys((*first.positives, *second.positives))
+    negatives = dict.fromkeys(row for row in (*first.negatives, *second.negatives) if row not in positives)
+    answers = dict.fromkeys((*first.answers, *second.answers))
+    return replace(first, positives=tuple(positives), negatives=tuple(negatives), answers=tuple(answers))
 
 
-def _id_text_title(passages: Sequence[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Passages that are not empty, in the order of the fields of `Passage`."""
-    return ((identity, text, title) for identity, title, text in passages if text.strip() or title.strip())
-
-
-def interpret(entry: Entry) -> Question:
-    """An entry as a question, by its keys. Raises `Skipped` with the reason."""
+def interpret(entry: Entry, place: str) -> Question:
+    """The entry at `place` as a question, by its keys. Raises `Skipped` with the reason."""
+    query, answers, identity = first(entry, ("query", "query_text")), entry.get("answers"), entry.get("query_id")
     if "question" in entry and "positive_ctxs" in entry:
         hard = entry.get("hard_negative_ctxs") or entry.get("negative_ctxs")
-        positives, negatives = _contexts(entry["positive_ctxs"]), _contexts(hard)
-        return Question(text_of(entry["question"]), positives, negatives, answers=_texts(entry.get("answers")))
-    question = first(entry, ("query", "query_text"))
+        return Question(entry["question"], _contexts(entry["positive_ctxs"], place), _contexts(hard, place), answers)
     if "positive_passages" in entry:
-        positives, negatives = _contexts(entry["positive_passages"]), _contexts(entry.get("negative_passages"))
-        answers = _texts(entry.get("answers"))
-        return Question(text_of(question), positives, negatives, answers=answers, id=_id(entry.get("query_id")))
+        right, wrong = (_contexts(entry.get(f"{side}_passages"), place) for side in ("positive", "negative"))
+        return Question(query, right, wrong, answers, identity)
     if "positive_document_ids" in entry:
-        ids = [[str(one) for one in entry.get(f"{side}_document_ids") or ()] for side in ("positive", "negative")]
-        return Question(text_of(question), positive_ids=ids[0], negative_ids=ids[1], id=_id(entry.get("query_id")))
+        ids = [list(map(str, entry.get(f"{side}_document_ids") or ())) for side in ("positive", "negative")]
+        return Question(query, ids[0], ids[1], id=identity)
     if "pos" in entry:
-        return Question(text_of(question), _plain(_texts(entry["pos"])), _plain(_texts(entry.get("neg"))))
-    return _columns(entry)
+        return Question(query, _plain(entry["pos"], place), _plain(entry.get("neg"), place))
+    return _columns(entry, place)
 
 
-def _columns(entry: Entry) -> Question:
+def _columns(entry: Entry, place: str) -> Question:
     """Question, positive, negatives, by their names or in this order.
 
     Two columns may be a question and a list of its answers, as in DPR's test files. A negative may be a list of texts.
     """
     for name in NUMBERS & entry.keys():
-        if not _matches(entry[name]):
+        try:
+            matches = float(entry[name] or 0) > 0
+        except (TypeError, ValueError):
+            raise Skipped("a label that is no number") from None
+        if not matches:
             raise Skipped("a pair that is no match")
     texts = {name: value for name, value in entry.items() if name not in NUMBERS}
     anchor = next((name for name in QUESTIONS if name in texts), None)
@@ -162,27 +219,17 @@ def _columns(entry: Entry) -> Question:
     question, positive, *others = texts.values()
     if isinstance(positive, str) and positive.startswith("[") and not others:
         try:
-            return Question(text_of(question), answers=_texts(ast.literal_eval(positive)))
+            return Question(question, answers=_texts(ast.literal_eval(positive)))
         except (ValueError, SyntaxError):
             pass
-    return Question(
-        text_of(question), _plain(_texts(positive)), _plain([text for one in others for text in _texts(one)])
-    )
+    return Question(question, _plain(positive, place), [passage for text in others for passage in _plain(text, place)])
 
 
-def _matches(label: Any) -> bool:
-    try:
-        return float(label or 0) > 0
-    except (TypeError, ValueError):
-        raise Skipped("a label that is no number") from None
-
-
-def _contexts(entries: Any) -> list[tuple[str, str, str]]:
+def _contexts(entries: Any, place: str) -> list[Passage]:
     if not isinstance(entries, list | None) or not all(isinstance(entry, dict) for entry in entries or ()):
         raise Skipped("passages that are no objects")
-    names = ("passage_id", "psg_id", "docid", "id", "_id")
     return [
-        (_id(first(entry, names)), text_of(entry.get("title") or ""), text_of(entry.get("text")))
+        Passage(_id(first(entry, CONTEXT_IDS)), text_of(entry.get("text")), text_of(entry.get("title") or ""), place)
         for entry in entries or ()
     ]
 
@@ -192,11 +239,78 @@ def _id(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _plain(texts: Sequence[str]) -> list[tuple[str, str, str]]:
-    return [("", "", text) for text in texts]
+def _plain(value: Any, place: str) -> list[Passage]:
+    return [Passage("", text, source=place) for text in _texts(value)]
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    return tuple(text_of(one) for one in (value if isinstance(value, list | tuple) else [value]))
+    return tuple(map(text_of, value if isinstance(value, list | tuple) else [value]))
+
+
+def open_beir(
+    folder: Path, *, bad_rows: float, allowed_by: str = "data.bad_rows", progress: ProgressFactory
+) -> TextSet:
+    """A folder with corpus.jsonl, queries.jsonl and qrels/*.tsv; each file of qrels is a split by its name.
+
+    A passage with a question's own id is that question (ArguAna, Quora), and no result of it, as in BEIR's evaluation,
+    unless it is judged to be right.
+    """
+    judged = sorted((folder / "qrels").glob("*.tsv"))
+    missing = [name for name in (BEIR_CORPUS, "queries.jsonl") if not (folder / name).is_file()]
+    if missing or not judged:
+        got = f"{folder} without {', '.join(missing) or 'qrels/*.tsv'}"
+        raise invalid("source", "be a folder in BEIR's format", got, "It needs corpus.jsonl, queries.jsonl, qrels.")
+    with reading([folder], progress) as counter:
+        passages = _by_id(folder / BEIR_CORPUS, counter)
+        texts = {identity: passage.text for identity, passage in _by_id(folder / "queries.jsonl", counter).items()}
+        rows = {identity: row for row, identity in enumerate(passages)}
+        queries: list[Query] = []
+        splits: dict[str, Indices] = {"train": sorted_rows([])}
+        for path in judged:
+            start = len(queries)
+            queries.extend(_judged(path, texts, rows, counter))
+            splits[path.stem] = sorted_rows(range(start, len(queries)))
+    if count := sum(query.itself is not None for query in queries):
+        message = "%s: %d of %d questions have a passage's id, which is taken for the question itself: no result of it"
+        logger.warning(message, folder, count, len(queries))
+    skipped = counter.close(folder, bad_rows, allowed_by=allowed_by)
+    return TextSet(list(passages.values()), queries, splits, skipped)
+
+
+def _by_id(path: Path, counter: SkipCounter) -> dict[str, Passage]:
+    """The first passage of each id: judgements cannot tell the others from it."""
+    passages: dict[str, Passage] = {}
+    for passage in read_passages(path, counter):
+        if passages.setdefault(passage.id, passage) is not passage:
+            counter.skip("id seen before", passage.source)
+    return passages
+
+
+def _judged(path: Path, texts: dict[str, str], rows: dict[str, int], counter: SkipCounter) -> Iterator[Query]:
+    """The queries of one file of judgements, with their positives."""
+    grades: dict[str, dict[int, int]] = {}
+    for place, entry in read_entries(path, counter):
+        # query, passage and grade, of three columns or TREC's four
+        values = list(entry.values())
+        try:
+            query, passage, grade = str(values[0]), str(values[-2]), int(float(values[-1]))
+        except (IndexError, ValueError, OverflowError):
+            counter.skip("no judgement", place)
+            continue
+        if query not in texts:
+            counter.skip("query id not in queries.jsonl", place)
+        elif passage not in rows:
+            counter.skip("passage id not in corpus.jsonl", place)
+        else:
+            # a passage that is judged to be wrong is known, and no positive
+            right = grades.setdefault(query, {})
+            if grade > 0:
+                right[rows[passage]] = grade
+    for query, right in grades.items():
+        if right:
+            grades_of = () if set(right.values()) == {1} else tuple(right.values())
+            itself = rows.get(query)
+            itself = None if itself in right else itself
+            yield Query(query, texts[query], tuple(right), grades_of, itself=itself)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from contrastile._errors import invalid, whole_number
 from contrastile.data.base import SkipCounter
-from contrastile.data.passages import read_passages
+from contrastile.data.entries import read_passages
 from contrastile.data.texts import Passage
 from contrastile.retrieval.index import Index, encode_corpus, open_index, run_checksums
 from contrastile.train.folder import RunFolder

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from contrastile._errors import invalid
-from contrastile.data.beir import open_beir
-from contrastile.data.text_files import open_questions
+from contrastile.data.text_files import open_beir, open_questions
 from contrastile.data.texts import TextSet
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
