@@ -25,10 +25,9 @@ import torch
 
 from contrastile.bench.harness import Machine
 from contrastile.cli.main import main as main_command
-from contrastile.data.images import Crop
 from contrastile.data.loader import cores
+from contrastile.data.pairs import Stream
 from contrastile.data.registry import open_pairs
-from contrastile.data.stream import Stream
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import step
@@ -115,16 +114,16 @@ def write_shards(folder: Path, pictures: int) -> str:
 
 def rate(stream: Stream, workers: int, batch: int, *, apart: bool) -> float:
     """Return images per second, batches read one ahead as in training."""
-    stream.workers, stream.apart, crop = workers, apart, Crop(0)
-    stream.read(range(16 * workers), range(16 * workers), crop)
+    stream.workers, stream.apart, crop_seed = workers, apart, 0
+    stream.read(range(16 * workers), range(16 * workers), crop_seed)
     count, ahead = 0, range(batch)
     began = time.perf_counter()
-    stream.expect(ahead, ahead, crop)
+    stream.expect(ahead, ahead, crop_seed)
     while (seconds := time.perf_counter() - began) < SECONDS:
         rows, start = ahead, (ahead.stop if ahead.stop + batch <= len(stream) else 0)
         ahead = range(start, start + batch)
-        stream.expect(ahead, ahead, crop)
-        stream.read(rows, rows, crop)
+        stream.expect(ahead, ahead, crop_seed)
+        stream.read(rows, rows, crop_seed)
         count += batch
     stream.close()
     return count / seconds

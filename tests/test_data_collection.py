@@ -12,8 +12,7 @@ from PIL import Image
 from test_data_shards import add, jpeg, opened, write_shard, write_shards
 
 from contrastile.data.batches import Batches
-from contrastile.data.images import Crop
-from contrastile.data.stream import Stream
+from contrastile.data.pairs import Stream
 
 
 def test_a_manifest_that_comes_later_is_compared_with_too(tmp_path):
@@ -214,7 +213,7 @@ def test_reading_ahead_changes_nothing(tmp_path):
     file = io.BytesIO()
     Image.linear_gradient("L").save(file, "JPEG")
     stream = stream_of(tmp_path, [file.getvalue()] * 20)
-    crop = Crop(1)
+    crop = 1
     plain = stream.read(range(8), range(100, 108), crop)
     stream.expect(range(12), range(100, 112), crop)
     again = stream.read(range(8), range(100, 108), crop)

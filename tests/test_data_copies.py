@@ -10,10 +10,9 @@ from tiny_runs import tiny_recipe
 
 from contrastile.data.batches import Batches
 from contrastile.data.copies import with_copies
-from contrastile.data.pairs import PairSet
+from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.registry import open_pairs
 from contrastile.data.shards import find_in_tar
-from contrastile.data.stream import Stream
 from contrastile.train.batch_builder import BatchBuilder, open_data_bundle
 
 PLACES = range(90)

@@ -12,7 +12,6 @@ from test_data_collection import stream_of
 from test_data_shards import jpeg
 
 from contrastile.data import loader
-from contrastile.data.images import Crop
 from contrastile.data.loader import Piece, Processes, SharedBuffer, Worker, read_chunks
 from contrastile.data.shards import MOST_BYTES
 
@@ -28,7 +27,7 @@ def apart(tmp_path):
 
 
 def test_processes_decode_the_same_as_threads(apart):
-    crop, rows, places = Crop(5), range(len(apart)), range(100, 100 + len(apart))
+    crop, rows, places = 5, range(len(apart)), range(100, 100 + len(apart))
     by_processes, skipped = apart.read(rows, places, crop), dict(apart.skipped)
     whole = apart.read(range(3), range(3), None)
     apart.close()
@@ -45,18 +44,18 @@ def test_processes_decode_the_same_as_threads(apart):
 def test_batches_of_any_size_follow_each_other_whether_they_are_used_or_given_up(apart, processes):
     apart.apart = processes
     rows = range(len(apart) - 1)
-    whole = apart.read(rows, rows, Crop(1))[0].clone()
+    whole = apart.read(rows, rows, 1)[0].clone()
     for size in (1, 5, 17):
-        apart.expect(range(size), range(size), Crop(1))
-        apart.expect(range(2, 2 + size), range(2, 2 + size), Crop(1))
-        batch = apart.read(range(2, 2 + size), range(2, 2 + size), Crop(1))[0]
-        apart.read(range(size), range(size), Crop(1))
+        apart.expect(range(size), range(size), 1)
+        apart.expect(range(2, 2 + size), range(2, 2 + size), 1)
+        batch = apart.read(range(2, 2 + size), range(2, 2 + size), 1)[0]
+        apart.read(range(size), range(size), 1)
         assert torch.equal(batch, whole[2 : 2 + size])
 
 
 def test_loading_draws_no_number_of_the_run(apart):
     state = torch.get_rng_state()
-    apart.read(range(4), range(4), Crop(1))
+    apart.read(range(4), range(4), 1)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -100,10 +99,10 @@ def test_a_task_that_cannot_be_sent_is_an_error_and_no_endless_wait():
 
 
 def test_a_batch_that_is_held_is_not_written_over(apart):
-    first, _ = apart.read(range(4), range(4), Crop(1))
+    first, _ = apart.read(range(4), range(4), 1)
     copy = first.clone()
     for start in range(4, 24, 4):
-        apart.read(range(start, start + 4), range(start, start + 4), Crop(1))
+        apart.read(range(start, start + 4), range(start, start + 4), 1)
     assert torch.equal(first, copy)
     # the later batches share one buffer
     assert len(apart._loader._decoders._buffers) == 2

@@ -37,10 +37,9 @@ from contrastile.data.base import (
 from contrastile.data.files import cached_folder
 from contrastile.data.images import decode
 from contrastile.data.loader import Piece
-from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, cached_pairs
+from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, Stream, cached_pairs
 from contrastile.data.shards import file_state, find_pairs, manifest_state, state
 from contrastile.data.sources import Source, read_source
-from contrastile.data.stream import Stream
 from contrastile.data.tables import Row, read_table
 
 logger = logging.getLogger("contrastile")

@@ -27,9 +27,8 @@ from contrastile.data.base import Images, Indices
 from contrastile.data.batches import Batches
 from contrastile.data.files import locked, new_file
 from contrastile.data.images import augment, draw_parameters
-from contrastile.data.pairs import PairSet
+from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.shards import Pair, add_to_tar, find_in_tar
-from contrastile.data.stream import Stream
 
 logger = logging.getLogger("contrastile")
 

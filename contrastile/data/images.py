@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 MOST_PIXELS = 64_000_000
 # the formats that Pillow decodes itself; for others it may call programs of the machine
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-# random boxes drawn until one lies within the image
-CROP_TRIES = 10
+# random crops: their share of the image's area, their width over height, and the draws until one lies within the image
+CROP_SCALE, CROP_RATIO, CROP_TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 
 # left, top, right, bottom in pixels
 Box = tuple[float, float, float, float]
@@ -106,71 +105,54 @@ def _flattened(image: Image.Image) -> Image.Image:
     return image
 
 
-class Crop(NamedTuple):
-    """Random resized crops, the augmentation of CLIP: the area is a share of the image within `scale`, width over
-    height lies within `ratio`.
+def crop_box(seed: int, example: int, width: int, height: int) -> Box:
+    """The box of a random resized crop, the augmentation of CLIP, in whole pixels.
 
-    The defaults are Inception's (Szegedy et al. 2014; section 4.1 of Inf-CL, arXiv:2410.17243). No mirroring, because a
-    caption may name left and right.
+    Its area and its width over height are drawn as Inception's (Szegedy et al. 2014; section 4.1 of Inf-CL,
+    arXiv:2410.17243); `seed` and the number of the example in the run decide alone. No mirroring, because a caption may
+    name left and right.
     """
-
-    seed: int
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-
-    def box(self, example: int, width: int, height: int) -> Box:
-        """The box in an image of this size, in whole pixels; `seed` and the number of the example decide alone.
-
-        >>> Crop(0, scale=(1.0, 1.0), ratio=(1.0, 1.0)).box(7, 40, 40)
-        (0, 0, 40, 40)
-        """
-        low, high = self.ratio
-        random = np.random.default_rng((self.seed, example))
-        for _ in range(CROP_TRIES):
-            area = width * height * random.uniform(*self.scale)
-            ratio = math.exp(random.uniform(math.log(low), math.log(high)))
-            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < w <= width and 0 < h <= height:
-                left, top = (int(random.integers(margin + 1)) for margin in (width - w, height - h))
-                return left, top, left + w, top + h
-        # an image too long for every try: the largest box in the middle that the ratio allows
-        w, h = min(width, max(1, round(height * high))), min(height, max(1, round(width / low)))
-        left, top = (width - w) // 2, (height - h) // 2
-        return left, top, left + w, top + h
+    (low, high), random = CROP_RATIO, np.random.default_rng((seed, example))
+    for _ in range(CROP_TRIES):
+        area = width * height * random.uniform(*CROP_SCALE)
+        ratio = math.exp(random.uniform(math.log(low), math.log(high)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = (int(random.integers(margin + 1)) for margin in (width - w, height - h))
+            return left, top, left + w, top + h
+    # an image too long for every try: the largest box in the middle that the ratio allows
+    w, h = min(width, max(1, round(height * high))), min(height, max(1, round(width / low)))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """The ranges that distortions are drawn from.
+def draw_parameters(
+    count: int,
+    generator: torch.Generator,
+    *,
+    rotation: float = 8.0,
+    shear: float = 12.0,
+    scale: float = 1.25,
+    shift: float = 0.08,
+    blur: float = 1.0,
+) -> Tensor:
+    """Random distortions of `count` images, on the generator's device: `[count, 7]`.
 
-    Angles are in degrees, scales a factor either way, shifts a share of the image. `blur` is the largest weight of a
-    smoothed copy, from 0 to 1.
-    """
-
-    rotation: float = 8.0
-    shear: float = 12.0
-    scale: float = 1.25
-    shift: float = 0.08
-    blur: float = 1.0
-
-
-def draw_parameters(count: int, generator: torch.Generator, ranges: Augmentation = Augmentation()) -> Tensor:
-    """Random parameters for `count` images, on the generator's device: `[count, 7]`.
-
-    Six are the matrix `[2, 3]` for affine_grid (shift after rotation after shear after scale, in its coordinates from
-    -1 to 1), the last is the weight of the blur.
+    Six numbers are the matrix `[2, 3]` for affine_grid (shift after rotation after shear after scale, in its
+    coordinates from -1 to 1), the last is the weight of a smoothed copy, up to `blur`. Angles are in degrees either
+    way, scales a factor either way, shifts a share of the image.
     """
 
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(count, generator=generator, device=generator.device)
 
-    rotation, shear, scale = math.radians(ranges.rotation), math.radians(ranges.shear), math.log(ranges.scale)
+    rotation, shear, scale = math.radians(rotation), math.radians(shear), math.log(scale)
     angle, slant = uniform(-rotation, rotation), uniform(-shear, shear).tan()
     x_scale, y_scale = (uniform(-scale, scale).exp() for _ in range(2))
-    x, y = (uniform(-2 * ranges.shift, 2 * ranges.shift) for _ in range(2))
+    x, y = (uniform(-2 * shift, 2 * shift) for _ in range(2))
     cos, sin = angle.cos(), angle.sin()
     rows = [cos * x_scale, (cos * slant - sin) * y_scale, x, sin * x_scale, (sin * slant + cos) * y_scale, y]
-    return torch.stack([*rows, uniform(0.0, ranges.blur)], dim=1)
+    return torch.stack([*rows, uniform(0.0, blur)], dim=1)
 
 
 def prepare(images: Tensor) -> Tensor:

@@ -1,16 +1,12 @@
 """Loading of images beside the training step: one batch, decoded by threads or processes ahead of its use.
 
-Stands between the bytes of images and `stream.py`, which decides the rows. Threads share one interpreter with the
-training step: about a thousand images a second is what all of them decode together, and a step on a GPU, which asks for
-the interpreter thousands of times, is slowed to a third. So processes feed a GPU. They are plain programs without a
-terminal: this process sends them their tasks over a socket, and when it ends, however it ends, so do they. Nothing is
-pickled; images travel through memory that both sides map.
+Stands between the bytes of images and `Stream`, which decides the rows. Threads share one interpreter with the training
+step: all of them together decode about a thousand images a second, and slow a step on a GPU to a third. So processes
+feed a GPU. They are plain programs without a terminal: this process sends them their tasks over a socket, and when it
+ends, however it ends, so do they. Nothing is pickled; images travel through memory that both sides map.
 
-torch's `DataLoader` was measured in its place, with a map-style dataset, a batch sampler that holds the one batch read
-ahead (the size of the batch after it is not known yet) and two forked workers. In five pairs of runs on two busy cores
-these processes read 1.75 to 4.5 times as many JPEGs per second (median 2.05), and 1.06 to 1.6 times as many per second
-of CPU time; the bound for keeping them was 1.3. The loader's groups are also copied once more, and pass through
-/dev/shm, of which a container has 64 MB by default: less than a batch of 512 images of 224 pixels.
+torch's `DataLoader`, measured in their place, reads half as many JPEGs per second (docs/log.md). It also copies each
+group once more, through /dev/shm, of which a container has 64 MB by default: less than 512 images of 224 pixels.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -37,7 +34,7 @@ import torch
 from torch import Tensor
 
 from contrastile.data.base import Images, Skipped
-from contrastile.data.images import Crop, decode
+from contrastile.data.images import crop_box, decode
 from contrastile.data.shards import MOST_BYTES
 from contrastile.offload import usable_cpus
 
@@ -50,8 +47,8 @@ MOST_MESSAGE = 1 << 20
 
 # the reasons why images could not be read, None for each that could
 Reasons = list[str | None]
-# a row of a library, the number of the example in the run, the crop of the batch or None for whole images
-Key = tuple[int, int, Crop | None]
+# a row of a library, the number of the example in the run, the seed of its random crop or None for the whole image
+Key = tuple[int, int, int | None]
 # the bytes of an image file; raises `Skipped` or OSError
 Origin = Callable[[], bytes]
 # called where the images are decoded, so that the training step does not wait for the look-up
@@ -78,12 +75,12 @@ class Piece:
         return content
 
 
-def fill(images: Images, origins: Sequence[Origin], examples: Sequence[int], crop: Crop | None) -> Reasons:
-    """Decode each origin's image into the next of `images` `[n, C, S, S]`; the crop depends on the example."""
+def fill(images: Images, origins: Sequence[Origin], examples: Sequence[int], crop_seed: int | None) -> Reasons:
+    """Decode each origin's image into the next of `images` `[n, C, S, S]`."""
     reasons: Reasons = []
     for image, origin, example in zip(images, origins, examples, strict=False):
         try:
-            box = None if crop is None else partial(crop.box, example)
+            box = None if crop_seed is None else partial(crop_box, crop_seed, example)
             image[:] = decode(BytesIO(origin()), images.shape[1:], box)
             reasons.append(None)
         except OSError as failure:
@@ -104,10 +101,10 @@ class Threads:
         return torch.empty(tuple(shape), dtype=torch.uint8)
 
     def fill(
-        self, images: Tensor, start: int, origins: Origins, examples: Sequence[int], crop: Crop | None
+        self, images: Tensor, start: int, origins: Origins, examples: Sequence[int], crop_seed: int | None
     ) -> Future[Reasons]:
         """Begin to decode `origins` into `images` from number `start` on."""
-        return self._pool.submit(lambda: fill(images[start:].numpy(), origins(), examples, crop))
+        return self._pool.submit(lambda: fill(images[start:].numpy(), origins(), examples, crop_seed))
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -136,11 +133,11 @@ class Processes(Threads):
         return self._buffers[-1].lend(shape)
 
     def fill(
-        self, images: Tensor, start: int, origins: Origins, examples: Sequence[int], crop: Crop | None
+        self, images: Tensor, start: int, origins: Origins, examples: Sequence[int], crop_seed: int | None
     ) -> Future[Reasons]:
         """Begin to decode `origins`, which must be pieces of files, into `images` from number `start` on."""
         buffer = next(buffer for buffer in self._buffers if buffer.address == images.data_ptr())
-        message = {"shape": list(images.shape), "start": start, "examples": examples, "crop": crop}
+        message = {"shape": list(images.shape), "start": start, "examples": examples, "crop_seed": crop_seed}
         buffer.tasks.append(self._pool.submit(self._run, buffer, origins, message))
         return buffer.tasks[-1]
 
@@ -246,8 +243,7 @@ def serve(connection: socket.socket) -> None:
         assert memory is not None
         images = np.frombuffer(memory, np.uint8, math.prod(task["shape"])).reshape(task["shape"])
         pieces = [Piece(**piece) for piece in task["pieces"]]
-        crop = None if task["crop"] is None else Crop(*task["crop"])
-        reasons = fill(images[task["start"] :], pieces, task["examples"], crop)
+        reasons = fill(images[task["start"] :], pieces, task["examples"], task["crop_seed"])
         connection.send(json.dumps(reasons).encode())
 
 
@@ -263,29 +259,33 @@ class ImageLoader:
         self._origin, self._shape = origin, shape
         self._decoders = (Processes if apart else Threads)(workers)
         # the batch under way
-        self.keys: list[Key] = []
-        self._images = torch.empty((0, *shape), dtype=torch.uint8)
+        self._keys: list[Key] = []
+        self._images: Tensor | None = None
         self._tasks: list[Future[Reasons]] = []
 
-    def begin(self, keys: list[Key]) -> None:
+    def expect(self, keys: list[Key]) -> None:
         """Begin to load a batch; a batch that is under way is given up."""
-        self.keys = keys
-        self._images, self._tasks = self._decoders.buffer((len(keys), *self._shape)), []
+        self._keys, self._tasks = keys, []
+        self._images = self._decoders.buffer((len(keys), *self._shape))
         for start in range(0, len(keys), GROUP):
-            rows, examples, crops = zip(*keys[start : start + GROUP], strict=True)
+            rows, examples, seeds = zip(*keys[start : start + GROUP], strict=True)
             origins = partial(self._origins, rows, examples)
-            self._tasks.append(self._decoders.fill(self._images, start, origins, examples, crops[0]))
+            self._tasks.append(self._decoders.fill(self._images, start, origins, examples, seeds[0]))
 
     def _origins(self, rows: Sequence[int], examples: Sequence[int]) -> list[Origin]:
         return list(map(self._origin, rows, examples))
 
-    def finish(self) -> tuple[Tensor, Reasons]:
-        """The batch under way, once it is whole: uint8 `[n, C, S, S]`, and the reasons why images could not be read."""
-        images, reasons = self._images, [reason for task in self._tasks for reason in task.result()]
-        # the memory is the caller's alone, so that it can be lent again
-        self._images = self._images[:0].clone()
-        self.keys, self._tasks = [], []
-        return images, reasons
+    def load(self, keys: list[Key]) -> tuple[Tensor, Reasons]:
+        """Images, uint8 `[n, C, S, S]`, and the reasons why some could not be read.
+
+        They are decoded now unless they begin the batch that was expected. The memory is the caller's own.
+        """
+        if self._images is None or self._keys[: len(keys)] != keys:
+            self.expect(keys)
+        assert self._images is not None
+        images, reasons = self._images[: len(keys)], [reason for task in self._tasks for reason in task.result()]
+        self._images = None
+        return images, reasons[: len(keys)]
 
     def close(self) -> None:
         """End the workers."""
@@ -299,18 +299,15 @@ def read_chunks(
 
     An image that cannot be read has a reason, and arbitrary pixels. Processes decode where `apart` is set.
     """
-    chunks = [range(start, min(start + chunk, len(paths))) for start in range(0, len(paths), chunk)]
+    chunks = [range(len(paths))[start : start + chunk] for start in range(0, len(paths), chunk)]
     workers = min(cores(), max(len(paths) // GROUP, 1))
     loader = ImageLoader(lambda row, _: Piece(paths[row], 0, None), shape, workers, apart=apart)
-    try:
-        for rows, following in pairwise([range(0), *chunks, range(0)]):
-            decoded = loader.finish() if rows else None
+    with closing(loader):
+        for rows, following in pairwise([*chunks, range(0)]):
+            decoded = loader.load([(row, 0, None) for row in rows])
             if following:
-                loader.begin([(row, 0, None) for row in following])
-            if decoded is not None:
-                yield rows, *decoded
-    finally:
-        loader.close()
+                loader.expect([(row, 0, None) for row in following])
+            yield rows, *decoded
 
 
 def cores() -> int:

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from contrastile.data.base import Indices
-from contrastile.data.images import Crop, augment, draw_parameters, prepare
-from contrastile.data.pairs import PairSet
+from contrastile.data.images import augment, draw_parameters, prepare
+from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.registry import open_pairs
-from contrastile.data.stream import Stream
 from contrastile.models.openclip import clip_tokenizer
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.offload import free_memory
@@ -175,7 +174,7 @@ class BatchBuilder:
         self._ids = torch.from_numpy(bundle.pairs.ids)
         self._generator = torch.Generator().manual_seed(seed)
         bent = self._stream is not None and self._stream.augmented
-        self._crop = Crop(seed) if augment and not bent else None
+        self._crop_seed = seed if augment and not bent else None
         self._served = 0
         # a thread that reads the texts of a collection's next batch while the present step computes
         self._reader: ThreadPoolExecutor | None = None
@@ -199,7 +198,7 @@ class BatchBuilder:
         if self._stream is not None:
             own, examples = self._stream_rows(rows, share)
             if self._bundle.features is None:
-                self._stream.expect(own, examples, self._crop)
+                self._stream.expect(own, examples, self._crop_seed)
             self._reader = self._reader or ThreadPoolExecutor(1, "tokenising")
             self._texts = self._reader.submit(self._read_texts, self._stream, own)
 
@@ -233,7 +232,7 @@ class BatchBuilder:
     def _streamed(self, stream: Stream, rows: Tensor, share: slice, places: range) -> Batch:
         own, examples = self._stream_rows(rows, share)
         if self._bundle.features is None:
-            pixels, chosen = stream.read(own, examples, self._crop)
+            pixels, chosen = stream.read(own, examples, self._crop_seed)
         else:
             pixels, chosen = self._bundle.features[np.array(own, np.int64)], own
         self._served += len(rows)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.data.base import Indices
-from contrastile.data.stream import Stream
+from contrastile.data.pairs import Stream
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.text import load_tokenizer

@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from contrastile._errors import invalid
 from contrastile._types import Gradient
-from contrastile.data.stream import Stream
+from contrastile.data.pairs import Stream
 from contrastile.distributed import collectives, consistency
 from contrastile.distributed.failure import progress
 from contrastile.train.checkpoints import Checkpoints, Parts

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from torch import Tensor
 
 from contrastile.data.base import Indices
-from contrastile.data.stream import Stream
+from contrastile.data.pairs import Stream
 from contrastile.train.checkpoints import Parts
 from contrastile.train.folder import RunFolder
 from contrastile.train.metadata import TrainResult
