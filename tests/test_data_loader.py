@@ -12,7 +12,7 @@ from test_data_collection import stream_of
 from test_data_shards import jpeg
 
 from contrastile.data import loader
-from contrastile.data.loader import Piece, Processes, SharedBuffer, Worker, read_chunks
+from contrastile.data.loader import ImageLoader, Piece, SharedBuffer, Worker, read_chunks
 from contrastile.data.shards import MOST_BYTES
 
 
@@ -83,7 +83,7 @@ def test_there_is_a_worker_for_each_core_that_the_container_has(monkeypatch):
 
 def test_a_process_that_is_lost_is_an_error(apart):
     apart.read(range(20), range(20), None)
-    for worker in apart._loader._decoders._workers:
+    for worker in apart._loader._workers:
         worker._process.kill()
         worker._process.wait()
     with pytest.raises(RuntimeError) as caught:
@@ -105,29 +105,32 @@ def test_a_batch_that_is_held_is_not_written_over(apart):
         apart.read(range(start, start + 4), range(start, start + 4), 1)
     assert torch.equal(first, copy)
     # the later batches share one buffer
-    assert len(apart._loader._decoders._buffers) == 2
+    assert len(apart._loader._buffers) == 2
 
 
 def test_a_batch_that_is_given_up_is_not_written_over_while_it_is_decoded(tmp_path):
     (tmp_path / "a.jpg").write_bytes(jpeg(1))
-    decoders, released = Processes(1), Event()
+    released = Event()
 
-    def origins():
+    def origin(row, example):
         released.wait()
-        return [Piece(str(tmp_path / "a.jpg"), 0, None)]
+        return Piece(str(tmp_path / "a.jpg"), 0, None)
 
+    images = ImageLoader(origin, (1, 16, 16), 1, apart=True)
     try:
-        given_up = decoders.buffer((2, 1, 16, 16))
-        address, task = given_up.data_ptr(), decoders.fill(given_up, 0, origins, [0], None)
-        del given_up
-        assert decoders.buffer((2, 1, 16, 16)).data_ptr() != address
+        images.expect([(0, 0, None)])
+        address, tasks = images._images.data_ptr(), images._tasks
+        images.expect([(1, 1, None)])
+        assert images._images.data_ptr() != address
         released.set()
-        assert task.result() == [None]
+        assert tasks[0].result() == [None]
         # the buffer is lent again once the task is done
-        assert [decoders.buffer((2, 1, 16, 16)).data_ptr() for _ in range(2)].count(address)
+        first, _ = images.load([(1, 1, None)])
+        images.expect([(2, 2, None)])
+        assert images._images.data_ptr() == address != first.data_ptr()
     finally:
         released.set()
-        decoders.close()
+        images.close()
 
 
 def test_processes_end_with_their_parent():

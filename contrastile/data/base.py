@@ -10,6 +10,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,14 +125,14 @@ def check_bad(skipped: Mapping[str, int], seen: int, most_bad: float, *, of: int
         raise invalid("source", f"have at most {most_bad:.1%} bad pairs", got, remedy)
 
 
+@dataclass
 class SkipCounter:
     """Rows of text files: their number, and the skipped ones by reason; `advance` moves a bar by the bytes read."""
 
-    def __init__(self, advance: Callable[[int], object] = lambda _: None) -> None:
-        self.advance = advance
-        self.rows = 0
-        self.skipped: Counter[str] = Counter()
-        self._first = ""
+    advance: Callable[[int], object] = lambda _: None
+    rows: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    _first: str = ""
 
     def skip(self, reason: object, place: str) -> None:
         """Count the row at `place`, a "file:line", as skipped."""

@@ -68,10 +68,8 @@ def open_table(source: str, options: PairOptions) -> PairSet:
     rows = read_table(Path(source))
     states = [row if isinstance(row, str) else [*file_state(str(row[0])), row[1]] for row in rows]
     settings = {
+        **options.settings,
         "format": FORMAT,
-        "image_size": options.image_size,
-        "channels": options.channels,
-        "held_out": options.held_out,
         "rows": hashlib.sha256(json.dumps(states).encode()).hexdigest(),
     }
 

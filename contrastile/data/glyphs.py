@@ -58,10 +58,8 @@ def open_glyphs(source: str, options: PairOptions) -> PairSet:  # noqa: ARG001
     """All pairs of `font_files()`, drawn once into the cache."""
     faces = font_files()
     settings = {
+        **options.settings,
         "format": FORMAT,
-        "image_size": options.image_size,
-        "channels": options.channels,
-        "held_out": options.held_out,
         "held_out_faces": HELD_OUT_FACES,
         "unicode": unicodedata.unidata_version,
         "faces": {face.name: hashlib.sha256(face.read_bytes()).hexdigest() for face in faces},

@@ -27,7 +27,6 @@ from functools import partial
 from io import BytesIO
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,8 +50,6 @@ Reasons = list[str | None]
 Key = tuple[int, int, int | None]
 # the bytes of an image file; raises `Skipped` or OSError
 Origin = Callable[[], bytes]
-# called where the images are decoded, so that the training step does not wait for the look-up
-Origins = Callable[[], Sequence[Origin]]
 
 
 @dataclass(frozen=True)
@@ -90,72 +87,6 @@ def fill(images: Images, origins: Sequence[Origin], examples: Sequence[int], cro
     return reasons
 
 
-class Threads:
-    """`count` threads of this process."""
-
-    def __init__(self, count: int) -> None:
-        self._pool = ThreadPoolExecutor(count, "decoding")
-
-    def buffer(self, shape: Sequence[int]) -> Tensor:
-        """Memory for the images of a batch."""
-        return torch.empty(tuple(shape), dtype=torch.uint8)
-
-    def fill(
-        self, images: Tensor, start: int, origins: Origins, examples: Sequence[int], crop_seed: int | None
-    ) -> Future[Reasons]:
-        """Begin to decode `origins` into `images` from number `start` on."""
-        return self._pool.submit(lambda: fill(images[start:].numpy(), origins(), examples, crop_seed))
-
-    def close(self) -> None:
-        """Begin nothing more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-class Processes(Threads):
-    """`count` processes; a thread of this process waits for each of them, which hardly uses the interpreter."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self._workers = [Worker() for _ in range(count)]
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
-        self._buffers: list[SharedBuffer] = []
-        for worker in self._workers:
-            self._idle.put(worker)
-
-    def buffer(self, shape: Sequence[int]) -> Tensor:
-        """Shared memory for the images of a batch: that of an earlier batch which nothing refers to any more."""
-        size = math.prod(shape)
-        for buffer in [buffer for buffer in self._buffers if buffer.idle]:
-            if buffer.size >= size:
-                return buffer.lend(shape)
-            self._buffers.remove(buffer)
-        self._buffers.append(SharedBuffer(size))
-        return self._buffers[-1].lend(shape)
-
-    def fill(
-        self, images: Tensor, start: int, origins: Origins, examples: Sequence[int], crop_seed: int | None
-    ) -> Future[Reasons]:
-        """Begin to decode `origins`, which must be pieces of files, into `images` from number `start` on."""
-        buffer = next(buffer for buffer in self._buffers if buffer.address == images.data_ptr())
-        message = {"shape": list(images.shape), "start": start, "examples": examples, "crop_seed": crop_seed}
-        buffer.tasks.append(self._pool.submit(self._run, buffer, origins, message))
-        return buffer.tasks[-1]
-
-    def _run(self, buffer: SharedBuffer, origins: Origins, message: dict[str, Any]) -> Reasons:
-        message["pieces"] = origins()
-        worker = self._idle.get()
-        try:
-            return worker.run(buffer, message)
-        finally:
-            self._idle.put(worker)
-
-    def close(self) -> None:
-        """End the processes."""
-        self._pool.shutdown(cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
-
-
 class SharedBuffer:
     """Anonymous memory that processes share, lent to one batch after another; pinned where there is a GPU.
 
@@ -164,7 +95,7 @@ class SharedBuffer:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        # tasks that write into it since it was lent, and the array that was lent
+        # tasks that write into it, and the array that was lent
         self.tasks: list[Future[Reasons]] = []
         self._lent: Callable[[], object] = lambda: None
         self.file = os.memfd_create("contrastile")
@@ -182,10 +113,10 @@ class SharedBuffer:
         """True where no tensor refers to it and no task writes: a batch may be given up while it is decoded."""
         return self._lent() is None and all(task.done() for task in self.tasks)
 
-    def lend(self, shape: Sequence[int]) -> Tensor:
+    def lend(self, shape: tuple[int, ...]) -> Tensor:
         """The memory as images."""
-        array = self._bytes[: math.prod(shape)].reshape(tuple(shape))
-        self.tasks, self._lent = [], weakref.ref(array)
+        array = self._bytes[: math.prod(shape)].reshape(shape)
+        self._lent = weakref.ref(array)
         return torch.from_numpy(array)
 
 
@@ -206,12 +137,12 @@ class Worker:
         far.close()
         self._buffer: SharedBuffer | None = None
 
-    def run(self, buffer: SharedBuffer, message: dict[str, object]) -> Reasons:
+    def run(self, buffer: SharedBuffer, task: dict[str, object]) -> Reasons:
         """Have the process do a task; return its reasons."""
         try:
             # a buffer that is new to it is handed over with its first task
             files = [] if buffer is self._buffer else [buffer.file]
-            socket.send_fds(self._socket, [json.dumps({**message, "size": buffer.size}, default=vars).encode()], files)
+            socket.send_fds(self._socket, [json.dumps({**task, "size": buffer.size}, default=vars).encode()], files)
             self._buffer = buffer
             answer = self._socket.recv(MOST_MESSAGE)
         except OSError:
@@ -248,7 +179,7 @@ def serve(connection: socket.socket) -> None:
 
 
 class ImageLoader:
-    """Loads one batch ahead of its use, by `workers` processes where `apart` is set, else by as many threads.
+    """Loads one batch ahead of its use, by `workers` threads; with `apart`, each leaves the decoding to a process.
 
     `origin(row, example)` is the origin of a row's image; processes need a `Piece`.
     """
@@ -257,7 +188,12 @@ class ImageLoader:
         self, origin: Callable[[int, int], Origin], shape: tuple[int, int, int], workers: int, *, apart: bool
     ) -> None:
         self._origin, self._shape = origin, shape
-        self._decoders = (Processes if apart else Threads)(workers)
+        self._pool = ThreadPoolExecutor(workers, "decoding")
+        self._workers = [Worker() for _ in range(workers)] if apart else []
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._buffers: list[SharedBuffer] = []
         # the batch under way
         self._keys: list[Key] = []
         self._images: Tensor | None = None
@@ -265,15 +201,42 @@ class ImageLoader:
 
     def expect(self, keys: list[Key]) -> None:
         """Begin to load a batch; a batch that is under way is given up."""
-        self._keys, self._tasks = keys, []
-        self._images = self._decoders.buffer((len(keys), *self._shape))
-        for start in range(0, len(keys), GROUP):
-            rows, examples, seeds = zip(*keys[start : start + GROUP], strict=True)
-            origins = partial(self._origins, rows, examples)
-            self._tasks.append(self._decoders.fill(self._images, start, origins, examples, seeds[0]))
+        shape = (len(keys), *self._shape)
+        buffer = self._buffer(math.prod(shape)) if self._workers else None
+        self._keys, self._images = keys, torch.empty(shape, dtype=torch.uint8) if buffer is None else buffer.lend(shape)
+        # a task that held the tensor of a shared buffer would keep it from being idle
+        target = self._images.numpy() if buffer is None else buffer
+        starts = range(0, len(keys), GROUP)
+        self._tasks = [
+            self._pool.submit(self._decode, target, shape, start, keys[start : start + GROUP]) for start in starts
+        ]
+        if buffer is not None:
+            buffer.tasks = self._tasks
 
-    def _origins(self, rows: Sequence[int], examples: Sequence[int]) -> list[Origin]:
-        return list(map(self._origin, rows, examples))
+    def _buffer(self, size: int) -> SharedBuffer:
+        """Shared memory for a batch: that of an earlier batch which nothing refers to any more."""
+        for buffer in [buffer for buffer in self._buffers if buffer.idle]:
+            if buffer.size >= size:
+                return buffer
+            self._buffers.remove(buffer)
+        self._buffers.append(SharedBuffer(size))
+        return self._buffers[-1]
+
+    def _decode(
+        self, target: SharedBuffer | Images, shape: tuple[int, ...], start: int, keys: Sequence[Key]
+    ) -> Reasons:
+        # the look-up of origins is done here, so that the training step does not wait for it
+        rows, examples, seeds = zip(*keys, strict=True)
+        origins = list(map(self._origin, rows, examples))
+        if not isinstance(target, SharedBuffer):
+            return fill(target[start:], origins, examples, seeds[0])
+        # this thread hardly uses the interpreter while it waits for its process
+        worker = self._idle.get()
+        task = {"shape": shape, "start": start, "pieces": origins, "examples": examples, "crop_seed": seeds[0]}
+        try:
+            return worker.run(target, task)
+        finally:
+            self._idle.put(worker)
 
     def load(self, keys: list[Key]) -> tuple[Tensor, Reasons]:
         """Images, uint8 `[n, C, S, S]`, and the reasons why some could not be read.
@@ -289,7 +252,9 @@ class ImageLoader:
 
     def close(self) -> None:
         """End the workers."""
-        self._decoders.close()
+        self._pool.shutdown(wait=bool(self._workers), cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
 
 
 def read_chunks(

@@ -14,7 +14,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +53,11 @@ class PairOptions:
     def shape(self) -> tuple[int, int, int]:
         """The shape `[C, S, S]` of an image."""
         return self.channels, self.image_size, self.image_size
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the content of a cached folder depends on."""
+        return {"image_size": self.image_size, "channels": self.channels, "held_out": self.held_out}
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ class Library(Protocol):
         """The file and the caption of a row, for a log line."""
 
 
+@dataclass(eq=False)
 class Stream:
     """Training pairs of a library, by row: row i of the stream is row `rows[i]` of the library.
 
@@ -108,39 +114,34 @@ class Stream:
     `workers` decode: processes where `apart` is set, which leave this process free to keep a GPU busy, else threads.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        rows: Indices,
-        *,
-        shape: tuple[int, int, int],
-        most_bad: float,
-        digest: str,
-        copies: int = 1,
-        augmented: bool = False,
-    ) -> None:
-        self._library, self._rows, self._shape, self._most_bad = library, rows, shape, most_bad
-        self.digest, self._copies, self.augmented = digest, copies, augmented
-        self.skipped: Counter[str] = Counter()
-        self.seen = 0
-        self.workers, self.apart = cores(), False
-        self._loader: ImageLoader | None = None
+    library: Library
+    rows: Indices
+    shape: tuple[int, int, int]
+    most_bad: float
+    digest: str
+    copies: int = 1
+    augmented: bool = False
+    skipped: Counter[str] = field(default_factory=Counter)
+    seen: int = 0
+    workers: int = field(default_factory=cores)
+    apart: bool = False
+    _loader: ImageLoader | None = None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def captions(self, rows: Iterable[int]) -> list[str]:
         """The captions of `rows`."""
-        return [self._library.caption(self._rows[row]) for row in rows]
+        return [self.library.caption(self.rows[row]) for row in rows]
 
     def sample_captions(self, most: int) -> list[str]:
         """Captions to train a tokenizer on: those of one copy of the pairs, at most `most`, evenly spread."""
-        count = len(self) // self._copies
+        count = len(self) // self.copies
         return self.captions(range(0, count, -(-count // most)))
 
     def identities(self, captions: Iterable[str]) -> list[int]:
         """The ids of captions: equal for captions that could be each other's right answer."""
-        return [self._library.identity(caption) for caption in captions]
+        return [self.library.identity(caption) for caption in captions]
 
     def expect(self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None) -> None:
         """Begin to decode the images that the next `read` will ask for. A batch expected before is given up."""
@@ -148,12 +149,12 @@ class Stream:
 
     def _loading(self) -> ImageLoader:
         if self._loader is None:
-            apart = self.apart and self._library.in_processes
-            self._loader = ImageLoader(self._library.origin, self._shape, self.workers, apart=apart)
+            apart = self.apart and self.library.in_processes
+            self._loader = ImageLoader(self.library.origin, self.shape, self.workers, apart=apart)
         return self._loader
 
     def _keys(self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None) -> list[Key]:
-        return [(int(self._rows[row]), example, crop_seed) for row, example in zip(rows, examples, strict=True)]
+        return [(int(self.rows[row]), example, crop_seed) for row, example in zip(rows, examples, strict=True)]
 
     def read(
         self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None, *, tries: int = TRIES
@@ -163,7 +164,7 @@ class Stream:
         `examples`: their numbers among the run's examples. The tensor is the caller's own.
         """
         if not rows:
-            return torch.empty((0, *self._shape), dtype=torch.uint8), []
+            return torch.empty((0, *self.shape), dtype=torch.uint8), []
         images, reasons = self._loading().load(self._keys(rows, examples, crop_seed))
         self._count(reasons, rows)
         good = [number for number, reason in enumerate(reasons) if reason is None]
@@ -194,7 +195,7 @@ class Stream:
     @property
     def fingerprint(self) -> str:
         """A digest of the images, their order and their size."""
-        text = f"{self.digest} {self._shape} {hashlib.sha256(self._rows.tobytes()).hexdigest()}"
+        text = f"{self.digest} {self.shape} {hashlib.sha256(self.rows.tobytes()).hexdigest()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def close(self) -> None:
@@ -205,14 +206,14 @@ class Stream:
 
     def check(self, skipped: Mapping[str, int], seen: int) -> None:
         """Raise ValueError where too many of the pairs `seen`, of all ranks, could not be used."""
-        check_bad(skipped, seen, self._most_bad, of=len(self))
+        check_bad(skipped, seen, self.most_bad, of=len(self))
 
     def _count(self, reasons: Reasons, rows: Sequence[int]) -> None:
         bad = [(reason, row) for reason, row in zip(reasons, rows, strict=True) if reason is not None]
         if bad and not self.skipped:
             reason, row = bad[0]
             message = "a picture of the collection is skipped (%s: %s); all are counted in the report"
-            logger.warning(message, reason, self._library.describe(int(self._rows[row])))
+            logger.warning(message, reason, self.library.describe(int(self.rows[row])))
         self.seen += len(reasons)
         self.skipped.update(reason for reason, _ in bad)
 

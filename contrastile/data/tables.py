@@ -15,6 +15,7 @@ import csv
 from collections.abc import Iterable, Iterator
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from contrastile._errors import invalid
 
@@ -27,7 +28,7 @@ Row = tuple[Path, str]
 
 
 def read_rows(
-    lines: Iterable[str], delimiter: str, path: Path, *, name: str = "source"
+    lines: Iterable[str], delimiter: str, path: Path, *, name: str = "source", quotes: bool = True
 ) -> Iterator[tuple[int, list[str] | str]]:
     """Rows that are not empty, each with the number of its first line; of an unusable row, the reason.
 
@@ -53,7 +54,8 @@ def read_rows(
             yield line
         exhausted = True
 
-    rows = csv.reader(limited(), delimiter=delimiter, strict=True)
+    quoting: Any = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    rows = csv.reader(limited(), delimiter=delimiter, quoting=quoting, strict=True)
     while True:
         first = rows.line_num + 1
         try:
@@ -79,10 +81,11 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
     except OSError as failure:
         rule = 'be "glyphs" or a file that can be read' if name == "source" else "be a file that can be read"
         raise invalid(name, rule, table, f"{failure.strerror}.") from failure
-    is_csv = table.suffix == ".csv"
-    lines = _csv_lines(content, table, name) if is_csv else _tsv_lines(content)
-    first = next(lines, [])
-    columns = first if isinstance(first, list) else []
+    text, is_csv = content.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape"), table.suffix == ".csv"
+    delimiter = "," if is_csv and "\t" not in text.partition("\n")[0] else "\t"
+    rows = read_rows(StringIO(text, newline=""), delimiter, table, name=name, quotes=is_csv)
+    header = next(rows, (0, ""))[1]
+    columns = [] if isinstance(header, str) else header
     known = [next((name for name in names if name in columns), None) for names in (PATH_COLUMNS, CAPTION_COLUMNS)]
     if None in known:
         rule = f"have a column {' or '.join(PATH_COLUMNS)} and one {' or '.join(CAPTION_COLUMNS)}"
@@ -98,24 +101,8 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
         caption = " ".join(fields[caption_column].split())
         return ((folder or table.parent) / fields[path_column].strip(), caption) if caption else "empty title"
 
-    return [row(line) for line in lines]
-
-
-def _tsv_lines(content: bytes) -> Iterator[list[str] | str]:
-    """The fields of every line that is not empty, or the reason why it has none."""
-    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).splitlines()):
-        if not number or line.strip():
-            try:
-                yield line.decode("utf-8").split("\t")
-            except UnicodeDecodeError:
-                yield "not UTF-8"
-
-
-def _csv_lines(content: bytes, table: Path, name: str) -> Iterator[list[str] | str]:
-    """The same of a .csv file, in which a field in quotes may span several lines."""
-    text = content.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape")
-    delimiter = "\t" if "\t" in text.partition("\n")[0] else ","
-    return (fields for _, fields in read_rows(StringIO(text, newline=""), delimiter, table, name=name))
+    # a .tsv file may have lines of blanks
+    return [row(fields) for _, fields in rows if is_csv or "".join(fields).strip()]
 
 
 def is_utf8(text: str) -> bool:
