@@ -32,9 +32,8 @@ class Batches(Iterator[Tensor]):
         if len(rows) == 0:
             raise invalid("rows", "not be empty", "no rows", "Give the training split of a pair set.")
         if not 0 <= step <= len(sizes):
-            raise invalid(
-                "step", f"be between 0 and the {len(sizes)} steps of the run", step, "Start again from step 0."
-            )
+            rule = f"be between 0 and the {len(sizes)} steps of the run"
+            raise invalid("step", rule, step, "Start again from step 0.")
         self._rows, self._sizes, self._seed = rows, sizes, seed
         self.step = step
         self.examples = sum(sizes[:step])
@@ -50,13 +49,12 @@ class Batches(Iterator[Tensor]):
 
     def ahead(self, count: int) -> Tensor:
         """The next `count` rows, in whatever batches they come."""
-        parts, position, end = [], self.examples, self.examples + count
+        pieces, position, end = [], self.examples, self.examples + count
         while position < end:
             epoch, start = divmod(position, len(self._rows))
-            part = self._epoch(epoch)[start : start + end - position]
-            position += len(part)
-            parts.append(part)
-        return torch.from_numpy(np.concatenate(parts))
+            pieces.append(self._epoch(epoch)[start : start + end - position])
+            position += len(pieces[-1])
+        return torch.from_numpy(np.concatenate(pieces))
 
     def _epoch(self, number: int) -> Indices:
         if self._shuffled[0] != number:

@@ -175,7 +175,6 @@ class Index:
     ends: npt.NDArray[np.int64]
     fractions: npt.NDArray[np.float64]
     text: npt.NDArray[np.uint8]
-    in_processes = True
 
     def __len__(self) -> int:
         return len(self.where)
@@ -192,10 +191,6 @@ class Index:
         """The place of a pair's image in its file."""
         number, offset, size = self.where[row].tolist()
         return Piece(self.files[number], offset, size)
-
-    def describe(self, row: int) -> str:
-        """The file and the caption of a pair, for a log line."""
-        return f'{self.files[int(self.where[row, 0])]}, "{self.caption(row)}"'
 
 
 def open_index(digest: str, sources: Sequence[Source], options: PairOptions) -> Index:

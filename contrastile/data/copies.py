@@ -42,9 +42,6 @@ SLICE = 512
 class Copies:
     """The library of a `Stream`: `pairs` of a set over and over, in the order of `seed`, `on_disk` shards at once."""
 
-    # this process writes the shards and holds a few of them
-    in_processes = False
-
     def __init__(
         self, pairs: PairSet, rows: Indices, *, seed: int, folder: Path, size: int = PAIRS, on_disk: int = ON_DISK
     ) -> None:
@@ -63,12 +60,8 @@ class Copies:
         """The id of a caption in the pair set."""
         return self._ids[caption]
 
-    def describe(self, row: int) -> str:
-        """The caption of a pair in quotes, for a log line."""
-        return f'"{self.caption(row)}"'
-
     def origin(self, row: int, example: int) -> Callable[[], bytes]:
-        """The reader of this example's PNG, called where it is decoded."""
+        """The reader of this example's PNG, called where it is decoded: this process holds the shards."""
         return partial(self.image_bytes, row, example)
 
     def image_bytes(self, row: int, example: int) -> bytes:

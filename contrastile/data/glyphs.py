@@ -135,14 +135,14 @@ class Pen:
         if ratio < 1:
             width, height = (max(1, round(length * ratio)) for length in ink.size)
             ink = ink.resize((width, height), Image.Resampling.BOX)
-        corner = self._inside(round(x), ink.width), self._inside(round(y), ink.height)
+        # moved as little as needed for the ink to lie within the margins
+        corner = [
+            min(max(round(start), SUPERSAMPLING), self.side - SUPERSAMPLING - length)
+            for start, length in zip((x, y), ink.size, strict=True)
+        ]
         canvas = Image.new("L", (self.side, self.side))
-        canvas.paste(ink, corner)
+        canvas.paste(ink, (corner[0], corner[1]))
         return np.asarray(canvas.reduce(SUPERSAMPLING))
-
-    def _inside(self, start: int, length: int) -> int:
-        """The start moved as little as needed for the ink to lie within the margins."""
-        return min(max(start, SUPERSAMPLING), self.side - SUPERSAMPLING - length)
 
 
 def split(

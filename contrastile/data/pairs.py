@@ -25,7 +25,7 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile.data.base import Images, Indices, ProgressFactory, check_bad, counted, silent
 from contrastile.data.files import cached_folder, open_in_place, write_text
-from contrastile.data.loader import ImageLoader, Key, Origin, Reasons, cores
+from contrastile.data.loader import ImageLoader, Key, Origin, Piece, Reasons, cores
 
 logger = logging.getLogger("contrastile")
 
@@ -86,21 +86,14 @@ class PairSet:
 class Library(Protocol):
     """Images with their captions, by row."""
 
-    @property
-    def in_processes(self) -> bool:
-        """True where every origin is a `Piece`, which other processes can read."""
-
     def origin(self, row: int, example: int) -> Origin:
-        """The origin of a row's image, for this example of the run."""
+        """The origin of a row's image, for this example of the run; a `Piece` where other processes can read it."""
 
     def caption(self, row: int) -> str:
         """The caption of a row."""
 
     def identity(self, caption: str) -> int:
         """An id that captions share which could be each other's right answer."""
-
-    def describe(self, row: int) -> str:
-        """The file and the caption of a row, for a log line."""
 
 
 @dataclass(eq=False)
@@ -149,7 +142,7 @@ class Stream:
 
     def _loading(self) -> ImageLoader:
         if self._loader is None:
-            apart = self.apart and self.library.in_processes
+            apart = self.apart and isinstance(self.library.origin(int(self.rows[0]), 0), Piece)
             self._loader = ImageLoader(self.library.origin, self.shape, self.workers, apart=apart)
         return self._loader
 
@@ -209,11 +202,12 @@ class Stream:
         check_bad(skipped, seen, self.most_bad, of=len(self))
 
     def _count(self, reasons: Reasons, rows: Sequence[int]) -> None:
-        bad = [(reason, row) for reason, row in zip(reasons, rows, strict=True) if reason is not None]
+        bad = [(reason, int(self.rows[row])) for reason, row in zip(reasons, rows, strict=True) if reason is not None]
         if bad and not self.skipped:
-            reason, row = bad[0]
-            message = "a picture of the collection is skipped (%s: %s); all are counted in the report"
-            logger.warning(message, reason, self.library.describe(int(self.rows[row])))
+            (reason, row), origin = bad[0], self.library.origin(bad[0][1], 0)
+            place = f"{origin.path}, " if isinstance(origin, Piece) else ""
+            message = 'a picture of the collection is skipped (%s: %s"%s"); all are counted in the report'
+            logger.warning(message, reason, place, self.library.caption(row))
         self.seen += len(reasons)
         self.skipped.update(reason for reason, _ in bad)
 
