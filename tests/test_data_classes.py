@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny_tests import class_folder
 
-from contrastile.data.classes import PROMPTS, read_classes, read_mapping, read_prompts
-from contrastile.data.evaluation_sets import open_class_folder
+from contrastile.data.evaluation_sets import open_class_folder, read_classes, read_mapping, read_prompts
+from contrastile.data.sources import PROMPTS
 
 WNIDS = [f"n{number:08}" for number in (1440764, 1443537, 1484850, 2012849)]
 NAMES = ["tench", "goldfish", "white shark", "crane"]

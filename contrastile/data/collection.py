@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -231,14 +231,10 @@ def _write_index(folder: Path, sources: Sequence[Source], unpacked: Path, progre
                     fractions.append(hash_fraction(pair.caption))
                 bar.update(1)
             parts.append(len(ends) - before)
-    contents: list[npt.NDArray[Any]] = [
-        np.frombuffer(where, np.int64).reshape(-1, 3),
-        np.frombuffer(ends, np.int64),
-        np.frombuffer(fractions, np.float64),
-        np.frombuffer(text, np.uint8),
-    ]
-    for name, content in zip(ARRAYS, contents, strict=True):
-        np.save(folder / name, content)
+    np.save(folder / ARRAYS[0], np.frombuffer(where, np.int64).reshape(-1, 3))
+    np.save(folder / ARRAYS[1], np.frombuffer(ends, np.int64))
+    np.save(folder / ARRAYS[2], np.frombuffer(fractions, np.float64))
+    np.save(folder / ARRAYS[3], np.frombuffer(text, np.uint8))
     header = {"files": list(files), "parts": parts, "skipped": skipped}
     (folder / HEADER).write_text(json.dumps(header), encoding="utf-8")
 

@@ -16,7 +16,7 @@ import tarfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,9 @@ PAIRS, ON_DISK, IN_MEMORY = 4096, 4, 3
 # images augmented at once: augmentation needs several times their memory
 SLICE = 512
 
+# the bytes of a tar file, and the places of its pairs
+Shard = tuple[bytes, list[Pair]]
+
 
 class Copies:
     """The library of a `Stream`: `pairs` of a set over and over, in the order of `seed`, `on_disk` shards at once."""
@@ -49,7 +52,7 @@ class Copies:
         self._size, self._on_disk = size, on_disk
         self._order = Batches(np.arange(len(rows)), sizes=(), seed=seed)
         self._ids = dict(zip(pairs.captions, pairs.ids.tolist(), strict=True))
-        self._in_memory: dict[int, tuple[bytes, list[Pair]]] = {}
+        self._shard = lru_cache(IN_MEMORY)(self._load)
         self._lock = threading.Lock()
 
     def caption(self, row: int) -> str:
@@ -67,30 +70,24 @@ class Copies:
     def image_bytes(self, row: int, example: int) -> bytes:
         """The PNG of this example of the run, which must be of the pair `row`."""
         number, entry = divmod(example, self._size)
-        content, pairs = self._shard(number)
+        with self._lock:
+            content, pairs = self._shard(number)
         pair = pairs[entry]
         if pair.caption != self.caption(row):
             got = f"{self.caption(row)} as example {example}, where {pair.caption} was written"
             raise invalid("seed", "be that in whose order the shards are written", got, "Take the recipe's own seed.")
         return content[pair.offset : pair.offset + pair.size]
 
-    def _shard(self, number: int) -> tuple[bytes, list[Pair]]:
-        """A shard's bytes and the places of its pairs."""
-        with self._lock:
-            if number not in self._in_memory:
-                try:
-                    # one process at a time reads, writes and removes shards
-                    with locked(self._folder, ".lock"):
-                        self._in_memory[number] = self._read(number) or self._write(number)
-                except OSError as failure:
-                    got = f"{self._folder} ({failure.strerror})"
-                    rule = "be a folder with room for the shards"
-                    raise invalid("cache", rule, got, "Free it and resume.") from failure
-                for old in sorted(self._in_memory, key=lambda other: abs(other - number))[IN_MEMORY:]:
-                    del self._in_memory[old]
-            return self._in_memory[number]
+    def _load(self, number: int) -> Shard:
+        """Read or write a shard; one process at a time reads, writes and removes shards."""
+        try:
+            with locked(self._folder, ".lock"):
+                return self._read(number) or self._write(number)
+        except OSError as failure:
+            got = f"{self._folder} ({failure.strerror})"
+            raise invalid("cache", "be a folder with room for the shards", got, "Free it and resume.") from failure
 
-    def _read(self, number: int) -> tuple[bytes, list[Pair]] | None:
+    def _read(self, number: int) -> Shard | None:
         """A shard from the disk, if its bytes have the checksum in its name."""
         for path in self._folder.glob(f"{number:08}-*.tar"):
             content = path.read_bytes()
@@ -100,7 +97,7 @@ class Copies:
             path.unlink()
         return None
 
-    def _write(self, number: int) -> tuple[bytes, list[Pair]]:
+    def _write(self, number: int) -> Shard:
         """Write a shard under a temporary name and rename it; the shards farthest from it are removed first."""
         for left in self._folder.glob(".part-*"):
             left.unlink()

@@ -1,8 +1,8 @@
-"""Names of collections: the text of a recipe as a list of files on this machine.
+"""Names that a recipe gives to data: collections of files on this machine, and prompts.
 
-Stands on the ground, so that a recipe can be checked before any file is read. Sources are joined by `::`; each is tar
-shards, parquet files or tables, with ranges in braces, or a folder of images. Nothing is fetched and nothing is run: an
-address or a pipe is refused.
+Stands on the ground, so that a recipe can be checked before any file is read. The sources of a collection are joined by
+`::`; each is tar shards, parquet files or tables, with ranges in braces, or a folder of images. Nothing is fetched and
+nothing is run: an address or a pipe is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +18,21 @@ PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 TABLES = (".tsv", ".csv")
 KINDS = (".tar", ".parquet", *TABLES)
 MOST_FILES = 1_000_000
+
+# sentences that the name of a class is put into, by the names that a recipe gives them; the words are ours
+PROMPTS: dict[str, tuple[str, ...]] = {
+    # the most common prompt of the field
+    "plain": ("a photo of a {}.",),
+    "several": (
+        "a photo of a {}.",
+        "a close photo of a {}.",
+        "a photo of a {}, seen from afar.",
+        "a poor and blurred photo of a {}.",
+        "a {} among other things.",
+        "a drawing of a {}.",
+        "something that looks like a {}.",
+    ),
+}
 
 
 class Source(NamedTuple):

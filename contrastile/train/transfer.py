@@ -20,8 +20,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices, counted
-from contrastile.data.classes import read_prompts
-from contrastile.data.evaluation_sets import Captioned, ClassFolder, open_captions, open_class_folder
+from contrastile.data.evaluation_sets import Captioned, ClassFolder, open_captions, open_class_folder, read_prompts
 from contrastile.data.loader import read_chunks
 from contrastile.distributed import collectives, consistency
 from contrastile.evaluate.retrieval import both_ways, chance_among

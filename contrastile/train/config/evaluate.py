@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from contrastile.data.classes import PROMPTS
-from contrastile.data.sources import PICTURES
+from contrastile.data.sources import PICTURES, PROMPTS
 from contrastile.train.config.base import Count, FilePath, FolderPath, Settings, check_path, needs_files
 
 
