@@ -142,11 +142,9 @@ def _list(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]
         buffer, line, start = file.read(BLOCK), 1, 0
         end = buffer.index("[") + 1
         while True:
-            line += buffer.count("\n", start, end)
-            start = end
-            end = GAP.match(buffer, start).end()  # type: ignore[union-attr]
-            line += buffer.count("\n", start, end)
-            start = end
+            gap = GAP.match(buffer, end).end()  # type: ignore[union-attr]
+            line += buffer.count("\n", start, gap)
+            start = gap
             if buffer.startswith("]", start):
                 return
             try:
@@ -181,11 +179,10 @@ def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]
             got = f"{path}, where it is broken" if header.strip() else f"{path}, which is empty"
             raise invalid("source", "have a first line", got, "Name the columns there.")
         for number, fields in rows:
-            if isinstance(fields, str):
-                yield number, fields
+            if not isinstance(fields, str) and len(fields) != len(names):
+                yield number, "wrong number of columns"
             else:
-                same = len(fields) == len(names)
-                yield number, dict(zip(names, fields, strict=True)) if same else "wrong number of columns"
+                yield number, fields if isinstance(fields, str) else dict(zip(names, fields, strict=True))
 
 
 def _parquet(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]:

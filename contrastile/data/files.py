@@ -119,27 +119,24 @@ def cached_folder(
         if folder.exists() and (damage := _damage(folder, files, usable)):
             logger.warning("the cache %s is damaged (%s) and is made again", folder, damage)
             shutil.rmtree(folder)
-        if not folder.exists():
-            _write_whole(folder, settings, files, make)
-    return folder
-
-
-def _write_whole(folder: Path, settings: Any, files: Sequence[str], make: Callable[[Path], object]) -> None:
-    """Write the folder under a temporary name, then rename it; leftovers of a killed process are removed first."""
-    temporary = folder.with_name(f".{folder.name}.making")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with written_to(folder):
-            temporary.mkdir()
-            make(temporary)
-            sums = {name: checksum(temporary / name) for name in files}
-            manifest = {"format": FORMAT, "settings": settings, "sha256": sums}
-            write_text(temporary / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
-            sync(temporary)
-            temporary.rename(folder)
-            sync(folder.parent)
-    finally:
+        if folder.exists():
+            return folder
+        temporary = folder.with_name(f".{folder.name}.making")
+        # leftovers of a killed process
         shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with written_to(folder):
+                temporary.mkdir()
+                make(temporary)
+                sums = {name: checksum(temporary / name) for name in files}
+                manifest = {"format": FORMAT, "settings": settings, "sha256": sums}
+                write_text(temporary / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+                sync(temporary)
+                temporary.rename(folder)
+                sync(cache)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
 
 
 def _damage(folder: Path, files: Sequence[str], usable: Callable[[Path], bool]) -> str | None:
