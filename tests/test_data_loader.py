@@ -1,10 +1,12 @@
 """The loader: processes decode the same as threads, batches keep their memory, processes end with their parent."""
 
+import ctypes
 import subprocess
 import sys
 import time
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,6 +133,27 @@ def test_a_batch_that_is_given_up_is_not_written_over_while_it_is_decoded(tmp_pa
     finally:
         released.set()
         images.close()
+
+
+def test_pinned_memory_is_released_with_its_last_tensor(monkeypatch):
+    calls = []
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: calls.append("register") or 0,
+        # the memory is still mapped
+        cudaHostUnregister=lambda address: calls.append(ctypes.string_at(address, 1)),
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    buffer = SharedBuffer(16)
+    images = buffer.lend((1, 16))
+    images.fill_(7)
+    part = images[0, 3:]
+    assert not buffer.idle
+    del buffer, images
+    assert calls == ["register"]
+    assert (part == 7).all()
+    del part
+    assert calls == ["register", b"\x07"]
 
 
 def test_processes_end_with_their_parent():
