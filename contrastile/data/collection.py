@@ -67,11 +67,8 @@ def open_table(source: str, options: PairOptions) -> PairSet:
     """
     rows = read_table(Path(source))
     states = [row if isinstance(row, str) else [*file_state(str(row[0])), row[1]] for row in rows]
-    settings = {
-        **options.settings,
-        "format": FORMAT,
-        "rows": hashlib.sha256(json.dumps(states).encode()).hexdigest(),
-    }
+    digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()
+    settings = {**options.settings, "format": FORMAT, "rows": digest}
 
     def read(row: Row | str) -> tuple[str, Path]:
         if isinstance(row, str):

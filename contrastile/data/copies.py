@@ -99,10 +99,8 @@ class Copies:
 
     def _write(self, number: int) -> Shard:
         """Write a shard under a temporary name and rename it; the shards farthest from it are removed first."""
-        for left in self._folder.glob(".part-*"):
-            left.unlink()
         existing = sorted(self._folder.glob("*.tar"), key=lambda path: abs(int(path.name.partition("-")[0]) - number))
-        for path in existing[self._on_disk - 1 :]:
+        for path in (*self._folder.glob(".part-*"), *existing[self._on_disk - 1 :]):
             path.unlink()
         content = self._shard_bytes(number)
         temporary = self._folder / f".part-{number:08}"

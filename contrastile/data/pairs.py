@@ -154,7 +154,8 @@ class Stream:
     ) -> tuple[Tensor, list[int]]:
         """Images `[b, C, S, S]` uint8 of `rows`, and the rows they are of where one replaces another.
 
-        `examples`: their numbers among the run's examples. The tensor is the caller's own.
+        `examples`, their numbers in the run, and `crop_seed` decide the crops; without a seed images are whole. The
+        tensor is the caller's own.
         """
         if not rows:
             return torch.empty((0, *self.shape), dtype=torch.uint8), []

@@ -93,15 +93,14 @@ def open_texts(
         if file is not None and (source == "docstrings" or path.is_dir()):
             remedy = "These come with their own passages and held-out questions."
             raise invalid(name, f'be left out with the source "{source}"', f'"{file}"', remedy)
-    corpus_path, test_path = (Path(file).expanduser() if file else None for file in (corpus, test))
-    if test_path is not None and test_path.is_dir():
+    files = {name: Path(file).expanduser() if file else None for name, file in (("corpus", corpus), ("test", test))}
+    if files["test"] is not None and files["test"].is_dir():
         raise invalid("test", "be a file of questions", f'the folder "{test}"', "A BEIR folder is a source of its own.")
     if source == "docstrings":
         return open_docstrings(cache=cache, packages=packages, held_out=held_out, mined=mined, progress=progress)
     if path.is_dir():
         texts = open_beir(path, bad_rows=bad_rows, progress=progress)
     else:
-        files = {"corpus": corpus_path, "test": test_path}
         texts = open_text_files(path, **files, held_out=held_out, bad_rows=bad_rows, progress=progress)
     return with_mined_negatives(texts, mined, progress=progress)
 
