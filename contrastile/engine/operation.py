@@ -60,12 +60,15 @@ class Call:
     reduction: Reduction
     device: torch.device
     scorer: Scorer | None = None
+    # the types of the features that autocast casts, which their gradients get; the shards then hold the cast ones
+    given: tuple[torch.dtype, torch.dtype] | None = None
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
         """The tiles of this call, with its numbers in the accumulator's type."""
         plan, loss = self.plan, self.loss
         used = None if bias is None or not loss.uses_bias else self._number(bias)
         tiles = plan.tiles(loss, self._number(scale), used, plan.workspace)
+        tiles.given = self.given
         if len(self.exchange.layout.rows) > 1:
             tiles.reserve(self.exchange.reserved())
         return tiles
@@ -100,6 +103,8 @@ class Operation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> Tensor:
         tiles = call.tiles(scale, bias)
+        if call.given is not None:
+            inputs = call.rows.features, call.cols.features
         with call.exchange.in_step(), without_autocast(call.device):
             if call.plan.at_once is not None:
                 value, found = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])

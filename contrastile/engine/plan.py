@@ -104,7 +104,7 @@ def away(features: Tensor, device: torch.device) -> bool:
 def _operation(problem: Problem, plan: Plan, exchange: Exchange) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     call = Call(
         plan, exchange, problem.loss, problem.rows, problem.cols, problem.weights, problem.options.reduction,
-        problem.device, problem.scorer,
+        problem.device, problem.scorer, problem.given(),
     )  # fmt: skip
     return Operation.apply, (call, problem.scale, problem.bias, *problem.inputs)
 
@@ -147,10 +147,10 @@ def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The call of features in host memory: how they are cut depends on the memory that is free now."""
     device, options = problem.device, problem.options
     workspace = workspace_on(device, options.workspace)
-    exchange = Host.of(options.gradient, problem.rows, problem.cols, device, workspace)
+    exchange = Host.of(options.gradient, problem.rows, problem.cols, device, problem.dtype, workspace)
     problem = problem.placed(exchange)
     rows, cols = (_labels_on(shard, device) for shard in (problem.rows, problem.cols))
-    samples = [replace(shard, features=shard.features[:0].to(device)) for shard in (rows, cols)]
+    samples = [replace(shard, features=shard.features[:0].to(device, problem.dtype)) for shard in (rows, cols)]
     tiles = choose_tiles(options.backend, problem.loss, *samples)
     weights = None if problem.weights is None else problem.weights.to(device)
     plan = Plan(None, tiles, workspace, accumulator(problem.dtype), None)

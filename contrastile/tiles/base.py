@@ -98,6 +98,8 @@ class Tiles(ABC):
     columns: Shard | None = field(default=None, init=False, repr=False)
     # NaN where a feature that was streamed past is not finite, else 0; None where features are looked at afterwards
     flag: Tensor | None = field(default=None, init=False, repr=False)
+    # types of the gradients of rows and columns; None: those of the features
+    given: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     @abstractmethod
@@ -187,8 +189,9 @@ class Tiles(ABC):
         if want_bias and bias is not None:
             dbias = as_given(of_pairs if self.loss.uses_bias else torch.zeros_like(of_pairs), bias, upstream)
         keep = upstream is not None
-        dq = self.scaled(rows.features, u, upstream, keep=keep) if want_q and u is not None else None
-        dk = self.scaled(cols.features, v, upstream, keep=keep) if want_k and v is not None else None
+        of_q, of_k = self.given or (rows.features.dtype, cols.features.dtype)
+        dq = self.scaled(u, of_q, upstream, keep=keep) if want_q and u is not None else None
+        dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
         return [dscale, dbias, dq, dk]
 
     def _pair_sums(
@@ -203,10 +206,10 @@ class Tiles(ABC):
         assert total is not None
         return sums, inner_product(x, total)
 
-    def scaled(self, x: Tensor, total: Tensor, upstream: Tensor | None, *, keep: bool) -> Tensor:
-        """total · scale · upstream in the type of x; overwrites `total` unless `keep`."""
+    def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
+        """total · scale · upstream in this type; overwrites `total` unless `keep`."""
         factor = self.scale if upstream is None else self.scale * upstream
-        return (total * factor if keep else total.mul_(factor)).to(x.dtype)
+        return (total * factor if keep else total.mul_(factor)).to(dtype)
 
     @property
     def sums_products(self) -> bool:
