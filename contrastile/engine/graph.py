@@ -1,9 +1,10 @@
 """Small batches on a CUDA device: a call captured once as a graph, and replayed.
 
 A way of the plan to compute the gradients with the loss (`Plan.at_once`). A batch of 4,096 rows keeps a GPU busy for
-0.2 ms, but its thirty launches keep the host busy for six times that. From the third call of a plan on all of them are
-one launch: inputs are copied to the memory that the graph reads, and results are copied from the memory that it writes,
-so that calls are independent of each other. Kernels, their order and the bits are those of the calls before.
+0.2 ms, but its thirty launches keep the host busy for six times that, and with ids, labels or listed positives there
+are sixty. From the third call of a plan on all of them are one launch: features, numbers, labels and weights are copied
+to the memory that the graph reads, and results are copied from the memory that it writes, so that calls are independent
+of each other. Kernels, their order and the bits are those of the calls before.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,34 +30,57 @@ from contrastile.tiles.base import Accumulated, Tiles
 
 logger = logging.getLogger("contrastile")
 
-# pairs of a small batch: the strip of gradients that a graph keeps takes two bytes for each
-MOST_PAIRS = 8192**2
+# rows of a small batch's shorter side: longer ones keep the device busy for longer than the host
+MOST_ROWS = 8192
+# bytes of the strip of gradients, which a graph keeps
+MOST_BYTES = 2**29
 # calls of a plan before its capture, which also compile its kernels
 CALLS = 2
 # graphs kept: those used last
 KEPT = 2
 NEVER = -(2**62)
+LABELS = ("positives", "labels", "ids")
 
 
-def small(
-    rows: Shard, cols: Shard, weights: Tensor | None, reduction: Reduction, exchange: Exchange, tiles: MakeTiles
-) -> bool:
-    """A call is replayed: fused kernels, one process, and no tensors beside features, scale and bias."""
+def small(rows: Shard, cols: Shard, reduction: Reduction, exchange: Exchange, tiles: MakeTiles) -> bool:
+    """A call is replayed: fused kernels, one process, and no more pairs than the host can launch as fast."""
+    # float32 features have three 16-bit pieces
+    strip = len(rows) * len(cols) * (6 if rows.features.dtype == torch.float32 else 2)
     return (
         rows.features.is_cuda
-        and len(rows) * len(cols) <= MOST_PAIRS
+        and min(len(rows), len(cols)) <= MOST_ROWS
+        and strip <= MOST_BYTES
         and getattr(tiles, "capturable", False)
         and len(exchange.layout) == 1
         and reduction != "none"
-        and weights is rows.positives is rows.labels is rows.ids is None
     )
 
 
+def _labels(call: Call) -> list[Tensor]:
+    """The tensors beside scale, bias and features that the tiles read."""
+    named = [getattr(shard, name) for shard in (call.rows, call.cols) for name in LABELS]
+    return [x for x in (*named, call.weights) if x is not None]
+
+
+def _relabelled(call: Call, labels: Sequence[Tensor]) -> Call:
+    """The call with these tensors, in the order of `_labels`."""
+    following = iter(labels)
+
+    def relabelled(shard: Shard) -> Shard:
+        given: dict[str, Any] = {name: next(following) for name in LABELS if getattr(shard, name) is not None}
+        return replace(shard, **given)
+
+    rows, cols = relabelled(call.rows), relabelled(call.cols)
+    return replace(call, rows=rows, cols=cols, weights=None if call.weights is None else next(following))
+
+
 class _Graph:
-    """A captured call, the inputs that it reads and the outputs that it writes."""
+    """A captured call, the inputs and labels that it reads and the outputs that it writes."""
 
     def __init__(self, call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> None:
         self.inputs = [None if x is None else x.detach().clone() for x in inputs]
+        self.labels = [x.clone() for x in _labels(call)]
+        call = _relabelled(call, self.labels)
         self.graph = torch.cuda.CUDAGraph()
         self.last = torch.cuda.Event()
         current, apart = torch.cuda.current_stream(), _stream(torch.cuda.current_device())
@@ -71,12 +97,12 @@ class _Graph:
                 self.graph.capture_end()
         current.wait_stream(apart)
 
-    def __call__(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Accumulated]:
+    def __call__(self, call: Call, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Accumulated]:
         stream = torch.cuda.current_stream()
         # another stream may still read the results of the last call
         stream.wait_event(self.last)
-        given = [x.detach() for x in inputs if x is not None]
-        copy_each_([own for own in self.inputs if own is not None], given)
+        given = [*[x.detach() for x in inputs if x is not None], *_labels(call)]
+        copy_each_([*[own for own in self.inputs if own is not None], *self.labels], given)
         self.graph.replay()
         value, found = self.outputs
         result = value.clone(), Accumulated(*(None if x is None else x.clone() for x in found))  # type: ignore[arg-type]
@@ -107,7 +133,7 @@ def replayed(
             every = (scale, bias, *inputs)
             graph = _graph(call, every, wanted) if _calls[call.plan] > CALLS else None
             if graph is not None:
-                return graph(every)
+                return graph(call, every)
     return with_gradients(call, tiles, scale, bias, inputs, wanted)
 
 

@@ -120,7 +120,7 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     tiles: MakeTiles
     if scorer is None:
         tiles = choose_tiles(options.backend, loss, problem.rows, problem.cols)
-        if wants and small(problem.rows, problem.cols, problem.weights, options.reduction, exchange, tiles):
+        if wants and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
             at_once = replayed
     else:
         tiles = _scored_tiles(problem, scorer, exchange, workspace)
