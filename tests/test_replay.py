@@ -16,9 +16,11 @@ from torch import Tensor
 from contrastile import contrast
 from contrastile.engine import graph, plan
 from contrastile.engine.operation import Call, with_gradients
-from contrastile.tiles.base import Accumulated
+from contrastile.tiles.base import Accumulated, Tiles
 
 CAPTURED: list[tuple[int, ...]] = []
+# so large that two of them are kept
+BYTES = graph.KEPT_BYTES // 2
 
 
 class Played:
@@ -26,15 +28,19 @@ class Played:
 
     def __init__(self, call: Call, inputs: Sequence[Any], wanted: Sequence[bool]) -> None:
         CAPTURED.append(tuple(inputs[2].shape))
-        self.call, self.wanted = call, wanted
+        self.call, self.wanted, self.bytes = call, wanted, BYTES
         self.labels = [x.clone() for x in graph._labels(call)]
 
-    def __call__(self, call: Call, inputs: Sequence[Any]) -> tuple[Tensor, Accumulated]:
+    def __call__(self, call: Call, tiles: Tiles, inputs: Sequence[Any]) -> tuple[Tensor, Accumulated]:
         scale, bias, *features = inputs
         for own, given in zip(self.labels, graph._labels(call), strict=True):
             own.copy_(given)
         static = graph._relabelled(self.call, self.labels)
-        return with_gradients(static, static.tiles(scale, bias), scale, bias, features, self.wanted)
+        own_tiles = static.tiles(scale, bias)
+        own_tiles.joined = True
+        answer = with_gradients(static, own_tiles, scale, bias, features, self.wanted)
+        tiles.joined = own_tiles.joined
+        return answer
 
 
 @pytest.fixture
@@ -86,7 +92,7 @@ def test_kinds_that_are_not_used_are_given_up() -> None:
         for _ in range(graph.CALLS + 1):
             contrast(torch.randn(n, 4, requires_grad=True), torch.randn(n, 4), scale=1.0)
     assert CAPTURED == [(3, 4), (4, 4), (5, 4), (3, 4)]
-    assert len(graph._graphs) == graph.KEPT
+    assert len(graph._graphs) == 2
 
 
 def test_nothing_is_small_on_a_cpu() -> None:

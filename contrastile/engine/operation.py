@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.first_order import first_order
-from contrastile.losses.base import PairLoss, Shard
+from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.base import Accumulated, Tiles
 from contrastile.tiles.scored import Scorer
 
@@ -74,18 +74,21 @@ class Call:
         return tiles
 
     def _number(self, x: Tensor) -> Tensor:
-        return x.detach().reshape(()).to(self.device, self.plan.wide)
+        x = x.detach()
+        if x.ndim:
+            x = x.reshape(())
+        return x if x.dtype == self.plan.wide and x.device == self.device else x.to(self.device, self.plan.wide)
 
     def shards(self, inputs: Sequence[Tensor]) -> tuple[Shard, Shard]:
         """Rows and columns with these tensors as their features."""
         if self.scorer is None:
             q, k = inputs
-            return replace(self.rows, features=q), replace(self.cols, features=k)
+            return changed(self.rows, features=q), changed(self.cols, features=k)
         n = len(self.rows.leaves)
         cols = inputs[n : n + len(self.cols.leaves)]
         return (
-            replace(self.rows, features=inputs[0], others=tuple(inputs[1:n])),
-            replace(self.cols, features=cols[0], others=tuple(cols[1:])),
+            changed(self.rows, features=inputs[0], others=tuple(inputs[1:n])),
+            changed(self.cols, features=cols[0], others=tuple(cols[1:])),
         )
 
     def constants(self) -> list[Tensor]:
@@ -151,7 +154,7 @@ def with_gradients(
     mass, flag = exchange.total(torch.stack([weights.sum(), flag])).unbind()
     coefficient = (weights / mass if call.reduction == "mean" else weights) + flag
     # a pairwise loss leaves no state
-    rows = replace(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
+    rows = changed(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
     row_stats = tiles.init(rows)
     found = exchange.accumulate(tiles, rows, cols, wanted, row_stats)
     return exchange.total((coefficient * call.loss.finish(row_stats).loss).sum()), found
@@ -171,23 +174,26 @@ def backward(
     exchange, (rows, cols) = call.exchange, call.shards(inputs)
     with without_autocast(call.device):
         # the one place where gradients are multiplied for the data-parallel wrapper
-        factor: Tensor | None = upstream.to(call.plan.wide) * exchange.gradient_factor()
+        times, factor = exchange.gradient_factor(), upstream.to(call.plan.wide)
+        if times != 1:
+            factor = factor * times
         if call.plan.at_once is not None:
             found = Accumulated(*kept)
         else:
             half = len(kept) // 2
             coefficients = [coefficient * factor for coefficient in kept[half:]]
             rows, cols = with_states(call, rows, cols, kept[:half], coefficients)
-            found, factor = exchange.accumulate(tiles, rows, cols, wanted), None
-        return exchange.gradients(tiles, found, rows, cols, wanted, (scale, bias), factor)
+            found = exchange.accumulate(tiles, rows, cols, wanted)
+        left = None if call.plan.at_once is None else factor
+        return exchange.gradients(tiles, found, rows, cols, wanted, (scale, bias), left)
 
 
 def with_states(
     call: Call, rows: Shard, cols: Shard, states: Sequence[Tensor], coefficients: Sequence[Tensor]
 ) -> tuple[Shard, Shard]:
     """Both shards with what the backward needs of their statistics: of the columns, where the loss is symmetric."""
-    rows = replace(rows, state=states[0], coefficient=coefficients[0])
-    return rows, replace(cols, state=states[1], coefficient=coefficients[1]) if call.loss.symmetric else cols
+    rows = changed(rows, state=states[0], coefficient=coefficients[0])
+    return rows, changed(cols, state=states[1], coefficient=coefficients[1]) if call.loss.symmetric else cols
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -66,6 +66,11 @@ class Arguments:
             self.options, self.loss, self.paired, self.positives_in_range, torch.is_grad_enabled(), self.cast(), *kinds
         )  # fmt: skip
 
+    def plain(self) -> bool:
+        """A call of this signature that passed the checks needs none: no values to read, no tensors to join."""
+        others = (self.scorer, self.positives, self.negatives, self.targets)
+        return all(x is None for x in others) and not self.guides and self.options.device is None
+
     def cast(self) -> torch.dtype | None:
         """The type that autocast gives products on the device of the computation; None where it is off."""
         device = self.options.device
@@ -142,8 +147,8 @@ class Problem:
                 "scorer": None if sides.scorer is None else f"scores of {dtype}",
             }
         return cls(
-            loss, options, (*sides.rows, *sides.cols, *parameters), _as_tensor(scale, device, dtype),
-            None if bias is None else _as_tensor(bias, device, dtype), rows, cols, arguments.weights, device, dtype,
+            loss, options, (*sides.rows, *sides.cols, *parameters), as_tensor(scale, device, dtype),
+            None if bias is None else as_tensor(bias, device, dtype), rows, cols, arguments.weights, device, dtype,
             None if arguments.positives is None or arguments.positives_in_range else sides.keys,
             sides.scorer, statement,
         )  # fmt: skip
@@ -236,9 +241,8 @@ class _Sides:
             checks.vector("weights", weights, "q", q, integer=False)
             checks.constant("weights", weights)
         (q, *more_q), (k, *more_k) = [x.detach() for x in self.rows], [x.detach() for x in self.cols]
-        if cast is not None and not cast == q.dtype == k.dtype:
-            # one tensor twice stays one
-            q, k = (q.to(cast),) * 2 if q is k else (q.to(cast), k.to(cast))
+        if cast is not None:
+            q, k = cast_features(q, k, cast)
         guides: tuple[tuple[Tensor, ...], ...] = tuple(zip(*arguments.guides, strict=True)) or ((), ())
         return (
             Shard(
@@ -306,6 +310,14 @@ def cast_type(x: Tensor, cast: torch.dtype | None) -> torch.dtype:
     return x.dtype if cast is None or x.dtype == torch.float64 else cast
 
 
+def cast_features(q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both sides' values in the type of products; one tensor twice is cast once."""
+    of_rows = q.detach() if q.dtype == dtype else q.detach().to(dtype)
+    if q is k:
+        return of_rows, of_rows
+    return of_rows, k.detach() if k.dtype == dtype else k.detach().to(dtype)
+
+
 def _features(q: Any, k: Any, negatives: Any, cast: torch.dtype | None) -> None:
     """Check that the features can be multiplied with each other; `cast`: autocast's type."""
     checks.features("q", q)
@@ -339,7 +351,7 @@ def _device(features: torch.device, options: Options, *, scored: bool) -> torch.
     return device
 
 
-def _as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
+def as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
     return x if isinstance(x, Tensor) else torch.full((), x, dtype=accumulator(dtype), device=device)
 
 

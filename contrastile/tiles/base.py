@@ -98,6 +98,8 @@ class Tiles(ABC):
     columns: Shard | None = field(default=None, init=False, repr=False)
     # NaN where a feature that was streamed past is not finite, else 0; None where features are looked at afterwards
     flag: Tensor | None = field(default=None, init=False, repr=False)
+    # u and v are parts of one tensor, which a small call copies and scales at once
+    joined: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
     given: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
@@ -161,6 +163,12 @@ class Tiles(ABC):
         want_scale, _, want_q, want_k = wanted
         wide = self.scale.dtype
         for_scale = want_scale and not want_k and not self.sums_products
+        (N, D), M = rows.features.shape, len(cols)
+        # a v that begins at an odd address would take other kernels
+        self.joined = self.joined and want_q and want_k and N * D % 4 == 0
+        if self.joined:
+            both = torch.zeros(N + M, D, dtype=wide, device=self.scale.device)
+            return both[:N], both[N:]
         # contiguous rows, whatever the strides of the features
         u = torch.zeros(rows.features.shape, dtype=wide, device=self.scale.device) if want_q or for_scale else None
         return u, torch.zeros(cols.features.shape, dtype=wide, device=self.scale.device) if want_k else None
@@ -190,6 +198,10 @@ class Tiles(ABC):
             dbias = as_given(of_pairs if self.loss.uses_bias else torch.zeros_like(of_pairs), bias, upstream)
         keep = upstream is not None
         of_q, of_k = self.given or (rows.features.dtype, cols.features.dtype)
+        if self.joined and u is not None and v is not None and of_q == of_k:
+            both = joined(u, v)
+            of_rows, of_cols = self.scaled(both, of_q, upstream, keep=keep).split([len(u), len(v)])
+            return [dscale, dbias, of_rows, of_cols]
         dq = self.scaled(u, of_q, upstream, keep=keep) if want_q and u is not None else None
         dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
         return [dscale, dbias, dq, dk]
@@ -272,9 +284,15 @@ def nonfinite_flag(scale: Tensor, *features: Tensor) -> Tensor:
     return flag
 
 
+def joined(u: Tensor, v: Tensor) -> Tensor:
+    """The tensor of which u and v are the two parts (see `Tiles.joined`)."""
+    return torch.as_strided(u, (len(u) + len(v), u.shape[1]), u.stride())
+
+
 def as_given(gradient: Tensor, number: Tensor, upstream: Tensor | None = None) -> Tensor:
     """The gradient of a scalar, times upstream, in the scalar's own type and shape."""
-    return (gradient if upstream is None else gradient * upstream).to(number.dtype).reshape(number.shape)
+    gradient = (gradient if upstream is None else gradient * upstream).to(number.dtype)
+    return gradient.reshape(number.shape) if number.ndim else gradient
 
 
 def inner_product(x: Tensor, total: Tensor) -> Tensor:
