@@ -154,6 +154,10 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     tiles: MakeTiles
     if scorer is None:
         tiles = choose_tiles(options.backend, loss, problem.rows, problem.cols)
+        alone = len(exchange.layout.rows) == 1 and options.reduction != "none"
+        number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
+        if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
+            at_once = with_gradients
         if wants and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
             at_once = replayed
     else:
