@@ -151,7 +151,7 @@ def search(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:
             return outputs
 
     measure = kept_bytes if differentiates else footprint
-    with job.reached.keeping_random(), job.sharding.gathered(), silent(parameters):
+    with job.reached.random().restoring(), job.sharding.gathered(), silent(parameters):
         few, each = halving(lambda n: bytes_per_example(encoded, n, measure) if n > 1 else 1, min(batch, FEW))
         most = batch if few == min(batch, FEW) else few
         factor = BACKWARD_TRIED if tries(job.device) else BACKWARD

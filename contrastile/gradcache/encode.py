@@ -1,10 +1,10 @@
-"""encode(): the gradient cache as one autograd operation (Gao et al. 2021, section 3.3).
+"""encode(): the gradient cache as one autograd operation of three acts (Gao et al. 2021, section 3.3).
 
-First and last station of the features. Act 1 (`forward.py`): the encoder runs over the batch sub-batch by sub-batch and
-keeps no graph; its features go on to the loss. Act 2 is the loss's, which returns the features' gradients: they are the
-cache. Act 3 (`backward.py`): each sub-batch is encoded again, with the random numbers and the autocast of the first
-time, and back-propagated. The parameters' gradients are summed in float32 and handed to autograd once, as if the whole
-batch had been encoded at once; so any loss, any number of towers and any training loop work with it.
+Act 1, `first_pass`: the encoder runs over the batch sub-batch by sub-batch and keeps no graph; its features go on to
+the loss. Act 2 is the loss's, which returns the features' gradients: they are the cache. Act 3, `second_pass`: each
+sub-batch is encoded again, with the random numbers and the autocast of the first time, and back-propagated. The
+parameters' gradients are summed in float32 and handed to autograd once, as if the whole batch had been encoded at once;
+so any loss, any number of towers and any training loop work with it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -20,17 +21,22 @@ from torch import Tensor, nn
 from contrastile._errors import invalid, one_of, whole_number
 from contrastile._torch import pytree, version
 from contrastile.gradcache.auto import with_fitting_size
-from contrastile.gradcache.backward import second_pass
+from contrastile.gradcache.backward import GradientSums, consume_graphs
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
 from contrastile.gradcache.ddp_fsdp import Sharding, as_forward_of, refuse_bypass, unwrap
 from contrastile.gradcache.first_order import first_order
-from contrastile.gradcache.forward import Job, OutputForm, differentiable, first_pass
-from contrastile.gradcache.introspect import has_other_path, reach
+from contrastile.gradcache.forward import Features, Job, OutputForm, Record, differentiable, refuse_gradients
+from contrastile.gradcache.introspect import (
+    has_other_path,
+    reach,
+    refusing_batch_norm,
+    refusing_changes,
+    refusing_state,
+)
 from contrastile.gradcache.memory import AUTO
-from contrastile.gradcache.modes import Autocast
-from contrastile.gradcache.refusals import refusing_batch_norm
-from contrastile.gradcache.replay_check import poll
-from contrastile.offload import numbered, present_device
+from contrastile.gradcache.modes import Autocast, in_modes, sharing_casts, silent
+from contrastile.gradcache.replay_check import ReplayCheck, poll
+from contrastile.offload import numbered, present_device, settle, stream
 
 
 def encode(
@@ -94,9 +100,8 @@ def encode(
     poll()
     function, wrapper = unwrap(encoder)
     if not callable(function):
-        raise invalid(
-            "encoder", "be callable", type(function).__name__, "Pass a module, a method of one, or a function."
-        )
+        remedy = "Pass a module, a method of one, or a function."
+        raise invalid("encoder", "be callable", type(function).__name__, remedy)
     if sub_batch is None and sub_batch_tokens is None:
         raise invalid("sub_batch", "be given, or sub_batch_tokens", None, 'Say how much is encoded at once, or "auto".')
     examples, retain = _count("sub_batch", sub_batch, 1), _count("retain", retain, 0, (AUTO,))
@@ -107,47 +112,34 @@ def encode(
     if batch == 0:
         leaves = stand_ins(leaves, inputs)
     target = None if device is None else numbered(present_device(device, "where the encoder is"))
-    job = _job(function, wrapper, leaves, structure, batch, retain, target, features == "host")
-    parameters = job.reached.parameters
+    reached = reach(function, leaves, structure, target)
+    refuse_bypass(wrapper, reached.modules, reached.parameters)
+    sharding = Sharding.of(function, reached.modules)
+    parameters = sharding.wholes_of(reached.parameters, reached.modules)
+    # with the batch as one sub-batch for now
+    job = Job(
+        function, structure, SubBatches([(0, batch)]), retain, features == "host",
+        replace(reached, parameters=parameters), Autocast.current(reached.device), sharding,
+        has_other_path(function, reached.modules),
+    )  # fmt: skip
     form = OutputForm()
     # evaluation reduces nothing, so it needs no forward of the wrapper
     wrapper = wrapper if parameters else None
 
     def run(size: int | None = examples) -> list[Tensor | None]:
         batches = split(batch, size or batch) if tokens is None else split_by_tokens(inputs, tokens, size)
-        batches = batches.extended(job.sharding.most(len(batches.bounds)))
+        batches = batches.extended(sharding.most(len(batches.bounds)))
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)
         if not planned.differentiates(ordered):
             return batches.unsort(first_pass(planned, ordered, form, grad=False)[0])
-        with job.sharding.in_step():
+        with sharding.in_step():
             return batches.unsort(_Encode.apply(planned, form, ordered, *parameters, *differentiable(ordered)))
 
     # a search for the size deals with its own errors, outside of `in_step`
     encoded = partial(with_fitting_size, job, leaves, batch, wrapper, run) if examples == AUTO else run
-    with refusing_batch_norm(job.reached.modules):
+    with refusing_batch_norm(reached.modules):
         outputs = encoded() if wrapper is None else as_forward_of(wrapper, encoded)
     return pytree.tree_unflatten(outputs, form.structure)
-
-
-def _job(
-    function: Callable[..., Any],
-    wrapper: Any,
-    leaves: Sequence[Tensor | None],
-    structure: Any,
-    batch: int,
-    retain: int | Literal["auto"],
-    device: torch.device | None,
-    to_host: bool,
-) -> Job:
-    """The call as a value: everything that the encoder uses, with the batch as one sub-batch for now."""
-    reached = reach(function, leaves, structure, device)
-    refuse_bypass(wrapper, reached.modules, reached.parameters)
-    sharding = Sharding.of(function, reached.modules)
-    reached = replace(reached, parameters=sharding.wholes_of(reached.parameters, reached.modules))
-    return Job(
-        function, structure, SubBatches([(0, batch)]), retain, to_host, reached,
-        Autocast.current(reached.device), sharding, has_other_path(function, reached.modules),
-    )  # fmt: skip
 
 
 class _Encode(torch.autograd.Function):
@@ -174,6 +166,79 @@ class _Encode(torch.autograd.Function):
         rule = "have the parameters of the first pass"
         _refuse_changed_parameters(ctx, rule, "that has changed since", "Step the optimizer after backward.")
         return None, None, None, *second_pass(ctx.job, ctx.record, ctx.parameters, leaves, upstream)
+
+
+def first_pass(job: Job, leaves: Sequence[Tensor | None], form: OutputForm, *, grad: bool) -> tuple[list[Any], Record]:
+    """Act 1: features of the whole batch, and the record for act 3; without `grad` nothing will be back-propagated."""
+    values, wanted = _detached(leaves)
+    record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules])
+    with_graph = wanted if grad and job.other_path else None
+    features = Features(job, form)
+    # without `grad`, grad mode stays as the caller set it: an output with a graph shows a parameter that was missed
+    with refusing_state(job.reached.modules), refusing_changes(leaves):
+        for index, rows in enumerate(stream(values, job.batches.encoded, job.device)):
+            random = job.reached.random(last=record.random[-1] if record.random else None)
+            record.random.append(random)
+            outputs = job.run_retaining(record, index, rows, wanted) if record.graphs.tries(index) else None
+            if outputs is None:
+                outputs, _ = job.with_room(partial(job.run, index, rows, form, with_graph), random)
+            if grad:
+                record.sketches.add(outputs)
+            else:
+                refuse_gradients(outputs)
+            form.shared = form.shared or job.shared(outputs, values, form, random)
+            features.add(index, outputs)
+            # or its graph would live beside the next one's
+            del outputs
+    states = [*record.random, job.reached.random(last=record.random[-1])]
+    record.random = [state.drawn(following) for state, following in pairwise(states)]
+    return features.finish(), record
+
+
+def second_pass(
+    job: Job,
+    record: Record,
+    parameters: Sequence[Tensor],
+    leaves: Sequence[Tensor | None],
+    upstream: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Act 3: gradients of the parameters, and of the leaves that want one.
+
+    `upstream`: gradients of the features, the cache. Sub-batches whose graph was kept need no second forward, and come
+    first.
+    """
+    values, wanted = _detached(leaves)
+    sums = GradientSums(job.bounds, parameters, differentiable(leaves), upstream, record.form.shared)
+    check = ReplayCheck(record.sketches, [*job.reached.dtypes, *job.autocast.dtypes])
+    after = job.reached.random(process={name for state in record.random for name in state.process})
+
+    def replay(index: int, rows: Sequence[Tensor | None]) -> None:
+        with job.autocast.entered():
+            outputs, inputs = job.run(index, rows, record.form, wanted)
+        check.compare(index, outputs, upstream)
+        sums.add(index, outputs, inputs)
+        job.sharding.settle()
+
+    modes = in_modes(job.reached.modules, record.training)
+    with after.restoring(), job.sharding.in_step(), silent(parameters), job.sharding.holding_back(), modes:
+        done = consume_graphs(job, record, sums)
+        replayed = [index for index in range(len(job.bounds)) if index not in done]
+        bounds = [job.batches.encoded[index] for index in replayed]
+        with sharing_casts(job.device):
+            for index, rows in zip(replayed, stream(values, bounds, job.device), strict=True):
+                record.random[index].restore()
+                job.with_room(partial(replay, index, rows), record.random[index])
+    check.report(job.name)
+    if job.to_host:
+        # autograd takes this operation for one of the CPU, and would not let the parameters' stream wait for it
+        settle(job.device)
+    return sums.finish()
+
+
+def _detached(leaves: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[bool]]:
+    """The leaves without their graph, and which of them want a gradient."""
+    values = [None if leaf is None else leaf.detach() for leaf in leaves]
+    return values, [leaf is not None and leaf.requires_grad for leaf in leaves]
 
 
 def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> None:
