@@ -189,8 +189,7 @@ def _check_files(test: Any) -> None:
 
 def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int:
     """Print the measures of a file of rankings."""
-    from contrastile.evaluate.ranking import USUAL, means, measure
-    from contrastile.evaluate.trec import judged_of, read_judgements, read_run
+    from contrastile.evaluate.ranking import USUAL, judged_of, means, measure, read_judgements, read_run
 
     ranked, judged = read_run(rankings), read_judgements(judgements)
     try:

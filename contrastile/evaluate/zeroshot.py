@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.evaluate.retrieval import ranks_where
-from contrastile.evaluate.scores import check_features
+from contrastile.evaluate.retrieval import check_features, ranks
 
 
 @torch.no_grad()
@@ -38,10 +37,10 @@ def class_features(
     if not synonyms or not all(synonyms):
         raise invalid("names", "not be empty", "no names", "Give every class its name.")
     owner = torch.tensor([row for row, several in enumerate(synonyms) for _ in several])
-    flat = [name for several in synonyms for name in several]
     sums: list[Tensor] = []
     for prompt in prompts:
-        unit = F.normalize(encode([prompt.replace("{}", name) for name in flat]).float(), dim=-1)
+        texts = [prompt.replace("{}", name) for several in synonyms for name in several]
+        unit = F.normalize(encode(texts).float(), dim=-1)
         zeros = unit.new_zeros(len(synonyms), unit.shape[1])
         sums.append(zeros.index_add_(0, owner.to(unit.device), unit))
     return F.normalize(torch.stack(sums).sum(dim=0), dim=-1)
@@ -63,9 +62,9 @@ def classified(
     check_features(image, classes)
     if len(image) == 0:
         raise invalid("image", "not be empty", "no pictures", "There is nothing to measure.")
-    ranks = ranks_where(image, classes, lambda rows, columns: right[labels[rows], columns])
-    accuracies = {f"top{k}": (ranks < k).double().mean().item() for k in ks if k == 1 or k < len(classes)}
+    rank = ranks(image, classes, lambda rows, columns: right[labels[rows], columns])
+    accuracies = {f"top{k}": (rank < k).double().mean().item() for k in ks if k == 1 or k < len(classes)}
     images = torch.bincount(labels, minlength=len(right)).double()
-    hits = torch.bincount(labels, weights=(ranks < 1).double(), minlength=len(right))
+    hits = torch.bincount(labels, weights=(rank < 1).double(), minlength=len(right))
     present = images > 0
     return {**accuracies, "mean-per-class-recall": (hits[present] / images[present]).mean().item()}

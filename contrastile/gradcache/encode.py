@@ -25,7 +25,7 @@ from contrastile.gradcache.backward import GradientSums, consume_graphs
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
 from contrastile.gradcache.ddp_fsdp import Sharding, as_forward_of, refuse_bypass, unwrap
 from contrastile.gradcache.first_order import first_order
-from contrastile.gradcache.forward import Features, Job, OutputForm, Record, differentiable, refuse_gradients
+from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
 from contrastile.gradcache.introspect import (
     has_other_path,
     reach,
@@ -170,7 +170,7 @@ class _Encode(torch.autograd.Function):
 
 def first_pass(job: Job, leaves: Sequence[Tensor | None], form: OutputForm, *, grad: bool) -> tuple[list[Any], Record]:
     """Act 1: features of the whole batch, and the record for act 3; without `grad` nothing will be back-propagated."""
-    values, wanted = _detached(leaves)
+    values, wanted = detached(leaves)
     record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules])
     with_graph = wanted if grad and job.other_path else None
     features = Features(job, form)
@@ -207,7 +207,7 @@ def second_pass(
     `upstream`: gradients of the features, the cache. Sub-batches whose graph was kept need no second forward, and come
     first.
     """
-    values, wanted = _detached(leaves)
+    values, wanted = detached(leaves)
     sums = GradientSums(job.bounds, parameters, differentiable(leaves), upstream, record.form.shared)
     check = ReplayCheck(record.sketches, [*job.reached.dtypes, *job.autocast.dtypes])
     after = job.reached.random(process={name for state in record.random for name in state.process})
@@ -233,12 +233,6 @@ def second_pass(
         # autograd takes this operation for one of the CPU, and would not let the parameters' stream wait for it
         settle(job.device)
     return sums.finish()
-
-
-def _detached(leaves: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[bool]]:
-    """The leaves without their graph, and which of them want a gradient."""
-    values = [None if leaf is None else leaf.detach() for leaf in leaves]
-    return values, [leaf is not None and leaf.requires_grad for leaf in leaves]
 
 
 def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> None:

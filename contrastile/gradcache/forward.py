@@ -264,6 +264,12 @@ def differentiable(leaves: Sequence[Tensor | None]) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
 
 
+def detached(leaves: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[bool]]:
+    """The leaves without their graph, and which of them want a gradient."""
+    values = [None if leaf is None else leaf.detach() for leaf in leaves]
+    return values, [leaf is not None and leaf.requires_grad for leaf in leaves]
+
+
 def refuse_gradients(outputs: Sequence[Any]) -> None:
     """Raise where a gradient is wanted that nothing would compute."""
     for leaf in graph_leaves([out for out in outputs if isinstance(out, Tensor) and out.requires_grad]):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid, whole_number
 from contrastile.data.texts import Passage
-from contrastile.evaluate.topk import topk
+from contrastile.evaluate.retrieval import topk
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder
 from contrastile.train.retriever.batches import passage_tokens
 from contrastile.train.retriever.run import RetrieverRun

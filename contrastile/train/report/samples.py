@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from contrastile.data.pairs import Images, Indices, PairSet
-from contrastile.evaluate.topk import topk
+from contrastile.evaluate.retrieval import topk
 from contrastile.train.evaluation import PARTS, HeldOut, Names, Part
 from contrastile.train.report.page import Samples
 
