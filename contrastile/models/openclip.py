@@ -18,14 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
-from contrastile.models.base import (
-    PixelTower,
-    Tower,
-    TowerPair,
-    check_image_input,
-    check_text_input,
-    feature_size,
-)
+from contrastile.models.base import PixelTower, Tower, TowerPair, check_image_input, check_text_input, feature_size
 from contrastile.models.text import CLIP_ENDS, WordTokenizer, bpe_as_clip
 from contrastile.models.weights import load_weights_into, read_weights
 
@@ -88,7 +81,12 @@ class OpenClip:
         except TypeError as error:
             raise invalid("config", "describe a model of open_clip", sorted(shapes), f"{error}.") from error
         if self.checkpoint is not None:
-            weights = {_current_name(name): value for name, value in read_weights(self.checkpoint).items()}
+            # the old layout has the parts of the module `text` at the top level
+            current = ("visual.", "text.", *SCALES)
+            weights = {
+                name if name.startswith(current) else f"text.{name}": value
+                for name, value in read_weights(self.checkpoint).items()
+            }
             for name in SCALES:
                 # some versions write shape [], others [1]
                 if name in weights and getattr(model, name, None) is not None:
@@ -101,11 +99,6 @@ class OpenClip:
         import open_clip
 
         return list(self.mean or open_clip.OPENAI_DATASET_MEAN), list(self.std or open_clip.OPENAI_DATASET_STD)
-
-
-def _current_name(name: str) -> str:
-    """A weight's name in the layout with a module `text`; the old layout has its parts at the top level."""
-    return name if name.startswith(("visual.", "text.", *SCALES)) else f"text.{name}"
 
 
 class OpenClipText(nn.Module):

@@ -10,7 +10,7 @@ import difflib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,8 +41,6 @@ TRIAL_LENGTH = 4
 TRIAL_TEXT = "a small red fox in the snow"
 # weights are float32, because half precision loses small updates; `train.precision` sets the precision of products
 DTYPE = torch.float32
-# the key of a configuration in this version of transformers, and in older ones
-DTYPE_NAMES = ("dtype", "torch_dtype")
 # code in a folder is not run, nor is the user asked to allow it
 LOCAL_ONLY = {"local_files_only": True, "trust_remote_code": False}
 # nothing is unpickled; weights that differ from the model's are reported
@@ -107,7 +105,11 @@ class Library:
         # or a run, and may hold keys that other classes read
         if "transformers_version" not in entries:
             _refuse_unknown_keys({key: value for key, value in entries.items() if key not in defaults}, config)
-            _refuse_half_precision(entries)
+            # the key in this version of transformers, and in older ones
+            for name in ("dtype", "torch_dtype"):
+                if (got := entries.get(name)) is not None and str(got).removeprefix("torch.") != "float32":
+                    remedy = "Leave it out, and set train.precision."
+                    raise invalid("config", "have weights of float32", f'{name} = "{got}"', remedy)
         return config
 
     def normalisation(self) -> tuple[list[float], list[float]]:
@@ -199,14 +201,6 @@ def _refuse_unknown_keys(entries: Mapping[str, Any], config: Any, path: str = "c
             _refuse_unknown_keys(value, getattr(config, key), f"{path}.{key}")
 
 
-def _refuse_half_precision(entries: Mapping[str, Any]) -> None:
-    """Raise ValueError for weights of another precision than float32."""
-    for name in DTYPE_NAMES:
-        if (got := entries.get(name)) is not None and str(got).removeprefix("torch.") != "float32":
-            remedy = "Leave it out, and set train.precision."
-            raise invalid("config", "have weights of float32", f'{name} = "{got}"', remedy)
-
-
 def _mean(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if states.ndim == 4:
@@ -218,10 +212,6 @@ def _mean(output: Any, mask: Tensor | None) -> Tensor:
     return (states * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1)
 
 
-def _cls(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
-    return output.last_hidden_state[:, 0]
-
-
 def _last(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if mask is None or mask.shape[1] != states.shape[1]:
@@ -231,14 +221,19 @@ def _last(output: Any, mask: Tensor | None) -> Tensor:
     return states[torch.arange(len(states), device=states.device), last]
 
 
-def _pooler(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
+def _pooler(output: Any, _: Tensor | None) -> Tensor:
     pooled = getattr(output, "pooler_output", None)
     if pooled is None:
         raise invalid("pooling", "be one that the model has", "pooler", 'This model has none: take "mean" or "cls".')
     return pooled.flatten(1)
 
 
-POOLINGS = {"mean": _mean, "cls": _cls, "last": _last, "pooler": _pooler}
+POOLINGS: dict[str, Callable[[Any, Tensor | None], Tensor]] = {
+    "mean": _mean,
+    "cls": lambda output, _: output.last_hidden_state[:, 0],
+    "last": _last,
+    "pooler": _pooler,
+}
 
 
 class ImageTower(PixelTower):
@@ -326,7 +321,8 @@ def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
     other[0, 1] = next(token for token in range(tokenizer.vocabulary_size - 2, -1, -1) if token not in ends)
     with evaluating(model):
         outputs = [model(input_ids=one, attention_mask=mask) for one in (ids, other)]
-    states, pooled, last = ([pool(one, mask) for one in outputs] for pool in (_states, _pooler, _last))
+    states = [one.last_hidden_state for one in outputs]
+    pooled, last = ([pool(one, mask) for one in outputs] for pool in (_pooler, _last))
     causal = torch.equal(states[0][:, 0], states[1][:, 0])
     takes_one = pooled[0].shape == last[0].shape and bool((states[0] == pooled[0][:, None]).all(dim=2).any())
     return "last" if causal and takes_one and not all(map(torch.equal, pooled, last)) else "pooler"
@@ -340,10 +336,6 @@ def _sees_padding(tower: TextTower, tokenizer: Tokenizer) -> bool:
     with evaluating(tower):
         padded, short = tower(**text), tower(**trimmed)
     return bool((padded - short).norm() > 1e-2 * padded.norm())
-
-
-def _states(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
-    return output.last_hidden_state
 
 
 def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: Tokenizer) -> TowerPair:

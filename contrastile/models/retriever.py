@@ -18,7 +18,7 @@ from contrastile._errors import invalid, whole_number
 from contrastile.models.base import ProjectedTower, Settings, Tower, TowerBuilder, build_tower, completed
 from contrastile.models.small import BagTower
 from contrastile.models.text import Tokenizer
-from contrastile.models.towers import transformers_text, words_tower
+from contrastile.models.towers import TEXT_TOWERS, small_tower
 
 
 class Retriever(nn.Module):
@@ -115,8 +115,12 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
     sizes = {common or tower.features for tower in towers.values()}
     if len(sizes) > 1:
         raise invalid("features", "be given for encoders of unequal sizes", sorted(sizes), "Set model.features.")
+    encoders = {side: tower.module for side, tower in towers.items()}
+    if common is not None:
+        projections = {side: nn.Linear(tower.features, common, bias=False) for side, tower in towers.items()}
+        encoders = {side: ProjectedTower(encoder, projections[side]) for side, encoder in encoders.items()}
     return Retriever(
-        {side: tower.module if common is None else _projected(tower, common) for side, tower in towers.items()},
+        encoders,
         scale=complete["scale"],
         learn_scale=complete["learn_scale"],
         normalise=complete["normalise"],
@@ -125,16 +129,11 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
     )
 
 
-def _projected(tower: Tower, features: int) -> nn.Module:
-    return ProjectedTower(tower.module, nn.Linear(tower.features, features, bias=False))
-
-
-def _bag(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    tower = BagTower(vocabulary=tokenizer.vocabulary_size, **own)
-    return Tower(tower, tower.features, own)
-
-
-ENCODERS: dict[str, TowerBuilder] = {"bag": _bag, "words": words_tower, "transformers": transformers_text}
+ENCODERS: dict[str, TowerBuilder] = {
+    "bag": lambda own, _, tokenizer: small_tower(BagTower(vocabulary=tokenizer.vocabulary_size, **own), own),
+    "words": TEXT_TOWERS["words"],
+    "transformers": TEXT_TOWERS["transformers"],
+}
 
 
 def add_adapters(module: nn.Module, *, rank: int, alpha: float, dropout: float, targets: tuple[str, ...]) -> None:

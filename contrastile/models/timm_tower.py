@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.models.base import PixelTower, Tower, check_image_input, feature_size
@@ -59,16 +58,12 @@ def timm_tower(origin: Timm, *, image_size: int, channels: int) -> Tower:
     check_image_input(image_size, channels, size=config.get("img_size"), colours=config["in_chans"])
     model = timm.create_model(origin.name, pretrained=False, num_classes=0, **config)
     if origin.checkpoint is not None:
-        load_weights_into(model, _without_classifier(model, read_weights(origin.checkpoint)), origin.checkpoint)
+        names = model.pretrained_cfg.get("classifier") or ()
+        classifier = tuple(f"{name}." for name in ((names,) if isinstance(names, str) else names))
+        weights = {name: x for name, x in read_weights(origin.checkpoint).items() if not name.startswith(classifier)}
+        load_weights_into(model, weights, origin.checkpoint)
     own = timm.data.resolve_model_data_config(model)
     mean, std = list(origin.mean or own["mean"]), list(origin.std or own["std"])
     tower = PixelTower(model, config["in_chans"], mean, std)
     features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
     return Tower(tower, features, {"name": origin.name, "config": config, "mean": mean, "std": std})
-
-
-def _without_classifier(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a file except the classifier's."""
-    names = model.pretrained_cfg.get("classifier") or ()
-    parts = tuple(f"{name}." for name in ((names,) if isinstance(names, str) else names))
-    return {name: value for name, value in weights.items() if not name.startswith(parts)}

@@ -14,19 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
-from contrastile.models.base import (
-    ProjectedTower,
-    Settings,
-    Tower,
-    TowerBuilder,
-    TowerPair,
-    build_tower,
-    completed,
-)
-from contrastile.models.freezing import eval_frozen
+from contrastile.models.base import ProjectedTower, Settings, Tower, TowerBuilder, TowerPair, build_tower, completed
+from contrastile.models.layers import eval_frozen
 from contrastile.models.openclip import OpenClip, openclip_image, openclip_text, openclip_whole
 from contrastile.models.pretrained import Library, image_tower, text_tower, whole_model
-from contrastile.models.small import ConvTower, WordsTower
+from contrastile.models.small import BagTower, ConvTower, WordsTower
 from contrastile.models.text import Tokenizer
 from contrastile.models.timm_tower import Timm, timm_tower
 
@@ -144,31 +136,22 @@ def _image_input(settings: Settings) -> dict[str, Any]:
     return {"image_size": settings["image_size"], "channels": settings["channels"]}
 
 
-def _conv(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    tower = ConvTower(channels=settings["channels"], **own)
+def small_tower(tower: ConvTower | WordsTower | BagTower, own: dict[str, Any]) -> Tower:
+    """A tower of `small.py` with its own settings."""
     return Tower(tower, tower.features, own)
-
-
-def words_tower(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    """The small text tower."""
-    tower = WordsTower(vocabulary=tokenizer.vocabulary_size, length=tokenizer.length, **own)
-    return Tower(tower, tower.features, own)
-
-
-def transformers_text(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    """A text tower of the library transformers."""
-    return text_tower(Library(**own), tokenizer=tokenizer)
 
 
 IMAGE_TOWERS: dict[str, TowerBuilder] = {
-    "conv": _conv,
+    "conv": lambda own, settings, _: small_tower(ConvTower(channels=settings["channels"], **own), own),
     "transformers": lambda own, settings, _: image_tower(Library(**own), **_image_input(settings)),
     "timm": lambda own, settings, _: timm_tower(Timm(**own), **_image_input(settings)),
     "open_clip": lambda own, settings, _: openclip_image(OpenClip(**own), **_image_input(settings)),
 }
 TEXT_TOWERS: dict[str, TowerBuilder] = {
-    "words": words_tower,
-    "transformers": transformers_text,
+    "words": lambda own, _, tokenizer: small_tower(
+        WordsTower(vocabulary=tokenizer.vocabulary_size, length=tokenizer.length, **own), own
+    ),
+    "transformers": lambda own, _, tokenizer: text_tower(Library(**own), tokenizer=tokenizer),
     "open_clip": lambda own, _, tokenizer: openclip_text(OpenClip(**own), tokenizer=tokenizer),
 }
 # the settings of a model with both towers, and the function that builds its towers

@@ -17,7 +17,6 @@ from contrastile._errors import invalid
 # keys under which training scripts store the weights, and prefixes of wrappers
 ENVELOPES = ("state_dict", "model")
 WRAPPERS = ("module.", "_orig_mod.")
-NONE: Set[str] = frozenset()
 
 
 def read_weights(checkpoint: str | Path) -> dict[str, Tensor]:
@@ -45,13 +44,10 @@ def read_weights(checkpoint: str | Path) -> dict[str, Tensor]:
             content = content[envelope]
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise invalid("checkpoint", "hold tensors by name", f'"{path}"', "Save the model's state_dict alone.")
-    return {_without_wrappers(name): value for name, value in content.items()}
-
-
-def _without_wrappers(name: str) -> str:
-    while name.startswith(WRAPPERS):
-        name = name.partition(".")[2]
-    return name
+    # several wrappers may be around the model
+    while any(name.startswith(WRAPPERS) for name in content):
+        content = {name.partition(".")[2] if name.startswith(WRAPPERS) else name: x for name, x in content.items()}
+    return content
 
 
 def load_weights_into(module: nn.Module, weights: dict[str, Tensor], checkpoint: str | Path) -> None:
@@ -69,16 +65,15 @@ def load_weights_into(module: nn.Module, weights: dict[str, Tensor], checkpoint:
     module.load_state_dict(weights)
 
 
-def differences(*, lacking: Set[str] = NONE, besides: Set[str] = NONE, reshaped: Set[str] = NONE) -> str:
+def differences(*, lacking: Set[str], besides: Set[str] = frozenset(), reshaped: Set[str] = frozenset()) -> str:
     """A description of weights that differ from a model's, the first three names of each kind; empty for none.
 
     >>> differences(lacking={"bias", "gain"}, besides={"head"})
     'it lacks bias, gain; it has besides head'
     """
     kinds = {"lacks": lacking, "has besides": besides, "has of another shape": reshaped}
-    return "; ".join(f"it {kind} {_first(sorted(names))}" for kind, names in kinds.items() if names)
-
-
-def _first(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    return "; ".join(
+        f"it {kind} {', '.join(sorted(names)[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for kind, names in kinds.items()
+        if names
+    )

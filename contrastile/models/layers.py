@@ -1,11 +1,12 @@
-"""Frozen towers: all weights, or those before a tower's last layers, are left as they are (LiT, Zhai et al. 2022).
+"""Switches of a tower's layers: frozen weights (LiT, Zhai et al. 2022), and activations that are computed again.
 
-Stands beside `activation_checkpointing.py`; a recipe asks for it with `model.locked` and `model.unlocked`.
+On top of `base.py`. A recipe asks for them with `model.locked` and `model.unlocked`, and with `model.checkpointing`.
 """
 
 from __future__ import annotations
 
 from itertools import dropwhile
+from typing import Any
 
 from torch import nn
 
@@ -53,3 +54,28 @@ def eval_frozen(module: nn.Module) -> None:
         return
     for part in module.children():
         eval_frozen(part)
+
+
+def checkpoint_activations(tower: nn.Module, side: str) -> None:
+    """Let the tower's backward recompute the activations of its layers instead of storing them.
+
+    Uses the switch of transformers, or `set_grad_checkpointing` of open_clip and timm; raises ValueError for a tower
+    with neither.
+    """
+    switched = False
+    for part in tower.modules():
+        library: Any = part
+        if getattr(part, "supports_gradient_checkpointing", False):
+            # older versions of transformers have the second name
+            switches = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+            name = next(name for name in switches if hasattr(library, name))
+            # the reentrant variant returns no gradients where no input requires one
+            getattr(library, name)({"use_reentrant": False})
+            switched = True
+        elif callable(getattr(part, "set_grad_checkpointing", None)):
+            library.set_grad_checkpointing(True)
+            switched = True
+    if not switched:
+        kind = type(getattr(tower, "tower", tower)).__name__
+        remedy = "Leave it out: the gradient cache keeps one sub-batch of activations anyway."
+        raise invalid("model.checkpointing", "name towers that have it", f"{side}, a {kind}", remedy)
