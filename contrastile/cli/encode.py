@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out) if arguments.out else own_folder(folder / "index")
     make_folder("--out", out)
 
-    from contrastile.retrieval.search import encode_source
+    from contrastile.retrieval.index import encode_source
 
     with written_to(out):
         index = encode_source(

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         made = f"contrastile encode {arguments.run}" + (f" --out {index}" if arguments.index else "")
         raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: {made}")
 
-    from contrastile.retrieval.search import open_search
+    from contrastile.retrieval.index import open_search
 
     search = open_search(folder, index, engine=arguments.engine, device=arguments.device)
     if arguments.question is not None:
