@@ -134,7 +134,11 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
     received = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
 
     def rows(arrived: list[Tensor]) -> list[Tensor]:
-        return [_from_bytes(_unpadded(all_rows, sizes), x.dtype) for all_rows, x in zip(arrived, tensors, strict=True)]
+        # not copied where there is no padding
+        if any(n != largest for n in sizes):
+            arrived = [torch.cat([part[:n] for part, n in zip(x.split(largest), sizes, strict=True)]) for x in arrived]
+        pairs = zip(arrived, tensors, strict=True)
+        return [all_rows if all_rows.dtype == x.dtype else all_rows.view(x.dtype).squeeze(-1) for all_rows, x in pairs]
 
     with collective(operation, group):
         works = [
@@ -231,21 +235,9 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x if x.dtype in SENDABLE else x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.view(dtype).squeeze(-1)
-
-
 def _padded(x: Tensor, rows: int) -> Tensor:
     if len(x) == rows:
         return x.contiguous()
     padded = x.new_zeros((rows, *x.shape[1:]))
     padded[: len(x)] = x
     return padded
-
-
-def _unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The rows of all ranks without padding; not copied where there is none."""
-    largest = max(sizes)
-    if all(n == largest for n in sizes):
-        return rows
-    return torch.cat([part[:n] for part, n in zip(rows.split(largest), sizes, strict=True)])

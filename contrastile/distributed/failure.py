@@ -30,6 +30,8 @@ from contrastile.distributed.group import resolved, state_of
 PATIENCE, LOOK = 1.5, 0.05
 # letters of an error that a rank leaves by
 LETTERS = 200
+# keys of the store, by rank: the error by which it left, and its signature
+REASON, SIGNATURE = "contrastile/has left by/{}", "contrastile/sees the failure/{}"
 # tag of a message that no rank sends, see `hang_up`
 UNUSED_TAG = 31337
 
@@ -132,7 +134,7 @@ def _receives(group: Any) -> dict[int, dist.Work | None]:
 def farewell(error: BaseException) -> str:
     """Write into the store the error of its own by which this rank leaves; return the text."""
     text = f"{type(error).__name__}: {error}".strip().split("\n")[0][:LETTERS].rstrip(".: ")
-    _with_store(lambda store: store.set(_reason_key(dist.get_rank()), text)).join(PATIENCE)
+    _with_store(lambda store: store.set(REASON.format(dist.get_rank()), text)).join(PATIENCE)
     return text
 
 
@@ -204,13 +206,13 @@ def _missing(group: Any) -> tuple[list[int] | None, dict[int, str]]:
 
     def sign(store: Any) -> None:
         absent = dist.get_process_group_ranks(group)
-        store.set(_signature_key(dist.get_rank()), "")
+        store.set(SIGNATURE.format(dist.get_rank()), "")
         signed.set()
         began = time.monotonic()
         while set(absent) - set(reasons) and time.monotonic() - began < PATIENCE * (1 if len(absent) == 1 else 2):
-            absent = [rank for rank in absent if not store.check([_signature_key(rank)])]
-            left = [rank for rank in absent if store.check([_reason_key(rank)])]
-            reasons.update((rank, store.get(_reason_key(rank)).decode()) for rank in left)
+            absent = [rank for rank in absent if not store.check([SIGNATURE.format(rank)])]
+            left = [rank for rank in absent if store.check([REASON.format(rank)])]
+            reasons.update((rank, store.get(REASON.format(rank)).decode()) for rank in left)
             looks.append(absent)
             time.sleep(LOOK)
 
@@ -239,11 +241,3 @@ def _named(missing: list[int] | None, reasons: dict[int, str]) -> tuple[str, str
     left = ", which left by {1}" if len(missing) == 1 else "; rank {0} left by {1}"
     errors = "".join(left.format(rank, reasons[rank]) for rank in missing if rank in reasons)
     return f"no answer from {names}{errors}", f"See what {names} said last, and start all ranks again."
-
-
-def _reason_key(rank: int) -> str:
-    return f"contrastile/has left by/{rank}"
-
-
-def _signature_key(rank: int) -> str:
-    return f"contrastile/sees the failure/{rank}"
