@@ -107,7 +107,8 @@ def encode(
     examples, retain = _count("sub_batch", sub_batch, 1), _count("retain", retain, 0, (AUTO,))
     tokens = _count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
     one_of("features", features, ("device", "host"), "The host has room for more.")
-    leaves, structure = pytree.tree_flatten(_arguments(inputs))
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    leaves, structure = pytree.tree_flatten(((), dict(inputs)) if isinstance(inputs, Mapping) else (args, {}))
     batch = _batch_size(leaves)
     if batch == 0:
         leaves = stand_ins(leaves, inputs)
@@ -250,25 +251,17 @@ def _count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AU
     return whole_number(name, value, least, remedy)
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
 def _batch_size(leaves: Sequence[Any]) -> int:
-    sizes = []
-    for leaf in leaves:
-        if leaf is not None and (not isinstance(leaf, Tensor) or leaf.ndim == 0):
+    present = [leaf for leaf in leaves if leaf is not None]
+    for leaf in present:
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0:
             got = "a tensor without axes" if isinstance(leaf, Tensor) else type(leaf).__name__
-            remedy = "Convert arrays with torch.as_tensor; bind other arguments with functools.partial."
-            if isinstance(leaf, str):
-                remedy = "Tokenise texts first; bind other arguments with functools.partial."
+            first = "Tokenise texts first" if isinstance(leaf, str) else "Convert arrays with torch.as_tensor"
+            remedy = f"{first}; bind other arguments with functools.partial."
             raise invalid("inputs", "be tensors whose first axis is the batch", got, remedy)
-        if leaf is not None:
-            sizes.append(len(leaf))
-    if not sizes:
+    if not present:
         raise invalid("inputs", "contain a tensor", "none", "Pass what the encoder takes.")
-    if len(set(sizes)) > 1:
-        raise invalid("inputs", "have the same first axis, the batch", sorted(set(sizes)), "Check each tensor's shape.")
+    sizes = sorted({len(leaf) for leaf in present})
+    if len(sizes) > 1:
+        raise invalid("inputs", "have the same first axis, the batch", sizes, "Check each tensor's shape.")
     return sizes[0]
