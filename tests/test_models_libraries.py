@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from tiny_runs import tiny_recipe
 from torch import nn
 
-from contrastile.models import openclip, weights
-from contrastile.models.openclip import clip_tokenizer
+from contrastile.models import timm_openclip, weights
 from contrastile.models.text import load_tokenizer, train_tokenizer
+from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.models.towers import build_model
 from contrastile.train.loop import run_recipe
 from contrastile.train.recipe import RecipeError
@@ -255,7 +255,7 @@ def test_the_tokenizer_of_clip_is_exact_and_works_without_open_clip(open_clip, t
 
 
 def test_an_open_clip_without_the_end_tokens_is_refused(open_clip, monkeypatch):
-    monkeypatch.setattr(openclip, "CLIP_ENDS", ("<s>", "</s>"))
+    monkeypatch.setattr(timm_openclip, "CLIP_ENDS", ("<s>", "</s>"))
     with pytest.raises(
         ValueError, match=r"`open_clip` must have the tokens <s>, </s>; got <s>, </s>\. Another version"
     ):
@@ -501,7 +501,7 @@ def test_the_real_open_clip_gives_the_same_features(tokenizer, tmp_path):
         whole = torch.nn.functional.pad(tokens["input_ids"], (0, 3), value=tokenizer.pad)
         torch.testing.assert_close(model.encode_text(**tokens), original.encode_text(whole))
         assert model.logit_bias.item() == -5.0
-    assert openclip.OpenClip(name="ViT-B-32").shapes()["embed_dim"] == 512
+    assert timm_openclip.OpenClip(name="ViT-B-32").shapes()["embed_dim"] == 512
 
 
 def test_the_real_tokenizer_of_clip_gives_the_same_tokens():

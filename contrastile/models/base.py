@@ -1,7 +1,7 @@
 """The common form of a tower, and checks that a recipe fits it.
 
-Below `pretrained.py`, `timm_tower.py` and `openclip.py`, which build the towers of their libraries, and below
-`towers.py` and `retriever.py`, which combine them.
+Below `pretrained.py` and `timm_openclip.py`, which build the towers of libraries, and below `towers.py` and
+`retriever.py`, which combine them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,15 @@ class Tower:
 
 @dataclass(frozen=True)
 class TowerPair:
-    """The two towers of one CLIP or SigLIP with their projections.
-
-    `scale` and `bias` are those of its weights; None where these are random.
-    """
+    """Two towers with their projections; `scale` and `bias` are those of loaded weights, None for random ones."""
 
     image: Tower
     text: Tower
     image_projection: nn.Module
     text_projection: nn.Module
-    scale: float | None
-    bias: float | None
     settings: dict[str, Any]
+    scale: float | None = None
+    bias: float | None = None
 
 
 class PixelTower(nn.Module):

@@ -28,24 +28,16 @@ class Retriever(nn.Module):
     rebuilds the same shapes without any folder.
     """
 
-    def __init__(
-        self,
-        encoders: Mapping[str, nn.Module],
-        *,
-        scale: float,
-        learn_scale: bool,
-        normalise: bool,
-        features: int,
-        settings: dict[str, Any],
-    ) -> None:
+    def __init__(self, encoders: Mapping[str, nn.Module], *, features: int, settings: dict[str, Any]) -> None:
         super().__init__()
+        scale = settings["scale"]
         if not scale > 0:
             raise invalid("scale", "be above 0", scale, "Dot products have a scale of 1, cosines one of about 20.")
         # "both", or "query" and "passage"
         self.encoders = nn.ModuleDict(dict(encoders))
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(scale)), requires_grad=learn_scale)
-        self.normalise, self.features = normalise, features
-        self.settings = settings
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(scale)), requires_grad=settings["learn_scale"])
+        self.normalise: bool = settings["normalise"]
+        self.features, self.settings = features, settings
 
     def encode_query(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Tokens `[B, L]` to features `[B, D]`."""
@@ -119,14 +111,8 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
     if common is not None:
         projections = {side: nn.Linear(tower.features, common, bias=False) for side, tower in towers.items()}
         encoders = {side: ProjectedTower(encoder, projections[side]) for side, encoder in encoders.items()}
-    return Retriever(
-        encoders,
-        scale=complete["scale"],
-        learn_scale=complete["learn_scale"],
-        normalise=complete["normalise"],
-        features=sizes.pop(),
-        settings={**complete, **{side: tower.settings for side, tower in towers.items()}},
-    )
+    rebuilding = {**complete, **{side: tower.settings for side, tower in towers.items()}}
+    return Retriever(encoders, features=sizes.pop(), settings=rebuilding)
 
 
 ENCODERS: dict[str, TowerBuilder] = {

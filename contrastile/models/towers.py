@@ -1,13 +1,14 @@
 """The model of images and texts: two towers, their projections, and the scale and bias of the comparison.
 
 Built from a recipe's settings. A tower is any module that maps its inputs to `[B, features]`: one of `small.py`, or one
-of the libraries transformers (`pretrained.py`), timm (`timm_tower.py`) and open_clip (`openclip.py`).
+of the libraries transformers (`pretrained.py`), timm and open_clip (`timm_openclip.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -16,11 +17,10 @@ from torch import Tensor, nn
 from contrastile._errors import invalid
 from contrastile.models.base import ProjectedTower, Settings, Tower, TowerBuilder, TowerPair, build_tower, completed
 from contrastile.models.layers import eval_frozen
-from contrastile.models.openclip import OpenClip, openclip_image, openclip_text, openclip_whole
 from contrastile.models.pretrained import Library, image_tower, text_tower, whole_model
 from contrastile.models.small import BagTower, ConvTower, WordsTower
 from contrastile.models.text import Tokenizer
-from contrastile.models.timm_tower import Timm, timm_tower
+from contrastile.models.timm_openclip import OpenClip, openclip_image, openclip_text, openclip_whole, timm_tower
 
 
 class DualEncoder(nn.Module):
@@ -94,42 +94,37 @@ def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
     torch.Size([2, 64])
     """
     complete = completed(settings, DEFAULTS)
-    return (_build_separate if complete["both"] is None else _build_pair)(complete, tokenizer)
-
-
-def _build_separate(settings: Settings, tokenizer: Tokenizer) -> DualEncoder:
-    """One tower per side, each with a projection of its own."""
-    image = build_tower("image", IMAGE_TOWERS, settings, tokenizer)
-    text = build_tower("text", TEXT_TOWERS, settings, tokenizer)
+    pair = (_separate_towers if complete["both"] is None else _whole_model)(complete, tokenizer)
     return DualEncoder(
-        Projected(image.module, nn.Linear(image.features, settings["features"], bias=False)),
-        Projected(text.module, nn.Linear(text.features, settings["features"], bias=False)),
-        scale=_first_given(settings["scale"], SCALE),
-        bias=settings["bias"],
-        settings={**settings, "image": image.settings, "text": text.settings},
+        Projected(pair.image.module, pair.image_projection),
+        Projected(pair.text.module, pair.text_projection),
+        scale=next(scale for scale in (complete["scale"], pair.scale, SCALE) if scale is not None),
+        bias=pair.bias if complete["bias"] is None else complete["bias"],
+        settings={**complete, **pair.settings},
     )
 
 
-def _build_pair(settings: Settings, tokenizer: Tokenizer) -> DualEncoder:
-    """Both towers of one model, with its scale and bias where the settings have none."""
+def _separate_towers(settings: Settings, tokenizer: Tokenizer) -> TowerPair:
+    """One tower per side, each with a projection of its own."""
+    image = build_tower("image", IMAGE_TOWERS, settings, tokenizer)
+    text = build_tower("text", TEXT_TOWERS, settings, tokenizer)
+    image_projection, text_projection = (
+        nn.Linear(tower.features, settings["features"], bias=False) for tower in (image, text)
+    )
+    return TowerPair(
+        image, text, image_projection, text_projection, settings={"image": image.settings, "text": text.settings}
+    )
+
+
+def _whole_model(settings: Settings, tokenizer: Tokenizer) -> TowerPair:
+    """Both towers of one model."""
     own = dict(settings["both"])
     kind = own.pop("kind", "transformers")
     if kind not in WHOLE:
         raise invalid("both.kind", f"be one of {', '.join(WHOLE)}", kind, "See the recipes for examples.")
     origin, build = WHOLE[kind]
     pair = build(origin(**own), **_image_input(settings), tokenizer=tokenizer)
-    return DualEncoder(
-        Projected(pair.image.module, pair.image_projection),
-        Projected(pair.text.module, pair.text_projection),
-        scale=_first_given(settings["scale"], pair.scale, SCALE),
-        bias=_first_given(settings["bias"], pair.bias, None),
-        settings={**settings, "both": {"kind": kind, **pair.settings}},
-    )
-
-
-def _first_given(*candidates: float | None) -> Any:
-    """The first candidate that is not None, else the last."""
-    return next((value for value in candidates if value is not None), candidates[-1])
+    return replace(pair, settings={"both": {"kind": kind, **pair.settings}})
 
 
 def _image_input(settings: Settings) -> dict[str, Any]:
@@ -144,7 +139,7 @@ def small_tower(tower: ConvTower | WordsTower | BagTower, own: dict[str, Any]) -
 IMAGE_TOWERS: dict[str, TowerBuilder] = {
     "conv": lambda own, settings, _: small_tower(ConvTower(channels=settings["channels"], **own), own),
     "transformers": lambda own, settings, _: image_tower(Library(**own), **_image_input(settings)),
-    "timm": lambda own, settings, _: timm_tower(Timm(**own), **_image_input(settings)),
+    "timm": lambda own, settings, _: timm_tower(**own, **_image_input(settings)),
     "open_clip": lambda own, settings, _: openclip_image(OpenClip(**own), **_image_input(settings)),
 }
 TEXT_TOWERS: dict[str, TowerBuilder] = {

@@ -24,8 +24,8 @@ from contrastile.data.crop import Crop
 from contrastile.data.pairs import Indices, PairSet
 from contrastile.data.registry import open_pairs
 from contrastile.data.stream import Stream
-from contrastile.models.openclip import clip_tokenizer
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
+from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.offload import free_memory
 from contrastile.train.config import Recipe
 from contrastile.train.config.towers import TokenizerSettings

@@ -1,10 +1,11 @@
-"""Towers of open_clip: a whole model or one of its sides, by name or configuration, with the tokenizer of CLIP.
+"""Towers of timm and open_clip by name or configuration, with random weights or those of a local file.
 
-Below `towers.py`. Weights are random or from a local file; a name gives shapes that open_clip ships, and downloads
-nothing. The adapter uses `get_model_config`, `CustomTextCLIP`, whose two sides are separate modules, and
-`SimpleTokenizer`. open_clip needs torchvision and timm. Tested with open_clip 3.3.0 and an empty stand-in for
-torchvision: features and tokens equal open_clip's own, and files load in both layouts. Its published weights were not
-tested.
+Below `towers.py`. A name gives shapes that the library ships, and downloads nothing. Of timm, the adapter uses
+`timm.create_model(name, pretrained=False, num_classes=0, ...)`, which pools, and `timm.data.resolve_model_data_config`
+for the normalisation of pixels; of open_clip `get_model_config`, `CustomTextCLIP`, whose two sides are separate
+modules, and `SimpleTokenizer`. Both need torchvision, open_clip timm as well. Tested with timm 1.0.31, open_clip 3.3.0
+and an empty stand-in for torchvision: forward, backward, weights from files in both layouts of open_clip, whose
+features and tokens are equal. Weights that the libraries publish were not tested.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
-from contrastile.models.base import PixelTower, Tower, TowerPair, check_image_input, check_text_input, feature_size
+from contrastile.models.base import (
+    PixelTower,
+    Settings,
+    Tower,
+    TowerPair,
+    check_image_input,
+    check_text_input,
+    feature_size,
+)
 from contrastile.models.text import CLIP_ENDS, WordTokenizer, bpe_as_clip
 from contrastile.models.weights import load_weights_into, read_weights
 
@@ -27,6 +36,49 @@ SCALES = ("logit_scale", "logit_bias")
 # keys of models that are not an image tower with a text tower
 OTHERS = ("multimodal_cfg", "audio_cfg", "genlip_cfg", "genlap_cfg")
 CONTEXT, IMAGE_SIZE = 77, 224
+
+
+def timm_tower(
+    name: str,
+    checkpoint: str | None = None,
+    config: Settings | None = None,
+    mean: list[float] | None = None,
+    std: list[float] | None = None,
+    *,
+    image_size: int,
+    channels: int,
+) -> Tower:
+    """A model of timm without its classifier; `config` holds further arguments of timm.create_model.
+
+    With random weights, a model of fixed image size is built for the recipe's images. With a checkpoint, it keeps its
+    own image size and three channels. `mean` and `std` normalise the pixels, by default the model's own.
+    """
+    config = dict(config or {})
+    # timm would unpickle or download the weights that these name
+    if refused := [key for key in config if key.startswith(("checkpoint", "pretrained", "cache_dir"))]:
+        raise invalid("config", "leave weights to checkpoint", ", ".join(refused), "Name a file of tensors there.")
+
+    import timm
+
+    bare = name.partition(".")[0]
+    if not timm.is_model(bare):
+        raise invalid("name", "be a model of timm", f'"{name}"', "timm.list_models() names them; none is fetched.")
+    known = timm.models.get_pretrained_cfg(bare)
+    config.setdefault("in_chans", channels if checkpoint is None else 3)
+    if known is not None and known.fixed_input_size and "img_size" not in config:
+        config["img_size"] = image_size if checkpoint is None else known.input_size[-1]
+    check_image_input(image_size, channels, size=config.get("img_size"), colours=config["in_chans"])
+    model = timm.create_model(name, pretrained=False, num_classes=0, **config)
+    if checkpoint is not None:
+        names = model.pretrained_cfg.get("classifier") or ()
+        classifier = tuple(f"{part}." for part in ((names,) if isinstance(names, str) else names))
+        weights = {key: value for key, value in read_weights(checkpoint).items() if not key.startswith(classifier)}
+        load_weights_into(model, weights, checkpoint)
+    own = timm.data.resolve_model_data_config(model)
+    mean, std = list(mean or own["mean"]), list(std or own["std"])
+    tower = PixelTower(model, config["in_chans"], mean, std)
+    features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
+    return Tower(tower, features, {"name": name, "config": config, "mean": mean, "std": std})
 
 
 @dataclass(frozen=True)
