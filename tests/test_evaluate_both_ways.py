@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from contrastile.evaluate.retrieval import both_ways, ranks
-from contrastile.evaluate.zeroshot import classified
+from contrastile.evaluate.retrieval import both_ways, classified, ranks
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from contrastile import ClipLoss, contrast, encode
 from contrastile._dispatch import Options
 from contrastile._errors import whole_number
 from contrastile.evaluate.retrieval import topk
-from contrastile.models.retriever import Retriever
 from contrastile.models.text import train_tokenizer
+from contrastile.models.towers import Retriever
 
 
 class Count:

@@ -1,6 +1,6 @@
 """Collectives: operations that all ranks of a process group carry out together.
 
-Stands on the ground of the house, on `group.py` and `failure.py`; `exchange/`, `consistency.py`, `ddp_fsdp.py` and
+Stands on the ground of the house, on `failure.py`; `exchange/`, `consistency.py`, `ddp_fsdp.py` and
 `train/` use it. The transport is torch.distributed's. A tensor without elements is not sent: sender and receiver both
 know that it is empty. A collective that fails raises `LostRankError`, with the rank, the step and the operation.
 """
@@ -21,11 +21,10 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile._torch import nccl_options, post_together
 from contrastile._types import Gradient
-from contrastile.distributed.failure import LostRankError, lost, progress
-from contrastile.distributed.group import rank as rank
-from contrastile.distributed.group import resolved as resolved
-from contrastile.distributed.group import size as size
-from contrastile.distributed.group import state_of
+from contrastile.distributed.failure import LostRankError, lost, progress, state_of
+from contrastile.distributed.failure import rank as rank
+from contrastile.distributed.failure import resolved as resolved
+from contrastile.distributed.failure import size as size
 
 # torch 2.13 renamed both, and warns at the former names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

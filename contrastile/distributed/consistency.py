@@ -20,8 +20,7 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile._torch import nccl_timeout
 from contrastile.distributed.collectives import all_gather, collective
-from contrastile.distributed.failure import progress
-from contrastile.distributed.group import resolved, size, state_of
+from contrastile.distributed.failure import progress, resolved, size, state_of
 
 # bytes of a rank's full statement, letters of a sentence in it, and letters of any other value
 STATEMENT = 2048

@@ -1,7 +1,7 @@
 """Towers of the library transformers: any vision or text model, from a configuration or a local folder.
 
-Below `towers.py` and `retriever.py`. Nothing is downloaded: a configuration gives random weights, a folder its own. A
-CLIP or SigLIP is split into its two towers and their projections, so that it trains like any other pair.
+Below `towers.py`. Nothing is downloaded: a configuration gives random weights, a folder its own. A CLIP or SigLIP is
+split into its two towers and their projections, so that it trains like any other pair.
 """
 
 from __future__ import annotations

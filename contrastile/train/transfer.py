@@ -26,8 +26,7 @@ from contrastile.data.loader import read_chunks
 from contrastile.data.pairs import Indices
 from contrastile.data.skipped import counted
 from contrastile.distributed import collectives, consistency
-from contrastile.evaluate.retrieval import both_ways, chance_among
-from contrastile.evaluate.zeroshot import class_features, classified
+from contrastile.evaluate.retrieval import both_ways, chance_among, class_features, classified
 from contrastile.models.base import evaluating
 from contrastile.offload import settle
 from contrastile.train.config.evaluate import EvaluateSettings, RetrievalSettings, ZeroShotSettings
