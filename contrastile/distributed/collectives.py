@@ -132,10 +132,10 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
     sent = [_padded(_as_bytes(x), largest) for x in tensors]
     received = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
 
-    def rows(arrived: list[Tensor]) -> list[Tensor]:
+    def unpacked(arrived: list[Tensor]) -> list[Tensor]:
         # not copied where there is no padding
         if any(n != largest for n in sizes):
-            arrived = [torch.cat([part[:n] for part, n in zip(x.split(largest), sizes, strict=True)]) for x in arrived]
+            arrived = [torch.cat([rows[:n] for rows, n in zip(x.split(largest), sizes, strict=True)]) for x in arrived]
         pairs = zip(arrived, tensors, strict=True)
         return [all_rows if all_rows.dtype == x.dtype else all_rows.view(x.dtype).squeeze(-1) for all_rows, x in pairs]
 
@@ -145,18 +145,18 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
             for all_rows, x in zip(received, sent, strict=True)
             if all_rows.numel()
         ]
-    return Transfer(group, operation, works, received, sent, rows)
+    return Transfer(group, operation, works, received, sent, unpacked)
 
 
 def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
     """Start the sum over ranks of x [Σ sizes, ...], of which each rank receives its own rows."""
     group, largest, operation = resolved(group), max(sizes), "sum of the ranks' parts"
     even = all(n == largest for n in sizes)
-    parts = x if even else torch.cat([_padded(part, largest) for part in x.split(list(sizes))])
+    padded = x if even else torch.cat([_padded(rows, largest) for rows in x.split(list(sizes))])
     own, rows = x.new_empty((largest, *x.shape[1:])), sizes[rank(group)]
     with collective(operation, group):
-        works = [_reduce_scatter(own, parts, group=group, async_op=True)] if own.numel() else []
-    return Transfer(group, operation, works, [own], [parts], lambda arrived: [arrived[0][:rows]])
+        works = [_reduce_scatter(own, padded, group=group, async_op=True)] if own.numel() else []
+    return Transfer(group, operation, works, [own], [padded], lambda arrived: [arrived[0][:rows]])
 
 
 def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:

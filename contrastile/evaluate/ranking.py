@@ -209,13 +209,13 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
     Raises ValueError with file and line for a malformed line, and for a passage that a query has twice.
     """
     run: dict[str, dict[str, float]] = {}
-    for place, fields in _fields(Path(path), "run"):
+    for quoted, fields in _fields(Path(path), "run"):
         score = _number(fields[4]) if len(fields) == 6 else math.nan
         if math.isnan(score):
-            raise invalid("run", 'have lines of "query Q0 passage rank score tag"', place, "Mend the file.")
+            raise invalid("run", 'have lines of "query Q0 passage rank score tag"', quoted, "Mend the file.")
         scores = run.setdefault(fields[0], {})
         if fields[2] in scores:
-            raise invalid("run", "have each passage once per query", place, "Leave one of them out.")
+            raise invalid("run", "have each passage once per query", quoted, "Leave one of them out.")
         scores[fields[2]] = score
     return run
 
@@ -226,12 +226,12 @@ def read_judgements(path: str | Path) -> dict[str, dict[str, int]]:
     Raises ValueError with file and line for a malformed line.
     """
     judgements: dict[str, dict[str, int]] = {}
-    for number, (place, fields) in enumerate(_fields(Path(path), "judgements")):
+    for number, (quoted, fields) in enumerate(_fields(Path(path), "judgements")):
         grade = _number(fields[-1])
         if number == 0 and math.isnan(grade) and len(fields) == 3:
             continue
         if len(fields) not in (3, 4) or not grade.is_integer():
-            raise invalid("judgements", 'have lines of "query 0 passage grade"', place, "Mend the file.")
+            raise invalid("judgements", 'have lines of "query 0 passage grade"', quoted, "Mend the file.")
         judgements.setdefault(fields[0], {})[fields[-2]] = int(grade)
     return judgements
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -21,6 +22,7 @@ from contrastile.gradcache.modes import back_propagated
 from contrastile.offload import Bounds
 
 
+@dataclass
 class GradientSums:
     """Sums of gradients over sub-batches. `upstream`: gradients of each output of the encoder, for the whole batch.
 
@@ -29,24 +31,19 @@ class GradientSums:
     gradient. `shared`: outputs that are one number for all examples.
     """
 
-    def __init__(
-        self,
-        bounds: Sequence[Bounds],
-        parameters: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        upstream: Sequence[Tensor | None],
-        shared: Sequence[bool],
-    ) -> None:
-        self.bounds, self.parameters, self.leaves = bounds, parameters, leaves
-        self.upstream, self.shared = upstream, shared
-        # by position of the parameter
-        self.totals: dict[int, Tensor] = {}
-        # totals that may be added to in place; the first gradient is autograd's, and may be shared
-        self.owned: set[int] = set()
-        self.known = {id(parameter) for parameter in parameters}
-        # graph leaves that are no known parameter; dead by now if the encoder made them
-        self.strangers: list[ReferenceType[Tensor]] = []
-        self.inputs: list[Tensor | None] = [None] * len(leaves)
+    bounds: Sequence[Bounds]
+    parameters: Sequence[Tensor]
+    leaves: Sequence[Tensor]
+    upstream: Sequence[Tensor | None]
+    shared: Sequence[bool]
+    # by position of the parameter
+    totals: dict[int, Tensor] = field(default_factory=dict)
+    # totals that may be added to in place; the first gradient is autograd's, and may be shared
+    owned: set[int] = field(default_factory=set)
+    # gradients of the leaves, by position
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    # graph leaves that are no known parameter; dead by now if the encoder made them
+    strangers: list[ReferenceType[Tensor]] = field(default_factory=list)
 
     def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
         """Back-propagate one sub-batch from its part of the cached gradients."""
@@ -68,11 +65,10 @@ class GradientSums:
         self._accumulate({at: x for at, x in zip(trained, results, strict=False) if x is not None})
         for position, gradient in enumerate(results[len(trained) :]):
             if gradient is not None:
-                whole = self.inputs[position]
-                if whole is None:
-                    whole = self.inputs[position] = torch.zeros_like(self.leaves[position])
+                if position not in self.inputs:
+                    self.inputs[position] = torch.zeros_like(self.leaves[position])
                 # an empty sub-batch ran on a row of another
-                whole[start:stop] = gradient[: stop - start]
+                self.inputs[position][start:stop] = gradient[: stop - start]
 
     def _accumulate(self, gradients: Mapping[int, Tensor]) -> None:
         """Add gradients by position of the parameter."""
@@ -92,7 +88,7 @@ class GradientSums:
         A tensor that the encoder made and wants a gradient of, such as features behind frozen embeddings
         (`enable_input_require_grads` of transformers), needs none.
         """
-        known = self.known | {id(row) for row in inputs}
+        known = {id(x) for x in (*self.parameters, *inputs)}
         for leaf in graph_leaves(outs):
             if id(leaf) not in known:
                 if isinstance(leaf, nn.Parameter):
@@ -107,10 +103,11 @@ class GradientSums:
         for stranger in self.strangers:
             if (leaf := stranger()) is not None:
                 raise not_owned(leaf)
-        return [
+        totals = [
             self.totals[position].to(parameter.dtype) if position in self.totals else None
             for position, parameter in enumerate(self.parameters)
-        ] + self.inputs
+        ]
+        return [*totals, *(self.inputs.get(position) for position in range(len(self.leaves)))]
 
 
 def consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:

@@ -220,13 +220,13 @@ class Features:
             [] if shared else self._room(out, stop - start)
             for out, shared in zip(outputs, self.form.shared, strict=True)
         ]
-        for whole, part in zip(self.wholes, outputs, strict=True):
-            if isinstance(whole, list) and part is not None and (not whole or part.shape == whole[0].shape):
-                whole.append(part.detach().clone())
-            elif isinstance(whole, Tensor) and part is not None and part.shape == (stop - start, *whole.shape[1:]):
-                whole[start:stop].copy_(part, non_blocking=self.job.to_host)
-            elif whole is not None or part is not None:
-                got = "None" if part is None else f"shape {list(part.shape)}"
+        for whole, rows in zip(self.wholes, outputs, strict=True):
+            if isinstance(whole, list) and rows is not None and (not whole or rows.shape == whole[0].shape):
+                whole.append(rows.detach().clone())
+            elif isinstance(whole, Tensor) and rows is not None and rows.shape == (stop - start, *whole.shape[1:]):
+                whole[start:stop].copy_(rows, non_blocking=self.job.to_host)
+            elif whole is not None or rows is not None:
+                got = "None" if rows is None else f"shape {list(rows.shape)}"
                 rule, remedy = "return rows of one shape, one for each example", "Pad all sub-batches alike."
                 raise invalid("encoder", rule, got, remedy)
         self.devices.update(out.device for out in outputs if out is not None)

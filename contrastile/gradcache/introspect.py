@@ -185,9 +185,9 @@ def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
                 pending.append(following)
 
 
-def not_owned(leaf: Tensor, place: str = "elsewhere") -> ValueError:
+def not_owned(leaf: Tensor, owner: str = "elsewhere") -> ValueError:
     """The error for a parameter that would get no gradient."""
-    got, remedy = f"one of shape {list(leaf.shape)} {place}", "Pass the module that holds them, or its method."
+    got, remedy = f"one of shape {list(leaf.shape)} {owner}", "Pass the module that holds them, or its method."
     return invalid("encoder", "own every parameter that it uses", got, remedy)
 
 

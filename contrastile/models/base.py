@@ -133,8 +133,10 @@ def repeated_modules(tower: nn.Module) -> list[nn.Module]:
     repeated: list[nn.Module] = []
     for row in tower.modules():
         if isinstance(row, (nn.ModuleList, nn.Sequential)):
-            types = Counter(type(part) for part in row)
-            repeated += [part for part in row if types[type(part)] > 1 and next(part.children(), None) is not None]
+            types = Counter(type(module) for module in row)
+            repeated += [
+                module for module in row if types[type(module)] > 1 and next(module.children(), None) is not None
+            ]
     return repeated
 
 
@@ -157,9 +159,9 @@ def freeze(tower: nn.Module, side: str, unlocked: int = 0) -> None:
     if unlocked:
         first = layers[-unlocked]
         # modules are listed in order of construction, which is the order of use except for embeddings
-        for part in dropwhile(lambda part: part is not first, tower.modules()):
-            if not isinstance(part, nn.Embedding):
-                for weight in part.parameters(recurse=False):
+        for module in dropwhile(lambda module: module is not first, tower.modules()):
+            if not isinstance(module, nn.Embedding):
+                for weight in module.parameters(recurse=False):
                     weight.requires_grad_()
 
 
@@ -167,7 +169,7 @@ def layers_of(tower: nn.Module) -> list[nn.Module]:
     """The innermost repeated blocks in order, such as attention or convolution blocks; a stage of blocks is none."""
     blocks = set(repeated_modules(tower))
     stages = {block for block in blocks if any(inner in blocks for inner in block.modules() if inner is not block)}
-    return [part for part in tower.modules() if part in blocks - stages]
+    return [module for module in tower.modules() if module in blocks - stages]
 
 
 def eval_frozen(module: nn.Module) -> None:
@@ -176,8 +178,8 @@ def eval_frozen(module: nn.Module) -> None:
     if weights and not any(weight.requires_grad for weight in weights):
         module.eval()
         return
-    for part in module.children():
-        eval_frozen(part)
+    for child in module.children():
+        eval_frozen(child)
 
 
 def checkpoint_activations(tower: nn.Module, side: str) -> None:
@@ -187,17 +189,17 @@ def checkpoint_activations(tower: nn.Module, side: str) -> None:
     with neither.
     """
     switched = False
-    for part in tower.modules():
-        library: Any = part
-        if getattr(part, "supports_gradient_checkpointing", False):
+    module: Any
+    for module in tower.modules():
+        if getattr(module, "supports_gradient_checkpointing", False):
             # older versions of transformers have the second name
             switches = "activation_checkpointing_enable", "gradient_checkpointing_enable"
-            name = next(name for name in switches if hasattr(library, name))
+            name = next(name for name in switches if hasattr(module, name))
             # the reentrant variant returns no gradients where no input requires one
-            getattr(library, name)({"use_reentrant": False})
+            getattr(module, name)({"use_reentrant": False})
             switched = True
-        elif callable(getattr(part, "set_grad_checkpointing", None)):
-            library.set_grad_checkpointing(True)
+        elif callable(getattr(module, "set_grad_checkpointing", None)):
+            module.set_grad_checkpointing(True)
             switched = True
     if not switched:
         kind = type(getattr(tower, "tower", tower)).__name__

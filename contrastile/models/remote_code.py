@@ -71,8 +71,8 @@ def _is_remote(key: str, value: Any, entries: Mapping[Any, Any]) -> bool:
 def _leaves(value: Any) -> Iterator[Any]:
     """The values of nested tables; an implementation may be given for each part of a model."""
     if isinstance(value, Mapping):
-        for part in value.values():
-            yield from _leaves(part)
+        for nested in value.values():
+            yield from _leaves(nested)
     else:
         yield value
 

@@ -71,7 +71,7 @@ def timm_tower(
     model = timm.create_model(name, pretrained=False, num_classes=0, **config)
     if checkpoint is not None:
         names = model.pretrained_cfg.get("classifier") or ()
-        classifier = tuple(f"{part}." for part in ((names,) if isinstance(names, str) else names))
+        classifier = tuple(f"{layer}." for layer in ((names,) if isinstance(names, str) else names))
         weights = {key: value for key, value in read_weights(checkpoint).items() if not key.startswith(classifier)}
         load_weights_into(model, weights, checkpoint)
     own = timm.data.resolve_model_data_config(model)

@@ -278,7 +278,7 @@ def add_adapters(module: nn.Module, *, rank: int, alpha: float, dropout: float, 
     try:
         inject_adapter_in_model(config, module)
     except ValueError as error:
-        layers = (name for name, part in module.named_modules() if isinstance(part, nn.Linear))
+        layers = (name for name, layer in module.named_modules() if isinstance(layer, nn.Linear))
         names = sorted({name.rpartition(".")[2] for name in layers})
         remedy = f"This encoder has {', '.join(names)}."
         raise invalid("lora.targets", "be layers of the encoder", ", ".join(targets), remedy) from error
