@@ -29,12 +29,9 @@ class Tokenizer(Protocol):
     """The interface that text towers and training need."""
 
     length: int
-    # the padding token
+    # the padding token, and the number of tokens, those for padding and other purposes included
     pad: int
-
-    @property
-    def vocabulary_size(self) -> int:
-        """The number of tokens, those for padding and other purposes included."""
+    vocabulary_size: int
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask`, int64 `[B, length]`, by default its own; longer texts are truncated."""
@@ -61,12 +58,8 @@ class WordTokenizer:
         pad = padding.get("pad_id", self._engine.get_vocab().get(PAD))
         if pad is None:
             raise invalid("tokenizer", "have a padding token", "none", f"Add {PAD} to its words, or turn padding on.")
-        self.pad = int(pad)
+        self.pad, self.vocabulary_size = int(pad), int(self._engine.get_vocab_size())
         self._engine.enable_padding(length=length, pad_id=self.pad, pad_token=padding.get("pad_token", PAD))
-
-    @property
-    def vocabulary_size(self) -> int:
-        return int(self._engine.get_vocab_size())
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         encoded = self._engine.encode_batch(list(texts))
@@ -98,11 +91,7 @@ class FolderTokenizer:
         self._engine = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if self._engine.pad_token_id is None:
             raise invalid("tokenizer", "have a padding token", folder, "Set one and save the tokenizer again.")
-        self.pad = int(self._engine.pad_token_id)
-
-    @property
-    def vocabulary_size(self) -> int:
-        return len(self._engine)
+        self.pad, self.vocabulary_size = int(self._engine.pad_token_id), len(self._engine)
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """A model whose tokenizer returns no mask (SigLIP) was trained on its padding, so the mask is all ones."""
