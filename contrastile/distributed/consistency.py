@@ -84,14 +84,7 @@ def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list
 
 def most(number: int, group: Any) -> int:
     """The largest of the ranks' whole numbers; like `tally`, it does not wait for this rank's device."""
-    if size(group) == 1:
-        return number
-    carrier, device = _carrier(group)
-    with _own_stream(device):
-        largest = torch.tensor(number, device=device)
-        with collective("agreement on a number", group, carrier):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=carrier)
-        return int(largest)
+    return number if size(group) == 1 else int(_gather(torch.tensor([number]), group).max())
 
 
 def _gather(own: Tensor, group: Any) -> Tensor:

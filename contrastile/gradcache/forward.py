@@ -110,11 +110,11 @@ class Job:
 
         An empty sub-batch runs on a row or two and returns no rows.
         """
-        inputs: list[Tensor] = []
         if wanted is not None:
-            pairs = list(zip(rows, wanted, strict=True))
+            pairs = zip(rows, wanted, strict=True)
             rows = [row.detach().requires_grad_() if want and row is not None else row for row, want in pairs]
-            inputs = [row for row, want in zip(rows, wanted, strict=True) if want and row is not None]
+        # before the encoder runs, which may mark its inputs
+        inputs = differentiable(rows)
         start, stop = self.bounds[index]
         with (
             nullcontext() if wanted is None else torch.enable_grad(),

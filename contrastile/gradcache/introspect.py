@@ -93,7 +93,8 @@ def reach(
         modules, parameters, differentiable = list(owner.modules()), list[Tensor](owner.parameters()), True
         first = next(iter(parameters), None)
     else:
-        modules, parameters, differentiable = _probe_function(encoder, leaves, structure, device or input_device)
+        probe = partial(_probe, encoder, leaves, structure, device or input_device)
+        modules, parameters, differentiable = _probe_function(probe)
         first = next((parameter for parameter in parameters if parameter.requires_grad), None)
     device = device or (input_device if first is None else first.device)
     if not torch.is_grad_enabled():
@@ -111,10 +112,8 @@ def reach(
     return Reached(modules, trained if differentiable else [], device, partly_frozen)
 
 
-def _probe_function(
-    encoder: Callable[..., Any], leaves: Sequence[Tensor | None], structure: Any, device: torch.device | None
-) -> tuple[list[nn.Module], list[Tensor], bool]:
-    """Modules that run, parameters reached, and whether the outputs want gradients."""
+def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module], list[Tensor], bool]:
+    """Modules that run in a probe, parameters reached, and whether the outputs want gradients."""
     modules: dict[int, nn.Module] = {}
     before: list[tuple[Generator, Any]] = []
 
@@ -128,7 +127,7 @@ def _probe_function(
     hook = register_module_forward_pre_hook(note)
     try:
         with _without_hook_warning():
-            outputs = _probe(encoder, leaves, structure, device)
+            outputs = probe()
     finally:
         hook.remove()
         for generator, state in reversed(before):
