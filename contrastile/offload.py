@@ -176,7 +176,7 @@ class BlockStream:
         """`wide`: type of the accumulators, none if None; `totals`: host memory for them between two sweeps."""
         self.matrix, self.device, self.wide, self.totals = matrix, device, wide, totals
         self.bounds = [(start, min(start + rows, len(matrix))) for start in range(0, len(matrix), rows)]
-        # in and out
+        # one stream for copies in, one for copies out
         self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
         self.slots: list[tuple[Tensor, Tensor]] = []
         # events after which a slot may be written again, and after which a block's accumulators are on the host

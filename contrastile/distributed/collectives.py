@@ -160,9 +160,9 @@ def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
 
 
 def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
-    """From the rows x [Σ sizes of the others, ...] meant for each other rank, those meant for this one.
+    """Send rows to every other rank, and return the rows [W − 1, sizes[rank], ...] received, in rank order.
 
-    [W − 1, sizes[rank], ...], in rank order; no rows are meant for the rank itself.
+    x [Σ sizes of the others, ...]: the rows for each other rank.
     """
     me, W = rank(group), len(sizes)
     leaving = [0 if other == me else n for other, n in enumerate(sizes)]

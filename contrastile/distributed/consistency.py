@@ -26,7 +26,7 @@ from contrastile.distributed.failure import progress, resolved, size, state_of
 STATEMENT = 2048
 SENTENCE = 320
 VALUE = 160
-# in place of a statement's digest: request the full statements
+# value in place of a statement's digest that requests the full statements
 IN_FULL = 0
 
 
@@ -137,7 +137,7 @@ def _short(value: Any) -> Any:
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """On a GPU, a stream that waits for nothing which the device still has to do."""
+    """Compute on a stream of its own on a GPU, which does not wait for earlier kernels."""
     return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
 
 

@@ -172,7 +172,7 @@ def _close(group: Any) -> None:
 
 
 def _receives(group: Any) -> dict[int, dist.Work | None]:
-    """For each other rank a receive that nobody serves; None where Gloo refuses it: the connection is closed."""
+    """A receive from each other rank that nobody serves; None where Gloo refuses it: the connection is closed."""
     receives: dict[int, dist.Work | None] = {}
     if "cpu:gloo" in dist.get_backend_config(group):
         for other in dist.get_process_group_ranks(group):

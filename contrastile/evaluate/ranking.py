@@ -73,7 +73,7 @@ def judged_of(run: Run, judgements: Judgements) -> int:
     return sum(query in run for query in judgements)
 
 
-# of the retrieved grades, best first, up to the cutoff; of all positive grades, highest first; and of the cutoff
+# arguments: the retrieved grades up to the cutoff, best first; all positive grades, highest first; the cutoff
 Formula = Callable[[Sequence[int], Sequence[int], int | None], float]
 
 

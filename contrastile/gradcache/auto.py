@@ -34,7 +34,7 @@ BACKWARD, BACKWARD_TRIED = 2.0, 1.25
 
 logger = logging.getLogger("contrastile")
 
-# by an object that stands for the encoder: sizes for inputs of several kinds
+# sizes for inputs of several kinds, by an object that stands for the encoder
 _sizes = WeakIdKeyDictionary()
 
 

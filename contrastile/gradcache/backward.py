@@ -36,7 +36,7 @@ class GradientSums:
     leaves: Sequence[Tensor]
     upstream: Sequence[Tensor | None]
     shared: Sequence[bool]
-    # by position of the parameter
+    # sums by position of the parameter
     totals: dict[int, Tensor] = field(default_factory=dict)
     # totals that may be added to in place; the first gradient is autograd's, and may be shared
     owned: set[int] = field(default_factory=set)

@@ -103,7 +103,7 @@ def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None) -> SubBatch
         raise invalid(MASK, "be 0 at padding and more at tokens", "numbers below 0", remedy)
     # up to the last token, so that padding on the left stays in place
     lengths = ((mask != 0) * torch.arange(1, length + 1, device=mask.device)).amax(1).cpu()
-    # without any token attention sees all positions, so none may be left out
+    # a text without any token keeps all positions, because attention then sees all of them
     lengths[lengths == 0] = length
     order = lengths.argsort(descending=True, stable=True)
     wide = lengths[order].tolist()

@@ -85,7 +85,7 @@ class _StandIn(nn.Module):
 
     def __init__(self, wrapped: nn.Module) -> None:
         super().__init__()
-        # in a tuple, so that it is no submodule: the wrapper excludes buffers by their names
+        # a tuple keeps it from being a submodule: the wrapper excludes buffers by their names
         self.wrapped = (wrapped,)
 
     def named_buffers(self, *how: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:

@@ -117,7 +117,7 @@ def encode(
     refuse_bypass(wrapper, reached.modules, reached.parameters)
     sharding = Sharding.of(function, reached.modules)
     parameters = sharding.wholes_of(reached.parameters, reached.modules)
-    # with the batch as one sub-batch for now
+    # the batch is one sub-batch until its size is known
     job = Job(
         function, structure, SubBatches([(0, batch)]), retain, features == "host",
         replace(reached, parameters=parameters), Autocast.current(reached.device), sharding,
@@ -175,7 +175,7 @@ def first_pass(job: Job, leaves: Sequence[Tensor | None], form: OutputForm, *, g
     record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules])
     with_graph = wanted if grad and job.other_path else None
     features = Features(job, form)
-    # without `grad`, grad mode stays as the caller set it: an output with a graph shows a parameter that was missed
+    # grad mode stays as the caller set it: without `grad`, an output with a graph shows a parameter that was missed
     with refusing_state(job.reached.modules), refusing_changes(leaves):
         for index, rows in enumerate(stream(values, job.batches.encoded, job.device)):
             random = job.reached.random(last=record.random[-1] if record.random else None)
@@ -189,7 +189,7 @@ def first_pass(job: Job, leaves: Sequence[Tensor | None], form: OutputForm, *, g
                 refuse_gradients(outputs)
             form.shared = form.shared or job.shared(outputs, values, form, random)
             features.add(index, outputs)
-            # or its graph would live beside the next one's
+            # free the graph before the next one is built
             del outputs
     states = [*record.random, job.reached.random(last=record.random[-1])]
     record.random = [state.drawn(following) for state, following in pairwise(states)]

@@ -58,7 +58,7 @@ class Job:
     """One call of `encode`: everything that is not differentiated."""
 
     encoder: Callable[..., Any]
-    # of the inputs
+    # nesting of the inputs
     structure: Any
     batches: SubBatches
     retain: int | Literal["auto"]
@@ -67,7 +67,7 @@ class Job:
     reached: Reached
     autocast: Autocast
     sharding: Sharding
-    # without a graph the encoder may compute other bits: the first pass then builds each graph and drops it
+    # the encoder may compute other bits without a graph: the first pass then builds each graph and drops it
     other_path: bool
 
     @property

@@ -108,7 +108,7 @@ def reach(
         with refusing_batch_norm(modules):
             outputs = _probe(encoder, leaves, structure, device, own_generators(modules))
         differentiable = any(out.requires_grad for out in outputs)
-    # where the part that is used is frozen, nothing will ever be back-propagated
+    # an encoder whose outputs want no gradient has no parameters to train
     return Reached(modules, trained if differentiable else [], device, partly_frozen)
 
 

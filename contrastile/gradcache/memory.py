@@ -32,8 +32,8 @@ MARGIN = 0.06
 WORKSPACE = 1 / 64
 # a CPU's memory has other users too: more is left alone, and a share of the rest is used
 MARGIN_CPU, SHARE_CPU = 0.1, 0.6
-# beside the graphs that are kept, room for one more, at most this share of the memory: for the backward of a graph
-# that is still there, and for another tower's sub-batch
+# room beside the graphs that are kept, for one more, at most this share of the memory: the backward of a graph that is
+# still there needs it, and another tower's sub-batch
 BESIDE = 1 / 10
 # size of the graph of a trained head behind a frozen trunk, in features: the trunk's, and a hidden layer or two
 HEAD = 16

@@ -62,7 +62,7 @@ class Sketches:
         rows = rows[:, None] if rows.ndim == 1 else rows.reshape(-1, rows.shape[-1]) if rows.ndim > 2 else rows
         signs = self._of_width(rows.shape[1], rows.dtype, rows.device)
         kind = rows.device.type
-        # in the features' own type
+        # products in the features' own type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             return rows @ signs
 
@@ -82,7 +82,7 @@ class ReplayCheck:
 
     def __init__(self, first: Sketches, dtypes: Iterable[torch.dtype]) -> None:
         self.first, self.dtypes = first, list(dtypes)
-        # by output: length of each sub-batch's difference, and its rows
+        # length of each sub-batch's difference, and its rows, by output
         self.gaps: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
 
     def compare(self, index: int, outputs: Sequence[Any], upstream: Sequence[Tensor | None]) -> None:

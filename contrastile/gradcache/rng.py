@@ -63,7 +63,7 @@ class RandomState:
     cpu: Tensor
     devices: dict[torch.device, Tensor]
     own: Sequence[tuple[Generator, Any]] = ()
-    # by name of the generator
+    # states of the process's generators, by name
     process: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
