@@ -501,7 +501,7 @@ def test_the_real_open_clip_gives_the_same_features(tokenizer, tmp_path):
         whole = torch.nn.functional.pad(tokens["input_ids"], (0, 3), value=tokenizer.pad)
         torch.testing.assert_close(model.encode_text(**tokens), original.encode_text(whole))
         assert model.logit_bias.item() == -5.0
-    assert timm_openclip.OpenClip(name="ViT-B-32").shapes()["embed_dim"] == 512
+    assert timm_openclip.OpenClip(name="ViT-B-32").shapes["embed_dim"] == 512
 
 
 def test_the_real_tokenizer_of_clip_gives_the_same_tokens():

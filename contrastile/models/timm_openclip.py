@@ -11,7 +11,8 @@ features and tokens are equal. Weights that the libraries publish were not teste
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from contrastile.models.base import (
     check_text_input,
     feature_size,
 )
-from contrastile.models.text import CLIP_ENDS, WordTokenizer, bpe_as_clip
+from contrastile.models.text import CLIP_ENDS, Tokenizer, WordTokenizer, bpe_as_clip
 from contrastile.models.weights import load_weights_into, read_weights
 
 # the weights of a model's file that belong to neither side
@@ -99,6 +100,7 @@ class OpenClip:
             remedy = "A name has the shapes that open_clip ships."
             raise invalid("config", "be given, or name, not both", f"{self.config} and {self.name}", remedy)
 
+    @cached_property
     def shapes(self) -> dict[str, Any]:
         """The configuration in the format of open_clip's own files."""
         import open_clip
@@ -120,18 +122,18 @@ class OpenClip:
             raise invalid("text_cfg", "be a text tower of open_clip's own", "hf_model_name", remedy)
         return {key: value for key, value in config.items() if key != "custom_text"}
 
-    def build(self) -> Any:
+    @cached_property
+    def model(self) -> Any:
         """The whole model."""
         import open_clip
 
-        shapes = self.shapes()
-        vision = dict(shapes["vision_cfg"])
+        vision = dict(self.shapes["vision_cfg"])
         if "timm_model_name" in vision:
             vision["timm_model_pretrained"] = False
         try:
-            model = open_clip.CustomTextCLIP(**{**shapes, "vision_cfg": vision})
+            model = open_clip.CustomTextCLIP(**{**self.shapes, "vision_cfg": vision})
         except TypeError as error:
-            raise invalid("config", "describe a model of open_clip", sorted(shapes), f"{error}.") from error
+            raise invalid("config", "describe a model of open_clip", sorted(self.shapes), f"{error}.") from error
         if self.checkpoint is not None:
             # the old layout has the parts of the module `text` at the top level
             current = ("visual.", "text.", *SCALES)
@@ -146,11 +148,36 @@ class OpenClip:
             load_weights_into(model, weights, self.checkpoint)
         return model
 
-    def normalisation(self) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation of the pixels."""
+    def image(self, *, image_size: int, channels: int) -> Tower:
+        """The image side with its projection."""
         import open_clip
 
-        return list(self.mean or open_clip.OPENAI_DATASET_MEAN), list(self.std or open_clip.OPENAI_DATASET_STD)
+        size = self.shapes["vision_cfg"].get("image_size", IMAGE_SIZE)
+        check_image_input(image_size, channels, size=size)
+        mean = list(self.mean or open_clip.OPENAI_DATASET_MEAN)
+        std = list(self.std or open_clip.OPENAI_DATASET_STD)
+        tower = PixelTower(self.model.visual, 3, mean, std)
+        features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
+        return Tower(tower, features, {"config": self.shapes, "mean": mean, "std": std})
+
+    def text(self, *, tokenizer: Tokenizer) -> Tower:
+        """The text side with its projection."""
+        vocabulary = self.shapes["text_cfg"].get("vocab_size", len(_clip_words()[0]))
+        context = self.shapes["text_cfg"].get("context_length", CONTEXT)
+        check_text_input(tokenizer, vocabulary=vocabulary, longest=context)
+        tower = OpenClipText(self.model.text, context, tokenizer.pad)
+        trial = torch.full((1, 1), tokenizer.pad)
+        return Tower(tower, feature_size(tower, trial, torch.ones_like(trial)), {"config": self.shapes})
+
+    def pair(self, *, image_size: int, channels: int, tokenizer: Tokenizer) -> TowerPair:
+        """Both sides, with the scale and bias of the checkpoint."""
+        image = self.image(image_size=image_size, channels=channels)
+        pair = TowerPair(image, self.text(tokenizer=tokenizer), nn.Identity(), nn.Identity(), image.settings)
+        if self.checkpoint is None:
+            return pair
+        bias = getattr(self.model, "logit_bias", None)
+        scale = math.exp(self.model.logit_scale.item())
+        return replace(pair, scale=scale, bias=None if bias is None else bias.item())
 
 
 class OpenClipText(nn.Module):
@@ -164,44 +191,6 @@ class OpenClipText(nn.Module):
         """`[B, L]` twice to `[B, features]`."""
         del attention_mask
         return self.model(F.pad(input_ids, (0, self.context - input_ids.shape[1]), value=self.pad))
-
-
-def openclip_image(origin: OpenClip, *, image_size: int, channels: int, model: Any = None) -> Tower:
-    """The image side of `model`, by default one built by `origin`, with its projection."""
-    shapes = origin.shapes()
-    check_image_input(image_size, channels, size=shapes["vision_cfg"].get("image_size", IMAGE_SIZE))
-    mean, std = origin.normalisation()
-    tower = PixelTower((model or origin.build()).visual, 3, mean, std)
-    features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
-    return Tower(tower, features, {"config": shapes, "mean": mean, "std": std})
-
-
-def openclip_text(origin: OpenClip, *, tokenizer: Any, model: Any = None) -> Tower:
-    """The text side of `model`, by default one built by `origin`, with its projection."""
-    shapes = origin.shapes()
-    vocabulary = shapes["text_cfg"].get("vocab_size", len(_clip_words()[0]))
-    context = shapes["text_cfg"].get("context_length", CONTEXT)
-    check_text_input(tokenizer, vocabulary=vocabulary, longest=context)
-    tower = OpenClipText((model or origin.build()).text, context, tokenizer.pad)
-    trial = torch.full((1, 1), tokenizer.pad)
-    return Tower(tower, feature_size(tower, trial, torch.ones_like(trial)), {"config": shapes})
-
-
-def openclip_whole(origin: OpenClip, *, image_size: int, channels: int, tokenizer: Any) -> TowerPair:
-    """Both sides, with the scale and bias of the checkpoint."""
-    model = origin.build()
-    trained = origin.checkpoint is not None
-    image = openclip_image(origin, image_size=image_size, channels=channels, model=model)
-    bias = getattr(model, "logit_bias", None)
-    return TowerPair(
-        image=image,
-        text=openclip_text(origin, tokenizer=tokenizer, model=model),
-        image_projection=nn.Identity(),
-        text_projection=nn.Identity(),
-        scale=math.exp(model.logit_scale.item()) if trained else None,
-        bias=bias.item() if trained and bias is not None else None,
-        settings=image.settings,
-    )
 
 
 def clip_tokenizer(length: int = CONTEXT) -> WordTokenizer:

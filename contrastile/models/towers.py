@@ -30,7 +30,7 @@ from contrastile.models.base import (
 from contrastile.models.pretrained import Library, image_tower, text_tower, whole_model
 from contrastile.models.small import BagTower, ConvTower, WordsTower
 from contrastile.models.text import Tokenizer
-from contrastile.models.timm_openclip import OpenClip, openclip_image, openclip_text, openclip_whole, timm_tower
+from contrastile.models.timm_openclip import OpenClip, timm_tower
 
 
 class DualEncoder(nn.Module):
@@ -150,19 +150,19 @@ IMAGE_TOWERS: dict[str, TowerBuilder] = {
     "conv": lambda own, settings, _: small_tower(ConvTower(channels=settings["channels"], **own), own),
     "transformers": lambda own, settings, _: image_tower(Library(**own), **_image_input(settings)),
     "timm": lambda own, settings, _: timm_tower(**own, **_image_input(settings)),
-    "open_clip": lambda own, settings, _: openclip_image(OpenClip(**own), **_image_input(settings)),
+    "open_clip": lambda own, settings, _: OpenClip(**own).image(**_image_input(settings)),
 }
 TEXT_TOWERS: dict[str, TowerBuilder] = {
     "words": lambda own, _, tokenizer: small_tower(
         WordsTower(vocabulary=tokenizer.vocabulary_size, length=tokenizer.length, **own), own
     ),
     "transformers": lambda own, _, tokenizer: text_tower(Library(**own), tokenizer=tokenizer),
-    "open_clip": lambda own, _, tokenizer: openclip_text(OpenClip(**own), tokenizer=tokenizer),
+    "open_clip": lambda own, _, tokenizer: OpenClip(**own).text(tokenizer=tokenizer),
 }
 # the settings of a model with both towers, and the function that builds its towers
 WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., TowerPair]]] = {
     "transformers": (Library, whole_model),
-    "open_clip": (OpenClip, openclip_whole),
+    "open_clip": (OpenClip, OpenClip.pair),
 }
 
 
