@@ -180,7 +180,7 @@ def first_pass(job: Job, leaves: Sequence[Tensor | None], form: OutputForm, *, g
         for index, rows in enumerate(stream(values, job.batches.encoded, job.device)):
             random = job.reached.random(last=record.random[-1] if record.random else None)
             record.random.append(random)
-            outputs = job.run_retaining(record, index, rows, wanted) if record.graphs.tries(index) else None
+            outputs = job.run_retaining(record, index, rows, wanted)
             if outputs is None:
                 outputs, _ = job.with_room(partial(job.run, index, rows, form, with_graph), random)
             if grad:

@@ -135,7 +135,10 @@ class Job:
     def run_retaining(
         self, record: Record, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Any] | None:
-        """A sub-batch's outputs with their graph; None where memory ends. The oldest graphs of this call give way."""
+        """A sub-batch's outputs with the graph that it keeps; None for one that keeps none.
+
+        Where memory ends, the oldest graphs of this call give way.
+        """
         graphs, size = record.graphs, sum(row.nbytes for row in rows if row is not None)
 
         def later(graph: Graph) -> int:

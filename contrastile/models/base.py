@@ -7,10 +7,11 @@ activations that are computed again with `model.checkpointing`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Any
 
@@ -43,6 +44,11 @@ class TowerPair:
     settings: dict[str, Any]
     scale: float | None = None
     bias: float | None = None
+
+    def with_scale_of(self, model: Any) -> TowerPair:
+        """The pair with the scale and the bias, if there is one, of a model with loaded weights."""
+        bias = getattr(model, "logit_bias", None)
+        return replace(self, scale=math.exp(model.logit_scale.item()), bias=None if bias is None else bias.item())
 
 
 class PixelTower(nn.Module):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -347,13 +346,8 @@ def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: 
     pooled = replace(library, pooling="pooler")
     image = image_tower(pooled, image_size=image_size, channels=channels, model=model.vision_model)
     text = text_tower(pooled, tokenizer=tokenizer, model=model.text_model)
-    trained = library.folder is not None
-    return TowerPair(
-        image=image,
-        text=text,
-        image_projection=getattr(model, "visual_projection", nn.Identity()),
-        text_projection=getattr(model, "text_projection", nn.Identity()),
-        scale=math.exp(model.logit_scale.item()) if trained else None,
-        bias=model.logit_bias.item() if trained and hasattr(model, "logit_bias") else None,
-        settings={"config": _plain(model.config), "mean": image.settings["mean"], "std": image.settings["std"]},
-    )
+    image_projection = getattr(model, "visual_projection", nn.Identity())
+    text_projection = getattr(model, "text_projection", nn.Identity())
+    settings = {"config": _plain(model.config), "mean": image.settings["mean"], "std": image.settings["std"]}
+    pair = TowerPair(image, text, image_projection, text_projection, settings)
+    return pair if library.folder is None else pair.with_scale_of(model)

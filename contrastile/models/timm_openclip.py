@@ -10,8 +10,7 @@ features and tokens are equal. Weights that the libraries publish were not teste
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -173,11 +172,7 @@ class OpenClip:
         """Both sides, with the scale and bias of the checkpoint."""
         image = self.image(image_size=image_size, channels=channels)
         pair = TowerPair(image, self.text(tokenizer=tokenizer), nn.Identity(), nn.Identity(), image.settings)
-        if self.checkpoint is None:
-            return pair
-        bias = getattr(self.model, "logit_bias", None)
-        scale = math.exp(self.model.logit_scale.item())
-        return replace(pair, scale=scale, bias=None if bias is None else bias.item())
+        return pair if self.checkpoint is None else pair.with_scale_of(self.model)
 
 
 class OpenClipText(nn.Module):

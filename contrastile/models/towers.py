@@ -79,15 +79,9 @@ class Projected(ProjectedTower):
 
 SCALE = 1 / 0.07
 PAIR_DEFAULTS: dict[str, Any] = {
-    "features": 256,
-    "image_size": 32,
-    "channels": 1,
-    "image": {"kind": "conv"},
-    "text": {"kind": "words"},
-    "both": None,
-    "scale": None,
-    "bias": None,
-}
+    "features": 256, "image_size": 32, "channels": 1, "image": {"kind": "conv"}, "text": {"kind": "words"},
+    "both": None, "scale": None, "bias": None,
+}  # fmt: skip
 
 
 def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
@@ -215,15 +209,9 @@ class Retriever(nn.Module):
 
 
 RETRIEVER_DEFAULTS: dict[str, Any] = {
-    "both": None,
-    "query": None,
-    "passage": None,
-    "features": None,
-    "normalise": True,
-    "lora": None,
-    "scale": 20.0,
+    "both": None, "query": None, "passage": None, "features": None, "normalise": True, "lora": None, "scale": 20.0,
     "learn_scale": False,
-}
+}  # fmt: skip
 
 
 def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
