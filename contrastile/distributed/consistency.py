@@ -73,12 +73,8 @@ def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list
         values = [other.get(name) for other in statements]
         if name not in free and any(value != values[0] for value in values):
             odd = next(rank for rank, value in enumerate(values) if value != values[0])
-            raise invalid(
-                name,
-                "be the same on all ranks",
-                f"{values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}",
-                "Build the loss and its inputs alike everywhere.",
-            )
+            got = f"{values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}"
+            raise invalid(name, "be the same on all ranks", got, "Build the loss and its inputs alike everywhere.")
     return statements
 
 

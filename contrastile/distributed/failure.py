@@ -77,9 +77,8 @@ def size(group: Any) -> int:
         return 1
     ranks = dist.get_world_size(group)
     if ranks < 1:
-        raise invalid(
-            "group", "have this rank in it", f"a group without rank {dist.get_rank()}", "Pass the rank's own."
-        )
+        got = f"a group without rank {dist.get_rank()}"
+        raise invalid("group", "have this rank in it", got, "Pass the rank's own.")
     return ranks
 
 
@@ -276,9 +275,8 @@ def _missing(group: Any) -> tuple[list[int] | None, dict[int, str]]:
     if not looks:
         return None, {}
     absent = looks[-1]
-    return [rank for rank in absent if rank in reasons] or [
-        rank for rank in absent if rank in closed
-    ] or absent, reasons
+    left = [rank for rank in absent if rank in reasons]
+    return left or [rank for rank in absent if rank in closed] or absent, reasons
 
 
 def _named(missing: list[int] | None, reasons: dict[int, str]) -> tuple[str, str]:

@@ -12,7 +12,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -55,15 +55,10 @@ def footprint(run: Callable[[], object]) -> int:
     return allocations.most
 
 
-@contextmanager
-def as_written() -> Iterator[None]:
+def as_written() -> AbstractContextManager[Any]:
     """Run functions uncompiled: compiling for a trial of a few rows does not pay, and would fail under observation."""
     # importing torch._dynamo takes seconds; where it was not imported, nothing is compiled
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Allocations(DispatchMode):

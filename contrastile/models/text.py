@@ -181,9 +181,8 @@ def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:
         if isinstance(error, ValueError) and str(error).startswith("`"):
             raise
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise invalid(
-            "tokenizer", "be one that can be read", f"{folder} ({reason})", "Restore or replace it."
-        ) from error
+        got = f"{folder} ({reason})"
+        raise invalid("tokenizer", "be one that can be read", got, "Restore or replace it.") from error
 
 
 def _checked_length(length: int | None, folder: Path) -> int:
