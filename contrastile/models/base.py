@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import dropwhile
@@ -234,3 +234,17 @@ def check_text_input(tokenizer: Tokenizer, *, vocabulary: int, longest: int | No
     if longest is not None and tokenizer.length > longest:
         remedy = "Set model.tokenizer.length to it."
         raise invalid("length", f"be at most the {longest} tokens of the text tower", tokenizer.length, remedy)
+
+
+def differences(*, lacking: Set[str], besides: Set[str] = frozenset(), reshaped: Set[str] = frozenset()) -> str:
+    """A description of weights that differ from a model's, the first three names of each kind; empty for none.
+
+    >>> differences(lacking={"bias", "gain"}, besides={"head"})
+    'it lacks bias, gain; it has besides head'
+    """
+    kinds = {"lacks": lacking, "has besides": besides, "has of another shape": reshaped}
+    return "; ".join(
+        f"it {kind} {', '.join(sorted(names)[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for kind, names in kinds.items()
+        if names
+    )

@@ -26,12 +26,12 @@ from contrastile.models.base import (
     TowerPair,
     check_image_input,
     check_text_input,
+    differences,
     evaluating,
     feature_size,
 )
 from contrastile.models.remote_code import RULE, read_table, refuse_remote_code, remote_code
 from contrastile.models.text import Tokenizer
-from contrastile.models.weights import differences
 
 logger = logging.getLogger("contrastile")
 

@@ -5,13 +5,14 @@ Below `towers.py`. A name gives shapes that the library ships, and downloads not
 for the normalisation of pixels; of open_clip `get_model_config`, `CustomTextCLIP`, whose two sides are separate
 modules, and `SimpleTokenizer`. Both need torchvision, open_clip timm as well. Tested with timm 1.0.31, open_clip 3.3.0
 and an empty stand-in for torchvision: forward, backward, weights from files in both layouts of open_clip, whose
-features and tokens are equal. Weights that the libraries publish were not tested.
+features and tokens are equal. Weights that the libraries publish were not tested. Nothing but tensors is unpickled.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,16 +27,65 @@ from contrastile.models.base import (
     TowerPair,
     check_image_input,
     check_text_input,
+    differences,
     feature_size,
 )
 from contrastile.models.text import CLIP_ENDS, Tokenizer, WordTokenizer, bpe_as_clip
-from contrastile.models.weights import load_weights_into, read_weights
 
+# keys under which training scripts store the weights, and prefixes of wrappers
+ENVELOPES = ("state_dict", "model")
+WRAPPERS = ("module.", "_orig_mod.")
 # the weights of a model's file that belong to neither side
 SCALES = ("logit_scale", "logit_bias")
 # keys of models that are not an image tower with a text tower
 OTHERS = ("multimodal_cfg", "audio_cfg", "genlip_cfg", "genlap_cfg")
 CONTEXT, IMAGE_SIZE = 77, 224
+
+
+def read_weights(checkpoint: str | Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, without prefixes of wrappers; raises ValueError for a file of anything else."""
+    path = Path(checkpoint)
+    if not path.is_file():
+        remedy = "Weights are read from this machine and from nowhere else."
+        raise invalid("checkpoint", "be a file", f'"{path}"', remedy)
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        # torch's message about a pickle explains how to allow it
+        pickled = reason.startswith("Weights only load failed")
+        remedy = "Anything else is not unpickled." if pickled else f"It cannot be read: {reason}"
+        rule = "be safetensors, or tensors that torch.save wrote"
+        raise invalid("checkpoint", rule, f'"{path}"', remedy) from error
+    for envelope in ENVELOPES:
+        if isinstance(content, dict) and isinstance(content.get(envelope), dict):
+            content = content[envelope]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise invalid("checkpoint", "hold tensors by name", f'"{path}"', "Save the model's state_dict alone.")
+    # several wrappers may be around the model
+    while any(name.startswith(WRAPPERS) for name in content):
+        content = {name.partition(".")[2] if name.startswith(WRAPPERS) else name: x for name, x in content.items()}
+    return content
+
+
+def load_weights_into(module: nn.Module, weights: dict[str, Tensor], checkpoint: str | Path) -> None:
+    """Load exactly the module's weights; raises ValueError with the names that are missing, extra or of other shape."""
+    own = module.state_dict()
+    shared = own.keys() & weights.keys()
+    text = differences(
+        lacking=own.keys() - weights.keys(),
+        besides=weights.keys() - own.keys(),
+        reshaped={name for name in shared if own[name].shape != weights[name].shape},
+    )
+    if text:
+        remedy = "Name the model that it is of, and the size of its pictures."
+        raise invalid("checkpoint", "hold the weights of this model", f'"{checkpoint}": {text}', remedy)
+    module.load_state_dict(weights)
 
 
 def timm_tower(
