@@ -12,7 +12,6 @@ the allocator rounds each piece up to a power of two.
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from contrastile import ClipLoss
 from contrastile.bench.gate import Distance, step
-from contrastile.bench.harness import HOST_COLUMNS, Ledger, Machine
+from contrastile.bench.harness import COLUMNS, Machine, results_file
 from contrastile.train.provenance import provenance
 
 DEVICE = torch.device("cuda", 0)
@@ -32,27 +31,19 @@ CHUNK, ROUNDS, CHECKED = 65536, 3, 20_000
 TOLERANCE = 5e-3
 
 
-def features(b: int, d: int, seed: int) -> Tensor:
-    """Return unit rows in pinned host memory, drawn on the device a chunk at a time."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    out = torch.empty(b, d, dtype=torch.bfloat16, pin_memory=True)
-    for rows in out.split(CHUNK):
-        rows.copy_(F.normalize(torch.randn(rows.shape, device=DEVICE, generator=generator), dim=-1))
-    return out
+def leaves(b: int, d: int, seed: int) -> list[Tensor]:
+    """Return unit rows in pinned host memory for both sides, drawn on the device a chunk at a time, and the scale."""
+    generator, sides = torch.Generator(DEVICE).manual_seed(seed), []
+    for _ in range(2):
+        out = torch.empty(b, d, dtype=torch.bfloat16, pin_memory=True)
+        for rows in out.split(CHUNK):
+            rows.copy_(F.normalize(torch.randn(rows.shape, device=DEVICE, generator=generator), dim=-1))
+        sides.append(out.requires_grad_())
+    return [*sides, torch.tensor(100.0, device=DEVICE, requires_grad=True)]
 
 
-def leaves(q: Tensor, k: Tensor, device: str = "cpu") -> list[Tensor]:
-    scale = torch.tensor(100.0, device=DEVICE, requires_grad=True)
-    return [*(x.detach().to(device).requires_grad_() for x in (q, k)), scale]
-
-
-def check(d: int, host: ClipLoss, resident: ClipLoss) -> None:
-    q, k = (features(CHECKED, d, seed) for seed in (1, 2))
-    results, true = step(host, leaves(q, k)), step(resident, leaves(q, k, "cuda"))
-    far = Distance.between(*([x.cpu().double() for x in several] for several in (results, true)))
-    if not max(far.loss, far.gradient, far.scalar) < TOLERANCE or any(x.device.type != "cpu" for x in results[1:3]):
-        raise SystemExit(f"from the host: {far} from the resident loss; no speed for a wrong result")
-    print(f"from the host: {far} from the resident loss, {CHECKED} pairs", flush=True)
+def resident(host: list[Tensor]) -> list[Tensor]:
+    return [leaf.detach().to(DEVICE).requires_grad_() for leaf in host]
 
 
 def main() -> None:
@@ -67,46 +58,56 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA device is what this measures, and torch finds none")
-    limit, d = int(options.limit * 2**30), options.features
+    limit, d, machine = int(options.limit * 2**30), options.features, Machine(DEVICE)
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), DEVICE)
-    host, resident = ClipLoss(device=DEVICE, workspace=options.workspace), ClipLoss(workspace=options.workspace)
-    check(d, host, resident)
-    machine, rates = Machine(DEVICE, 0.0, lambda: None, 1), []
+    losses = {
+        "host": ClipLoss(device=DEVICE, workspace=options.workspace), "resident": ClipLoss(workspace=options.workspace)
+    }  # fmt: skip
+    rates: list[float] = []
 
-    def measure(name: str, loss: ClipLoss, inputs: list[Tensor], rounds: int) -> None:
+    few = leaves(CHECKED, d, 1)
+    results, true = step(losses["host"], few), step(losses["resident"], resident(few))
+    far = Distance.between(*([x.cpu().double() for x in several] for several in (results, true)))
+    print(f"from the host: {far} from the resident loss, {CHECKED} pairs", flush=True)
+    if not max(far.loss, far.gradient, far.scalar) < TOLERANCE or any(x.device.type != "cpu" for x in results[1:3]):
+        raise SystemExit("no speed for a wrong result")
+
+    def measure(name: str, inputs: list[Tensor], rounds: int) -> None:
         """Print one line and append one row."""
-        machine.room()
+        machine.free_bytes()
         torch.cuda.reset_peak_memory_stats()
-        seconds, b = median(machine.time(lambda: step(loss, inputs)) for _ in range(rounds)), len(inputs[0])
+        run, b = partial(step, losses[name], inputs), len(inputs[0])
+        seconds = median(machine.time(run) for _ in range(rounds))
         rates.append(8 * b * b * d / seconds / 1e12)
-        values = (b, d, "bfloat16", round(seconds * 1e3, 2), round(rates[-1], 1), round(rates[-1] / rates[0], 4))
-        peak, origin = torch.cuda.max_memory_reserved(), provenance(DEVICE).values()
-        row = ("contrastile", "clip", f"triton, {name}", *values, peak, limit, *origin)
-        print(*row[2:10], flush=True)
-        if ledger is not None:
-            ledger.write(dict(zip(HOST_COLUMNS, row, strict=True)))
+        row = {"impl": "contrastile", "loss": "clip", "backend": f"triton, {name}", "b": b, "d": d, "dtype": "bfloat16"}
+        row |= {"ms": round(seconds * 1e3, 2), "effective_tflops": round(rates[-1], 1)}
+        row |= {"ratio": round(rates[-1] / rates[0], 4), "peak_bytes": torch.cuda.max_memory_reserved()}
+        print(*[*row.values()][2:], flush=True)
+        write(row | {"limit_bytes": limit, **provenance(DEVICE)})
 
-    with Ledger(options.csv, HOST_COLUMNS) if options.csv else nullcontext() as ledger:
-        q, k = (features(options.beside, d, seed) for seed in (1, 2))
-        on_device, on_host = leaves(q, k, "cuda"), leaves(q, k)
+    with results_file(options.csv, COLUMNS["host"]) as write:
+        inputs = leaves(options.beside, d, 1)
+        on_device = resident(inputs)
         # kernels are compiled and clocks fall before the first time that counts
-        machine.time(partial(step, resident, on_device), ROUNDS)
-        measure("resident", resident, on_device, ROUNDS)
+        machine.time(partial(step, losses["resident"], on_device), ROUNDS)
+        measure("resident", on_device, ROUNDS)
         del on_device
-        step(host, on_host)
-        measure("host", host, on_host, ROUNDS)
+        step(losses["host"], inputs)
+        measure("host", inputs, ROUNDS)
         ahead = 8 * options.size**2 * d / rates[-1] / 1e12
         if ahead > options.longest:
             print(f"{options.size} pairs: left out, a step would take about {ahead:,.0f} s", flush=True)
         elif options.size > options.beside:
-            many = leaves(*(features(options.size, d, seed) for seed in (3, 4)))
+            many = leaves(options.size, d, 3)
             # pins the memory of a step beforehand, as the steps before would in training
-            types = (q.dtype, q.dtype, torch.float32)
-            rooms = [torch.empty(options.size, d, dtype=dtype, pin_memory=True) for dtype in types]
-            del rooms
-            measure("host", host, many, 1)
-            measure("resident", resident, leaves(q, k, "cuda"), ROUNDS)
+            pinned = [
+                torch.empty(options.size, d, dtype=dtype, pin_memory=True)
+                for dtype in (torch.bfloat16, torch.bfloat16, torch.float32)
+            ]
+            del pinned
+            measure("host", many, 1)
+            measure("resident", resident(inputs), ROUNDS)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from contrastile import ClipLoss
 from contrastile.bench import gate as bench_gate
 from contrastile.bench import loss as bench_loss
 from contrastile.bench.gate import SUBJECTS, Gate, Sample, problem
-from contrastile.bench.harness import Ledger, Machine, Report, Timing
-from contrastile.bench.loss import Entry, LossBench, Result, peak_apart, suite
+from contrastile.bench.harness import COLUMNS, Machine, Report, Timing, results_file
+from contrastile.bench.loss import LossBench, Result, suite
 from contrastile.bench.peers import DENSE, Case, Contestant
 from contrastile.losses.reference import dense_clip
 
@@ -19,29 +19,17 @@ CPU = torch.device("cpu")
 CASE = Case("clip", 96, 16, "float32")
 
 
-@pytest.fixture(autouse=True)
-def peaks_at_once(request, monkeypatch):
-    """A process for each peak takes seconds; one test takes them."""
-    if "real_peaks" not in request.fixturenames:
-        monkeypatch.setattr(bench_loss, "peak_apart", lambda case, label: 4096)
-
-
-@pytest.fixture
-def real_peaks():
-    return None
-
-
 def machine():
     x = torch.randn(64, 64)
     return Machine(CPU, 0.01, lambda: x @ x, 2 * 64**3)
 
 
-def run(monkeypatch, *entered, cases=(CASE,), ledger=None):
+def run(monkeypatch, *entered, cases=(CASE,), write=lambda row: None):
     """Measure these contestants; return the lines and if all of contrastile passed."""
     if entered:
         monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: list(entered))
     lines = []
-    report = Report(lines.append, ledger)
+    report = Report(lines.append, write)
     LossBench(machine(), peers=False, report=report).measure(cases)
     assert "ratio: of torch.mm's rate" in lines[0]
     return [line for line in lines[2:] if not line.startswith("  times dense")], report.passed
@@ -115,10 +103,10 @@ def wrong_when_large(q, k, scale, weights=None):
 def test_a_case_is_checked_at_its_own_size_too(loss, right, once, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_gate, "GATE_ROWS_ELSEWHERE", 60)
     monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: [ours(loss), *DENSE])
-    monkeypatch.setattr(Machine, "peak", lambda self, step: step() or 4096)
+    monkeypatch.setattr(Machine, "peak", lambda self, step: (step(), 4096)[1])
     lines = []
-    with Ledger(tmp_path / "rows.csv") as ledger:
-        bench = LossBench(machine(), peers=False, report=Report(lines.append, ledger))
+    with results_file(tmp_path / "rows.csv", COLUMNS["losses"]) as write:
+        bench = LossBench(machine(), peers=False, report=Report(lines.append, write))
         bench.head()
         if once:
             bench.once(CASE)
@@ -152,9 +140,9 @@ def test_a_peers_distance_is_shown_and_not_judged(monkeypatch):
 
 
 def test_a_failure_is_named_and_costs_its_own_row_only(monkeypatch, tmp_path):
-    with Ledger(tmp_path / "rows.csv") as ledger:
+    with results_file(tmp_path / "rows.csv", COLUMNS["losses"]) as write:
         entered = (other(fail), ours(ClipLoss()), other(full, "greedy"), *DENSE[:2])
-        lines, passed = run(monkeypatch, *entered, ledger=ledger)
+        lines, passed = run(monkeypatch, *entered, write=write)
     assert passed
     assert "  somebody (a way), clip, 96 x 16, float32: RuntimeError: the first line" in lines
     assert "  greedy (a way), clip, 96 x 16, float32: OutOfMemoryError: no room" in lines
@@ -187,8 +175,9 @@ def test_a_contestant_that_declines_is_named_once(monkeypatch):
 def test_times_dense_and_the_ratio_come_from_the_times(monkeypatch, tmp_path):
     timing = {"dense (one dtype)": 6.0, "contrastile (eager)": 2.0}
     monkeypatch.setattr(Machine, "race", lambda self, steps: {name: Timing(timing[name], 1e9) for name in steps})
-    with Ledger(tmp_path / "rows.csv") as ledger:
-        lines, _ = run(monkeypatch, ledger=ledger)
+    monkeypatch.setattr(Machine, "peak", lambda self, step: 4096)
+    with results_file(tmp_path / "rows.csv", COLUMNS["losses"]) as write:
+        lines, _ = run(monkeypatch, write=write)
     assert [line.split()[-4] for line in lines] == ["1.00", "3.00"]
     with (tmp_path / "rows.csv").open() as file:
         row = list(csv.DictReader(file))[1]
@@ -233,15 +222,13 @@ def test_rows_name_settings_other_than_the_defaults():
     case = Case("clip", 96, 16, "float32", (None, 2 * 2**30, 192 * 2**20), "high")
     entered = [one for one in bench_loss.contestants(case, torch.device("cuda"), peers=False) if one.name != "dense"]
     assert [one.backend for one in entered] == ["triton", "triton", "triton, workspace 192 MiB"]
-    result = Result(Entry(case, entered[2]), bench_gate.Distance(0, 0, 0), 0, Timing(1.0, 1.0))
-    assert result.backend == "triton, workspace 192 MiB, precision high"
+    row = Result(case, entered[2], bench_gate.Distance(0, 0, 0), 0, timing=Timing(1.0, 1.0)).row(CPU)
+    assert row["backend"] == "triton, workspace 192 MiB, precision high"
 
 
-def test_peaks_are_measured_in_a_process_of_their_own(real_peaks):
+@pytest.mark.unpoisoned
+def test_peaks_are_those_of_the_tensors():
     case = Case("clip", 3000, 16, "float32")
-    assert 2 * peak_apart(case, "contrastile (eager)") < peak_apart(case, "dense (one dtype)")
-
-
-def test_a_failed_process_gives_its_last_line(real_peaks):
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        peak_apart(CASE, "nobody")
+    leaves = problem(case, CPU)
+    dense, ours = (machine().peak(lambda loss=loss: bench_gate.step(loss, leaves)) for loss in (dense_clip, ClipLoss()))
+    assert ours < 4 * case.b**2 < dense / 2

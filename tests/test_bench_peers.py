@@ -13,7 +13,7 @@ from contrastile.bench.harness import Machine, not_installed
 from contrastile.bench.peers import DENSE, PEERS, Case, Contestant
 from contrastile.losses.reference import dense_clip, dense_sigmoid
 
-CPU = Machine(torch.device("cpu"), 0.0, lambda: None, 1)
+CPU = Machine(torch.device("cpu"))
 CASE = Case("clip", 24, 8, "float32")
 
 

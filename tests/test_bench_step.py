@@ -7,31 +7,21 @@ import torch
 
 from contrastile.bench import harness
 from contrastile.bench import step as bench_step
-from contrastile.bench.caches import PEERS
 from contrastile.bench.figure import draw, series
-from contrastile.bench.harness import (
-    RANK_STEP_COLUMNS,
-    STEP_COLUMNS,
-    Ledger,
-    Report,
-    World,
-    joined,
-    not_installed,
-    read_rows,
-)
-from contrastile.bench.step import GATE_TOLERANCE, WAYS, StepBench, gate, standard, usual
+from contrastile.bench.harness import COLUMNS, Machine, Report, World, joined, not_installed, read_rows, results_file
+from contrastile.bench.step import GATE_TOLERANCE, StepBench, gate, standard, usual
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import Way, by_hand, cached, plain, rank_ways
+from contrastile.bench.ways import PEERS, WAYS, Way, by_hand, cached, plain, rank_ways
 from contrastile.cli.main import main
 
 CPU = torch.device("cpu")
 OURS = [name for name, way in WAYS.items() if way.judged]
 
 
-def measured(ways, batches=(24,), ledger=None, **settings):
+def measured(ways, batches=(24,), write=lambda row: None, **settings):
     """Measure these ways; return the lines and the bench."""
     lines = []
-    bench = StepBench(CPU, torch.float32, Report(lines.append, ledger), ways, seconds=0.0, **settings)
+    bench = StepBench(Machine(CPU), torch.float32, Report(lines.append, write), ways, **settings)
     bench.measure("tiny", {batch: list(ways) for batch in batches})
     return lines, bench
 
@@ -93,12 +83,12 @@ def test_a_step_that_does_not_fit_is_a_row_and_is_not_tried_again(tmp_path):
             raise torch.OutOfMemoryError("no room")
         return plain(task)
 
-    with Ledger(tmp_path / "rows.csv", STEP_COLUMNS) as ledger:
+    with results_file(tmp_path / "rows.csv", COLUMNS["steps"]) as write:
         ways = {
             "plain": Way("plain", "whole batch", greedy, cut=False),
             "by-hand": Way("by hand", "two passes", by_hand),
         }
-        lines, bench = measured(ways, batches=(8, 24, 32), ledger=ledger)
+        lines, bench = measured(ways, batches=(8, 24, 32), write=write)
     assert bench.report.passed
     assert sum(line.endswith("does not fit") for line in lines) == 2
     assert max(calls) == 24
@@ -137,7 +127,7 @@ def test_a_bench_ends_in_its_time(monkeypatch):
     ways = {name: WAYS[name] for name in ("plain", "retain-0")}
     lines = []
     # a step takes a tick of this clock: 8 pairs a second
-    bench = StepBench(CPU, torch.float32, Report(lines.append), ways, seconds=0.0, within=40.0)
+    bench = StepBench(Machine(CPU), torch.float32, Report(lines.append), ways, within=40.0)
     bench.measure("tiny", {8: ["plain"], 16: ["plain"], 2**20: ["plain", "retain-0"]})
     assert [(row["way"], row["batch"]) for row in bench.rows] == [("whole batch", 8), ("whole batch", 16)]
     assert [line for line in lines if "left out" in line] == [
@@ -268,7 +258,7 @@ def test_a_figure_has_one_sub_batch_and_the_latest_rows_nearest_to_the_device(tm
 
 
 def test_a_figure_needs_rows(tmp_path, capsys):
-    with Ledger(tmp_path / "rows.csv", STEP_COLUMNS):
+    with results_file(tmp_path / "rows.csv", COLUMNS["steps"]):
         pass
     with pytest.raises(ValueError, match="`csv` must hold rows of steps; got none in"):
         draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
@@ -343,10 +333,11 @@ def test_default_sizes_are_multiples_of_the_ranks(monkeypatch):
 
 
 def _on_a_rank(rank, group, path):
-    ledger, world = Ledger(path, RANK_STEP_COLUMNS) if rank == 0 else None, World(rank, 4)
-    ways, report = rank_ways(CPU), Report(lambda line: None, ledger, world)
-    bench = StepBench(CPU, torch.float32, report, ways, world, seconds=0.5, longest=math.inf)
-    bench.measure("tiny", {32: list(ways), 64: ["ring-tiles"]}, sub_batch=5)
+    world, ways = World(rank, 4), rank_ways(CPU)
+    with results_file(path if rank == 0 else None, COLUMNS["rank steps"]) as write:
+        report = Report(lambda line: None, write, world)
+        bench = StepBench(Machine(CPU, 0.5, world=world), torch.float32, report, ways, longest=math.inf)
+        bench.measure("tiny", {32: list(ways), 64: ["ring-tiles"]}, sub_batch=5)
     return report.passed
 
 

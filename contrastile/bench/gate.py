@@ -107,9 +107,14 @@ def gate_rows(device: torch.device) -> int:
     return GATE_ROWS.get(device.type, GATE_ROWS_ELSEWHERE)
 
 
+def double(leaves: list[Tensor]) -> list[Tensor]:
+    """Return the same leaves in float64."""
+    return [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+
 def _true_step(loss: Loss, leaves: list[Tensor]) -> tuple[tuple[Tensor, ...], float]:
     """The step in float64, and the distance of its gradients after a cast to the features' type."""
-    true = step(loss, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    true = step(loss, double(leaves))
     return true, max(_relative(gradient.to(leaves[0].dtype), gradient) for gradient in true[1:3])
 
 

@@ -57,7 +57,8 @@ class Contestant:
 
     most_rows: above it a step takes too long to wait for. pair_bytes: memory per pair of rows. only_on: the type of
     device it needs. module: the one it is imported from. missing: returns another reason why it is not there. package:
-    its name on PyPI where that differs.
+    its name on PyPI where that differs. world: ranks that share the batch; 1 is the whole batch on each. frugal:
+    contrastile's loss with the least workspace, by which `loss.py` finds `beside_bytes`.
     """
 
     name: str
@@ -70,6 +71,8 @@ class Contestant:
     missing: Callable[[], str | None] = lambda: None
     module: str = ""
     package: str = ""
+    world: int = 1
+    frugal: Loss | None = None
 
     @property
     def label(self) -> str:
@@ -84,7 +87,7 @@ class Contestant:
             return f"needs a {self.only_on} device"
         if case.b > self.most_rows:
             return f"left out above {self.most_rows:,} rows, where it is slow"
-        need, room = self.pair_bytes * case.b**2, machine.room()
+        need, room = self.pair_bytes * case.b**2, machine.free_bytes()
         if need > room:
             return f"needs about {need / 2**30:,.0f} GiB at {case.b:,} rows, and {room / 2**30:,.0f} GiB are free"
         return None

@@ -13,7 +13,7 @@ from torch.profiler import profile as torch_profile
 
 from contrastile.bench.gate import problem
 from contrastile.bench.harness import Step
-from contrastile.bench.loss import LossBench
+from contrastile.bench.loss import LossBench, step_of
 from contrastile.bench.peers import Case
 
 STEP = "one step"
@@ -28,15 +28,15 @@ KINDS = {
 
 def profile(bench: LossBench, case: Case) -> None:
     """Say where a step's time goes, for one process with the whole batch and for every exchange."""
-    world, leaves = bench.machine.world, problem(case, bench.machine.device)
-    leaves_of = {world.size: bench.shard(leaves), 1: leaves}
-    for entry in bench.entries(case, peers=False):
-        step = entry.step_of(leaves_of)
-        if entry.contestant.declines(case, bench.machine) is not None:
+    leaves = problem(case, bench.machine.device)
+    leaves_of = {bench.machine.world.size: bench.shard(leaves), 1: leaves}
+    for one in bench.entries(case, peers=False):
+        if one.declines(case, bench.machine) is not None:
             continue
+        step = step_of(case, one, leaves_of[one.world])
         # compiles kernels, connects
         step()
-        bench.report.say(f"{entry.subject}")
+        bench.report.say(f"{one.label}, {case}")
         for line in _step_lines(bench, step):
             bench.report.say(f"    {line}")
 

@@ -35,27 +35,24 @@ class Shape:
     sub_batch: int
 
 
-def _transformer(width: int, heads: int, layers: int, features: int) -> dict[str, Any]:
+def _transformer(width: int, heads: int, layers: int, features: int, **others: int) -> dict[str, Any]:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": heads}
-    return sizes | {"num_hidden_layers": layers, "projection_dim": features}
+    return sizes | {"num_hidden_layers": layers, "projection_dim": features} | others
 
 
-def _vision(width: int, heads: int, layers: int, patch: int, features: int) -> dict[str, Any]:
-    return _transformer(width, heads, layers, features) | {"patch_size": patch, "image_size": 224}
-
-
-def _text(width: int, heads: int, features: int, layers: int = 12) -> dict[str, Any]:
-    tokens = {"max_position_embeddings": 77, "vocab_size": 49408, "bos_token_id": 49406, "eos_token_id": 49407}
-    return _transformer(width, heads, layers, features) | tokens
-
-
-_TINY = {"intermediate_size": 64}
-_TINY_TEXT = {"vocab_size": 99, "max_position_embeddings": 12, "bos_token_id": 97, "eos_token_id": 98}
+_TEXT = {"max_position_embeddings": 77, "vocab_size": 49408, "bos_token_id": 49406, "eos_token_id": 49407}
+_TINY_TEXT = {"max_position_embeddings": 12, "vocab_size": 99, "bos_token_id": 97, "eos_token_id": 98}
 MODELS = {
-    "vit-b-16": Shape(_vision(768, 12, 12, 16, 512), _text(512, 8, 512), sub_batch=512),
-    "vit-l-14": Shape(_vision(1024, 16, 24, 14, 768), _text(768, 12, 768), sub_batch=192),
+    "vit-b-16": Shape(
+        _transformer(768, 12, 12, 512, patch_size=16, image_size=224), _transformer(512, 8, 12, 512, **_TEXT), 512
+    ),
+    "vit-l-14": Shape(
+        _transformer(1024, 16, 24, 768, patch_size=14, image_size=224), _transformer(768, 12, 12, 768, **_TEXT), 192
+    ),
     "tiny": Shape(
-        _vision(32, 2, 2, 8, 24) | _TINY | {"image_size": 32}, _text(32, 2, 24, 2) | _TINY | _TINY_TEXT, sub_batch=16
+        _transformer(32, 2, 2, 24, intermediate_size=64, patch_size=8, image_size=32),
+        _transformer(32, 2, 2, 24, intermediate_size=64, **_TINY_TEXT),
+        16,
     ),
 }
 
@@ -91,9 +88,6 @@ class Towers(nn.Module):
         self.shape = shape
         self.train()
 
-    def encoder_parameters(self) -> list[nn.Parameter]:
-        return [*self.image.parameters(), *self.text.parameters()]
-
     def checkpointing(self, wanted: bool) -> None:
         """Recompute each layer's activations in the backward, or keep them."""
         for layer in self.modules():
@@ -118,14 +112,13 @@ class Pairs:
     """A pool of made-up images and texts, and batches of them in one of three places."""
 
     def __init__(self, shape: Shape, device: torch.device, most: int = POOL) -> None:
-        generator, side, text = torch.Generator().manual_seed(0), shape.vision["image_size"], shape.text
-        pool = min(most, 16 * shape.sub_batch)
+        generator, side = torch.Generator().manual_seed(0), shape.vision["image_size"]
+        pool, text = min(most, 16 * shape.sub_batch), shape.text
+        length, end = text["max_position_embeddings"], text["eos_token_id"]
         self.device = device
         self.images = torch.empty(pool, 3, side, side, dtype=torch.uint8).random_(0, 256, generator=generator)
-        self.texts = torch.randint(
-            0, text["eos_token_id"], (pool, text["max_position_embeddings"]), generator=generator
-        )
-        self.texts[:, -1] = text["eos_token_id"]
+        self.texts = torch.randint(0, end, (pool, length), generator=generator)
+        self.texts[:, -1] = end
 
     def sides(self, towers: Towers, batch: int, inputs: str) -> list[tuple[nn.Module, Tensor]]:
         """Return each tower with a batch on the "device", on the "host" (pinned), or as indices into a "pool"."""
@@ -141,6 +134,5 @@ class Pairs:
         sides: list[tuple[nn.Module, Tensor]] = []
         for tower, pool in both:
             whole = torch.empty((batch, *pool.shape[1:]), dtype=pool.dtype, pin_memory=self.device.type == "cuda")
-            torch.index_select(pool, 0, indices, out=whole)
-            sides.append((tower, whole))
+            sides.append((tower, torch.index_select(pool, 0, indices, out=whole)))
         return sides
