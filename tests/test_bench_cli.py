@@ -12,6 +12,7 @@ from contrastile.bench.loss import suite
 from contrastile.bench.peers import Case
 from contrastile.cli import bench
 from contrastile.cli.main import build_parser, main
+from contrastile.cli.options import number
 
 CUDA = torch.device("cuda")
 SMALL = ["bench", "loss", "--device", "cpu", "--sizes", "64", "--features", "8", "--losses", "clip", "--no-peers"]
@@ -29,8 +30,8 @@ def cases(*words, device=CUDA):
 
 
 def test_a_size_may_have_a_unit():
-    assert [bench.number("sizes", text) for text in ("96", "4k", "64k", "1M")] == [96, 4096, 65536, 2**20]
-    assert [bench.number("workspace", text) for text in ("192MiB", "2GiB")] == [192 * 2**20, 2**31]
+    assert [number("sizes", text) for text in ("96", "4k", "64k", "1M")] == [96, 4096, 65536, 2**20]
+    assert [number("workspace", text) for text in ("192MiB", "2GiB")] == [192 * 2**20, 2**31]
 
 
 @pytest.mark.parametrize("text", ["", "k", "0", "-4k", "1.5k", "64kk", "64q"])

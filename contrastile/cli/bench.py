@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contrastile._errors import invalid, one_of, whole_number
+from contrastile.cli.options import DEFAULT, add_device, number
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from contrastile.bench.ways import Way
 
 Plan = dict[int, list[str]]
-UNITS = {"": 1, "k": 2**10, "M": 2**20, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 LOSSES = ("clip", "siglip", "infonce")
 # seconds per measurement: of a loss, of a way to take a step; and both with --quick
@@ -29,7 +29,6 @@ LONGEST = 600.0
 # options of `bench step` for one process only
 ONE_PROCESS = ("optimizer", "seconds", "longest", "within")
 FIGURES = (".svg", ".png", ".pdf")
-DEFAULT = "Leave it out for the default."
 
 
 def add_to(verbs: Any) -> None:
@@ -77,10 +76,10 @@ def add_to(verbs: Any) -> None:
     step.set_defaults(verb=run_step)
     csv = "write rows there, behind those that it has; its folder is made"
     for parser in (loss, step):
-        add = parser.add_argument
-        add("--csv", metavar="FILE", help=csv)
-        add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-        add("--peers", action=argparse.BooleanOptionalAction, default=True, help="public packages too")
+        parser.add_argument("--csv", metavar="FILE", help=csv)
+        add_device(parser)
+        peers = argparse.BooleanOptionalAction
+        parser.add_argument("--peers", action=peers, default=True, help="public packages too")
 
 
 def run_loss(arguments: argparse.Namespace) -> int:
@@ -270,20 +269,6 @@ def _cases(arguments: argparse.Namespace, standard: list[Case]) -> list[Case]:
         for b in _numbers(arguments, "sizes") or sorted({case.b for case in standard if case.loss == loss})
         for d in arguments.features or sorted({case.d for case in standard if case.loss == loss})
     ]
-
-
-def number(name: str, text: str) -> int:
-    """Return a size written with a unit.
-
-    >>> number("sizes", "64k"), number("workspace", "2GiB")
-    (65536, 2147483648)
-    """
-    digits = text.rstrip("kMGKiB")
-    unit = text[len(digits) :]
-    if not digits.isdecimal() or int(digits) == 0 or unit not in UNITS:
-        remedy = "Such as 4096, 64k, 1M, 192MiB or 2GiB."
-        raise invalid(name, "be whole numbers above 0, perhaps with a unit", repr(text), remedy)
-    return int(digits) * UNITS[unit]
 
 
 def _numbers(arguments: argparse.Namespace, name: str) -> list[int]:
