@@ -99,8 +99,7 @@ def draw(results: Sequence[Result]) -> str:
             panel.errorbar(known, means, deviations, ls=dash, color=colour, marker="o", ms=3, lw=1.4, label=label)
         panel.set_title(test, loc="left", fontsize=10)
         panel.set_xscale("log", base=2)
-        panel.set_xlabel("pairs per batch")
-        panel.set_ylim(bottom=0)
+        panel.set(xlabel="pairs per batch", ylim=(0, None))
         panel.yaxis.set_major_formatter("{x:.0f}%")
         panel.grid(alpha=0.3)
         if test == tests[-1]:
