@@ -171,11 +171,10 @@ def test_a_failure_of_contrastile_is_a_failure_of_the_bench():
 def test_inputs_in_three_places_are_the_same_pairs():
     torch.manual_seed(0)
     towers = Towers("tiny", CPU).eval()
-    pairs = Pairs(towers.shape, CPU, most=5)
+    pairs = Pairs(towers, most=5)
     for side in (0, 1):
         features = [
-            (towers_leaf := pairs.sides(towers, 12, inputs)[side])[0](towers_leaf[1])
-            for inputs in ("device", "host", "pool")
+            (towers_leaf := pairs.sides(12, inputs)[side])[0](towers_leaf[1]) for inputs in ("device", "host", "pool")
         ]
         assert all(torch.equal(features[0], other) for other in features[1:])
         assert torch.equal(features[0][:5], features[0][5:10])
@@ -195,7 +194,7 @@ def test_host_inputs_that_do_not_fit_are_out_of_memory(monkeypatch):
     monkeypatch.setattr("contrastile.bench.towers.free_memory", lambda device: (1000, 9_000_000))
     towers = Towers("tiny", CPU)
     with pytest.raises(torch.OutOfMemoryError, match=r"of the host, and 1,000 are free"):
-        Pairs(towers.shape, CPU).sides(towers, 12, "host")
+        Pairs(towers).sides(12, "host")
 
 
 def test_the_default_models_batches_and_ways():

@@ -141,12 +141,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@dataclass(frozen=True)
-class World:
+class World(Ranks):
     """The ranks that measure together; by default this process alone."""
-
-    rank: int = 0
-    size: int = 1
 
     def numbers(self, number: float) -> list[float]:
         """Return the number of every rank."""
@@ -172,11 +168,10 @@ ALONE = World()
 @contextmanager
 def joined(kind: str) -> Iterator[tuple[torch.device, World]]:
     """Join the process group that torchrun describes; yield this rank's device ("cpu" or "cuda") and the ranks."""
-    ranks = Ranks.of_environment(kind)
+    ranks, on_gpu = Ranks.of_environment(kind), kind == "cuda"
     if ranks.size == 1:
         yield torch.device(kind), ALONE
         return
-    on_gpu = kind == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device if on_gpu else None)
     try:
@@ -260,7 +255,7 @@ class Machine:
         return seconds[-1]
 
     def time_together(self, step: Step, repeats: int = 1) -> float:
-        """Return the seconds of one of `repeats` steps in a row, begun by all ranks together, on the slowest rank."""
+        """Return the seconds of one of `repeats` steps in a row, begun by all ranks together, on the slowest one."""
         if self.world.size > 1:
             collectives.total(torch.zeros((), device=self.device), None)
         return self.world.slowest(self.time(step, repeats))

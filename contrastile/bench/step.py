@@ -104,8 +104,7 @@ class StepBench:
         full: set[str] = set()
         torch.manual_seed(0)
         towers = Towers(model, machine.device)
-        pairs = Pairs(towers.shape, machine.device)
-        at_once = sub_batch or towers.shape.sub_batch
+        pairs, at_once = Pairs(towers), sub_batch or towers.sub_batch
         for batch, name in ((batch, name) for batch, names in sorted(plan.items()) for name in ways if name in names):
             way, ahead = ways[name], self._expected(model, name, batch)
             if ahead > min(self.longest, self.within - (time.perf_counter() - self._start)):
@@ -129,7 +128,7 @@ class StepBench:
                 }
                 try:
                     if name not in full:
-                        row |= self._measured(way, towers, pairs, batch // machine.world.size, at_once)
+                        row |= self._measured(way, pairs, batch // machine.world.size, at_once)
                         self._pace[model, name] = pace = row["ms"] / batch * 1e3
                         plain = self._pace.get((model, "plain"))
                         row |= {"us_per_pair": round(pace, 2), "ratio_to_plain": plain and round(pace / plain, 4)}
@@ -162,11 +161,11 @@ class StepBench:
             return not red
         return False
 
-    def _measured(self, way: Way, towers: Towers, pairs: Pairs, batch: int, sub_batch: int) -> Row:
+    def _measured(self, way: Way, pairs: Pairs, batch: int, sub_batch: int) -> Row:
         """The columns of time and memory of a way, for a rank's batch."""
-        machine, memory = self.machine, PeakMemory(self.machine.device)
+        machine, memory, towers = self.machine, PeakMemory(self.machine.device), pairs.towers
         towers.checkpointing(way.checkpointing)
-        sides = pairs.sides(towers, batch, way.inputs)
+        sides = pairs.sides(batch, way.inputs)
         task = Task(towers, sides, min(sub_batch, batch), machine.device, self.dtype, way.loss)
         optimizer = torch.optim.AdamW(towers.parameters(), lr=1e-6) if self.optimizer else None
         across, nbytes = machine.world.size > 1, sum(leaf.nbytes for _, leaf in sides)
@@ -208,7 +207,7 @@ class StepBench:
 
 def loss_peak(task: Task, machine: Machine, rows: int) -> int:
     """Run the loss alone on random features, which compiles its kernels; return its bytes beside their gradients."""
-    width = task.towers.shape.text["projection_dim"]
+    width = task.towers.text_config.projection_dim
     q, k = (
         F.normalize(torch.randn(rows, width, device=task.device), dim=-1).to(task.dtype).requires_grad_()
         for _ in range(2)
@@ -228,7 +227,7 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
     torch.manual_seed(0)
     batch, across = world.size * GATE_BATCH, world.size > 1
     towers = Towers(model, device, dropout=GATE_DROPOUT if way.replays and not across else 0.0)
-    sides = Pairs(towers.shape, device, most=batch).sides(towers, batch, way.inputs)
+    sides = Pairs(towers, most=batch).sides(batch, way.inputs)
     whole = Task(towers, sides, GATE_SUB_BATCH, device, torch.float32, ClipLoss())
     own = [(tower, leaf.chunk(world.size)[world.rank]) for tower, leaf in sides]
     task = Task(towers, own, GATE_SUB_BATCH, device, torch.float32, way.loss)

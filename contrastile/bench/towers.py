@@ -28,30 +28,25 @@ HOST_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Shape:
-    """The configurations of a CLIP, and a sub-batch that keeps a GPU busy with both towers."""
+    """The sizes of a CLIP that differ from ViT-B/32's, and a sub-batch that keeps a GPU busy with both towers."""
 
     vision: dict[str, Any]
     text: dict[str, Any]
     sub_batch: int
 
 
-def _transformer(width: int, heads: int, layers: int, features: int, **others: int) -> dict[str, Any]:
+def _sizes(width: int, heads: int, features: int, layers: int, **others: int) -> dict[str, Any]:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": heads}
     return sizes | {"num_hidden_layers": layers, "projection_dim": features} | others
 
 
-_TEXT = {"max_position_embeddings": 77, "vocab_size": 49408, "bos_token_id": 49406, "eos_token_id": 49407}
 _TINY_TEXT = {"max_position_embeddings": 12, "vocab_size": 99, "bos_token_id": 97, "eos_token_id": 98}
 MODELS = {
-    "vit-b-16": Shape(
-        _transformer(768, 12, 12, 512, patch_size=16, image_size=224), _transformer(512, 8, 12, 512, **_TEXT), 512
-    ),
-    "vit-l-14": Shape(
-        _transformer(1024, 16, 24, 768, patch_size=14, image_size=224), _transformer(768, 12, 12, 768, **_TEXT), 192
-    ),
+    "vit-b-16": Shape({"patch_size": 16}, {}, 512),
+    "vit-l-14": Shape(_sizes(1024, 16, 768, 24, patch_size=14), _sizes(768, 12, 768, 12), 192),
     "tiny": Shape(
-        _transformer(32, 2, 2, 24, intermediate_size=64, patch_size=8, image_size=32),
-        _transformer(32, 2, 2, 24, intermediate_size=64, **_TINY_TEXT),
+        _sizes(32, 2, 24, 2, intermediate_size=64, patch_size=8, image_size=32),
+        _sizes(32, 2, 24, 2, intermediate_size=64, **_TINY_TEXT),
         16,
     ),
 }
@@ -80,12 +75,14 @@ class Towers(nn.Module):
 
         super().__init__()
         one_of("model", name, tuple(MODELS), "The tiny one suits a CPU.")
-        shape, drop = MODELS[name], {"attention_dropout": dropout}
+        shape = MODELS[name]
+        self.vision_config = hf.CLIPVisionConfig(**shape.vision, attention_dropout=dropout)
+        self.text_config = hf.CLIPTextConfig(**shape.text, attention_dropout=dropout)
+        self.sub_batch = shape.sub_batch
         with torch.device(device):
-            self.image = Encoder(hf.CLIPVisionModelWithProjection(hf.CLIPVisionConfig(**shape.vision, **drop)))
-            self.text = Encoder(hf.CLIPTextModelWithProjection(hf.CLIPTextConfig(**shape.text, **drop)))
+            self.image = Encoder(hf.CLIPVisionModelWithProjection(self.vision_config))
+            self.text = Encoder(hf.CLIPTextModelWithProjection(self.text_config))
             self.logit_scale = nn.Parameter(torch.tensor(math.log(SCALE)))
-        self.shape = shape
         self.train()
 
     def checkpointing(self, wanted: bool) -> None:
@@ -111,19 +108,18 @@ class Indexed(nn.Module):
 class Pairs:
     """A pool of made-up images and texts, and batches of them in one of three places."""
 
-    def __init__(self, shape: Shape, device: torch.device, most: int = POOL) -> None:
-        generator, side = torch.Generator().manual_seed(0), shape.vision["image_size"]
-        pool, text = min(most, 16 * shape.sub_batch), shape.text
-        length, end = text["max_position_embeddings"], text["eos_token_id"]
-        self.device = device
+    def __init__(self, towers: Towers, most: int = POOL) -> None:
+        self.towers, self.device = towers, towers.logit_scale.device
+        generator, pool = torch.Generator().manual_seed(0), min(most, 16 * towers.sub_batch)
+        side, text = towers.vision_config.image_size, towers.text_config
         self.images = torch.empty(pool, 3, side, side, dtype=torch.uint8).random_(0, 256, generator=generator)
-        self.texts = torch.randint(0, end, (pool, length), generator=generator)
-        self.texts[:, -1] = end
+        self.texts = torch.randint(0, text.eos_token_id, (pool, text.max_position_embeddings), generator=generator)
+        self.texts[:, -1] = text.eos_token_id
 
-    def sides(self, towers: Towers, batch: int, inputs: str) -> list[tuple[nn.Module, Tensor]]:
+    def sides(self, batch: int, inputs: str) -> list[tuple[nn.Module, Tensor]]:
         """Return each tower with a batch on the "device", on the "host" (pinned), or as indices into a "pool"."""
         indices = torch.arange(batch) % len(self.images)
-        both = ((towers.image, self.images), (towers.text, self.texts))
+        both = ((self.towers.image, self.images), (self.towers.text, self.texts))
         if inputs == "pool":
             return [(Indexed(tower, pool.to(self.device)), indices.to(self.device)) for tower, pool in both]
         if inputs == "device":
