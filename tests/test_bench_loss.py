@@ -10,7 +10,7 @@ from contrastile import ClipLoss
 from contrastile.bench import gate as bench_gate
 from contrastile.bench import loss as bench_loss
 from contrastile.bench.gate import SUBJECTS, Gate, Sample, problem
-from contrastile.bench.harness import COLUMNS, Machine, Report, Timing, results_file
+from contrastile.bench.harness import COLUMNS, Machine, Report, Timing, read_rows, results_file
 from contrastile.bench.loss import LossBench, Result, suite
 from contrastile.bench.peers import DENSE, Case, Contestant
 from contrastile.losses.reference import dense_clip
@@ -232,3 +232,27 @@ def test_peaks_are_those_of_the_tensors():
     leaves = problem(case, CPU)
     dense, ours = (machine().peak(lambda loss=loss: bench_gate.step(loss, leaves)) for loss in (dense_clip, ClipLoss()))
     assert ours < 4 * case.b**2 < dense / 2
+
+
+def test_features_in_host_memory_are_measured_beside_resident_ones(tmp_path):
+    lines, path = [], tmp_path / "rows.csv"
+    with results_file(path, COLUMNS["host"]) as write:
+        bench = LossBench(machine(), peers=False, report=Report(lines.append, write))
+        bench.host([replace(CASE, loss=loss) for loss in ("clip", "siglip")], 2**30)
+    assert bench.report.passed
+    rows = read_rows(path)
+    assert [(row["loss"], row["backend"]) for row in rows] == [
+        (loss, f"eager, {place}") for loss in ("clip", "siglip") for place in ("resident", "host")
+    ]
+    assert {row["limit_bytes"] for row in rows} == {str(2**30)}
+    first, *_, last = (float(row["effective_tflops"]) for row in rows)
+    assert float(rows[0]["ratio"]) == 1
+    assert float(rows[-1]["ratio"]) == round(last / first, 4)
+    assert len(lines) == 2 + len(rows)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_problem_is_the_same_wherever_its_features_are(on_host, monkeypatch):
+    whole = problem(CASE, CPU)
+    monkeypatch.setattr(bench_gate, "DRAWN", 96)
+    assert all(torch.equal(a, b) for a, b in zip(whole, problem(CASE, CPU, on_host=on_host), strict=True))

@@ -4,7 +4,8 @@
 
 Stands on `harness.py`, `peers.py` and `gate.py`. A wrong result of contrastile has no speed; peers are shown with their
 distance. A failure is named and costs its own rows only. Under torchrun the exchanges are compared with one process
-that has the whole batch, and a failure on one rank leaves the contestant out on all.
+that has the whole batch, and a failure on one rank leaves the contestant out on all. Features in host memory are
+compared with resident ones.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastile.bench.gate import SAMPLE_ROWS, SUBJECTS, Distance, Gate, Sample, gate_rows, problem, step
+from contrastile.bench.gate import SAMPLE_ROWS, SUBJECTS, Distance, Gate, Sample, gate_rows, placed, problem, step
 from contrastile.bench.harness import Machine, Report, Row, Step, Table, Timing, World, sentence_of
 from contrastile.bench.peers import ANY_NUMBER, DENSE, PEERS, Case, Contestant, rank_peers
 from contrastile.distributed import collectives
+from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
 
 OURS, ONE_PROCESS = "contrastile", "one process"
 # workspaces of contrastile on a GPU; rows with the first are not marked
-WORKSPACE, SMALL_WORKSPACE = 2 * 2**30, 192 * 2**20
+WORKSPACE, SMALL_WORKSPACE, HOST_WORKSPACE = 2 * 2**30, 192 * 2**20, 2**30
 # the workspace for `beside_bytes`: so small that all of it is used
 LEAST_WORKSPACE = 32 * 2**20
 # products before a step that is timed once
@@ -48,9 +51,11 @@ RANK_TABLE = Table(
 )
 
 
-def suite(device: torch.device, *, quick: bool, ranks: int = 1) -> list[Case]:
+def suite(device: torch.device, *, quick: bool, ranks: int = 1, host: bool = False) -> list[Case]:
     """Return the cases that are measured by default."""
     on_gpu, wide = device.type == "cuda", (WORKSPACE,)
+    if host and on_gpu:
+        return [Case("clip", b, 768, "bfloat16", (HOST_WORKSPACE,)) for b in ([2**18] if quick else [2**18, 2**22])]
     if ranks > 1 and on_gpu:
         clip = [Case("clip", b, 768, "bfloat16", wide) for b in ([2**16] if quick else [2**16, 2**17, 2**18])]
         return clip if quick else [*clip, Case("siglip", 2**16, 768, "bfloat16", wide)]
@@ -77,7 +82,7 @@ def contestants(case: Case, device: torch.device, *, peers: bool) -> list[Contes
 
 
 def _contrastile(
-    loss: str, device: torch.device, workspace: int | None, name: str = "", most_rows: int = ANY_NUMBER, **how: Any
+    loss: str, device: torch.device, workspace: int | None, name: str = "", most_rows: int = ANY_NUMBER, /, **how: Any
 ) -> Contestant:
     backend = "triton" if device.type == "cuda" else "eager"
     marked = "" if workspace in (None, WORKSPACE) else f", workspace {workspace // 2**20} MiB"
@@ -175,12 +180,13 @@ class LossBench:
     def _table(self) -> Table:
         return RANK_TABLE if self._across else TABLE
 
-    def head(self) -> None:
+    def head(self, *, host: bool = False) -> None:
         """Say the rows that are compared with float64, and the columns."""
-        at_size = "" if self._across else f", and on {SAMPLE_ROWS} of all where there are more"
+        at_size = "" if host or self._across else f", and on {SAMPLE_ROWS} of all where there are more"
+        ratio = "to the first resident loss" if host else "of torch.mm's rate"
         self.report.say(
             f"{OURS} is compared with float64 on {gate_rows(self.machine.device):,} rows{at_size}\n"
-            "ms: forward and backward; ratio: of torch.mm's rate; loss, gradient: relative distances from float64"
+            f"ms: forward and backward; ratio: {ratio}; loss, gradient: relative distances from float64"
         )
         self.report.say(self._table.header())
 
@@ -235,15 +241,42 @@ class LossBench:
         Sample(case.loss, gate.leaves).step(loss)
         distance = gate.distance(loss)
         sample = Sample(case.loss, problem(case, machine.device))
-        product = machine.time(machine.product, ONCE_PRODUCTS)
+        product_seconds = machine.time(machine.product, ONCE_PRODUCTS)
         results: list[tuple[Tensor, ...]] = []
         seconds: list[float] = []
         peak = machine.peak(lambda: seconds.append(machine.time(lambda: results.append(sample.step(loss)))))
         at_size, cast = sample.distance(results[0])
         if not self._rejected(case, one, gate.red(distance) or gate.red(at_size, cast)):
             ms = seconds[0] * 1e3
-            timing = Timing(ms, machine.product_operations / product, ms, ms)
+            timing = Timing(ms, machine.product_operations / product_seconds, ms, ms)
             self._report(Result(case, one, distance.worst(at_size), peak, timing=timing))
+
+    def host(self, cases: Iterable[Case], limit: int) -> None:
+        """Measure features in host memory beside resident ones; `limit` bytes of the device may be allocated.
+
+        The ratio of a row is that to the first resident loss.
+        """
+        machine, device = self.machine, self.machine.device
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        self.head(host=True)
+        first_rate = 0.0
+        for case, name in product(cases, ("resident", "host")):
+            one = _contrastile(case.loss, device, case.workspaces[0], name, device=device)
+            with float32_products(case.precision), self.report.failures(_subject(case, one), judged=name == "host"):
+                gate, memory, place = Gate(case, device), PeakMemory(device), device if name == "resident" else "cpu"
+                distance = gate.distance(step(one.losses[case.loss], placed(gate.leaves, place)))
+                if self._rejected(case, one, gate.red(distance)):
+                    continue
+                leaves = placed(problem(case, device, on_host=True), place)
+                machine.free_bytes()
+                before = memory.start()
+                timing = machine.race({name: step_of(case, one, leaves)})[name]
+                row = Result(case, one, distance, memory.bytes() - before, timing=timing).row(device)
+                first_rate = first_rate or row["effective_tflops"]
+                row |= {"ratio": round(row["effective_tflops"] / first_rate, 4), "limit_bytes": limit}
+                self.report.result(TABLE.line(row), row)
 
     def _report(self, result: Result, dense_ms: float | None = None) -> None:
         row = result.row(self.machine.device, dense_ms)

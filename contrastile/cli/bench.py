@@ -26,6 +26,7 @@ LOSSES = ("clip", "siglip", "infonce")
 # seconds per measurement: of a loss, of a way to take a step; and both with --quick
 SECONDS, QUICK_SECONDS = {"loss": 4.0, "step": 20.0}, {"loss": 0.5, "step": 2.0}
 LONGEST = 600.0
+HOST_LIMIT = "16GiB"
 # options of `bench step` for one process only
 ONE_PROCESS = ("optimizer", "seconds", "longest", "within")
 FIGURES = (".svg", ".png", ".pdf")
@@ -49,6 +50,8 @@ def add_to(verbs: Any) -> None:
     add("--workspace", nargs="+", metavar="BYTES", help="contrastile's, such as 2GiB")
     add("--precision", choices=("high", "highest"), help="of float32 products (default: highest)")
     add("--once", action="store_true", help="one step of contrastile's alone, for sizes of minutes")
+    add("--host", action="store_true", help="features in host memory, beside resident ones")
+    add("--limit", metavar="BYTES", help="of --host: the device's memory that may be allocated (default: 16GiB)")
     add("--profile", action="store_true", help="under torchrun: also where the time of a step goes")
     add("--seconds", type=float, help="how long each may be measured (default: 4)")
     add("--quick", action="store_true", help="few and small sizes, half a second for each")
@@ -92,6 +95,12 @@ def run_loss(arguments: argparse.Namespace) -> int:
         raise invalid("features", "be at least 1", min(arguments.features), "Such as 512.")
     for name in ("sizes", "workspace"):
         _numbers(arguments, name)
+    number("limit", arguments.limit or HOST_LIMIT)
+    if arguments.limit and not arguments.host:
+        raise invalid("limit", "come with host, which it limits", "no --host", "Add --host.")
+    if arguments.host and (_world_size() > 1 or arguments.once):
+        got = "torchrun" if _world_size() > 1 else "--once"
+        raise invalid("host", "come with neither torchrun nor once", got, "Run one process with it.")
     _dtype(arguments.dtype or "bf16")
     _make_folders(arguments, "csv")
 
@@ -103,11 +112,14 @@ def run_loss(arguments: argparse.Namespace) -> int:
     kind, ranks = device_of(arguments.device), _world_size()
     if arguments.profile and ranks == 1:
         raise invalid("profile", "come under torchrun", "one process", "Start several ranks, or leave it out.")
-    cases = _cases(arguments, suite(torch.device(kind), quick=arguments.quick, ranks=ranks))
-    with _reporting(arguments, kind, "losses" if ranks == 1 else "exchanges") as (device, report):
+    cases = _cases(arguments, suite(torch.device(kind), quick=arguments.quick, ranks=ranks, host=arguments.host))
+    columns = "host" if arguments.host else "losses" if ranks == 1 else "exchanges"
+    with _reporting(arguments, kind, columns) as (device, report):
         machine = Machine.of(device, _seconds(arguments, "loss"), report.world)
         bench = LossBench(machine, arguments.peers, report)
-        if arguments.once:
+        if arguments.host:
+            bench.host(cases, number("limit", arguments.limit or HOST_LIMIT))
+        elif arguments.once:
             bench.head()
             for case in cases:
                 bench.once(case)
