@@ -100,9 +100,7 @@ def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[
         large_and_small(recipe)
     report_overrides(f"compare {kind}".strip(), recipe, arguments.recipe, arguments.overrides)
 
-    from contrastile.experiments.batch_sizes_figure5 import BatchSizes
-    from contrastile.experiments.four_ways import FourWays
-    from contrastile.experiments.losses_table3 import Losses
+    from contrastile.experiments.pairs import BatchSizes, FourWays, Losses
 
     many: dict[str, Any] = {"recipe": recipe, "seeds": arguments.seeds, "jobs": arguments.jobs}
     if kind == "--losses":
