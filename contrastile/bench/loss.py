@@ -120,13 +120,17 @@ class Result:
     timing: Timing = UNTIMED
     alone: Timing | None = None
 
+    @property
+    def rate(self) -> float:
+        """Operations per second and rank, of those that the loss needs at least."""
+        operations = SUBJECTS[self.case.loss].operations * self.case.b**2 * self.case.d
+        return operations / self.contestant.world / (self.timing.ms / 1e3)
+
     def row(self, device: torch.device, dense_ms: float | None = None) -> Row:
         """Return the columns of losses and of exchanges, and those of the tables."""
         case, one, timing, far, alone = self.case, self.contestant, self.timing, self.distance, self.alone
         marked = case.dtype == "float32" and case.precision != "highest"
         backend = f"{one.backend}, precision {case.precision}" if marked else one.backend
-        # operations per second and rank, of those that the loss needs at least
-        rate = SUBJECTS[case.loss].operations * case.b**2 * case.d / one.world / (timing.ms / 1e3)
         return {
             "impl": one.name,
             "loss": case.loss,
@@ -138,8 +142,8 @@ class Result:
             "world": one.world,
             "ms": round(timing.ms, 3),
             "least_ms": timing.least_ms,
-            "effective_tflops": round(rate / 1e12, 4),
-            "ratio": round(rate / timing.product_rate, 4),
+            "effective_tflops": round(self.rate / 1e12, 4),
+            "ratio": round(self.rate / timing.product_rate, 4),
             "times_dense": dense_ms and dense_ms / timing.ms,
             "peak_bytes": self.peak_bytes,
             **provenance(device, one.package or one.name),
@@ -194,9 +198,8 @@ class LossBench:
         """Measure every case; report each result as soon as it is there."""
         self.head()
         for case in cases:
-            if case.b % self._world.size:
-                ranks = f"{self._world.size} ranks"
-                self.report.note(f"{case.b} rows are left out: they cannot be shared evenly by {ranks}")
+            if case.b % (size := self._world.size):
+                self.report.note(f"{case.b} rows are left out: they cannot be shared evenly by {size} ranks")
                 continue
             with float32_products(case.precision):
                 self._measure(case)
@@ -214,10 +217,9 @@ class LossBench:
                 ones = [result.contestant for result in group]
                 steps = {one.label: step_of(case, one, leaves_of[one.world]) for one in ones}
                 timings: dict[str, Timing] = {}
-                with self.report.failures(_subject(case, group[0].contestant), judged=group[0].contestant.name == OURS):
+                with self.report.failures(_subject(case, ones[0]), judged=ones[0].name == OURS):
                     timings = self.machine.race(steps)
-                for result, timing in zip(group, timings.values(), strict=False):
-                    one = result.contestant
+                for result, one, timing in zip(group, ones, timings.values(), strict=False):
                     if self._across and one.world == 1:
                         alone = timing
                     if one.name == "dense" and dense_ms is None:
@@ -273,9 +275,9 @@ class LossBench:
                 machine.free_bytes()
                 before = memory.start()
                 timing = machine.race({name: step_of(case, one, leaves)})[name]
-                row = Result(case, one, distance, memory.bytes() - before, timing=timing).row(device)
-                first_rate = first_rate or row["effective_tflops"]
-                row |= {"ratio": round(row["effective_tflops"] / first_rate, 4), "limit_bytes": limit}
+                result = Result(case, one, distance, memory.bytes() - before, timing=timing)
+                first_rate = first_rate or result.rate
+                row = result.row(device) | {"ratio": round(result.rate / first_rate, 4), "limit_bytes": limit}
                 self.report.result(TABLE.line(row), row)
 
     def _report(self, result: Result, dense_ms: float | None = None) -> None:

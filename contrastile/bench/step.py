@@ -90,6 +90,8 @@ class StepBench:
     rows: list[Row] = field(default_factory=list)
     # microseconds per pair, by model and way, at the largest batch so far
     _pace: dict[tuple[str, str], float] = field(default_factory=dict)
+    # models and ways that did not fit at a smaller batch
+    _full: set[tuple[str, str]] = field(default_factory=set)
     _start: float = field(default_factory=time.perf_counter)
 
     def measure(self, model: str, plan: Mapping[int, Sequence[str]], sub_batch: int | None = None) -> None:
@@ -100,46 +102,50 @@ class StepBench:
         ways = {name: way for name, way in ways.items() if self._passes(model, way)}
         machine.free_bytes()
         self.report.say(table.header())
-        # ways that did not fit at a smaller batch
-        full: set[str] = set()
         torch.manual_seed(0)
         towers = Towers(model, machine.device)
-        pairs, at_once = Pairs(towers), sub_batch or towers.sub_batch
+        pairs = Pairs(towers)
         for batch, name in ((batch, name) for batch, names in sorted(plan.items()) for name in ways if name in names):
             way, ahead = ways[name], self._expected(model, name, batch)
             if ahead > min(self.longest, self.within - (time.perf_counter() - self._start)):
                 self.report.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
                 continue
             with self.report.failures(way.label, judged=way.judged):
-                row: Row = {
-                    "impl": way.impl,
-                    "way": way.name,
-                    "implementation": way.label,
-                    "model": model,
-                    "batch": batch,
-                    "sub_batch": at_once if way.cut else None,
-                    "retain": way.retain,
-                    "inputs": way.inputs,
-                    "dtype": str(self.dtype).removeprefix("torch."),
-                    "world": machine.world.size,
-                    **dict.fromkeys(("ms", "us_per_pair", "ratio_to_plain", "peak_bytes")),
-                    **dict.fromkeys(("data_bytes", "loss_bytes", "backbone_bytes")),
-                    **provenance(machine.device, "transformers", way.package or way.impl),
-                }
-                try:
-                    if name not in full:
-                        row |= self._measured(way, pairs, batch // machine.world.size, at_once)
-                        self._pace[model, name] = pace = row["ms"] / batch * 1e3
-                        plain = self._pace.get((model, "plain"))
-                        row |= {"us_per_pair": round(pace, 2), "ratio_to_plain": plain and round(pace / plain, 4)}
-                except torch.OutOfMemoryError:
-                    # ranks have as many pairs each, and run out of memory at the same place
-                    full.add(name)
+                row = self._row(model, name, pairs, batch, sub_batch or towers.sub_batch)
                 line = table.line(row)
                 self.rows.append(row)
                 self.report.result(f"{line.rstrip()} does not fit" if row["ms"] is None else line, row)
             towers.zero_grad()
             machine.free_bytes()
+
+    def _row(self, model: str, name: str, pairs: Pairs, batch: int, sub_batch: int) -> Row:
+        """The columns of a step on one process and across ranks; no numbers where it does not fit into memory."""
+        way, device, size = self.ways[name], self.machine.device, self.machine.world.size
+        columns: Row = {
+            "impl": way.impl,
+            "way": way.name,
+            "implementation": way.label,
+            "model": model,
+            "batch": batch,
+            "sub_batch": sub_batch if way.cut else None,
+            "retain": way.retain,
+            "inputs": way.inputs,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "world": size,
+            **provenance(device, "transformers", way.package or way.impl),
+        }
+        numbers: Row = dict.fromkeys(("ms", "us_per_pair", "ratio_to_plain", "peak_bytes"))
+        numbers |= dict.fromkeys(("data_bytes", "loss_bytes", "backbone_bytes"))
+        try:
+            if (model, name) not in self._full:
+                numbers |= self._measured(way, pairs, batch // size, sub_batch)
+                self._pace[model, name] = pace = numbers["ms"] / batch * 1e3
+                plain = self._pace.get((model, "plain"))
+                numbers |= {"us_per_pair": round(pace, 2), "ratio_to_plain": plain and round(pace / plain, 4)}
+        except torch.OutOfMemoryError:
+            # ranks have as many pairs each, and run out of memory at the same place
+            self._full.add((model, name))
+        return columns | numbers
 
     def _expected(self, model: str, name: str, batch: int) -> float:
         """Seconds of a step at the way's pace so far, or else at the slowest pace of the model."""
