@@ -55,14 +55,14 @@ def test_a_missing_device_is_refused(device, capsys):
 
 
 def test_named_settings_are_crossed():
-    asked = cases("--sizes", "4k", "1M", "--features", "512", "768", "--losses", "siglip", "--workspace", "1GiB")
-    assert asked == [Case("siglip", b, d, "bfloat16", (2**30,)) for b in (4096, 2**20) for d in (512, 768)]
+    chosen = cases("--sizes", "4k", "1M", "--features", "512", "768", "--losses", "siglip", "--workspace", "1GiB")
+    assert chosen == [Case("siglip", b, d, "bfloat16", (2**30,)) for b in (4096, 2**20) for d in (512, 768)]
 
 
 def test_other_settings_are_the_devices_defaults():
-    asked = cases("--dtype", "fp32", "--precision", "high")
-    assert {case.d for case in asked} == {512, 768, 1024}
-    assert {(case.dtype, case.precision, case.loss) for case in asked} == {("float32", "high", "clip")}
+    chosen = cases("--dtype", "fp32", "--precision", "high")
+    assert {case.d for case in chosen} == {512, 768, 1024}
+    assert {(case.dtype, case.precision, case.loss) for case in chosen} == {("float32", "high", "clip")}
 
 
 def test_without_settings_the_whole_list_is_measured():
@@ -73,15 +73,15 @@ def test_without_settings_the_whole_list_is_measured():
 def test_results_are_a_table_and_a_file(tmp_path, capsys):
     path = tmp_path / "made" / "with" / "rows.csv"
     assert main([*SMALL, "--seconds", "0.01", "--csv", str(path)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["impl"], row["loss"], row["b"], row["d"]) for row in rows] == [
         ("dense", "clip", "64", "8"),
         ("contrastile", "clip", "64", "8"),
     ]
-    assert "times dense" in said
-    assert said.endswith(f"rows: {path}\n")
+    assert "times dense" in output
+    assert output.endswith(f"rows: {path}\n")
 
 
 def test_once_times_one_step_of_contrastile_alone(capsys):

@@ -103,21 +103,21 @@ def test_a_file_of_other_columns_is_refused_and_left_alone(tmp_path):
 
 
 def test_a_full_disk_is_an_error_with_the_files_name():
-    told = r"/dev/full could not be written \(No space left on device\); free the disk and begin again"
-    with pytest.raises(OSError, match=told), results_file(Path("/dev/full"), ["b"]) as write:
+    message = r"/dev/full could not be written \(No space left on device\); free the disk and begin again"
+    with pytest.raises(OSError, match=message), results_file(Path("/dev/full"), ["b"]) as write:
         write(ROW)
 
 
 def test_a_product_runs_before_every_step(clock):
-    said = []
+    calls = []
     # long enough not to be repeated
-    steps = {word: clock.step(2**-6, lambda word=word: said.append(word)) for word in ("product", "a", "b")}
+    steps = {word: clock.step(2**-6, lambda word=word: calls.append(word)) for word in ("product", "a", "b")}
     machine(2**-3, steps.pop("product")).race(steps)
     # some of each to see how long they take
     first = 2 * WARMUP_STEPS + 1
-    assert said[:first] == ["a"] * WARMUP_STEPS + ["b"] * WARMUP_STEPS + ["product"]
+    assert calls[:first] == ["a"] * WARMUP_STEPS + ["b"] * WARMUP_STEPS + ["product"]
     # an eighth of a second for each of two steps
-    assert said[first:] == ["product", "a", "product", "b"] * 8
+    assert calls[first:] == ["product", "a", "product", "b"] * 8
 
 
 def test_a_short_step_is_repeated(clock):
@@ -155,11 +155,11 @@ def test_the_peak_is_what_a_step_holds_at_once():
     assert size * 0.9 < machine().peak(run) < size * 1.5
 
 
-@pytest.mark.parametrize(("device", "load", "said"), [("cpu", 3.0, True), ("cpu", 0.5, False), ("cuda", 3.0, False)])
-def test_a_busy_cpu_has_a_warning(device, load, said, monkeypatch):
+@pytest.mark.parametrize(("device", "load", "warned"), [("cpu", 3.0, True), ("cpu", 0.5, False), ("cuda", 3.0, False)])
+def test_a_busy_cpu_has_a_warning(device, load, warned, monkeypatch):
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    assert (busy(torch.device(device)) is not None) == said
+    assert (busy(torch.device(device)) is not None) == warned
 
 
 @pytest.mark.parametrize(("seconds", "products"), [(2**-3, 8), (2**-2, 16), (1.0, 16)])

@@ -88,9 +88,9 @@ def test_a_sample_has_the_truth_of_a_few_rows_and_columns(name):
     distance, cast = sample.distance(sample.step(SUBJECTS[name].module()))
     assert max(distance.loss, distance.gradient, distance.scalar) <= 1e-12
     assert cast == 0
-    found = sample.step(SUBJECTS[name].module())
-    found[2][found[2].norm(dim=1).argmax()] *= 1.01
-    assert sample.distance(found)[0].gradient > 1e-6
+    results = sample.step(SUBJECTS[name].module())
+    results[2][results[2].norm(dim=1).argmax()] *= 1.01
+    assert sample.distance(results)[0].gradient > 1e-6
 
 
 def wrong_when_large(q, k, scale, weights=None):

@@ -19,7 +19,7 @@ OURS = [name for name, way in WAYS.items() if way.judged]
 
 
 def measured(ways, batches=(24,), write=lambda row: None, **settings):
-    """Measure these ways; return the lines and the bench."""
+    """Measure these ways; return the lines and the bench; `write` gets the rows."""
     lines = []
     bench = StepBench(Machine(CPU), torch.float32, Report(lines.append, write), ways, **settings)
     bench.measure("tiny", {batch: list(ways) for batch in batches})
@@ -68,10 +68,11 @@ def test_a_wrong_way_has_no_speed():
         task.towers.text.model.text_projection.weight.grad.mul_(2)
         return loss
 
-    lines, bench = measured({"retain-0": Way("contrastile", "retain 0", twice)})
+    rows = []
+    lines, bench = measured({"retain-0": Way("contrastile", "retain 0", twice)}, write=rows.append)
     assert not bench.report.passed
     assert lines[0].endswith("no speed for a wrong result")
-    assert not bench.rows
+    assert not rows
 
 
 def test_a_step_that_does_not_fit_is_a_row_and_is_not_tried_again(tmp_path):
@@ -112,11 +113,12 @@ def test_failures_and_long_steps_are_named_and_cost_their_own_row_only():
 
     absent = Way("nobody", "at all", fail, module="surely_not_installed")
     ways = {"somebody": Way("somebody", "a way", fail), "nobody": absent, "plain": WAYS["plain"]}
-    lines, bench = measured(ways, batches=(8, 24), longest=0.0)
+    rows = []
+    lines, bench = measured(ways, batches=(8, 24), write=rows.append, longest=0.0)
     assert bench.report.passed
     assert "  somebody, a way: RuntimeError: the first line" in lines
     assert "  nobody, at all: is not installed" in lines
-    assert [(row["impl"], row["batch"]) for row in bench.rows] == [("plain", 8)]
+    assert [(row["impl"], row["batch"]) for row in rows] == [("plain", 8)]
     assert lines[-1].startswith("  plain, whole batch at 24: left out, it would take about ")
 
 
@@ -125,11 +127,11 @@ def test_a_bench_ends_in_its_time(monkeypatch):
     clock = iter(range(10_000))
     monkeypatch.setattr(bench_step.time, "perf_counter", lambda: float(next(clock)))
     ways = {name: WAYS[name] for name in ("plain", "retain-0")}
-    lines = []
+    lines, rows = [], []
     # a step takes a tick of this clock: 8 pairs a second
-    bench = StepBench(Machine(CPU), torch.float32, Report(lines.append), ways, within=40.0)
+    bench = StepBench(Machine(CPU), torch.float32, Report(lines.append, rows.append), ways, within=40.0)
     bench.measure("tiny", {8: ["plain"], 16: ["plain"], 2**20: ["plain", "retain-0"]})
-    assert [(row["way"], row["batch"]) for row in bench.rows] == [("whole batch", 8), ("whole batch", 16)]
+    assert [(row["way"], row["batch"]) for row in rows] == [("whole batch", 8), ("whole batch", 16)]
     assert [line for line in lines if "left out" in line] == [
         "  plain, whole batch at 1,048,576: left out, it would take about 65,536 s",
         "  contrastile, retain 0 at 1,048,576: left out, it would take about 65,536 s",
@@ -211,17 +213,17 @@ def test_results_are_a_table_a_file_and_a_figure(tmp_path, capsys):
     rows, picture = tmp_path / "made" / "rows.csv", tmp_path / "made" / "too" / "figure.svg"
     words = ["--models", "tiny", "--sizes", "8", "24", "--ways", "plain", "retain-0", "--seconds", "0.01"]
     assert main(["bench", "step", "--device", "cpu", *words, "--csv", str(rows), "--figure", str(picture)]) == 0
-    said = capsys.readouterr().out
-    assert "times plain" in said
-    assert said.endswith(f"rows: {rows}\nfigure: {picture}\n")
-    sub_batch, found = series(read_rows(rows), "tiny")
+    output = capsys.readouterr().out
+    assert "times plain" in output
+    assert output.endswith(f"rows: {rows}\nfigure: {picture}\n")
+    sub_batch, lines = series(read_rows(rows), "tiny")
     assert sub_batch == 16
-    assert {name: [batch for batch, *_ in points] for name, points in found.items()} == {
+    assert {name: [batch for batch, *_ in points] for name, points in lines.items()} == {
         "plain, whole batch": [8, 24],
         "contrastile, retain 0": [8, 24],
     }
     assert all(
-        math.isfinite(number) and number > 0 for points in found.values() for *point, _ in points for number in point
+        math.isfinite(number) and number > 0 for points in lines.values() for *point, _ in points for number in point
     )
     text = picture.read_text()
     assert text.startswith("<?xml")

@@ -409,10 +409,10 @@ def test_keys_that_a_comparison_sets_are_reported_of_a_recipe_and_refused_of_an_
     # the rule of the rate and its base go together
     together = [word for word in words if word.startswith("optim")]
     for word in words:
-        asked = together if word in together else [word]
-        assert main(["compare", str(recipe), *asked, *rest]) == 2
-        key = asked[0].partition("=")[0]
-        assert last_error(capsys) == f"{asked[0]}: {key}: has no effect: {comparison} sets it itself; leave it out"
+        overrides = together if word in together else [word]
+        assert main(["compare", str(recipe), *overrides, *rest]) == 2
+        key = overrides[0].partition("=")[0]
+        assert last_error(capsys) == f"{overrides[0]}: {key}: has no effect: {comparison} sets it itself; leave it out"
     recipe.write_text(to_toml(load_recipe(recipe, words)))
     caplog.clear()
     assert main(["compare", str(recipe), *rest]) == 0

@@ -87,7 +87,6 @@ class StepBench:
     longest: float = 600.0
     within: float = math.inf
     optimizer: bool = False
-    rows: list[Row] = field(default_factory=list)
     # microseconds per pair, by model and way, at the largest batch so far
     _pace: dict[tuple[str, str], float] = field(default_factory=dict)
     # models and ways that did not fit at a smaller batch
@@ -113,7 +112,6 @@ class StepBench:
             with self.report.failures(way.label, judged=way.judged):
                 row = self._row(model, name, pairs, batch, sub_batch or towers.sub_batch)
                 line = table.line(row)
-                self.rows.append(row)
                 self.report.result(f"{line.rstrip()} does not fit" if row["ms"] is None else line, row)
             towers.zero_grad()
             machine.free_bytes()
