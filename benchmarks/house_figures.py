@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -97,11 +98,8 @@ def frames_to_the_product() -> int:
         frames.append(sum(frame.filename.startswith(str(SOURCE)) for frame in traceback.extract_stack()))
         return product(*arguments, **named)
 
-    torch.mm = mm
-    try:
+    with patch.object(torch, "mm", mm):
         ClipLoss()(*inputs())
-    finally:
-        torch.mm = product
     return max(frames)
 
 

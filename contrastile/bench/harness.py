@@ -118,21 +118,26 @@ def results_file(path: Path | None, columns: Sequence[str]) -> Iterator[Callable
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     if old := path.exists() and path.stat().st_size > 0:
-        with path.open(newline="") as file:
-            header = next(csv.reader(file))
+        with path.open(newline="") as present:
+            header = next(csv.reader(present))
         if header != [*columns]:
             raise invalid("csv", "have the columns of a results file", f"{path}: {', '.join(header)}", "Name another.")
-    # closing writes again what could not be written before
-    with written_to(path), path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if not old:
-            writer.writeheader()
+    file = path.open("a", newline="")
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
 
-        def write(row: Row) -> None:
+    def write(row: Row) -> None:
+        with written_to(path):
             writer.writerow({name: row[name] for name in columns})
             file.flush()
 
+    try:
+        if not old:
+            write({name: name for name in columns})
         yield write
+    finally:
+        # closing writes again what could not be written before
+        with written_to(path):
+            file.close()
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -19,9 +19,6 @@ MEMORY, BATCHES = 2**30, [128, 512, 4096, 16384]
 # options of one kind of recipe only
 OF_PAIRS, OF_RETRIEVERS = ("losses", "data", "rates", "ranks"), ("memory", "updates")
 
-# fewest seeds of most comparisons and of --losses
-SEEDS = ((1, "Three show a spread."), (2, "An interval needs a spread; five are usual."))
-
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
@@ -81,7 +78,8 @@ def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
         if name in given and needed not in given:
             raise invalid(f"--{name}", f"come with --{needed}", f"no --{needed}", "It belongs to that comparison.")
     at_least("jobs", arguments.jobs, 1, "So many runs are made at a time.")
-    at_least("seeds", arguments.seeds, *SEEDS["losses" in given])
+    fewest = (2, "An interval needs a spread; five are usual.") if arguments.losses else (1, "Three show a spread.")
+    at_least("seeds", arguments.seeds, *fewest)
     at_least("ranks", arguments.ranks, 2, "On one process there is nothing to exchange.")
     if pairs and arguments.jobs > 1 and not given.keys() & {"losses", "batches"}:
         reason = "Runs side by side slow each other down."
