@@ -244,15 +244,13 @@ def draw(results: Sequence[Result]) -> str:
     for panel, test in zip(figure.subplots(1, max(len(tests), 1), squeeze=False)[0], tests, strict=False):
         for (share, colour), (rule, dash) in lines:
             groups = {int(batch): rules.get(rule, []) for (data, batch), rules in points.items() if data == share}
-            recalls = {
-                batch: [100 * one.measures[test] for one in group if test in one.measures]
-                for batch, group in sorted(groups.items())
-            }
-            known = [batch for batch, values in recalls.items() if values]
-            means = [statistics.mean(recalls[batch]) for batch in known]
-            deviations = [statistics.stdev(recalls[batch]) if len(recalls[batch]) > 1 else 0 for batch in known]
+            percents = {batch: [100 * one.measures[test] for one in groups[batch] if test in one.measures]
+                        for batch in sorted(groups)}  # fmt: skip
+            measured = {batch: values for batch, values in percents.items() if values}
+            means = [statistics.mean(values) for values in measured.values()]
+            deviations = [statistics.stdev(values) if len(values) > 1 else 0 for values in measured.values()]
             label = f"{float(share):.0%} of the pairs, {rule} rate"
-            panel.errorbar(known, means, deviations, ls=dash, color=colour, marker="o", ms=3, lw=1.4, label=label)
+            panel.errorbar([*measured], means, deviations, ls=dash, color=colour, marker="o", ms=3, lw=1.4, label=label)
         panel.set_title(test, loc="left", fontsize=10)
         panel.set_xscale("log", base=2)
         panel.set(xlabel="pairs per batch", ylim=(0, None))
