@@ -107,11 +107,7 @@ def test_a_case_is_checked_at_its_own_size_too(loss, right, once, monkeypatch, t
     lines = []
     with results_file(tmp_path / "rows.csv", COLUMNS["losses"]) as write:
         bench = LossBench(machine(), peers=False, report=Report(lines.append, write))
-        bench.head()
-        if once:
-            bench.once(CASE)
-        else:
-            bench.measure([CASE])
+        (bench.once if once else bench.measure)([CASE])
     assert "60 rows, and on 32 of all" in lines[0]
     assert bench.report.passed is right
     assert any("a gradient is" in line and "96 x 16" in line for line in lines) is not right

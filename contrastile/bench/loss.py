@@ -229,12 +229,14 @@ class LossBench:
                             self.report.say(f"  times dense: over {one.label}")
                     self._report(replace(result, timing=timing, alone=alone), dense_ms)
 
-    def once(self, case: Case) -> None:
-        """Time one step of contrastile, for a size where a step takes minutes; check it at its own size."""
-        for one in contestants(case, self.machine.device, peers=False):
-            if one.name == OURS:
-                with float32_products(case.precision), self.report.failures(_subject(case, one), judged=True):
-                    self._once(case, one)
+    def once(self, cases: Iterable[Case]) -> None:
+        """Time one step of contrastile, for sizes where a step takes minutes; check it at its own size."""
+        self.head()
+        for case in cases:
+            for one in contestants(case, self.machine.device, peers=False):
+                if one.name == OURS:
+                    with float32_products(case.precision), self.report.failures(_subject(case, one), judged=True):
+                        self._once(case, one)
 
     def _once(self, case: Case, one: Contestant) -> None:
         machine, loss = self.machine, one.losses[case.loss]

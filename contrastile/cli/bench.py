@@ -119,12 +119,8 @@ def run_loss(arguments: argparse.Namespace) -> int:
         bench = LossBench(machine, arguments.peers, report)
         if arguments.host:
             bench.host(cases, number("limit", arguments.limit or HOST_LIMIT))
-        elif arguments.once:
-            bench.head()
-            for case in cases:
-                bench.once(case)
         else:
-            bench.measure(cases)
+            (bench.once if arguments.once else bench.measure)(cases)
         if arguments.profile:
             from contrastile.bench.profile import profile
 
