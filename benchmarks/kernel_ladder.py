@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.bench.harness import Ledger, Machine, Table
+from contrastile.losses.softmax import Softmax
 from contrastile.tiles.triton import launch, plan
-from contrastile.tiles.triton.epilogue import SOFTMAX
-from contrastile.tiles.triton.plan import Masks, Pair, Shape
+from contrastile.tiles.triton.plan import Masks, Pair, Shape, epilogue_for
 
 SQUARE = 8192
 SHAPES = {
@@ -37,6 +37,7 @@ SHAPES = {
 }
 STRIPS = (4224, 8192, 16384)
 SCALE = 100.0
+EPILOGUE = epilogue_for(Softmax(symmetric=True))
 # per call
 SECONDS = 0.2
 COLUMNS = ("what", "b", "d", "ms", "tflops", "product_tflops", "ratio")
@@ -77,7 +78,7 @@ def _kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
     """The two kernels of the shape of a matrix product, in every shape that compiles."""
     (b, d), known = q.shape, dict(plan.SHAPES)
     rows = min(b, SQUARE)
-    constants = launch.block_constants(q, k, torch.tensor(SCALE, device="cuda"), None, SOFTMAX)
+    constants = launch.block_constants(q, k, torch.tensor(SCALE, device="cuda"), None, EPILOGUE)
     weights = torch.full((b,), 2.0**-16, device="cuda")
     for name, shape in SHAPES.items():
         plan.SHAPES.update(dict.fromkeys(known, shape))
@@ -87,10 +88,10 @@ def _kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
         strip, sums = pair.new_strip(), launch.new_sums(q.device)
 
         def totals(pair: Pair = pair, parts: tuple[Tensor, Tensor] = (row_part, col_part)) -> None:
-            launch.sums(pair, constants, parts, SOFTMAX)
+            launch.sums(pair, constants, parts, EPILOGUE)
 
         def gradient(pair: Pair = pair, strip: Tensor = strip, sums: Tensor = sums) -> None:
-            launch.gradient(pair, constants, [(weights, weights), (weights, weights)], strip, sums, SOFTMAX)
+            launch.gradient(pair, constants, [(weights, weights), (weights, weights)], strip, sums, EPILOGUE)
 
         for kind, call in (("sums", totals), ("gradient", gradient)):
             if _runs(call):

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -246,6 +246,19 @@ class Finished(NamedTuple):
     state: Tensor  # [S, n] what the backward needs
 
 
+@dataclass(frozen=True)
+class Formula:
+    """The formulas of a loss, for a backend that computes them itself instead of calling the loss's methods."""
+
+    # contribution of a pair: exp(x) to the sum of its row's negatives or positives, with the statistics and the state
+    # of `softmax.py`; or log(1 + exp(±x)) to the loss of its row, with those of `sigmoid.py`
+    pairs: Literal["exponential", "softplus"]
+    # keys in the denominator of a row; None: the statistics are finished by the loss's own `finish`
+    denominator: Literal["all", "negatives"] | None = None
+    # names of fields that only the loss's own `finish` reads
+    finish_fields: frozenset[str] = frozenset()
+
+
 class PairLoss(ABC):
     """A loss whose rows are functions of statistics that can be accumulated over any partition of the pairs.
 
@@ -256,6 +269,8 @@ class PairLoss(ABC):
 
     # every loss by the name of its class
     registry: ClassVar[dict[str, type[PairLoss]]] = {}
+    # None: only the methods compute the loss. A subclass does not inherit it, because it may change any method
+    formula: ClassVar[Formula | None] = None
     # rows of `Finished.state`
     state_rows: ClassVar[int]
     # the class and all fields as a string; None if a field is no number, truth value or word
@@ -272,6 +287,7 @@ class PairLoss(ABC):
 
     def __init_subclass__(cls) -> None:
         PairLoss.registry[cls.__name__] = cls
+        cls.formula = vars(cls).get("formula")
 
     def __post_init__(self) -> None:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]

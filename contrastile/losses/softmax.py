@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastile.losses.base import Diagonal, Finished, PairLoss, Shard, Tile, fill
+from contrastile.losses.base import Diagonal, Finished, Formula, PairLoss, Shard, Tile, fill
 
 # exp(−60) is still a normal number in float32, with room for a sum below it
 SPREAD = 60.0
@@ -73,6 +73,7 @@ class Softmax(PairLoss):
     """
 
     state_rows: ClassVar[int] = len(SoftmaxState._fields)
+    formula = Formula("exponential", denominator="all")
 
     symmetric: bool = False
     exclude_self: bool = False
@@ -183,8 +184,10 @@ class Softmax(PairLoss):
         """Σ over directions of p · coefficient, with one exponential for all of them where no logit lies far below."""
         x = tile.x
         if tile.bounds is not None:
-            top = max([float(state.top.max()) for state, _ in directions])
-            if top - tile.bounds[0] <= SPREAD:
+            tops = [float(top) for state, _ in directions for top in torch.aminmax(state.top)]
+            top = max(tops)
+            # with positives outside the denominator, the top of a row may lie below its logits in this tile
+            if top - min(tile.bounds[0], *tops) <= SPREAD:
                 weights = [
                     state.top.neg().add_(top).exp_() * state.inverse * coefficient for state, coefficient in directions
                 ]

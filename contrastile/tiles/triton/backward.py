@@ -34,8 +34,6 @@ from contrastile.tiles.triton.forward import (
     SCALE,
     SHARE,
     SHIFT,
-    SIGMOID,
-    SOFTMAX,
     STATE_POSITIVE_TOP,
     STATE_TOP,
     UNIT,
@@ -155,13 +153,13 @@ def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_p
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
              RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
              DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-             LABELS: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, SMOOTH: tl.constexpr,
+             LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr,
              LOSS: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
 
-    SMOOTH subtracts c and d. SIGMOID writes a_i · σ(x), and −a_i · σ(−x) for pairs of equal label; with LOSS it also
+    SMOOTH subtracts c and d. SOFTPLUS writes a_i · σ(x), and −a_i · σ(−x) for pairs of equal label; with LOSS it also
     writes the sums of `totals`. Where the careful flag is set, the strip is left to `careful_gradient`. Each program
-    adds Σ g · ⟨q, k⟩ of its tiles, or Σ g for SIGMOID, to its own row of `sums` [programs, BM].
+    adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to its own row of `sums` [programs, BM].
 
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
     spilling them costs more than all else.
@@ -182,7 +180,7 @@ def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_p
         rows = i * BM + tl.arange(0, BM)
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
-        if EPILOGUE == SIGMOID:
+        if SOFTPLUS:
             cols = j * BN + tl.arange(0, BN)
             t = acc * factor - shift
             if LABELS:
@@ -270,9 +268,8 @@ def careful_gradient(q_mem, k_mem, out_mem, constants_ptr, row_state_ptr, row_co
                      BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                      PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr,
                      SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
-                     COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                     COLUMNS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """The careful form of `gradient`: an exponential per direction, and positives by label."""
-    tl.static_assert(EPILOGUE == SOFTMAX)
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
     labels = (row_labels_ptr, col_labels_ptr)
@@ -343,7 +340,7 @@ def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, row_state_ptr, 
                        col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, N, M, D, diagonal, self_diagonal, per_row,
                        q_row_stride, q_stride, k_row_stride, k_stride, row_state_stride, col_state_stride, u_stride,
                        v_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
-                       EPILOGUE: tl.constexpr, U: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
+                       SOFTPLUS: tl.constexpr, U: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
                        BLOCK: tl.constexpr):  # fmt: skip
     """Write g [N, per_row], the gradient of the positives, and g · ⟨q, k⟩. Add g · k to u and, on the diagonal, g · q
     to v.
@@ -354,10 +351,9 @@ def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, row_state_ptr, 
         inner = inner_product(q_ptr, k_ptr, row, col, exists, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS,
                               BLOCK)  # fmt: skip
         x = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
-        if EPILOGUE == SIGMOID:
+        if SOFTPLUS:
             g = -tl.load(row_coefficient_ptr + row, mask=exists, other=0.0) / (1.0 + tl.exp(x))
         else:
-            tl.static_assert(EPILOGUE == SOFTMAX)
             g = _direction_gradient(x, row_state_ptr, row_state_stride, row_coefficient_ptr, row, exists, smoothing)
             if COLUMNS:
                 g += _direction_gradient(x, col_state_ptr, col_state_stride, col_coefficient_ptr, col, exists,

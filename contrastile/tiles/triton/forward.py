@@ -8,7 +8,7 @@ differ in their epilogue, the work on one tile of products:
     totals    one exponential (or softplus) per pair; sums along rows and columns, one number per tile and row
     maxima    the careful form: maxima and sums relative to them, and positives by label
 
-The constexpr EPILOGUE selects the loss's formula (`epilogue.py` lists them). Exponentials are computed in base 2:
+A pair's term is an exponential or, with the constexpr SOFTPLUS, a softplus. Exponentials are computed in base 2:
 t = ⟨q, k⟩ · factor − shift with factor = scale · log2(e), so that exp(x) = 2^shift · 2^t. The shift comes from the
 largest norms so that t ≤ 100: nothing overflows, no maximum is needed, and 226 binades lie between the largest term
 and the first that is lost. A sum that ends below 2^−60 sets the careful flag on the device. The careful kernels run
@@ -26,8 +26,6 @@ import triton.language as tl
 
 from contrastile.losses.softmax import SoftmaxState, SoftmaxStats
 
-# codes of EPILOGUE
-SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 # largest exponent t of a term
@@ -221,10 +219,10 @@ def totals(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_pt
            positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
            DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
-           COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, SMOOTH: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+           COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
-    SMOOTH adds two channels, see `_store_logits`. SIGMOID sums softplus(±x), along rows only.
+    SMOOTH adds two channels, see `_store_logits`. SOFTPLUS sums softplus(±x), along rows only.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
@@ -239,7 +237,7 @@ def totals(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_pt
         rows = i * BM + tl.arange(0, BM)
         cols = j * BN + tl.arange(0, BN)
         t = acc * factor - shift
-        if EPILOGUE == SIGMOID and LABELS:
+        if SOFTPLUS and LABELS:
             t = tl.where(equal_groups(labels, rows, cols, N, M), -t, t)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
         col_at = col_part_ptr + i.to(tl.int64) * M + cols
@@ -250,7 +248,7 @@ def totals(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_pt
             t = tl.where(valid, t, -float("inf"))
         elif has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
             t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
-        if EPILOGUE == SIGMOID:
+        if SOFTPLUS:
             tl.store(row_at, softplus_sum(t, BM, BN), mask=rows < N)
         else:
             e = tl.math.exp2(t)
