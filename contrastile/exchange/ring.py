@@ -74,13 +74,7 @@ class Ring(Exchange):
         return row_stats, col_stats if symmetric else None
 
     def backward(
-        self,
-        tiles: Tiles,
-        rows: Shard,
-        cols: Shard,
-        u: Tensor | None,
-        v: Tensor | None,
-        row_stats: Tensor | None = None,
+        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
     ) -> Tensor:
         sums = tiles.no_pairs()
         returned = tiles.scale.new_empty(len(cols), 0) if v is None else v
