@@ -1,7 +1,7 @@
 """The truth: the losses as their papers write them, with the whole matrix and plain autograd.
 
-Nothing in the library computes with this. Tests compare everything else with it in float64, benchmarks time it as
-what people run today, and a reader finds here what the tiled code must equal.
+No other code of the library computes with these functions. Tests compare every backend with them in float64, and
+benchmarks time them as the plain formula of today's training code.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def dense_decoupled(
 
 
 def dense_clip(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
-    """CLIP's loss in its five lines (Radford et al. 2021, figure 3): what most code trains with, for benchmarks."""
+    """CLIP's loss in its five lines (Radford et al. 2021, figure 3), as most training code has them; for benchmarks."""
     logits = scale * q @ k.T
     labels = torch.arange(len(q), device=q.device)
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2

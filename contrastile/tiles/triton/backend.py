@@ -12,7 +12,7 @@ enter the strip. Positives by label are too many for that; the careful kernels c
 features are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute
 three or six products.
 
-`plan.py` cuts the block and says what a loss needs of the kernels, `launch.py` launches.
+`plan.py` cuts the block and derives the kernels' options from the loss, `launch.py` launches.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class Triton(Tiles):
             parts = [] if row_stats is None else self._parts(tile.part, epilogue.channels)
             launch.gradient(tile.pair, constants, narrow, strip, sums, epilogue, *parts)
             if row_stats is not None:
-                # added to what the statistics hold
+                # not first: added to the statistics so far
                 launch.merge_sums(parts, tile.of([row_stats]), constants, epilogue, (False, False), tile.last)
         if epilogue.exponential:
             launch.careful_gradient(tile.pair, tile.part, strip, sums, epilogue)

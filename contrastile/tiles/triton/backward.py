@@ -11,7 +11,7 @@ Launched by `launch.py`. Products, masks and constants are those of `forward.py`
     add_pairs            the same for the columns, where a column may have several
     scaled               accumulators to gradients
 
-The three gradient kernels also return what the scale's gradient consists of. Programs never wait for each other.
+The three gradient kernels also return the terms of the scale's gradient. Programs never wait for each other.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def merge_sums(
 ) -> None:
     """Merge the tiles' sums [channels, tiles, n] into the statistics [K, n] of each side, in a fixed order.
 
-    first: replace what the statistics hold. last: low sums set the careful flag. careful: merge maxima and sums, where
+    first: replace the statistics so far. last: low sums set the careful flag. careful: merge maxima and sums, where
     the flag is set.
     """
     (channels, col_tiles, N), (_, row_tiles, M), col = parts[0].shape, parts[-1].shape, len(parts) - 1
