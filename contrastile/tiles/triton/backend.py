@@ -50,9 +50,9 @@ Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
 class SuperTile:
     """A part of a block, with its operands."""
 
-    # positions of its rows and columns in the block
+    # positions of its rows and columns in the whole block
     along: tuple[slice, slice]
-    part: Block
+    block: Block
     pair: Pair
     # for the rows and for the columns: the first, the last part of the other side that they meet
     first: tuple[bool, bool]
@@ -197,11 +197,11 @@ class Triton(Tiles):
                     rows = narrow(block.rows, i)
                     q = launch.operand(rows.features, parts, shape)
                 else:
-                    rows, q = tile.part.rows, tile.pair.q
+                    rows, q = tile.block.rows, tile.pair.q
                 part = Block(rows, narrow(block.cols, j), block.constants, self.loss)
-                pair = Pair(q, launch.operand(part.cols.features, parts, shape), part.masks, self.reserved)
+                k = launch.operand(part.cols.features, parts, shape)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
-                tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
+                tile = self.super_tile = SuperTile((i, j), part, Pair(q, k, part.masks, self.reserved), first, last)
             yield tile
 
     # the forward
@@ -218,17 +218,17 @@ class Triton(Tiles):
             passes = [(True, LABEL_CHANNELS, budget.labels)]
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost):
-                parts = self._parts(tile.part, channels)
+                parts = self._new_parts(tile.block, channels)
                 launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
         self.super_tile = None
         self._positive_stats(block, stats)
 
-    def _parts(self, part: Block, channels: int) -> list[Tensor]:
+    def _new_parts(self, block: Block, channels: int) -> list[Tensor]:
         """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M]."""
         shape = plan.shape_for(self.scale.device)
-        height, width = len(part.rows), len(part.cols)
+        height, width = len(block.rows), len(block.cols)
         sizes = [(plan.tiles_of(width, shape.cols), height), (plan.tiles_of(height, shape.rows), width)]
         return [self.scale.new_empty(channels, *size) for size in sizes[: 1 + self.loss.symmetric]]
 
@@ -316,16 +316,16 @@ class Triton(Tiles):
 
     def _fill(self, tile: SuperTile, weights: Weights, strip: Tensor, sums: Tensor, row_stats: Tensor | None) -> None:
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
-        epilogue, constants = self._epilogue, tile.part.constants
-        if not (epilogue.exponential and by_label(tile.part.rows)):
-            narrow = [(along(a, at), along(c, at)) for (a, c), at in zip(weights, tile.along, strict=False)]
-            parts = [] if row_stats is None else self._parts(tile.part, epilogue.channels)
-            launch.gradient(tile.pair, constants, narrow, strip, sums, epilogue, *parts)
+        epilogue, constants = self._epilogue, tile.block.constants
+        if not (epilogue.exponential and by_label(tile.block.rows)):
+            vectors = [(along(a, at), along(c, at)) for (a, c), at in zip(weights, tile.along, strict=False)]
+            parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
+            launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
             if row_stats is not None:
                 # not first: added to the statistics so far
                 launch.merge_sums(parts, tile.of([row_stats]), constants, epilogue, (False, False), tile.last)
         if epilogue.exponential:
-            launch.careful_gradient(tile.pair, tile.part, strip, sums, epilogue)
+            launch.careful_gradient(tile.pair, tile.block, strip, sums, epilogue)
 
     def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Tensor:
         """Add the gradient of the positives known by position in float32; returns its float64 sum, as `_strips`."""

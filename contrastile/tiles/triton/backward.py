@@ -21,7 +21,6 @@ import triton.language as tl
 
 from contrastile.tiles.triton.forward import (
     ANY,
-    BIAS,
     CAREFUL,
     FACTOR,
     INVERSE,
@@ -31,7 +30,6 @@ from contrastile.tiles.triton.forward import (
     MISSING,
     POSITIVE_INVERSE,
     POSITIVE_SHARE,
-    SCALE,
     SHARE,
     SHIFT,
     STATE_POSITIVE_TOP,
@@ -41,8 +39,7 @@ from contrastile.tiles.triton.forward import (
     equal_groups,
     halves,
     has_masked,
-    inner_product,
-    positive_column,
+    positive_logit,
     products,
     quarter,
     softplus_sum,
@@ -51,10 +48,21 @@ from contrastile.tiles.triton.forward import (
 )
 
 
-@triton.jit
-def _weigh_side(state_ptr, stride, coefficient_ptr, constants_ptr, weight_ptr, spread_ptr, n, smoothing,
-                SMOOTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One side of `direction_weights`."""
+@triton.jit(do_not_specialize=ANY)
+def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
+                      col_coefficient_ptr, M, constants_ptr, out_ptr, smoothing, SMOOTH: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
+    """Write the vectors of `gradient`, times the unit of the strip: [2, N + M].
+
+    First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts. A sum of
+    exponentials too low under the shift sets the careful flag. program_id 1 = 0 computes rows, 1 columns.
+    """
+    of_rows = tl.program_id(1) == 0
+    state_ptr = tl.where(of_rows, row_state_ptr, col_state_ptr)
+    stride = tl.where(of_rows, row_state_stride, col_state_stride)
+    coefficient_ptr = tl.where(of_rows, row_coefficient_ptr, col_coefficient_ptr)
+    n = tl.where(of_rows, N, M)
+    weight_ptr = out_ptr + tl.where(of_rows, 0, N)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     shift = tl.load(constants_ptr + SHIFT)
@@ -71,24 +79,7 @@ def _weigh_side(state_ptr, stride, coefficient_ptr, constants_ptr, weight_ptr, s
     tl.store(weight_ptr + at, coefficient * weight, mask=inside)
     if SMOOTH:
         share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0)
-        tl.store(spread_ptr + at, coefficient * share * smoothing, mask=inside)
-
-
-@triton.jit(do_not_specialize=ANY)
-def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
-                      col_coefficient_ptr, M, constants_ptr, out_ptr, smoothing, SMOOTH: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
-    """Write the vectors of `gradient`, times the unit of the strip: [2, N + M].
-
-    First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts. A sum of
-    exponentials too low under the shift sets the careful flag. program_id 1 = 0 computes rows, 1 columns.
-    """
-    if tl.program_id(1) == 0:
-        _weigh_side(row_state_ptr, row_state_stride, row_coefficient_ptr, constants_ptr, out_ptr, out_ptr + N + M, N,
-                    smoothing, SMOOTH, BLOCK)  # fmt: skip
-    else:
-        _weigh_side(col_state_ptr, col_state_stride, col_coefficient_ptr, constants_ptr, out_ptr + N,
-                    out_ptr + 2 * N + M, M, smoothing, SMOOTH, BLOCK)  # fmt: skip
+        tl.store(weight_ptr + N + M + at, coefficient * share * smoothing, mask=inside)
 
 
 @triton.jit
@@ -347,10 +338,9 @@ def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, row_state_ptr, 
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for p in range(per_row):
-        col, exists = positive_column(row, p, columns_ptr, diagonal, self_diagonal, N, M, per_row, DIAGONAL, SELF)
-        inner = inner_product(q_ptr, k_ptr, row, col, exists, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS,
-                              BLOCK)  # fmt: skip
-        x = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
+        col, exists, inner, x = positive_logit(
+            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
+            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, ROWS, BLOCK)  # fmt: skip
         if SOFTPLUS:
             g = -tl.load(row_coefficient_ptr + row, mask=exists, other=0.0) / (1.0 + tl.exp(x))
         else:

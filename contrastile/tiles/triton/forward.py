@@ -391,9 +391,10 @@ def maxima(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_pt
 
 
 @triton.jit
-def positive_column(row, p, columns_ptr, diagonal, self_diagonal, N, M, per_row, DIAGONAL: tl.constexpr,
-                    SELF: tl.constexpr):  # fmt: skip
-    """Column of each row's p-th positive, and the mask of rows that have one."""
+def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row,
+                   q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+                   ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Of each row's p-th positive: its column, the mask of rows that have one, ⟨q, k⟩ in float32, and the logit."""
     if DIAGONAL:
         col = (row + diagonal).to(tl.int64)
         exists = (row < N) & (col >= 0) & (col < M)
@@ -402,19 +403,12 @@ def positive_column(row, p, columns_ptr, diagonal, self_diagonal, N, M, per_row,
     else:
         col = tl.load(columns_ptr + row.to(tl.int64) * per_row + p, mask=row < N, other=-1)
         exists = col >= 0
-    return col, exists
-
-
-@triton.jit
-def inner_product(q_ptr, k_ptr, row, col, exists, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
-    """⟨q, k⟩ of each row and its column, in float32."""
-    total = tl.zeros((ROWS,), tl.float32)
+    inner = tl.zeros((ROWS,), tl.float32)
     for step in range(0, D, BLOCK):
         at = step + tl.arange(0, BLOCK)
         inside = exists[:, None] & (at < D)[None, :]
         feature = at.to(tl.int64)[None, :]
         q = tl.load(q_ptr + row.to(tl.int64)[:, None] * q_row_stride + feature * q_stride, mask=inside, other=0.0)
         k = tl.load(k_ptr + col[:, None] * k_row_stride + feature * k_stride, mask=inside, other=0.0)
-        total += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
-    return total
+        inner += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    return col, exists, inner, inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)

@@ -1,8 +1,8 @@
 """The cut of a block into super-tiles, and the operands that the kernels read and write: decided without a launch.
 
 Below `launch.py`, which hands these values to kernels, and `backend.py`, which loops over the super-tiles. From small
-to large: the shape of a tile on each chip; operands, masks and the strip of a super-tile; the bytes that each pass
-takes, held against the workspace; ids, labels and positives of a whole block.
+to large: the shape of a tile on each chip, and the work on it that a loss needs; operands, masks and the strip of a
+super-tile; the bytes of each pass within the workspace; masks and positives of a whole block.
 """
 
 from __future__ import annotations
@@ -130,6 +130,70 @@ def is_readable(x: Tensor) -> bool:
     return size == 2 and aligned and x.stride(0) >= x.shape[1]
 
 
+# numbers that `maxima` writes per tile and row with positives by label: all statistics of a row
+LABEL_CHANNELS = len(SoftmaxStats._fields)
+# fields of a loss that the kernels compute; of exponentials also the label smoothing
+FIELDS = frozenset({"symmetric", "exclude_self", "uses_bias", "pairwise"})
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The work on a tile of products: the formula that a loss declares, and its label smoothing."""
+
+    formula: Formula
+    label_smoothing: float = 0.0
+
+    @cached_property
+    def exponential(self) -> bool:
+        """A pair's term is an exponential, with a careful form and the scale's gradient summed from the tiles.
+
+        A softplus cannot overflow, so it needs no care; its Σ g does not cancel, and its kernel has no registers left.
+        """
+        return self.formula.pairs == "exponential"
+
+    @cached_property
+    def smooth(self) -> bool:
+        return self.label_smoothing > 0
+
+    @cached_property
+    def stats(self) -> int:
+        """Statistics per row."""
+        return len(SoftmaxStats._fields) if self.exponential else 1
+
+    @cached_property
+    def channels(self) -> int:
+        """Numbers that `totals` writes per tile and row: the sum; with smoothing, of the logits and the pairs too."""
+        return 3 if self.smooth else 1
+
+    @cached_property
+    def careful_channels(self) -> int:
+        """Numbers that `maxima` writes per tile and row: maximum and sum; with smoothing, two more as above."""
+        return 4 if self.smooth else 2
+
+    @cached_property
+    def flags(self) -> dict[str, bool]:
+        """The kernels' constexpr arguments."""
+        decoupled = self.formula.denominator == "negatives"
+        return {"SOFTPLUS": not self.exponential, "DECOUPLED": decoupled, "SMOOTH": self.smooth}
+
+
+@cache
+def epilogue_for(loss: PairLoss) -> Epilogue:
+    assert loss.formula is not None
+    return Epilogue(loss.formula, getattr(loss, "label_smoothing", 0.0))
+
+
+def unknown_part(loss: PairLoss) -> str | None:
+    """The loss, or the first of its fields, that no kernel computes; None if all are known."""
+    name = type(loss).__name__
+    if loss.formula is None:
+        return name
+    known = FIELDS | loss.formula.finish_fields
+    if loss.formula.pairs == "exponential":
+        known |= {"label_smoothing"}
+    return next((f"{name}.{field.name}" for field in fields(loss) if field.name not in known), None)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Operand:
     """Features [n, parts · width] in 16 bits (float32 pieces where interpreted), the pieces side by side."""
@@ -141,10 +205,10 @@ class Operand:
     def __len__(self) -> int:
         return self.data.shape[0]
 
-    def piece(self, part: int, features: int) -> Tensor:
+    def piece(self, index: int, features: int) -> Tensor:
         if self.parts == 1 and features == self.width:
             return self.data
-        return self.data[:, part * self.width : part * self.width + features]
+        return self.data[:, index * self.width : index * self.width + features]
 
     def memory(self, rows: int, shape: Shape) -> Tensor | TensorDescriptor:
         """The argument of a kernel that reads `rows` rows at a time."""
@@ -238,70 +302,6 @@ def _strip_shape(N: int, M: int, parts: int, shape: Shape) -> tuple[int, int]:
     return parts * tiles_of(N, shape.rows) * shape.rows, tiles_of(M, shape.cols) * shape.cols
 
 
-# numbers that `maxima` writes per tile and row with positives by label: all statistics of a row
-LABEL_CHANNELS = len(SoftmaxStats._fields)
-# fields of a loss that the kernels compute; of exponentials also the label smoothing
-FIELDS = frozenset({"symmetric", "exclude_self", "uses_bias", "pairwise"})
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """The work on a tile of products: the formula that a loss declares, and its label smoothing."""
-
-    formula: Formula
-    label_smoothing: float = 0.0
-
-    @cached_property
-    def exponential(self) -> bool:
-        """A pair's term is an exponential, with a careful form and the scale's gradient summed from the tiles.
-
-        A softplus cannot overflow, so it needs no care; its Σ g does not cancel, and its kernel has no registers left.
-        """
-        return self.formula.pairs == "exponential"
-
-    @cached_property
-    def smooth(self) -> bool:
-        return self.label_smoothing > 0
-
-    @cached_property
-    def stats(self) -> int:
-        """Statistics per row."""
-        return len(SoftmaxStats._fields) if self.exponential else 1
-
-    @cached_property
-    def channels(self) -> int:
-        """Numbers that `totals` writes per tile and row: the sum; with smoothing, of the logits and the pairs too."""
-        return 3 if self.smooth else 1
-
-    @cached_property
-    def careful_channels(self) -> int:
-        """Numbers that `maxima` writes per tile and row: maximum and sum; with smoothing, two more as above."""
-        return 4 if self.smooth else 2
-
-    @cached_property
-    def flags(self) -> dict[str, bool]:
-        """The kernels' constexpr arguments."""
-        decoupled = self.formula.denominator == "negatives"
-        return {"SOFTPLUS": not self.exponential, "DECOUPLED": decoupled, "SMOOTH": self.smooth}
-
-
-@cache
-def epilogue_for(loss: PairLoss) -> Epilogue:
-    assert loss.formula is not None
-    return Epilogue(loss.formula, getattr(loss, "label_smoothing", 0.0))
-
-
-def unknown_part(loss: PairLoss) -> str | None:
-    """The loss, or the first of its fields, that no kernel computes; None if all are known."""
-    name = type(loss).__name__
-    if loss.formula is None:
-        return name
-    known = FIELDS | loss.formula.finish_fields
-    if loss.formula.pairs == "exponential":
-        known |= {"label_smoothing"}
-    return next((f"{name}.{field.name}" for field in fields(loss) if field.name not in known), None)  # type: ignore[arg-type]
-
-
 # bytes of a super-tile of height × width, D features in a dtype; D is 0 where features need no copy
 Cost = Callable[[int, int, int, torch.dtype], int]
 
@@ -390,12 +390,12 @@ class Block:
     @cached_property
     def directions(self) -> list[tuple[Tensor, Tensor]]:
         """State and coefficient of the rows and, if symmetric, of the columns."""
-        found = []
+        directions = []
         for side in (self.rows, self.cols)[: 1 + self.loss.symmetric]:
             assert side.state is not None
             assert side.coefficient is not None
-            found.append((side.state, side.coefficient))
-        return found
+            directions.append((side.state, side.coefficient))
+        return directions
 
     @property
     def self_diagonal(self) -> int | None:

@@ -49,10 +49,9 @@ from contrastile.tiles.triton.forward import (
     UNIT,
     binade,
     finite,
-    inner_product,
     log1p,
     merge_exponentials,
-    positive_column,
+    positive_logit,
     store_stats,
 )
 
@@ -157,11 +156,23 @@ def _load_channel(part_ptr, channel, tiles, step, n, at, inside, TILES: tl.const
     return tl.load(part_ptr + at_tile, mask=(tile < tiles)[:, None] & inside[None, :], other=other)
 
 
-@triton.jit
-def _merge_side(part_ptr, stats_ptr, stride, tiles, n, first, last, constants_ptr, block, SOFTPLUS: tl.constexpr,
-                SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """One side of `merge_sums`."""
-    at = block * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=ANY)
+def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, col_part_ptr, col_stats_ptr,
+               col_stride, row_tiles, M, col_first, col_last, constants_ptr, SOFTPLUS: tl.constexpr,
+               SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Add a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
+
+    After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag.
+    """
+    of_rows = tl.program_id(1) == 0
+    part_ptr = tl.where(of_rows, row_part_ptr, col_part_ptr)
+    stats_ptr = tl.where(of_rows, row_stats_ptr, col_stats_ptr)
+    stride = tl.where(of_rows, row_stride, col_stride)
+    tiles = tl.where(of_rows, col_tiles, row_tiles)
+    n = tl.where(of_rows, N, M)
+    first = tl.where(of_rows, row_first, col_first)
+    last = tl.where(of_rows, row_last, col_last)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     total = tl.zeros((BLOCK,), tl.float32)
     for step in range(0, tiles, TILES):
@@ -206,23 +217,6 @@ def _merge_side(part_ptr, stats_ptr, stride, tiles, n, first, last, constants_pt
     tl.store(out, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=ANY)
-def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, col_part_ptr, col_stats_ptr,
-               col_stride, row_tiles, M, col_first, col_last, constants_ptr, SOFTPLUS: tl.constexpr,
-               SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Add a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
-
-    After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag.
-    """
-    block = tl.program_id(0)
-    if tl.program_id(1) == 0:
-        _merge_side(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, constants_ptr, block,
-                    SOFTPLUS, SMOOTH, BLOCK, TILES)  # fmt: skip
-    else:
-        _merge_side(col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, col_last, constants_ptr, block,
-                    SOFTPLUS, SMOOTH, BLOCK, TILES)  # fmt: skip
-
-
 @triton.jit
 def _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SUMS: tl.constexpr, BLOCK: tl.constexpr,
                 TILES: tl.constexpr):  # fmt: skip
@@ -251,31 +245,25 @@ def _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SUMS: 
     store_stats(top, total, logit_sum, count, stats_ptr + at, stride, inside, True)
 
 
-@triton.jit
-def _merge_careful_side(part_ptr, stats_ptr, stride, tiles, n, first, block, LABELS: tl.constexpr,
-                        SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """One side of `merge_maxima`."""
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SMOOTH, BLOCK, TILES)
-    if LABELS:
-        positives_ptr = part_ptr + 4 * tiles.to(tl.int64) * n
-        _merge_half(positives_ptr, stats_ptr + 4 * stride, stride, tiles, n, first, at, inside, True, BLOCK, TILES)
-
-
 @triton.jit(do_not_specialize=ANY)
 def merge_maxima(constants_ptr, row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, col_part_ptr,
                  col_stats_ptr, col_stride, row_tiles, M, col_first, LABELS: tl.constexpr, SMOOTH: tl.constexpr,
                  BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """The careful form of `merge_sums`, which replaces its results. Runs where the careful flag is set."""
     if tl.load(constants_ptr + CAREFUL) != 0:
-        block = tl.program_id(0)
-        if tl.program_id(1) == 0:
-            _merge_careful_side(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, block, LABELS,
-                                SMOOTH, BLOCK, TILES)  # fmt: skip
-        else:
-            _merge_careful_side(col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, block, LABELS,
-                                SMOOTH, BLOCK, TILES)  # fmt: skip
+        of_rows = tl.program_id(1) == 0
+        part_ptr = tl.where(of_rows, row_part_ptr, col_part_ptr)
+        stats_ptr = tl.where(of_rows, row_stats_ptr, col_stats_ptr)
+        stride = tl.where(of_rows, row_stride, col_stride)
+        tiles = tl.where(of_rows, col_tiles, row_tiles)
+        n = tl.where(of_rows, N, M)
+        first = tl.where(of_rows, row_first, col_first)
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SMOOTH, BLOCK, TILES)
+        if LABELS:
+            positives_ptr = part_ptr + 4 * tiles.to(tl.int64) * n
+            _merge_half(positives_ptr, stats_ptr + 4 * stride, stride, tiles, n, first, at, inside, True, BLOCK, TILES)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -322,10 +310,9 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col
     logits = tl.zeros((ROWS,), tl.float32)
     count = tl.zeros((ROWS,), tl.float32)
     for p in range(per_row):
-        col, exists = positive_column(row, p, columns_ptr, diagonal, self_diagonal, N, M, per_row, DIAGONAL, SELF)
-        inner = inner_product(q_ptr, k_ptr, row, col, exists, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS,
-                              BLOCK)  # fmt: skip
-        x = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
+        col, exists, _, x = positive_logit(
+            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
+            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, ROWS, BLOCK)  # fmt: skip
         if SOFTPLUS:
             total += tl.where(exists, log1p(tl.exp(-tl.abs(x))) + tl.maximum(-x, 0.0), 0.0)
         else:
