@@ -596,6 +596,12 @@ def test_a_field_that_no_kernel_knows_is_declined_by_its_name(loss: type[PairLos
     assert Triton.declines(wider(), rows, cols) == "no kernel for Wider.margin"
 
 
+@pytest.mark.parametrize("field", ["uses_bias", "pairwise"])
+def test_exponentials_with_a_bias_or_without_statistics_are_declined(field: str) -> None:
+    rows, cols = _pair(_unit(5), _unit(5))
+    assert Triton.declines(replace(SYMMETRIC, **{field: True}), rows, cols) == f"no kernel for Softmax.{field}"
+
+
 def test_groups_are_numbered_in_32_bits() -> None:
     ids = torch.tensor([2**40, -7, 2**40 + 2**32, 5, -7])
     numbered = backend.numbered_groups(Shard(_unit(3), ids=ids[:3]), Shard(_unit(2), ids=ids[3:]))

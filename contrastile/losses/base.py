@@ -255,7 +255,8 @@ class Formula:
     # contribution of a pair: exp(x) to the sum of its row's negatives or positives, with the statistics and the state
     # of `softmax.py`; or log(1 + exp(±x)) to the loss of its row, with those of `sigmoid.py`
     pairs: Literal["exponential", "softplus"]
-    # keys in the denominator of a row; None: the statistics are finished by the loss's own `finish`
+    # keys in the denominator of a row; None: the loss's own `finish` makes losses and state of the statistics, without
+    # waiting for the device
     denominator: Literal["all", "negatives"] | None = None
     # names of fields that only the loss's own `finish` reads
     finish_fields: frozenset[str] = frozenset()

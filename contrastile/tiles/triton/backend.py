@@ -33,14 +33,14 @@ from contrastile.tiles.triton.forward import UNIT
 from contrastile.tiles.triton.launch import Weights, on
 from contrastile.tiles.triton.plan import LABEL_CHANNELS, Block, Epilogue, Pair, Positives, by_label
 
-# the oldest chip whose matrix units take bf16
+# compute capability of the oldest chip whose matrix units take bf16
 LEAST_CAPABILITY = 8, 0
 # a strip in fp16 holds gradients up to 2 to this power
 UNIT_POWER = 14
 # terms of an inner sum per product where float32's full precision is requested: the matrix units truncate their sums by
 # a few parts in 10^8 for every 16 terms
 INNER = 1024
-# of a block: its first row, rows, first column, columns
+# first row, number of rows, first column, number of columns of a block
 Position = tuple[int, int, int, int]
 # 32-bit ids and labels by name, of rows and of columns
 Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -69,12 +69,12 @@ class Triton(Tiles):
 
     capturable: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
-    # of each block of this call: filled by the forward, read by the backward
+    # of each block of this call, written by the forward for the backward: constants; ids and labels in 32 bits
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
     groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
-    # the present block's latest super-tile, whose operands the next pass reuses: often there is only one
+    # latest super-tile of the present block, whose operands the next pass reuses: often it is the only one
     super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
-    # multiprocessors left to others
+    # multiprocessors left to transfers between devices
     reserved: int = 0
 
     @classmethod

@@ -190,7 +190,9 @@ def unknown_part(loss: PairLoss) -> str | None:
         return name
     known = FIELDS | loss.formula.finish_fields
     if loss.formula.pairs == "exponential":
-        known |= {"label_smoothing"}
+        # a bias is not added to the logits, and gradients wait for the statistics
+        unfit = {name for name in ("uses_bias", "pairwise") if getattr(loss, name)}
+        known = (known | {"label_smoothing"}) - unfit
     return next((f"{name}.{field.name}" for field in fields(loss) if field.name not in known), None)  # type: ignore[arg-type]
 
 
