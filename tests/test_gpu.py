@@ -28,6 +28,7 @@ from contrastile.engine import graph
 from contrastile.engine.arguments import MOST_LOOKS
 from contrastile.losses.decoupled import Decoupled
 from contrastile.losses.reference import dense_clip, dense_decoupled, dense_sigmoid
+from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles import eager
 from contrastile.tiles.triton.plan import interpreting
@@ -184,13 +185,52 @@ def test_more_elements_than_32_bits_count() -> None:
     del dq
 
 
-@pytest.mark.parametrize("name", ["clip", "dcl", "siglip"])
+def _labels(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and weights of a thousand pairs, and three keys for each query, one in a thousand of them a pad."""
+    draw = torch.Generator(CUDA).manual_seed(seed)
+    ids, weights = torch.randint(300, (1000,), generator=draw), torch.rand(1000, generator=draw)
+    return ids, weights, torch.randint(-1, 1000, (1000, 3), generator=draw)
+
+
+def _with_options(name: str, seed: int) -> Any:
+    """A loss of features and scale with the options that the name lists."""
+    ids, weights, positives = _labels(seed)
+    options: dict[str, Any] = {"backend": "triton"}
+    if "siglip" in name:
+        options |= {"loss": Sigmoid(), "bias": torch.tensor(-10.0)}
+    if "dcl" in name:
+        options |= {"loss": Decoupled(symmetric=True)}
+    if "infonce" in name:
+        options |= {"loss": Softmax(), "positives": positives}
+    if "ids" in name:
+        options |= {"query_ids": ids, "key_ids": ids}
+    if "labels" in name:
+        options |= {"query_labels": ids, "key_labels": ids}
+    if "weights" in name:
+        options |= {"weights": weights}
+    if "smoothing" in name:
+        options |= {"label_smoothing": 0.1}
+    return lambda q, k, scale: contrast(q, k, scale=scale, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clip",
+        "clip ids",
+        "clip ids weights smoothing",
+        "clip labels",
+        "dcl",
+        "dcl ids weights",
+        "siglip",
+        "siglip ids weights",
+        "infonce ids",
+    ],
+)
 def test_a_small_call_replayed_has_the_bits_of_a_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bias = [torch.tensor(-10.0, requires_grad=True)] if name == "siglip" else []
-    loss = {"clip": ClipLoss(backend="triton"), "dcl": _decoupled, "siglip": SigLipLoss(backend="triton")}[name]
     streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
     for call in range(6):
-        leaves = [*_pairs(1000, 512, 0.2), *bias]
+        leaves, loss = _pairs(1000, 512, 0.2), _with_options(name, call)
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[call % 2]):
             found = _step(loss, leaves)
@@ -214,10 +254,10 @@ def test_calls_that_are_replayed_know_nothing_of_each_other() -> None:
 
 def test_graphs_that_are_not_used_are_given_up() -> None:
     loss = ClipLoss(backend="triton")
-    for n in (100, 200, 300):
+    for n in range(100, 1000, 100):
         for _ in range(3):
             _step(loss, _pairs(n, 64))
-    assert [len(one.inputs[2]) for one in graph._graphs.values()] == [200, 300]
+    assert [len(one.inputs[2]) for one in graph._graphs.values()] == [*range(100, 1000, 100)][-graph.KEPT :]
 
 
 def test_a_step_inside_a_graph_of_its_own() -> None:

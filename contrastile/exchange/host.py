@@ -52,14 +52,18 @@ class Host(Exchange):
     """One process whose features stay in host memory."""
 
     device: torch.device
+    # the type in which features are multiplied on the device
+    dtype: torch.dtype
     cuts: Cut
 
     @classmethod
-    def of(cls, gradient: Gradient, rows: Shard, cols: Shard, device: torch.device, workspace: int) -> Host:
+    def of(
+        cls, gradient: Gradient, rows: Shard, cols: Shard, device: torch.device, dtype: torch.dtype, workspace: int
+    ) -> Host:
         """The exchange for features of these shards, with strips that fit the device beside the workspace."""
         q, k = rows.features, cols.features
         cuts = cut(len(q), len(k), q.shape[1], q.dtype, device, workspace)
-        return cls(gradient, Layout(None, 0, (len(q),), (len(k),)), device, cuts)
+        return cls(gradient, Layout(None, 0, (len(q),), (len(k),)), device, dtype, cuts)
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         blocks = BlockStream(cols.features, self.cuts.shard, self.device)
@@ -67,8 +71,8 @@ class Host(Exchange):
         col_stats = tiles.init(cols) if tiles.loss.symmetric else None
         for along_i, strip in self._strips(rows):
             flag = flag + nonfinite_flag(tiles.scale, strip.features)
-            for _, bounds, block, _ in blocks.sweep(fresh=True):
-                along_j = slice(*bounds)
+            for _, bounds, arrived, _ in blocks.sweep(fresh=True):
+                along_j, block = slice(*bounds), arrived.to(self.dtype)
                 block_rows, block_cols = tiles.forward(strip, _part(cols, along_j, block))
                 row_stats[:, along_i] = tiles.loss.merge(row_stats[:, along_i], block_rows)
                 if col_stats is not None and block_cols is not None:
@@ -105,8 +109,8 @@ class Host(Exchange):
 
         for along_i, strip in self._strips(rows):
             u = torch.zeros_like(strip.features, dtype=wide) if by_rows else None
-            for index, bounds, block, so_far in blocks.sweep(fresh=along_i.start == 0):
-                along_j = slice(*bounds)
+            for index, bounds, arrived, so_far in blocks.sweep(fresh=along_i.start == 0):
+                along_j, block = slice(*bounds), arrived.to(self.dtype)
                 v = so_far if want_k else None
                 sums += tiles.backward(strip, _part(cols, along_j, block), u, v)
                 if v is None or dk is None:
@@ -154,7 +158,7 @@ class Host(Exchange):
         """Strips of rows on the device. The caller drops each one before it takes the next."""
         for start in range(0, len(rows), self.cuts.strip):
             along = slice(start, min(start + self.cuts.strip, len(rows)))
-            yield along, _part(rows, along, rows.features[along].to(self.device))
+            yield along, _part(rows, along, rows.features[along].to(self.device).to(self.dtype))
 
 
 def _running_sums(dk: Tensor | None, wide: torch.dtype) -> Tensor | None:

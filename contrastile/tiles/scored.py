@@ -244,6 +244,11 @@ class Scored(Eager):
         del rows, cols
         return self.scale * 0
 
+    def strip(self, rows: Shard, cols: Shard) -> int:
+        # scores with their graph take more memory than tiles of products
+        del rows, cols
+        return 0
+
     def no_pairs(self) -> Tensor:
         return self.scale.new_zeros(2 + sum(parameter.numel() for parameter in self.scorer.parameters))
 

@@ -140,8 +140,8 @@ class Triton(Tiles):
             mean = reduction == "mean"
             return ForwardResult(*launch.finish(stats, weights, constants, total, self._epilogue, mean=mean))
 
-    def scaled(self, x: Tensor, total: Tensor, upstream: Tensor | None, *, keep: bool) -> Tensor:
-        out = total if x.dtype == total.dtype and not keep else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
+        out = total if dtype == total.dtype and not keep else torch.empty(total.shape, dtype=dtype, device=total.device)
         if total.numel():
             with on(self.scale.device):
                 launch.scaled(total, self.scale, upstream, out)
