@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.bench.harness import COLUMNS, Machine, Table, results_file
+from contrastile.losses.softmax import Softmax
 from contrastile.tiles.triton import launch, plan
-from contrastile.tiles.triton.epilogue import SOFTMAX
-from contrastile.tiles.triton.plan import Masks, Pair, Shape
+from contrastile.tiles.triton.plan import Masks, Pair, Shape, epilogue_for
 
 SHAPES = {
     "128 x 128, 4 warps, 3 stages, 2 programs": Shape(),
@@ -36,6 +36,7 @@ SHAPES = {
 # rows of a super-tile, and of the strips
 ROWS, STRIPS = 8192, (4224, 8192, 16384)
 SCALE = 100.0
+EPILOGUE = epilogue_for(Softmax(symmetric=True))
 # seconds per call
 SECONDS = 0.2
 TABLE = Table(
@@ -74,7 +75,7 @@ def kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
     """Yield the two kernels of the shape of a matrix product, in every shape that compiles."""
     (b, d), default = q.shape, dict(plan.SHAPES)
     rows = min(b, ROWS)
-    constants = launch.block_constants(q, k, torch.tensor(SCALE, device="cuda"), None, SOFTMAX)
+    constants = launch.block_constants(q, k, torch.tensor(SCALE, device="cuda"), None, EPILOGUE)
     weights = torch.full((b,), 2.0**-16, device="cuda")
     for name, shape in SHAPES.items():
         plan.SHAPES.update(dict.fromkeys(default, shape))
@@ -84,10 +85,10 @@ def kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
         strip, sums = pair.new_strip(), launch.new_sums(q.device)
 
         def totals(pair: Pair = pair, parts: tuple[Tensor, Tensor] = (row_part, col_part)) -> None:
-            launch.sums(pair, constants, parts, SOFTMAX)
+            launch.sums(pair, constants, parts, EPILOGUE)
 
         def gradient(pair: Pair = pair, strip: Tensor = strip, sums: Tensor = sums) -> None:
-            launch.gradient(pair, constants, [(weights, weights), (weights, weights)], strip, sums, SOFTMAX)
+            launch.gradient(pair, constants, [(weights, weights), (weights, weights)], strip, sums, EPILOGUE)
 
         for kind, call in (("sums", totals), ("gradient", gradient)):
             try:

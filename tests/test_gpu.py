@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from contrastile.bench.peers import Case
 from contrastile.engine import arguments as checks
 from contrastile.engine import graph
 from contrastile.engine.arguments import MOST_LOOKS
-from contrastile.losses.reference import dense_clip, dense_sigmoid
+from contrastile.losses.decoupled import Decoupled
+from contrastile.losses.reference import dense_clip, dense_decoupled, dense_sigmoid
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles import eager
@@ -78,6 +80,21 @@ def test_the_loss_is_right_to_a_millionth(D: int, cosine: float) -> None:
 def test_the_scales_gradient_of_correlated_pairs(cosine: float, dtype: torch.dtype) -> None:
     leaves = _pairs(8192, 512, cosine, dtype)
     true, found = _step(dense_clip, _wide(leaves)), _step(ClipLoss(backend="triton"), leaves)
+    assert distance(found[3], true[3]) <= 5e-5
+
+
+def _decoupled(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    return contrast(q, k, scale=scale, loss=Decoupled(symmetric=True), backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("cosine", [0.0, 0.3, 0.6])
+def test_the_decoupled_loss_and_its_gradients(cosine: float, dtype: torch.dtype) -> None:
+    leaves, formula = _pairs(8192, 512, cosine, dtype), partial(dense_decoupled, symmetric=True)
+    true, dense, found = _step(formula, _wide(leaves)), _step(formula, leaves), _step(_decoupled, leaves)
+    assert distance(found[0], true[0]) <= 1e-6
+    for gradient, plain, truth in zip(found[1:3], dense[1:3], true[1:3], strict=True):
+        assert distance(gradient, truth) <= max(2 * distance(plain, truth), 1e-6)
     assert distance(found[3], true[3]) <= 5e-5
 
 
@@ -181,6 +198,8 @@ def _with_options(name: str, seed: int) -> Any:
     options: dict[str, Any] = {"backend": "triton"}
     if "siglip" in name:
         options |= {"loss": Sigmoid(), "bias": torch.tensor(-10.0)}
+    if "dcl" in name:
+        options |= {"loss": Decoupled(symmetric=True)}
     if "infonce" in name:
         options |= {"loss": Softmax(), "positives": positives}
     if "ids" in name:
@@ -196,7 +215,17 @@ def _with_options(name: str, seed: int) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    ["clip", "clip ids", "clip ids weights smoothing", "clip labels", "siglip", "siglip ids weights", "infonce ids"],
+    [
+        "clip",
+        "clip ids",
+        "clip ids weights smoothing",
+        "clip labels",
+        "dcl",
+        "dcl ids weights",
+        "siglip",
+        "siglip ids weights",
+        "infonce ids",
+    ],
 )
 def test_a_small_call_replayed_has_the_bits_of_a_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [torch.cuda.default_stream(), torch.cuda.Stream()]

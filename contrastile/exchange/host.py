@@ -1,10 +1,10 @@
 """Host: features and their gradients stay in host memory, and a device that cannot hold them computes the loss.
 
-A ring of one process, with the host in place of the neighbour. A strip of rows, as long as the device's memory allows,
-stays with its statistics or its gradient while the columns are streamed past it shard by shard, the next one copied
-while the present one is computed. In the backward each shard brings the float32 gradient that its columns have so far
-and returns with it; after the last strip it returns in the features' type. With rows cut into n strips a sweep moves
-n · M · D numbers each way; of size b the device holds statistics only.
+A ring of one process, with the host as its neighbour. A strip of rows, as long as the device's memory allows, stays on
+the device with its statistics or its gradient. The columns pass it shard by shard; the next shard is copied while the
+present one is computed. In the backward a shard arrives with the float32 gradient of its columns so far, and returns
+with the sum; after the last strip it returns in the features' type. Rows cut into n strips move n · M · D numbers each
+way. The only tensors of b numbers on the device are statistics.
 """
 
 from __future__ import annotations
@@ -85,13 +85,7 @@ class Host(Exchange):
         return row_stats, col_stats
 
     def backward(
-        self,
-        tiles: Tiles,
-        rows: Shard,
-        cols: Shard,
-        u: Tensor | None,
-        v: Tensor | None,
-        row_stats: Tensor | None = None,
+        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
     ) -> Tensor:
         raise NotImplementedError("the gradients of features in host memory are accumulated by `accumulate`")
 
@@ -129,9 +123,9 @@ class Host(Exchange):
             if u is not None:
                 products += 0 if tiles.sums_products else inner_product(strip.features, u)
                 if dq is not None:
-                    for part, to in zip(u.split(self.cuts.shard), dq[along_i].split(self.cuts.shard), strict=True):
-                        bring_back(part, to)
-                    del part
+                    for rows_of_u, to in zip(u.split(self.cuts.shard), dq[along_i].split(self.cuts.shard), strict=True):
+                        bring_back(rows_of_u, to)
+                    del rows_of_u
             del strip, u
         blocks.finish()
         return Accumulated(dq, dk, sums if tiles.sums_products else torch.stack([sums, products]))
@@ -146,7 +140,7 @@ class Host(Exchange):
         numbers: tuple[Tensor, Tensor | None],
         upstream: Tensor | None,
     ) -> list[Tensor | None]:
-        # features are done, upstream included
+        # `accumulate` has finished the features' gradients, upstream included
         del rows, cols, upstream
         scale, bias = numbers
         want_scale, want_bias, *_ = wanted
@@ -159,11 +153,6 @@ class Host(Exchange):
             found.u,
             found.v,
         ]
-
-    @classmethod
-    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        del layout, D, dtype
-        return 0
 
     def _strips(self, rows: Shard) -> Iterator[tuple[slice, Shard]]:
         """Strips of rows on the device. The caller drops each one before it takes the next."""

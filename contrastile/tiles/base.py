@@ -1,8 +1,8 @@
 """The interface of every way to compute a block of the matrix.
 
-Stands between `exchange/`, which decides which columns meet which rows, and the arithmetic. A `Tiles` object belongs to
-one call: it knows the loss, the scale and the bias, computes any block of rows × columns within its workspace, and
-keeps in plain attributes what the forward learns for the backward.
+Stands between `exchange/`, which brings rows and columns together, and the arithmetic. A `Tiles` object belongs to one
+call: it has the loss, the scale and the bias, computes any block of rows × columns within its workspace, and keeps
+numbers of the forward for the backward as plain attributes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ROWS_AT_ONCE = 8192
 
 
 class InFlight:
-    """An accumulator that travels from rank to rank, each of which adds its part to it; on this rank for one block.
+    """An accumulator that travels from rank to rank, each of which adds its part; on this rank for one block.
 
-    It arrives while the block is computed and is waited for at the first access. The `first` rank of its journey gets
-    an empty one. It leaves once: after the block, or, where `early` allows it, as soon as this rank has added its part.
+    It arrives while the block is computed; the first access waits for it. On the `first` rank of its journey it has no
+    values yet. It leaves once: after the block or, with `early`, as soon as this rank has added its part.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Tiles(ABC):
     workspace: int
     # all ranks' columns, kept from the forward for the backward by an exchange that gathers them
     columns: Shard | None = field(default=None, init=False, repr=False)
-    # NaN where a feature that was streamed past is not finite, else 0; None where features are looked at afterwards
+    # NaN if a feature streamed from the host is not finite, else 0; None if `nonfinite` reads the features itself
     flag: Tensor | None = field(default=None, init=False, repr=False)
     # u and v are parts of one tensor, which a small call copies and scales at once
     joined: bool = field(default=False, init=False, repr=False)

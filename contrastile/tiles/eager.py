@@ -1,6 +1,6 @@
 """A block in plain PyTorch: one loop over tiles, on any device, in any dtype.
 
-The reference for every faster backend, and the one that works where no other does. A forward sweep gives the statistics
+The reference for every faster backend, and the fallback where those decline. A forward sweep gives the statistics
 of rows and columns (2·N·M·D operations); the backward computes each tile again and multiplies its gradient with both
 sides (6·N·M·D): 8·b²·d together, with one tile of the matrix in memory.
 """
@@ -129,7 +129,7 @@ class Eager(Tiles):
         whole[:, along] = self.loss.merge(whole[:, along], met)
 
     def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
-        """scale · ⟨q_i, k_j⟩ [I, J], and what `_propagate` needs of it: nothing, for a dot product."""
+        """scale · ⟨q_i, k_j⟩ [I, J], and a context for `_propagate`: None for a dot product."""
         del with_graph
         q, k = rows.features, cols.features.T
         n, m = q.shape[0], k.shape[1]
@@ -154,7 +154,7 @@ class Eager(Tiles):
             sums += g_IJ.sum()
 
     def _replayed(self) -> AbstractContextManager[object]:
-        """The surroundings in which tiles are computed the same every time."""
+        """A context in which a tile is computed the same every time."""
         return nullcontext()
 
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
@@ -181,7 +181,7 @@ class Eager(Tiles):
         return tile._replace(guides=tuple(guides), target=target(rows, cols))
 
     def _room(self, rows: Shard, cols: Shard, side: int) -> Tensor:
-        """Memory for the logits of any tile, taken once: a new allocation costs as much as a small product."""
+        """Memory for the logits of any tile, allocated once: an allocation costs as much as a small product."""
         return self.scale.new_empty(min(rows.features.shape[0], side) * min(cols.features.shape[0], side))
 
     def _tiles(self, shard: Shard, step: int) -> Iterator[tuple[slice, Shard]]:
