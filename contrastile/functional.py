@@ -61,7 +61,8 @@ def contrast(
     up to rounding, in the memory of a tile. Gradients reach q, k, negatives, scale and bias.
 
     Arguments:
-        q, k: features, bf16, fp16, fp32 or fp64, used as given: normalise them first if the method wants that.
+        q, k: features, bf16, fp16, fp32 or fp64, used as given: normalise them first if the method wants that. Under
+            autocast products are made in its type, as by `torch.matmul`; sums and the loss stay in float32.
         scale, bias: numbers, or tensors of shape [] or [1]; x_ij = scale · ⟨q_i, k_j⟩ + bias.
         loss: `Softmax(...)`, `Sigmoid(...)` or `Decoupled(...)` of `contrastile.losses`.
         positives: [N] or [N, P] indices into this rank's keys, −1 pads; without it (and without labels) key i is the

@@ -1,6 +1,7 @@
 """The five losses by name: what a training script writes.
 
-Each one names rows, columns and positives in the words of `functional.py`, and computes with features as given.
+Each one names rows, columns and positives in the words of `functional.py`, and computes with features as given, under
+autocast in its type.
 Normalise them first where the method wants it: all but InfoNCE, whose products may be any, warn once about rows that
 are not of unit length, or a scale that looks like a temperature.
 """

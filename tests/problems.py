@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.functional import contrast
-from contrastile.losses.reference import dense_sigmoid, dense_softmax
+from contrastile.losses.decoupled import Decoupled
+from contrastile.losses.reference import dense_decoupled, dense_sigmoid, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
@@ -134,6 +135,24 @@ def info_nce_everything(N: int, M: int) -> Problem:
     )
 
 
+def dcl(N: int, _: int) -> Problem:
+    ids, weights = _ids(N, max(4, N // 3), 13), torch.rand(N, generator=seeded(14)).double() + 0.1
+    excluded = _same(ids, ids) & ~torch.eye(N, dtype=torch.bool)
+    return Problem(
+        N,
+        N,
+        {"loss": Decoupled(symmetric=True), "query_ids": ids, "key_ids": ids, "weights": weights},
+        {"symmetric": True, "excluded": excluded, "weights": weights},
+        dense_decoupled,
+    )
+
+
+def dcl_positives(N: int, M: int) -> Problem:
+    problem = info_nce_positives(N, M)
+    problem.tiled["loss"], problem.formula = Decoupled(), dense_decoupled
+    return problem
+
+
 def sup_con(N: int, _: int) -> Problem:
     labels = _ids(N, max(2, N // 3), 10)
     itself = torch.eye(N, dtype=torch.bool)
@@ -187,6 +206,8 @@ PROBLEMS = {
         info_nce,
         info_nce_positives,
         info_nce_everything,
+        dcl,
+        dcl_positives,
         sup_con,
         nt_xent,
         siglip,

@@ -105,14 +105,14 @@ def test_operations_are_registered_as_they_behave(backend: str) -> None:
     torch.library.opcheck(torch.ops.contrastile.forward.default, arguments)
 
 
-@pytest.mark.parametrize("name", ["Softmax", "Sigmoid"])
+@pytest.mark.parametrize("name", ["Softmax", "Decoupled", "Sigmoid"])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_gradients_have_memory_of_their_own(backend: str, name: str) -> None:
     """Compiled code reads them from the start of their memory, and refuses one in the middle of something."""
     if backend == "triton":
         pytest.importorskip("triton")
     q, k = torch.randn(2, 9, 4)
-    settings = f"{name} symmetric={name == 'Softmax'}", f"{backend} mean mean", [0, 0, 9]
+    settings = f"{name} symmetric={name != 'Sigmoid'}", f"{backend} mean mean", [0, 0, 9]
     tensors = q, k, torch.tensor(2.0), torch.tensor(-1.0), *[None] * 5
     _, *swept = torch.ops.contrastile.forward(*tensors, None, *settings)
     gradients = torch.ops.contrastile.backward(torch.tensor(1.0), *tensors, swept, *settings, [True] * 4)

@@ -19,6 +19,7 @@ from torch import Tensor
 import contrastile
 from contrastile import ClipLoss, contrast
 from contrastile._dispatch import Options, choose_tiles
+from contrastile.engine import plan
 from contrastile.engine.plan import prepare
 from contrastile.losses import Decoupled
 from contrastile.losses.base import Finished, PairLoss, Shard, Tile
@@ -60,6 +61,16 @@ def test_six_frames_lie_between_a_loss_and_its_product(monkeypatch: pytest.Monke
     ClipLoss()(*_inputs())
     assert frames
     assert max(frames) <= 6
+
+
+def test_a_kept_call_holds_no_memory_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr(plan, "_plans", kept)
+    ids = torch.arange(12) // 2
+    ClipLoss()(*(F.normalize(torch.randn(12, 8), dim=-1) for _ in "qk"), 10.0, ids=ids, weights=torch.rand(12))
+    ((_, call),) = kept.values()
+    held = [call.weights, *(getattr(side, name) for side in (call.rows, call.cols) for name in ("features", "ids"))]
+    assert [x.untyped_storage().nbytes() for x in held] == [0] * 5
 
 
 def test_a_step_like_the_last_one_makes_few_python_calls() -> None:
@@ -164,58 +175,31 @@ def test_the_fused_kernels_decline_a_loss_that_they_do_not_know(loss: PairLoss) 
         choose_tiles("triton", loss, shard, shard)
 
 
-def _decoupled(q: Tensor, k: Tensor, scale: Tensor, symmetric: bool) -> Tensor:
-    """Yeh et al. 2022, equation 6, with the whole matrix."""
-    x = scale * q @ k.T
-    apart = x.masked_fill(torch.eye(*x.shape, dtype=torch.bool), -torch.inf)
-    ways = [(x, apart), (x.T, apart.T)][: 1 + symmetric]
-    return torch.stack([(others.logsumexp(1) - way.diagonal()).mean() for way, others in ways]).mean()
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("route", ["eager", "tiles", "dense", "compiled"])
-def test_the_decoupled_loss_is_its_formula(symmetric: bool, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, call = _inputs(9, torch.float64), contrast
-    if route == "tiles":
-        monkeypatch.setattr("contrastile.tiles.eager.SIDE_CPU", 4)
-    if route == "compiled":
-        torch._dynamo.reset()
-        call = torch.compile(contrast, backend="eager", fullgraph=True)
-    truth = _decoupled(*inputs, symmetric)
-    value = call(
-        inputs[0], inputs[1], scale=inputs[2], loss=Decoupled(symmetric=symmetric),
-        backend="dense" if route == "dense" else "auto",
-    )  # fmt: skip
-    assert distance(value.detach(), truth.detach()) <= 1e-12
-    found, expected = torch.autograd.grad(value, inputs), torch.autograd.grad(truth, inputs)
-    assert all(distance(x, y) <= 1e-12 for x, y in zip(found, expected, strict=True))
-
-
-def _decoupled_on_ranks(rank: int, group: Any, exchange: str) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(5)
-    q, k, scale = _inputs(9, torch.float64)
-    own = slice(3 * rank, 3 * rank + 3)
-    parts = [x.detach()[own].requires_grad_() for x in (q, k)]
-    return _loss_and_gradient(
-        Decoupled(symmetric=True), [*parts, scale], exchange=exchange, group=group, gradient="sum"
-    )
-
-
-@pytest.mark.parametrize("exchange", ["replicate", "gather", "ring"])
-def test_the_decoupled_loss_on_ranks_is_that_of_one_process(pool: Pool, exchange: str) -> None:
-    torch.manual_seed(5)
-    inputs = _inputs(9, torch.float64)
-    value = _decoupled(*inputs, True)
-    (gradient,) = torch.autograd.grad(value, [inputs[0]])
-    answers = pool.run(_decoupled_on_ranks, 3, exchange)
-    assert all(distance(found, value.detach()) <= 1e-12 for found, _ in answers)
-    assert distance(torch.cat([found for _, found in answers]), gradient) <= 1e-12
-
-
 def test_the_decoupled_loss_refuses_smoothing_and_needs_a_negative() -> None:
-    with pytest.raises(ValueError, match=r"`label_smoothing` must be 0 for the decoupled loss; got 0\.1\."):
+    sentence = r"`label_smoothing` must be 0 for the decoupled loss; got 0\.1\."
+    with pytest.raises(ValueError, match=sentence):
         contrast(torch.eye(3), torch.eye(3), scale=1.0, loss=Decoupled(), label_smoothing=0.1)
+    with pytest.raises(ValueError, match=sentence):
+        Decoupled(label_smoothing=0.1)
     assert contrast(torch.ones(1, 2), torch.ones(1, 2), scale=1.0, loss=Decoupled()).isnan()
+
+
+def test_a_decoupled_row_that_has_only_its_positive_in_a_tile_keeps_its_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its only negative, in another tile, lies 140 below the logits of this one."""
+    monkeypatch.setattr("contrastile.tiles.eager.SIDE_CPU", 16)
+    q, k = torch.ones(2, 1, requires_grad=True), torch.full((32, 1), -100.0)
+    k[0], k[1:16], k[20] = 100.0, 40.0, 50.0
+    key_ids = torch.arange(32) + 100
+    key_ids[1:16] = key_ids[20] = 0
+    loss = contrast(
+        q, k, scale=1.0, loss=Decoupled(), positives=torch.zeros(2, dtype=torch.int64),
+        query_ids=torch.tensor([0, 99]), key_ids=key_ids, backend="eager",
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(loss, q)
+    # both rows pull their positive, at 100; the first pushes −100, the second almost only 50
+    assert gradient[:, 0].tolist() == pytest.approx([-100.0, -25.0], rel=1e-3)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from contrastile.bench.peers import Case
 from contrastile.engine import arguments as checks
 from contrastile.engine import graph
 from contrastile.engine.arguments import MOST_LOOKS
-from contrastile.losses.reference import dense_clip, dense_sigmoid
+from contrastile.losses.decoupled import Decoupled
+from contrastile.losses.reference import dense_clip, dense_decoupled, dense_sigmoid
+from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles import eager
 from contrastile.tiles.triton.plan import interpreting
@@ -77,6 +80,21 @@ def test_the_loss_is_right_to_a_millionth(D: int, cosine: float) -> None:
 def test_the_scales_gradient_of_correlated_pairs(cosine: float, dtype: torch.dtype) -> None:
     leaves = _pairs(8192, 512, cosine, dtype)
     true, found = _step(dense_clip, _wide(leaves)), _step(ClipLoss(backend="triton"), leaves)
+    assert distance(found[3], true[3]) <= 5e-5
+
+
+def _decoupled(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    return contrast(q, k, scale=scale, loss=Decoupled(symmetric=True), backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("cosine", [0.0, 0.3, 0.6])
+def test_the_decoupled_loss_and_its_gradients(cosine: float, dtype: torch.dtype) -> None:
+    leaves, formula = _pairs(8192, 512, cosine, dtype), partial(dense_decoupled, symmetric=True)
+    true, dense, found = _step(formula, _wide(leaves)), _step(formula, leaves), _step(_decoupled, leaves)
+    assert distance(found[0], true[0]) <= 1e-6
+    for gradient, plain, truth in zip(found[1:3], dense[1:3], true[1:3], strict=True):
+        assert distance(gradient, truth) <= max(2 * distance(plain, truth), 1e-6)
     assert distance(found[3], true[3]) <= 5e-5
 
 
@@ -167,13 +185,52 @@ def test_more_elements_than_32_bits_count() -> None:
     del dq
 
 
-@pytest.mark.parametrize("name", ["clip", "siglip"])
+def _labels(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and weights of a thousand pairs, and three keys for each query, one in a thousand of them a pad."""
+    draw = torch.Generator(CUDA).manual_seed(seed)
+    ids, weights = torch.randint(300, (1000,), generator=draw), torch.rand(1000, generator=draw)
+    return ids, weights, torch.randint(-1, 1000, (1000, 3), generator=draw)
+
+
+def _with_options(name: str, seed: int) -> Any:
+    """A loss of features and scale with the options that the name lists."""
+    ids, weights, positives = _labels(seed)
+    options: dict[str, Any] = {"backend": "triton"}
+    if "siglip" in name:
+        options |= {"loss": Sigmoid(), "bias": torch.tensor(-10.0)}
+    if "dcl" in name:
+        options |= {"loss": Decoupled(symmetric=True)}
+    if "infonce" in name:
+        options |= {"loss": Softmax(), "positives": positives}
+    if "ids" in name:
+        options |= {"query_ids": ids, "key_ids": ids}
+    if "labels" in name:
+        options |= {"query_labels": ids, "key_labels": ids}
+    if "weights" in name:
+        options |= {"weights": weights}
+    if "smoothing" in name:
+        options |= {"label_smoothing": 0.1}
+    return lambda q, k, scale: contrast(q, k, scale=scale, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clip",
+        "clip ids",
+        "clip ids weights smoothing",
+        "clip labels",
+        "dcl",
+        "dcl ids weights",
+        "siglip",
+        "siglip ids weights",
+        "infonce ids",
+    ],
+)
 def test_a_small_call_replayed_has_the_bits_of_a_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bias = [torch.tensor(-10.0, requires_grad=True)] if name == "siglip" else []
-    loss = (SigLipLoss if bias else ClipLoss)(backend="triton")
     streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
     for call in range(6):
-        leaves = [*_pairs(1000, 512, 0.2), *bias]
+        leaves, loss = _pairs(1000, 512, 0.2), _with_options(name, call)
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[call % 2]):
             found = _step(loss, leaves)
@@ -197,10 +254,10 @@ def test_calls_that_are_replayed_know_nothing_of_each_other() -> None:
 
 def test_graphs_that_are_not_used_are_given_up() -> None:
     loss = ClipLoss(backend="triton")
-    for n in (100, 200, 300):
+    for n in range(100, 1000, 100):
         for _ in range(3):
             _step(loss, _pairs(n, 64))
-    assert [len(one.inputs[2]) for one in graph._graphs.values()] == [200, 300]
+    assert [len(one.inputs[2]) for one in graph._graphs.values()] == [*range(100, 1000, 100)][-graph.KEPT :]
 
 
 def test_a_step_inside_a_graph_of_its_own() -> None:

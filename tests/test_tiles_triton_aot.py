@@ -101,14 +101,16 @@ def _kernels() -> list[Any]:
 
 def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """The kernels, and the options that each is compiled with."""
-    from contrastile.tiles.triton.forward import SIGMOID, UNROLLED
+    from contrastile.tiles.triton.forward import UNROLLED
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
-    sigmoid = {"EPILOGUE": SIGMOID.value, "COLUMNS": False, "LOSS": True}
+    sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
     for kernel in _kernels():
         name = kernel.fn.__name__
         if name not in TILE_KERNELS:
             yield kernel, name, plain | EVERYTHING
+            if name == "finish":
+                yield kernel, f"{name} decoupled", plain | {"DECOUPLED": True, "WEIGHTS": True}
             continue
         yield kernel, f"{name} plain", plain
         if name in ("totals", "gradient"):

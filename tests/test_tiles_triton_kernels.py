@@ -6,7 +6,7 @@ Interpreted on the CPU; on a GPU, and in bf16 too, with `make test-gpu`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, make_dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,16 +19,16 @@ pytest.importorskip("triton")
 
 from contrastile import contrast
 from contrastile._types import Reduction
-from contrastile.losses.base import Finished, PairLoss, Shard
-from contrastile.losses.reference import dense_softmax
+from contrastile.losses.base import Finished, Formula, PairLoss, Shard
+from contrastile.losses.decoupled import Decoupled
+from contrastile.losses.reference import dense_decoupled, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
-from contrastile.losses.softmax import Softmax
+from contrastile.losses.softmax import Softmax, SoftmaxStats
 from contrastile.tiles.eager import Eager
-from contrastile.tiles.triton import launch, plan
+from contrastile.tiles.triton import backend, launch, plan
 from contrastile.tiles.triton.backend import Triton
-from contrastile.tiles.triton.epilogue import EPILOGUES, SOFTMAX
 from contrastile.tiles.triton.forward import CAREFUL, SHIFT, UNROLLED
-from contrastile.tiles.triton.plan import SHAPE_INTERPRETED, Masks, Pair, interpreting, shape_for
+from contrastile.tiles.triton.plan import SHAPE_INTERPRETED, Masks, Pair, epilogue_for, interpreting, shape_for
 
 COMPILED = not interpreting()
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
@@ -39,6 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 SYMMETRIC = Softmax(symmetric=True)
+EPILOGUE = epilogue_for(SYMMETRIC)
 SHAPE = shape_for(DEVICE) if torch.cuda.is_available() or not COMPILED else SHAPE_INTERPRETED
 # three rows of tiles, the last one short
 N, D = 2 * SHAPE.rows + 6, 40
@@ -111,9 +112,11 @@ def test_every_problem_is_no_further_from_float64_than_twice_the_dense_formula(n
         assert distance(gradient, true_gradients[key]) <= allowed, key
 
 
-@pytest.mark.parametrize("how", [{}, {"label_smoothing": 0.1}, {"exclude_self": True}], ids=str)
+@pytest.mark.parametrize(
+    "loss", [Softmax(), Softmax(label_smoothing=0.1), Softmax(exclude_self=True), Decoupled(exclude_self=True)], ids=str
+)
 @pytest.mark.parametrize("listed", [UNROLLED.value, UNROLLED.value + 1, 11])
-def test_any_number_of_positives_by_index_is_exact(listed: int, how: dict[str, Any]) -> None:
+def test_any_number_of_positives_by_index_is_exact(listed: int, loss: Softmax) -> None:
     n, m = N, N + SHAPE.cols
     # once more than there are, in places that come again, and with pads; one row with none
     positives = torch.randint(-1, m, (n, listed)).masked_fill(torch.arange(n)[:, None] == 3, -1)
@@ -121,7 +124,7 @@ def test_any_number_of_positives_by_index_is_exact(listed: int, how: dict[str, A
     leaves = [_unit(rows, torch.float32).requires_grad_() for rows in (n, m)]
     wide = [x.detach().double().requires_grad_() for x in leaves]
     found, truth = (
-        contrast(*sides, scale=20.0, loss=Softmax(**how), positives=positives, backend=backend, **ids)
+        contrast(*sides, scale=20.0, loss=loss, positives=positives, backend=backend, **ids)
         for sides, backend in ((leaves, "triton"), (wide, "eager"))
     )
     assert distance(found.detach(), truth.detach()) <= 1e-6
@@ -273,11 +276,11 @@ def test_the_careful_flag_is_set_where_fast_sums_would_be_lost() -> None:
 
 
 def _fast_totals(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    constants = launch.block_constants(q, k, scale, None, SOFTMAX)
+    constants = launch.block_constants(q, k, scale, None, EPILOGUE)
     row_part = torch.empty(1, plan.tiles_of(len(k), SHAPE.cols), len(q))
-    launch.sums(_as_pair(q, k), constants, [row_part], SOFTMAX)
+    launch.sums(_as_pair(q, k), constants, [row_part], EPILOGUE)
     stats = SYMMETRIC.init(len(q), dtype=torch.float32, device=q.device)
-    launch.merge_sums([row_part], [stats], constants, SOFTMAX)
+    launch.merge_sums([row_part], [stats], constants, EPILOGUE)
     return constants
 
 
@@ -297,7 +300,7 @@ def test_integers_are_summed_exactly(masks: Masks) -> None:
     q, k = (torch.randint(-1, 2, (n, D)).half() for n in (N, 45))
     # factor 1, no shift: every term is a power of two, every sum a number of at most 24 bits
     row_part, col_part = torch.empty(1, plan.tiles_of(45, SHAPE.cols), N), torch.empty(1, 3, 45)
-    launch.sums(_as_pair(q, k, masks), _constants(1.0, 6.0), [row_part, col_part], SOFTMAX)
+    launch.sums(_as_pair(q, k, masks), _constants(1.0, 6.0), [row_part, col_part], EPILOGUE)
     exact = torch.exp2(q.double() @ k.double().T - 6)
     for offset in (masks.diagonal, masks.self_diagonal):
         if offset is not None:
@@ -319,7 +322,7 @@ def test_a_strip_of_integers_is_written_exactly() -> None:
     strip = pair.new_strip().fill_(torch.nan)
     sums, weights = launch.new_sums(strip.device), [(a, a), (b, b)]
     for _ in range(2):
-        launch.gradient(pair, _constants(3.0, 1.0), weights, strip, sums, SOFTMAX)
+        launch.gradient(pair, _constants(3.0, 1.0), weights, strip, sums, EPILOGUE)
     exact = torch.exp2(3 * q.float() @ k.float().T - 1) * (a[:, None] + b[None, :])
     exact.diagonal(2).zero_()
     (written,) = pair.strip_pieces(strip)
@@ -456,6 +459,114 @@ def test_smoothing_equals_the_dense_formula_where_the_careful_kernels_run(labels
     assert distance(loss, truth) <= 1e-6
 
 
+def _with_gradients(backend: str, dtype: torch.dtype, leaves: list[Tensor], **given: Any) -> list[Tensor]:
+    leaves = [x.to(dtype).requires_grad_() for x in leaves]
+    loss = contrast(*leaves[:2], scale=leaves[2], backend=backend, **given)
+    return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
+
+
+def _against_float64(q: Tensor, k: Tensor, scale: float, **given: Any) -> None:
+    """The fused loss and its gradients are at most twice as far from float64 as eager tiles in the same dtype."""
+    leaves = [q, k, torch.tensor(scale)]
+    truth = _with_gradients("eager", torch.float64, leaves, **given)
+    eager, fused = (_with_gradients(name, torch.float32, leaves, **given) for name in ("eager", "triton"))
+    for index, (found, plain, true) in enumerate(zip(fused, eager, truth, strict=True)):
+        # logits of this size are rounded to scale · 2⁻²⁴; a single number can be right by luck
+        least = 1e-6 * max(1.0, scale / 10) * (10 if index == 3 else 1)
+        assert distance(found, true) <= max(2 * distance(plain, true), least), index
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("scale", [20.0, 1000.0])
+@pytest.mark.parametrize("loss", [Decoupled(), Decoupled(symmetric=True), Decoupled(exclude_self=True)], ids=repr)
+def test_decoupled_positives_by_label_are_exact(loss: Decoupled, scale: float, reduction: Reduction) -> None:
+    n, m = N, N if loss.exclude_self or loss.symmetric else N + SHAPE.cols
+    labels = {"query_labels": torch.arange(n) % 7, "key_labels": torch.arange(m) % 9}
+    labels |= {"query_ids": torch.arange(n) % 5, "key_ids": torch.arange(m) % 4}
+    _against_float64(_unit(n), _unit(m), scale=scale, loss=loss, reduction=reduction, workspace=2**20, **labels)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_row_whose_only_keys_are_positives_has_no_decoupled_loss(symmetric: bool) -> None:
+    """All other keys of some rows have their ids; and, on another step, of all rows."""
+    q, k, loss = _unit(N), _unit(N), Decoupled(symmetric=symmetric)
+    ids = {"query_ids": torch.arange(N) // (N - 1), "key_ids": torch.zeros(N, dtype=torch.int64)}
+    ids["key_ids"][:3] = 5
+    ids["query_ids"][:2] = 5
+    _against_float64(q, k, scale=20.0, loss=loss, **ids)
+    nobody = {name: torch.zeros(N, dtype=torch.int64) for name in ids}
+    lone = contrast(q.requires_grad_(), k, scale=20.0, loss=loss, backend="triton", **nobody)
+    assert lone.isnan()
+    assert contrast(q, k, scale=20.0, loss=loss, backend="eager", **nobody).isnan()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (1, 77), (33, 2)])
+def test_decoupled_losses_of_few_rows_or_keys(shape: tuple[int, int]) -> None:
+    n, m = shape
+    how = {"scale": 10.0, "loss": Decoupled(), "positives": torch.arange(n) % m}
+    q, k = _unit(n, torch.float32).requires_grad_(), _unit(m, torch.float32)
+    found, truth = (contrast(q, k, backend=backend, **how) for backend in ("triton", "eager"))
+    assert found.isnan() == truth.isnan() == (m == 1)
+    if m > 1:
+        gradients = [torch.autograd.grad(loss, q)[0] for loss in (found, truth)]
+        assert distance(found.detach(), truth.detach()) <= 1e-6
+        assert distance(*gradients) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [20.0, 100.0, 1000.0])
+def test_a_decoupled_loss_is_no_further_from_float64_than_twice_its_formula(scale: float, dtype: torch.dtype) -> None:
+    k = _unit(N, torch.float32)
+    q = F.normalize(0.6 * k + 0.8 * _unit(N, torch.float32), dim=-1)
+    leaves = [q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_(), torch.tensor(scale, requires_grad=True)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    truth, formula = (dense_decoupled(*given, symmetric=True) for given in (wide, leaves))
+    loss = contrast(*leaves[:2], scale=leaves[2], loss=Decoupled(symmetric=True), backend="triton")
+    assert distance(loss.detach(), truth.detach()) <= max(2 * distance(formula.detach(), truth.detach()), 1e-6)
+    gradients = [
+        torch.autograd.grad(value, given) for value, given in ((loss, leaves), (truth, wide), (formula, leaves))
+    ]
+    for found, true, dense in zip(*gradients, strict=True):
+        # a single number can be right by luck
+        assert distance(found, true) <= max(2 * distance(dense, true), 1e-6 if found.ndim else 1e-4)
+
+
+def test_decoupled_logits_beyond_float32_are_not_dropped() -> None:
+    q, k = torch.eye(5), torch.eye(5)
+    q[0], k[1] = 1e20, 1e20
+    for name in ("triton", "eager"):
+        assert not contrast(q, k, scale=10.0, loss=Decoupled(), backend=name).isfinite()
+
+
+@dataclass(frozen=True)
+class Heavier(Softmax):
+    """A softmax whose negatives count several times; its own `finish` says so."""
+
+    formula = Formula("exponential", finish_fields=frozenset({"times"}))
+    times: float = 2.0
+
+    def finish(self, stats: Tensor) -> Finished:
+        named = SoftmaxStats(*stats)
+        done = super().finish(torch.stack(named._replace(total=named.total * self.times)))
+        # the inverse belongs to the negatives: a positive reads another row of the state
+        done.state[1] *= self.times
+        return done
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_loss_with_a_finish_of_its_own_is_fused(symmetric: bool) -> None:
+    q, k = _unit(N), _unit(N)
+    loss = Heavier(symmetric=symmetric)
+    _against_float64(q, k, scale=20.0, loss=loss)
+    # copies of the negatives do the same
+    x = 20.0 * q.double() @ k.double().T
+    heavier = x + torch.log(torch.tensor(2.0)) * (1 - torch.eye(N))
+    directions = [heavier, heavier.T][: 1 + symmetric]
+    truth = sum(F.cross_entropy(each, torch.arange(N)) for each in directions) / len(directions)
+    found = contrast(q.float(), k.float(), scale=20.0, loss=loss, backend="triton")
+    assert distance(found, truth) <= 1e-6
+
+
 def test_float64_is_declined_with_its_reason() -> None:
     rows, cols = _pair(_unit(5, torch.float64), _unit(5, torch.float64))
     assert Triton.declines(SYMMETRIC, rows, cols) == "no kernel for torch.float64"
@@ -476,25 +587,24 @@ def test_another_loss_is_declined_by_its_name() -> None:
     assert Triton.declines(Mine(), rows, cols) == "no kernel for Mine"
 
 
-@pytest.mark.parametrize("loss", [Softmax, Sigmoid])
-def test_a_field_that_no_kernel_knows_is_declined_by_its_name(
-    loss: type[PairLoss], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("loss", [Softmax, Decoupled, Sigmoid])
+def test_a_field_that_no_kernel_knows_is_declined_by_its_name(loss: type[PairLoss]) -> None:
     rows, cols = _pair(_unit(5), _unit(5))
     assert Triton.declines(loss(), rows, cols) is None
-    wider = make_dataclass(loss.__name__, [("decoupled", bool, False)], bases=(loss,), frozen=True)
-    monkeypatch.setitem(EPILOGUES, wider, EPILOGUES[loss])
-    assert Triton.declines(wider(), rows, cols) == f"no kernel for {loss.__name__}.decoupled"
+    formula = {"formula": loss.formula}
+    wider = make_dataclass("Wider", [("margin", float, 0.0)], bases=(loss,), frozen=True, namespace=formula)
+    assert Triton.declines(wider(), rows, cols) == "no kernel for Wider.margin"
 
 
-@pytest.mark.parametrize("loss", EPILOGUES)
-def test_the_fields_of_an_epilogue_exist(loss: type[PairLoss]) -> None:
-    assert EPILOGUES[loss].fields == {field.name for field in fields(loss)}
+@pytest.mark.parametrize("field", ["uses_bias", "pairwise"])
+def test_exponentials_with_a_bias_or_without_statistics_are_declined(field: str) -> None:
+    rows, cols = _pair(_unit(5), _unit(5))
+    assert Triton.declines(replace(SYMMETRIC, **{field: True}), rows, cols) == f"no kernel for Softmax.{field}"
 
 
 def test_groups_are_numbered_in_32_bits() -> None:
     ids = torch.tensor([2**40, -7, 2**40 + 2**32, 5, -7])
-    numbered = plan.numbered_groups(Shard(_unit(3), ids=ids[:3]), Shard(_unit(2), ids=ids[3:]))
+    numbered = backend.numbered_groups(Shard(_unit(3), ids=ids[:3]), Shard(_unit(2), ids=ids[3:]))
     both = torch.cat([side["ids"] for side in numbered])
     assert both.dtype == torch.int32
     assert both.tolist() == [2, 0, 3, 1, 0]

@@ -1,7 +1,7 @@
 """Images to evaluate with: of classes, for zero-shot classification, or of several captions each, for retrieval.
 
 Stands above `tables.py`; evaluation alone reads these, and makes features of names and prompts
-(`evaluate/zeroshot.py`). Nothing is decoded here: `loader.py` reads the images when they are measured.
+(`evaluate/retrieval.py`). Nothing is decoded here: `loader.py` reads the images when they are measured.
 
 Classes are sub-folders, as ImageNet has them. The known layouts:
 

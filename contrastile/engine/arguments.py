@@ -56,8 +56,11 @@ def features(name: str, x: Tensor) -> None:
         raise invalid(name, "have at least one feature", f"shape {list(x.shape)}", "Check the encoder's output.")
 
 
-def alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that x and other have one feature size, dtype and device."""
+def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtype | None = None) -> None:
+    """Check that x and other have one feature size, dtype and device.
+
+    cast: the type to which autocast casts operands, whatever their own is; it leaves float64 as it is.
+    """
     if x.shape[1] != other.shape[1]:
         raise invalid(
             name,
@@ -65,7 +68,7 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
             f"{other.shape[1]} and {x.shape[1]}",
             "Project one side first.",
         )
-    if x.dtype != other.dtype:
+    if x.dtype != other.dtype and (cast is None or torch.float64 in (x.dtype, other.dtype)):
         raise invalid(
             name, f"have the dtype of `{other_name}`", f"{other.dtype} and {x.dtype}", "Convert one side first."
         )

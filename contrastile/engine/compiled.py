@@ -46,7 +46,8 @@ def traced(arguments: Arguments) -> tuple[Callable[..., Tensor], tuple[Any, ...]
     """The operation and its inputs. The backend is chosen when it runs: a graph cannot ask the device."""
     problem = Problem.of(arguments, checked=False, alone=True)
     rows, cols, options = problem.rows, problem.cols, problem.options
-    q, k = problem.inputs
+    # autocast's cast is an operation of the graph
+    q, k = (x.to(problem.dtype) for x in problem.inputs)
     groups = (rows.positives, rows.labels, rows.ids, cols.labels, cols.ids, problem.weights)
     words = f"{options.backend} {options.gradient} {options.reduction}"
     diagonal = NO_DIAGONAL if rows.diagonal is None else rows.diagonal

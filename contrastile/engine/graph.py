@@ -1,9 +1,10 @@
 """Small batches on a CUDA device: a call captured once as a graph, and replayed.
 
 A way of the plan to compute the gradients with the loss (`Plan.at_once`). A batch of 4,096 rows keeps a GPU busy for
-0.2 ms, but its thirty launches keep the host busy for six times that. From the third call of a plan on all of them are
-one launch: inputs are copied to the memory that the graph reads, and results are copied from the memory that it writes,
-so that calls are independent of each other. Kernels, their order and the bits are those of the calls before.
+0.2 ms, but its thirty launches keep the host busy for six times that, and with ids, labels or listed positives there
+are sixty. From the third call of a plan on all of them are one launch: features, numbers, labels and weights are copied
+to the memory that the graph reads, and results are copied from the memory that it writes, so that calls are independent
+of each other. Kernels, their order and the bits are those of the calls before.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,65 +26,108 @@ from contrastile._types import Reduction
 from contrastile.engine.operation import Call, MakeTiles, Plan, with_gradients
 from contrastile.exchange.base import Exchange
 from contrastile.losses.base import Shard
-from contrastile.tiles.base import Accumulated, Tiles
+from contrastile.tiles.base import Accumulated, Tiles, joined
 
 logger = logging.getLogger("contrastile")
 
-# pairs of a small batch: the strip of gradients that a graph keeps takes two bytes for each
-MOST_PAIRS = 8192**2
+# rows of a small batch's shorter side: longer ones keep the device busy for longer than the host
+MOST_ROWS = 8192
+# bytes of the strip of gradients, which a graph keeps
+MOST_BYTES = 2**29
 # calls of a plan before its capture, which also compile its kernels
 CALLS = 2
-# graphs kept: those used last
-KEPT = 2
+# graphs kept, and the bytes that they keep together: those used last
+KEPT, KEPT_BYTES = 8, 2**30
 NEVER = -(2**62)
+LABELS = ("positives", "labels", "ids")
 
 
-def small(
-    rows: Shard, cols: Shard, weights: Tensor | None, reduction: Reduction, exchange: Exchange, tiles: MakeTiles
-) -> bool:
-    """A call is replayed: fused kernels, one process, and no tensors beside features, scale and bias."""
+def small(rows: Shard, cols: Shard, reduction: Reduction, exchange: Exchange, tiles: MakeTiles) -> bool:
+    """A call is replayed: fused kernels, one process, and no more pairs than the host can launch as fast."""
+    # float32 features have three 16-bit pieces
+    strip = len(rows) * len(cols) * (6 if rows.features.dtype == torch.float32 else 2)
     return (
         rows.features.is_cuda
-        and len(rows) * len(cols) <= MOST_PAIRS
+        and min(len(rows), len(cols)) <= MOST_ROWS
+        and strip <= MOST_BYTES
         and getattr(tiles, "capturable", False)
         and len(exchange.layout) == 1
         and reduction != "none"
-        and weights is rows.positives is rows.labels is rows.ids is None
     )
 
 
+def _labels(call: Call) -> list[Tensor]:
+    """The tensors beside scale, bias and features that the tiles read."""
+    named = [getattr(shard, name) for shard in (call.rows, call.cols) for name in LABELS]
+    return [x for x in (*named, call.weights) if x is not None]
+
+
+def _relabelled(call: Call, labels: Sequence[Tensor]) -> Call:
+    """The call with these tensors, in the order of `_labels`."""
+    following = iter(labels)
+
+    def relabelled(shard: Shard) -> Shard:
+        given: dict[str, Any] = {name: next(following) for name in LABELS if getattr(shard, name) is not None}
+        return replace(shard, **given)
+
+    rows, cols = relabelled(call.rows), relabelled(call.cols)
+    return replace(call, rows=rows, cols=cols, weights=None if call.weights is None else next(following))
+
+
 class _Graph:
-    """A captured call, the inputs that it reads and the outputs that it writes."""
+    """A captured call, the inputs and labels that it reads and the outputs that it writes."""
 
     def __init__(self, call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> None:
         self.inputs = [None if x is None else x.detach().clone() for x in inputs]
+        self.labels = [x.clone() for x in _labels(call)]
+        # tensors of one type are copied in one launch
+        read = [*[own for own in self.inputs if own is not None], *self.labels]
+        self.types = {x.dtype: [i for i, other in enumerate(read) if other.dtype == x.dtype] for x in read}
+        self.read = {dtype: [read[i] for i in indices] for dtype, indices in self.types.items()}
         self.graph = torch.cuda.CUDAGraph()
-        self.last = torch.cuda.Event()
-        current, apart = torch.cuda.current_stream(), _stream(torch.cuda.current_device())
-        apart.wait_stream(current)
+        self.last, self.stream = torch.cuda.Event(), torch.cuda.current_stream()
+        call, apart = _relabelled(call, self.labels), _stream(torch.cuda.current_device())
+        apart.wait_stream(self.stream)
         scale, bias, *features = self.inputs
         assert scale is not None
         given = [x for x in features if x is not None]
+        before = torch.cuda.memory_reserved()
         with torch.cuda.stream(apart):
             # other threads may use the device meanwhile
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self.outputs = with_gradients(call, call.tiles(scale, bias), scale, bias, given, wanted)
+                tiles = call.tiles(scale, bias)
+                tiles.joined = True
+                value, (u, v, sums) = with_gradients(call, tiles, scale, bias, given, wanted)
+                self.numbers = torch.cat([value.reshape(1), sums.reshape(-1)])
             finally:
                 self.graph.capture_end()
-        current.wait_stream(apart)
+        self.joined, self.sums = tiles.joined, sums.shape
+        # the memory that the graph keeps
+        self.bytes = torch.cuda.memory_reserved() - before
+        together = tiles.joined and u is not None and v is not None
+        self.accumulators = [joined(u, v)] if together else [u, v]  # type: ignore[arg-type]
+        self.stream.wait_stream(apart)
 
-    def __call__(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Accumulated]:
+    def __call__(self, call: Call, tiles: Tiles, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Accumulated]:
         stream = torch.cuda.current_stream()
-        # another stream may still read the results of the last call
-        stream.wait_event(self.last)
-        given = [x.detach() for x in inputs if x is not None]
-        copy_each_([own for own in self.inputs if own is not None], given)
+        if stream != self.stream:
+            # another stream may still read the results of the last call
+            stream.wait_event(self.last)
+            self.stream = stream
+        given = [*[x.detach() for x in inputs if x is not None], *_labels(call)]
+        for dtype, indices in self.types.items():
+            copy_each_(self.read[dtype], [given[i] for i in indices])
         self.graph.replay()
-        value, found = self.outputs
-        result = value.clone(), Accumulated(*(None if x is None else x.clone() for x in found))  # type: ignore[arg-type]
+        numbers = self.numbers.clone()
+        accumulators = [None if x is None else x.clone() for x in self.accumulators]
         self.last.record(stream)
-        return result
+        if len(accumulators) == 1 and accumulators[0] is not None:
+            rows = len(call.rows)
+            accumulators = [accumulators[0][:rows], accumulators[0][rows:]]
+        tiles.joined = self.joined
+        u, v = accumulators
+        return numbers[0], Accumulated(u, v, numbers[1:].view(self.sums))
 
 
 _graphs: OrderedDict[tuple[Plan, str], _Graph] = OrderedDict()
@@ -100,33 +146,35 @@ def replayed(
     call: Call, tiles: Tiles, scale: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[Tensor, Accumulated]:
     """`with_gradients`, as a graph once the plan has been called often enough to pay for the capture."""
-    alone, device = len(call.exchange.layout) == 1, scale.device
-    if alone and not torch.cuda.is_current_stream_capturing():
-        with _lock, _on(device):
-            _calls[call.plan] = _calls.get(call.plan, 0) + 1
+    if len(call.exchange.layout) == 1 and not torch.cuda.is_current_stream_capturing():
+        with _lock, _on(scale.device):
             every = (scale, bias, *inputs)
-            graph = _graph(call, every, wanted) if _calls[call.plan] > CALLS else None
+            graph = _graph(call, every, wanted)
             if graph is not None:
-                return graph(every)
+                return graph(call, tiles, every)
     return with_gradients(call, tiles, scale, bias, inputs, wanted)
 
 
 def _graph(call: Call, inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> _Graph | None:
-    """The plan's graph, captured if need be; None if that fails, now and later."""
+    """The plan's graph, captured if need be; None if it was called too seldom, or if that failed."""
     # torch's precision of float32 products decides which kernels run
     key = call.plan, torch.backends.cuda.matmul.fp32_precision
-    if key not in _graphs:
-        try:
-            _graphs[key] = _Graph(call, inputs, wanted)
-        except RuntimeError as error:
-            logger.info("a small call is not replayed: %s", error)
-            _calls[call.plan] = NEVER
-            return None
-        if len(_graphs) > KEPT:
-            # a plan whose graph is dropped has to be called often again
-            _calls.pop(_graphs.popitem(last=False)[0][0], None)
-    _graphs.move_to_end(key)
-    return _graphs[key]
+    if key in _graphs:
+        _graphs.move_to_end(key)
+        return _graphs[key]
+    _calls[call.plan] = _calls.get(call.plan, 0) + 1
+    if _calls[call.plan] <= CALLS:
+        return None
+    try:
+        _graphs[key] = graph = _Graph(call, inputs, wanted)
+    except RuntimeError as error:
+        logger.info("a small call is not replayed: %s", error)
+        _calls[call.plan] = NEVER
+        return None
+    while len(_graphs) > KEPT or (len(_graphs) > 1 and sum(one.bytes for one in _graphs.values()) > KEPT_BYTES):
+        # a plan whose graph is dropped has to be called often again
+        _calls.pop(_graphs.popitem(last=False)[0][0], None)
+    return graph
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

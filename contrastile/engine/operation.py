@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.first_order import first_order
-from contrastile.losses.base import PairLoss, Shard
-from contrastile.tiles.base import Accumulated, Tiles
+from contrastile.losses.base import Finished, PairLoss, Shard, changed
+from contrastile.tiles.base import Accumulated, ForwardResult, Tiles, reduced
 from contrastile.tiles.scored import Scorer
 
 # of a loss, a scale, a bias and a workspace
@@ -60,29 +60,35 @@ class Call:
     reduction: Reduction
     device: torch.device
     scorer: Scorer | None = None
+    # the types of the features that autocast casts, which their gradients get; the shards then hold the cast ones
+    given: tuple[torch.dtype, torch.dtype] | None = None
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
         """The tiles of this call, with its numbers in the accumulator's type."""
         plan, loss = self.plan, self.loss
         used = None if bias is None or not loss.uses_bias else self._number(bias)
         tiles = plan.tiles(loss, self._number(scale), used, plan.workspace)
+        tiles.given = self.given
         if len(self.exchange.layout.rows) > 1:
             tiles.reserve(self.exchange.reserved())
         return tiles
 
     def _number(self, x: Tensor) -> Tensor:
-        return x.detach().reshape(()).to(self.device, self.plan.wide)
+        x = x.detach()
+        if x.ndim:
+            x = x.reshape(())
+        return x if x.dtype == self.plan.wide and x.device == self.device else x.to(self.device, self.plan.wide)
 
     def shards(self, inputs: Sequence[Tensor]) -> tuple[Shard, Shard]:
         """Rows and columns with these tensors as their features."""
         if self.scorer is None:
             q, k = inputs
-            return replace(self.rows, features=q), replace(self.cols, features=k)
+            return changed(self.rows, features=q), changed(self.cols, features=k)
         n = len(self.rows.leaves)
         cols = inputs[n : n + len(self.cols.leaves)]
         return (
-            replace(self.rows, features=inputs[0], others=tuple(inputs[1:n])),
-            replace(self.cols, features=cols[0], others=tuple(cols[1:])),
+            changed(self.rows, features=inputs[0], others=tuple(inputs[1:n])),
+            changed(self.cols, features=cols[0], others=tuple(cols[1:])),
         )
 
     def constants(self) -> list[Tensor]:
@@ -100,6 +106,8 @@ class Operation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> Tensor:
         tiles = call.tiles(scale, bias)
+        if call.given is not None:
+            inputs = call.rows.features, call.cols.features
         with call.exchange.in_step(), without_autocast(call.device):
             if call.plan.at_once is not None:
                 value, found = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])
@@ -131,10 +139,12 @@ def with_gradients(
 ) -> tuple[Tensor, Accumulated]:
     """The loss and its gradient sums for an upstream gradient of 1.
 
-    A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8.
+    A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8, and so do strips over all columns.
     """
     del scale, bias
     (rows, cols), exchange = call.shards(inputs), call.exchange
+    if not call.loss.pairwise and len(exchange.layout.rows) == 1 and tiles.strip(rows, cols):
+        return in_strips(call, tiles, rows, cols, wanted)
     if not call.loss.pairwise:
         stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
@@ -146,10 +156,43 @@ def with_gradients(
     mass, flag = exchange.total(torch.stack([weights.sum(), flag])).unbind()
     coefficient = (weights / mass if call.reduction == "mean" else weights) + flag
     # a pairwise loss leaves no state
-    rows = replace(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
+    rows = changed(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
     row_stats = tiles.init(rows)
     found = exchange.accumulate(tiles, rows, cols, wanted, row_stats)
     return exchange.total((coefficient * call.loss.finish(row_stats).loss).sum()), found
+
+
+def in_strips(call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted) -> tuple[Tensor, Accumulated]:
+    """The loss and its gradient sums from one product, where a strip's rows (and columns) meet all that they compare.
+
+    Several strips are weighed by their own rows, and their sums divided at the end, because the mean's divisor, the
+    number of rows that have a positive, is known only then.
+    """
+    u, v = tiles.accumulators(rows, cols, wanted)
+    flag, results = tiles.nonfinite(rows, cols), []
+    whole = tiles.strip(rows, cols) == len(rows)
+
+    def reduce(directions: Sequence[Finished]) -> ForwardResult:
+        result = reduced(directions, call.weights, call.reduction, call.exchange.total, flag)
+        results.append(result)
+        return result
+
+    def weigh(ends: Sequence[Finished], along: slice) -> Sequence[Tensor]:
+        if whole:
+            return reduce(ends).coefficients
+        counts = ends[0].counts
+        return [counts if call.weights is None else counts * call.weights[along].to(counts.dtype)]
+
+    strips, sums = tiles.strips(rows, cols, u, v, weigh)
+    if whole:
+        return results[0].value, Accumulated(u, v, sums)
+    every = Finished(*(torch.cat(parts, -1) for parts in zip(*(ends for (ends,) in strips), strict=True)))
+    mass = every.counts if call.weights is None else every.counts * call.weights.to(every.counts.dtype)
+    factor = flag + (1 / mass.sum() if call.reduction == "mean" else 1.0)
+    for total in (u, v, sums):
+        if total is not None:
+            total.mul_(factor)
+    return reduce([every]).value, Accumulated(u, v, sums)
 
 
 def backward(
@@ -166,23 +209,26 @@ def backward(
     exchange, (rows, cols) = call.exchange, call.shards(inputs)
     with without_autocast(call.device):
         # the one place where gradients are multiplied for the data-parallel wrapper
-        factor: Tensor | None = upstream.to(call.plan.wide) * exchange.gradient_factor()
+        times, factor = exchange.gradient_factor(), upstream.to(call.plan.wide)
+        if times != 1:
+            factor = factor * times
         if call.plan.at_once is not None:
             found = Accumulated(*kept)
         else:
             half = len(kept) // 2
             coefficients = [coefficient * factor for coefficient in kept[half:]]
             rows, cols = with_states(call, rows, cols, kept[:half], coefficients)
-            found, factor = exchange.accumulate(tiles, rows, cols, wanted), None
-        return exchange.gradients(tiles, found, rows, cols, wanted, (scale, bias), factor)
+            found = exchange.accumulate(tiles, rows, cols, wanted)
+        left = None if call.plan.at_once is None else factor
+        return exchange.gradients(tiles, found, rows, cols, wanted, (scale, bias), left)
 
 
 def with_states(
     call: Call, rows: Shard, cols: Shard, states: Sequence[Tensor], coefficients: Sequence[Tensor]
 ) -> tuple[Shard, Shard]:
     """Both shards with what the backward needs of their statistics: of the columns, where the loss is symmetric."""
-    rows = replace(rows, state=states[0], coefficient=coefficients[0])
-    return rows, replace(cols, state=states[1], coefficient=coefficients[1]) if call.loss.symmetric else cols
+    rows = changed(rows, state=states[0], coefficient=coefficients[0])
+    return rows, changed(cols, state=states[1], coefficient=coefficients[1]) if call.loss.symmetric else cols
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -23,18 +23,25 @@ from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
 from contrastile.engine.graph import replayed, small
 from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
-from contrastile.engine.problem import Arguments, Problem
+from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features
 from contrastile.exchange.base import Exchange
 from contrastile.exchange.host import Host
-from contrastile.losses.base import PairLoss, Shard
+from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.scored import Scored, Scorer, fitting_side
 
 # plans kept; all are dropped when more signatures than that have been seen
 MOST_PLANS = 256
+# types of scale and bias that need no collective
+NUMBERS = (*PLAIN, float, int, type(None))
+# tensors of a shard in a call that needs no further check
+PARTS = ("features", "labels", "ids")
+# the tensors beside features that a call may have without being checked again: names in a shard, of queries, of keys
+LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense": the whole block
 WHOLE = 2**62
 
-_plans: dict[Hashable, Plan] = {}
+# with each plan the first call, without its tensors, where only tensors tell calls of a signature apart
+_plans: dict[Hashable, tuple[Plan, Call | None]] = {}
 
 
 def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **others: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -48,8 +55,10 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
             return traced(arguments)
         return torch.compiler.disable(_eagerly), (q, k, scale, loss, options, others)
     alone = not (dist.is_available() and dist.is_initialized())
-    signature = None if arguments.scorer is not None else (alone, arguments.signature())
-    plan = None if signature is None else _plans.get(signature)
+    signature: Hashable = None if arguments.scorer is not None else (alone, arguments.signature())
+    plan, call = _plans.get(signature, (None, None))
+    if call is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
+        return Operation.apply, _again(call, arguments)
     try:
         problem = Problem.of(arguments, checked=plan is not None, alone=alone)
     except Exception as error:
@@ -71,8 +80,8 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         if signature is not None:
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
-            _plans[signature] = plan
-    return _operation(problem, plan, exchange)
+            _plans[signature] = plan, _emptied(problem, plan, exchange) if alone and arguments.plain() else None
+    return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)
 
 
 def _eagerly(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, others: dict[str, Any]) -> Tensor:
@@ -101,12 +110,38 @@ def away(features: Tensor, device: torch.device) -> bool:
     return features.device != device
 
 
-def _operation(problem: Problem, plan: Plan, exchange: Exchange) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    call = Call(
+def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
+    return Call(
         plan, exchange, problem.loss, problem.rows, problem.cols, problem.weights, problem.options.reduction,
-        problem.device, problem.scorer,
+        problem.device, problem.scorer, problem.given(),
     )  # fmt: skip
-    return Operation.apply, (call, problem.scale, problem.bias, *problem.inputs)
+
+
+def _emptied(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
+    """The call with tensors of no rows and of memory of their own, so that it keeps none of the user's alive."""
+    shards = (problem.rows, problem.cols)
+    rows, cols = (changed(x, **{name: _no_rows(getattr(x, name)) for name in PARTS}) for x in shards)
+    return _call(replace(problem, rows=rows, cols=cols, weights=_no_rows(problem.weights)), plan, exchange)
+
+
+def _no_rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.new_empty((0, *x.shape[1:]))
+
+
+def _again(call: Call, arguments: Arguments) -> tuple[Any, ...]:
+    """The inputs of the operation for arguments that differ from a call's in the values of tensors alone."""
+    q, k = arguments.q, arguments.k
+    of_rows, of_cols = cast_features(q, k, call.rows.features.dtype)
+    rows, cols = {"features": of_rows}, {"features": of_cols}
+    for name, of_queries, of_keys in LABELS:
+        if getattr(call.rows, name) is not None:
+            rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
+    call = changed(call, rows=changed(call.rows, **rows), cols=changed(call.cols, **cols), weights=arguments.weights)
+    scale, bias = (
+        x if x is None or isinstance(x, Tensor) else as_tensor(x, call.device, q.dtype)
+        for x in (arguments.scale, arguments.bias)
+    )
+    return call, scale, bias, q, k
 
 
 def _planned(problem: Problem, exchange: Exchange) -> Plan:
@@ -120,7 +155,11 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     tiles: MakeTiles
     if scorer is None:
         tiles = choose_tiles(options.backend, loss, problem.rows, problem.cols)
-        if wants and small(problem.rows, problem.cols, problem.weights, options.reduction, exchange, tiles):
+        alone = len(exchange.layout.rows) == 1 and options.reduction != "none"
+        number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
+        if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
+            at_once = with_gradients
+        if wants and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
             at_once = replayed
     else:
         tiles = _scored_tiles(problem, scorer, exchange, workspace)
@@ -147,14 +186,15 @@ def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The call of features in host memory: how they are cut depends on the memory that is free now."""
     device, options = problem.device, problem.options
     workspace = workspace_on(device, options.workspace)
-    exchange = Host.of(options.gradient, problem.rows, problem.cols, device, workspace)
+    exchange = Host.of(options.gradient, problem.rows, problem.cols, device, problem.dtype, workspace)
     problem = problem.placed(exchange)
     rows, cols = (_labels_on(shard, device) for shard in (problem.rows, problem.cols))
-    samples = [replace(shard, features=shard.features[:0].to(device)) for shard in (rows, cols)]
+    samples = [replace(shard, features=shard.features[:0].to(device, problem.dtype)) for shard in (rows, cols)]
     tiles = choose_tiles(options.backend, problem.loss, *samples)
     weights = None if problem.weights is None else problem.weights.to(device)
     plan = Plan(None, tiles, workspace, accumulator(problem.dtype), None)
-    return _operation(replace(problem, rows=rows, cols=cols, weights=weights), plan, exchange)
+    problem = replace(problem, rows=rows, cols=cols, weights=weights)
+    return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)
 
 
 def _labels_on(shard: Shard, device: torch.device) -> Shard:

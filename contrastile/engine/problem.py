@@ -62,13 +62,27 @@ class Arguments:
             self.query_ids, self.key_ids, self.weights, self.targets, *[x for pair in self.guides for x in pair],
         )  # fmt: skip
         kinds = [(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in tensors]
-        return self.options, self.loss, self.paired, self.positives_in_range, torch.is_grad_enabled(), *kinds
+        return (
+            self.options, self.loss, self.paired, self.positives_in_range, torch.is_grad_enabled(), self.cast(), *kinds
+        )  # fmt: skip
+
+    def plain(self) -> bool:
+        """A call of this signature that passed the checks needs none: no values to read, no tensors to join."""
+        others = (self.scorer, self.positives, self.negatives, self.targets)
+        return all(x is None for x in others) and not self.guides and self.options.device is None
+
+    def cast(self) -> torch.dtype | None:
+        """The type that autocast gives products on the device of the computation; None where it is off."""
+        device = self.options.device
+        if device is None:
+            return autocast_type(self.q.device) if isinstance(self.q, Tensor) else None
+        return autocast_type(torch.device(device))
 
     def check(self) -> None:
         """Raise ValueError for arguments that do not go together, on this rank; a scorer's are checked by its probe."""
         q, k, loss, scored = self.q, self.k, self.loss, self.scorer is not None
         if not scored:
-            _features(q, k, self.negatives)
+            _features(q, k, self.negatives, self.cast())
         if not isinstance(loss, PairLoss):
             got = loss.__name__ if isinstance(loss, type) else type(loss).__name__
             remedy = "Pass Softmax(...) or Sigmoid(...) of contrastile.losses."
@@ -116,9 +130,11 @@ class Problem:
             if bias is not None:
                 checks.number("bias", bias, q, options.device)
         loss = arguments.loss
-        rows, cols = sides.shards(arguments, loss, checked=checked)
-        dtype = q.dtype if sides.scorer is None else sides.scorer.dtype
+        dtype = cast_type(q, arguments.cast()) if sides.scorer is None else sides.scorer.dtype
         device = q.device if options.device is None else _device(q.device, options, scored=scorer is not None)
+        # features in host memory are cast on the device
+        cast = dtype if sides.scorer is None and device == q.device else None
+        rows, cols = sides.shards(arguments, loss, cast, checked=checked)
         parameters = () if sides.scorer is None else sides.scorer.parameters
         statement: dict[str, Any] = {}
         if not alone:
@@ -127,15 +143,23 @@ class Problem:
                 "bias": _stated(bias),
                 "weights": _stated(arguments.weights),
                 "requires_grad": _require_grad(*sides.rows, *sides.cols, scale, bias, *parameters[:1]),
-                "key dtype": str(sides.cols[0].dtype),
+                "key dtype": str(cols.features.dtype),
                 "scorer": None if sides.scorer is None else f"scores of {dtype}",
             }
         return cls(
-            loss, options, (*sides.rows, *sides.cols, *parameters), _as_tensor(scale, device, dtype),
-            None if bias is None else _as_tensor(bias, device, dtype), rows, cols, arguments.weights, device, dtype,
+            loss, options, (*sides.rows, *sides.cols, *parameters), as_tensor(scale, device, dtype),
+            None if bias is None else as_tensor(bias, device, dtype), rows, cols, arguments.weights, device, dtype,
             None if arguments.positives is None or arguments.positives_in_range else sides.keys,
             sides.scorer, statement,
         )  # fmt: skip
+
+    def given(self) -> tuple[torch.dtype, torch.dtype] | None:
+        """The types of the features, where the shards hold them in autocast's."""
+        if self.scorer is not None:
+            return None
+        q, k = self.inputs
+        same = q.dtype == self.rows.features.dtype and k.dtype == self.cols.features.dtype
+        return None if same else (q.dtype, k.dtype)
 
     def placed(self, exchange: Exchange) -> Problem:
         """The problem among all ranks: sharded numbers whole, positives in range, positions counted over all ranks."""
@@ -194,8 +218,10 @@ class _Sides:
             raise invalid("k", "be on the device of `q`", got, "Move one side first.")
         return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols)))
 
-    def shards(self, arguments: Arguments, loss: PairLoss, *, checked: bool) -> tuple[Shard, Shard]:
-        """Rows and columns with their positives, labels and ids."""
+    def shards(
+        self, arguments: Arguments, loss: PairLoss, cast: torch.dtype | None, *, checked: bool
+    ) -> tuple[Shard, Shard]:
+        """Rows and columns with their positives, labels and ids, and with features of the type `cast`."""
         q, k, negatives = self.rows[0], self.cols[0], len(self.cols[0]) - self.keys
         weights = arguments.weights
         if not checked:
@@ -215,6 +241,8 @@ class _Sides:
             checks.vector("weights", weights, "q", q, integer=False)
             checks.constant("weights", weights)
         (q, *more_q), (k, *more_k) = [x.detach() for x in self.rows], [x.detach() for x in self.cols]
+        if cast is not None:
+            q, k = cast_features(q, k, cast)
         guides: tuple[tuple[Tensor, ...], ...] = tuple(zip(*arguments.guides, strict=True)) or ((), ())
         return (
             Shard(
@@ -269,14 +297,35 @@ class _Sides:
         return of_queries.long(), of_keys.long()
 
 
-def _features(q: Any, k: Any, negatives: Any) -> None:
-    """Features that can be multiplied with each other."""
+def autocast_type(device: torch.device) -> torch.dtype | None:
+    """The type to which autocast casts the operands of products on this device; None where it is off."""
+    kind = device.type
+    # other devices have no autocast to be asked about
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
+
+
+def cast_type(x: Tensor, cast: torch.dtype | None) -> torch.dtype:
+    """The type in which `torch.matmul` would multiply x: that of autocast, which leaves float64 as it is."""
+    return x.dtype if cast is None or x.dtype == torch.float64 else cast
+
+
+def cast_features(q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both sides' values in the type of products; one tensor twice is cast once."""
+    of_rows = q.detach() if q.dtype == dtype else q.detach().to(dtype)
+    if q is k:
+        return of_rows, of_rows
+    return of_rows, k.detach() if k.dtype == dtype else k.detach().to(dtype)
+
+
+def _features(q: Any, k: Any, negatives: Any, cast: torch.dtype | None) -> None:
+    """Check that the features can be multiplied with each other; `cast`: autocast's type."""
     checks.features("q", q)
     checks.features("k", k)
-    checks.alike("k", k, "q", q)
+    checks.alike("k", k, "q", q, cast)
     if negatives is not None:
         checks.features("negatives", negatives)
-        checks.alike("negatives", negatives, "k", k)
+        checks.alike("negatives", negatives, "k", k, cast)
 
 
 def _with_negatives(groups: Tensor, negatives: int) -> Tensor:
@@ -302,7 +351,7 @@ def _device(features: torch.device, options: Options, *, scored: bool) -> torch.
     return device
 
 
-def _as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
+def as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
     return x if isinstance(x, Tensor) else torch.full((), x, dtype=accumulator(dtype), device=device)
 
 

@@ -1,1 +1,1 @@
-"""WHERE: which columns a rank's rows meet, and how they come here."""
+"""Exchanges: the columns that meet a rank's rows, and their way from rank to rank."""

@@ -1,13 +1,13 @@
 """The blocks that a rank computes, and the one place of the gradient convention.
 
-Stands between `engine/` and `tiles/`: an exchange walks over the shards of columns, fetches each one, has its block
-computed by the tiles and merges the results.
+Stands between `engine/` and `tiles/`: an exchange fetches the shards of columns one after the other, lets the tiles
+compute the block of each, and merges the results.
 
-**The gradient convention.** The loss is that of the global batch, L, the same number on every rank. A data-parallel
-wrapper then combines the ranks' parameter gradients: by their mean (DDP, FSDP) or by their sum. So that the combined
-gradient of every parameter, the scale and the bias included, is exactly ∂L/∂θ, a rank returns `W · ∂L/∂features` for
-its own features where the wrapper takes the mean, and `∂L/∂features` where it sums. `Exchange.gradient_factor` is that
-number; nothing else in the library multiplies by a number of ranks.
+**The gradient convention.** The loss L is that of the global batch, the same number on every rank. A data-parallel
+wrapper combines the parameter gradients of W ranks: by their mean (DDP, FSDP) or by their sum. A rank returns
+`W · ∂L/∂features` for its own features where the wrapper takes the mean, and `∂L/∂features` where it sums, so that the
+combined gradient of every parameter, the scale and the bias included, is exactly ∂L/∂θ. `Exchange.gradient_factor` is
+that W or 1; nothing else in the library multiplies by a number of ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from contrastile.tiles.base import Accumulated, ForwardResult, Tiles
 class Layout:
     """The ranks that share the batch, and the numbers of rows and columns of each.
 
-    A part of the ranks (those of one node, or one rank of every node) has a layout too: its columns then begin at
-    `starts`, and not where those of the rank before end.
+    Some of the ranks (those of one node, or one rank of every node) have a layout too. The columns of each then begin
+    at its entry of `starts`, instead of where those of the rank before end.
     """
 
     group: Any
@@ -79,13 +79,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def backward(
-        self,
-        tiles: Tiles,
-        rows: Shard,
-        cols: Shard,
-        u: Tensor | None,
-        v: Tensor | None,
-        row_stats: Tensor | None = None,
+        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
     ) -> Tensor:
         """Add the gradients of all ranks' pairs for this rank's rows and columns to u and v, which come as zeros.
 
@@ -94,9 +88,10 @@ class Exchange(ABC):
         """
 
     @classmethod
-    @abstractmethod
     def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        """Bytes that a rank holds beside its own features, gradients and workspace, at the peak."""
+        """Bytes that a rank holds beside its own features, gradients and workspace, at the peak; 0 for one process."""
+        del layout, D, dtype
+        return 0
 
     def finish(
         self,
@@ -155,20 +150,9 @@ class Single(Exchange):
         return tiles.forward(rows, cols)
 
     def backward(
-        self,
-        tiles: Tiles,
-        rows: Shard,
-        cols: Shard,
-        u: Tensor | None,
-        v: Tensor | None,
-        row_stats: Tensor | None = None,
+        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
     ) -> Tensor:
         return tiles.backward(rows, cols, u, v, row_stats)
-
-    @classmethod
-    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        del layout, D, dtype
-        return 0
 
 
 def bytes_per_feature(dtype: torch.dtype) -> int:

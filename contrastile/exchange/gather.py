@@ -41,13 +41,7 @@ class Gather(Exchange):
         return row_stats, col_stats
 
     def backward(
-        self,
-        tiles: Tiles,
-        rows: Shard,
-        cols: Shard,
-        u: Tensor | None,
-        v: Tensor | None,
-        row_stats: Tensor | None = None,
+        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
     ) -> Tensor:
         columns = self._all_columns(tiles, cols)
         v_all = None if v is None else v.new_zeros(len(columns), v.shape[1])

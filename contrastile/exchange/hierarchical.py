@@ -38,13 +38,7 @@ class Hierarchical(Exchange):
         return ring.forward(node, rows, cols)
 
     def backward(
-        self,
-        tiles: Tiles,
-        rows: Shard,
-        cols: Shard,
-        u: Tensor | None,
-        v: Tensor | None,
-        row_stats: Tensor | None = None,
+        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
     ) -> Tensor:
         ring, node = self._levels(tiles)
         return ring.backward(node, rows, cols, u, v, row_stats)
@@ -62,17 +56,16 @@ class Hierarchical(Exchange):
         if size == W:
             return Gather(self.gradient, layout), tiles
         within, between = _subgroups(layout.group, layout.rank, W, size)
-        node, place = divmod(layout.rank, size)
+        node, local_rank = divmod(layout.rank, size)
         starts = [layout.start(rank) for rank in range(W)]
-        across = range(place, W, size)
+        across = range(local_rank, W, size)
         ring = Layout(between, node, _of(layout.rows, across), _of(layout.cols, across), _of(starts, across))
         members = [range(first, first + size) for first in range(0, W, size)]
-        gathers = [
-            Gather(
-                self.gradient, Layout(within, place, _of(layout.rows, each), _of(layout.cols, each), _of(starts, each))
-            )
+        nodes = [
+            Layout(within, local_rank, _of(layout.rows, each), _of(layout.cols, each), _of(starts, each))
             for each in members
         ]
+        gathers = [Gather(self.gradient, each) for each in nodes]
         # in the order in which the ring brings their shards: this node's first, then that of the node before
         visits = iter(gathers[node::-1] + gathers[:node:-1])
         return Ring(self.gradient, ring), _Node(tiles.loss, tiles.scale, tiles.bias, tiles.workspace, tiles, visits)
@@ -92,10 +85,10 @@ class _Node(Tiles):
         return None
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
-        found = next(self.gathers).forward(self.tiles, rows, cols)
+        stats = next(self.gathers).forward(self.tiles, rows, cols)
         # another hop brings another node's columns
         self.tiles.columns = None
-        return found
+        return stats
 
     def backward(
         self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
@@ -121,7 +114,7 @@ def _of(values: Any, ranks: range) -> tuple[int, ...]:
 
 
 def _node_size(W: int) -> int:
-    """The ranks of a node; all ranks without a launcher that says so."""
+    """Number of ranks on a node, as the launcher sets it; without a launcher all ranks."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", W))
     if W % size:
         remedy = "Start equally many ranks on every node, or take gather or ring."
@@ -132,23 +125,24 @@ def _node_size(W: int) -> int:
 def _subgroups(group: Any, rank: int, W: int, size: int) -> tuple[Any, Any]:
     """This rank's groups within its node and between nodes, made at the first call."""
     group = collectives.resolved(group)
-    made = _groups.setdefault(group, {})
-    if size not in made:
-        ranks, (node, place) = dist.get_process_group_ranks(group), divmod(rank, size)
+    known = _groups.setdefault(group, {})
+    if size not in known:
+        ranks, own = dist.get_process_group_ranks(group), divmod(rank, size)
         levels = (
             [range(first, first + size) for first in range(0, W, size)],
             [range(first, W, size) for first in range(size)],
         )
-        own = (node, place)
         if dist.get_world_size() == W:
-            # every rank is here, and makes all groups in the same order
-            every = [[dist.new_group([ranks[each] for each in members]) for members in level] for level in levels]
-            made[size] = every[0][node], every[1][place]
+            # all ranks make this call, and make all groups in the same order
+            nodes, across = (
+                [dist.new_group([ranks[each] for each in members]) for members in level] for level in levels
+            )
+            known[size] = nodes[own[0]], across[own[1]]
         else:
-            # only the members of a group call for it
+            # only the members of a group make it
             within, between = (
                 dist.new_group([ranks[each] for each in level[index]], use_local_synchronization=True)
                 for level, index in zip(levels, own, strict=True)
             )
-            made[size] = within, between
-    return made[size]
+            known[size] = within, between
+    return known[size]

@@ -1,10 +1,10 @@
 """Host: features and their gradients stay in host memory, and a device that cannot hold them computes the loss.
 
-A ring of one process, with the host in place of the neighbour. A strip of rows, as long as the device's memory allows,
-stays with its statistics or its gradient while the columns are streamed past it shard by shard, the next one copied
-while the present one is computed. In the backward each shard brings the float32 gradient that its columns have so far
-and returns with it; after the last strip it returns in the features' type. With rows cut into n strips a sweep moves
-n · M · D numbers each way; of size b the device holds statistics only.
+A ring of one process, with the host as its neighbour. A strip of rows, as long as the device's memory allows, stays on
+the device with its statistics or its gradient. The columns pass it shard by shard; the next shard is copied while the
+present one is computed. In the backward a shard arrives with the float32 gradient of its columns so far, and returns
+with the sum; after the last strip it returns in the features' type. Rows cut into n strips move n · M · D numbers each
+way. The only tensors of b numbers on the device are statistics.
 """
 
 from __future__ import annotations
@@ -52,14 +52,18 @@ class Host(Exchange):
     """One process whose features stay in host memory."""
 
     device: torch.device
+    # the type in which features are multiplied on the device
+    dtype: torch.dtype
     cuts: Cut
 
     @classmethod
-    def of(cls, gradient: Gradient, rows: Shard, cols: Shard, device: torch.device, workspace: int) -> Host:
+    def of(
+        cls, gradient: Gradient, rows: Shard, cols: Shard, device: torch.device, dtype: torch.dtype, workspace: int
+    ) -> Host:
         """The exchange for features of these shards, with strips that fit the device beside the workspace."""
         q, k = rows.features, cols.features
         cuts = cut(len(q), len(k), q.shape[1], q.dtype, device, workspace)
-        return cls(gradient, Layout(None, 0, (len(q),), (len(k),)), device, cuts)
+        return cls(gradient, Layout(None, 0, (len(q),), (len(k),)), device, dtype, cuts)
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         blocks = BlockStream(cols.features, self.cuts.shard, self.device)
@@ -67,8 +71,8 @@ class Host(Exchange):
         col_stats = tiles.init(cols) if tiles.loss.symmetric else None
         for along_i, strip in self._strips(rows):
             flag = flag + nonfinite_flag(tiles.scale, strip.features)
-            for _, bounds, block, _ in blocks.sweep(fresh=True):
-                along_j = slice(*bounds)
+            for _, bounds, arrived, _ in blocks.sweep(fresh=True):
+                along_j, block = slice(*bounds), arrived.to(self.dtype)
                 block_rows, block_cols = tiles.forward(strip, _part(cols, along_j, block))
                 row_stats[:, along_i] = tiles.loss.merge(row_stats[:, along_i], block_rows)
                 if col_stats is not None and block_cols is not None:
@@ -81,13 +85,7 @@ class Host(Exchange):
         return row_stats, col_stats
 
     def backward(
-        self,
-        tiles: Tiles,
-        rows: Shard,
-        cols: Shard,
-        u: Tensor | None,
-        v: Tensor | None,
-        row_stats: Tensor | None = None,
+        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
     ) -> Tensor:
         raise NotImplementedError("the gradients of features in host memory are accumulated by `accumulate`")
 
@@ -111,8 +109,8 @@ class Host(Exchange):
 
         for along_i, strip in self._strips(rows):
             u = torch.zeros_like(strip.features, dtype=wide) if by_rows else None
-            for index, bounds, block, so_far in blocks.sweep(fresh=along_i.start == 0):
-                along_j = slice(*bounds)
+            for index, bounds, arrived, so_far in blocks.sweep(fresh=along_i.start == 0):
+                along_j, block = slice(*bounds), arrived.to(self.dtype)
                 v = so_far if want_k else None
                 sums += tiles.backward(strip, _part(cols, along_j, block), u, v)
                 if v is None or dk is None:
@@ -125,9 +123,9 @@ class Host(Exchange):
             if u is not None:
                 products += 0 if tiles.sums_products else inner_product(strip.features, u)
                 if dq is not None:
-                    for part, to in zip(u.split(self.cuts.shard), dq[along_i].split(self.cuts.shard), strict=True):
-                        bring_back(part, to)
-                    del part
+                    for rows_of_u, to in zip(u.split(self.cuts.shard), dq[along_i].split(self.cuts.shard), strict=True):
+                        bring_back(rows_of_u, to)
+                    del rows_of_u
             del strip, u
         blocks.finish()
         return Accumulated(dq, dk, sums if tiles.sums_products else torch.stack([sums, products]))
@@ -142,7 +140,7 @@ class Host(Exchange):
         numbers: tuple[Tensor, Tensor | None],
         upstream: Tensor | None,
     ) -> list[Tensor | None]:
-        # features are done, upstream included
+        # `accumulate` has finished the features' gradients, upstream included
         del rows, cols, upstream
         scale, bias = numbers
         want_scale, want_bias, *_ = wanted
@@ -156,16 +154,11 @@ class Host(Exchange):
             found.v,
         ]
 
-    @classmethod
-    def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        del layout, D, dtype
-        return 0
-
     def _strips(self, rows: Shard) -> Iterator[tuple[slice, Shard]]:
         """Strips of rows on the device. The caller drops each one before it takes the next."""
         for start in range(0, len(rows), self.cuts.strip):
             along = slice(start, min(start + self.cuts.strip, len(rows)))
-            yield along, _part(rows, along, rows.features[along].to(self.device))
+            yield along, _part(rows, along, rows.features[along].to(self.device).to(self.dtype))
 
 
 def _running_sums(dk: Tensor | None, wide: torch.dtype) -> Tensor | None:

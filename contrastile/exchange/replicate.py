@@ -28,13 +28,7 @@ class Replicate(Exchange):
         return row_stats[:, _own(rows)], None if col_stats is None else col_stats[:, _own(cols)]
 
     def backward(
-        self,
-        tiles: Tiles,
-        rows: Shard,
-        cols: Shard,
-        u: Tensor | None,
-        v: Tensor | None,
-        row_stats: Tensor | None = None,
+        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
     ) -> Tensor:
         all_rows, all_cols = self._all_rows(rows), self._all_cols(cols)
         u_all, v_all = (

@@ -54,7 +54,7 @@ class Ring(Exchange):
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         row_stats: Tensor | None = None
         symmetric = tiles.loss.symmetric
-        # a loss without column statistics sends nothing behind its columns
+        # without column statistics the accumulator is empty
         col_stats = tiles.init(cols) if symmetric else rows.features.new_empty(0, len(cols))
 
         def visit(shard: Shard, travelling: InFlight) -> None:
@@ -74,13 +74,7 @@ class Ring(Exchange):
         return row_stats, col_stats if symmetric else None
 
     def backward(
-        self,
-        tiles: Tiles,
-        rows: Shard,
-        cols: Shard,
-        u: Tensor | None,
-        v: Tensor | None,
-        row_stats: Tensor | None = None,
+        self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
     ) -> Tensor:
         sums = tiles.no_pairs()
         returned = tiles.scale.new_empty(len(cols), 0) if v is None else v
@@ -108,7 +102,7 @@ class Ring(Exchange):
         return 2 * max(layout.cols) * D * bytes_per_feature(dtype)
 
     def _around(self, shard: Shard, returned: Tensor, axis: int, visit: Callable[[Shard, InFlight], None]) -> None:
-        """Write to `returned` what the visits of all ranks accumulate for this rank's shard, its columns along `axis`.
+        """Fill `returned`, columns along `axis`, with the sum of all ranks' visits of this rank's shard.
 
         Ranks add in the order of the ring, so that every run gives the same bits.
         """
@@ -139,8 +133,8 @@ class Ring(Exchange):
                 else:
                     flights.append(post(hop + 1, leaving, arriving))
 
-            # the next shard arrives where the present one lies, so a transfer starts after the visit; the return of the
-            # accumulator writes to memory of its own, and may start early
+            # the next shard overwrites the present one, so its transfer starts after the visit; the return of the
+            # accumulator has memory of its own, and may start early
             travelling = InFlight(arriving.accumulator, flights[-1].wait, send, first=hop == 0, early=last)
             visit(shard, travelling)
             travelling.release()

@@ -1,4 +1,4 @@
-"""WHAT is accumulated over the pairs of a row, how it ends, and what the gradient of one pair is."""
+"""Losses: the statistics of a row over its pairs, the loss made of them, and the gradient of one pair."""
 
 from contrastile.losses.decoupled import Decoupled
 from contrastile.losses.sigmoid import Sigmoid

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,16 @@ from torch import Tensor
 
 # share of a tile up to which excluded pairs are listed; above it a mask is faster
 FEW = 1 / 32
+
+
+_Value = TypeVar("_Value")
+
+
+def changed(value: _Value, **fields: Any) -> _Value:
+    """A dataclass with other fields: `dataclasses.replace` without its checks, at a sixth of its time per call."""
+    other = object.__new__(type(value))
+    other.__dict__.update(value.__dict__, **fields)
+    return other
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Shard:
     labels: Tensor | None = None
     # [n] equal ids are not negatives of each other
     ids: Tensor | None = None
-    # [S, n] what the backward needs of the finished statistics
+    # [S, n] state of each row for the backward, made of the finished statistics
     state: Tensor | None = None
     # [n] the upstream gradient of each row's loss
     coefficient: Tensor | None = None
@@ -144,7 +154,7 @@ class Tile(NamedTuple):
     x: Tensor  # [I, J]
     positive: Diagonal | Tensor | None
     excluded: Where | None
-    # lowest and highest logit of the tile, where asking costs nothing: on a CPU
+    # lowest and highest logit of the tile; None on an accelerator, where reading them would wait for the device
     bounds: tuple[float, float] | None
     # [I, J] each: products of the shards' guides, such as a teacher's logits
     guides: tuple[Tensor, ...] = ()
@@ -190,7 +200,7 @@ def _diagonal(rows: Shard, cols: Shard, first: int) -> Diagonal | None:
 
 
 def _few_equal(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Row and column of every pair of equal ids; None where they are many, or where counting them costs a wait."""
+    """Row and column of every pair of equal ids; None if they are many, or if counting them would wait for a device."""
     if a.device.type != "cpu":
         return None
     # in NumPy: torch would wake its threads for every one of these small steps
@@ -199,26 +209,28 @@ def _few_equal(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
     right = right[order]
     first = right.searchsorted(left)
     counts = right.searchsorted(left, side="right") - first
-    found = int(counts.sum())
-    if found > FEW * len(left) * len(right):
+    pairs = int(counts.sum())
+    if pairs > FEW * len(left) * len(right):
         return None
     row = np.repeat(np.arange(len(left)), counts)
-    # index of the match within its row, counted from the row's first in the order
-    place = np.arange(found) + (first - (counts.cumsum() - counts))[row]
-    return torch.from_numpy(row), torch.from_numpy(order[place])
+    # position of each pair's column in `order`: those of a row follow each other
+    position = np.arange(pairs) + (first - (counts.cumsum() - counts))[row]
+    return torch.from_numpy(row), torch.from_numpy(order[position])
 
 
 def _without(pairs: tuple[Tensor, Tensor], positive: Diagonal | Tensor | None) -> tuple[Tensor, Tensor]:
+    """The pairs that are not positive."""
     row, column = pairs
     if positive is None:
         return pairs
-    kept = column - row != positive.offset if isinstance(positive, Diagonal) else ~positive[pairs]
-    return row[kept], column[kept]
+    others = column - row != positive.offset if isinstance(positive, Diagonal) else ~positive[pairs]
+    return row[others], column[others]
 
 
 def _indexed(column: Tensor, listed: Tensor, J: int) -> Tensor | None:
+    """Mask [I, J] of the listed positives, by their column in the tile; None if a CPU finds none of them inside."""
     inside = (column >= 0) & (column < J) & (listed >= 0)
-    # asking costs nothing on a CPU, and a synchronisation on an accelerator
+    # on an accelerator this would wait for the device
     if inside.device.type == "cpu" and not inside.any():
         return None
     # one column more than the tile has receives all the pads
@@ -243,19 +255,35 @@ class Finished(NamedTuple):
 
     loss: Tensor  # [n] loss of each row, 0 where it has none
     counts: Tensor  # [n] 1 where the row has a loss, 0 where it has no positive
-    state: Tensor  # [S, n] what the backward needs
+    state: Tensor  # [S, n] numbers of each row for the backward
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The formulas of a loss, for a backend that computes them itself instead of calling the loss's methods."""
+
+    # contribution of a pair: exp(x) to the sum of its row's negatives or positives, with the statistics and the state
+    # of `softmax.py`; or log(1 + exp(±x)) to the loss of its row, with those of `sigmoid.py`
+    pairs: Literal["exponential", "softplus"]
+    # keys in the denominator of a row; None: the loss's own `finish` makes losses and state of the statistics, without
+    # waiting for the device
+    denominator: Literal["all", "negatives"] | None = None
+    # names of fields that only the loss's own `finish` reads
+    finish_fields: frozenset[str] = frozenset()
 
 
 class PairLoss(ABC):
     """A loss whose rows are functions of statistics that can be accumulated over any partition of the pairs.
 
-    A subclass is a frozen dataclass. Its fields are everything that a backend must know of it: each one computes all of
-    them, or declines by name. The statistics of n rows are one tensor [K, n] in the accumulator's type, so that they
-    can be cut, sent and merged without knowing what they mean.
+    A subclass is a frozen dataclass. Every backend computes all of its fields, or declines the loss by name. The
+    statistics of n rows are one tensor [K, n] in the accumulator's type, which tiles cut, and exchanges send and merge,
+    without knowing the K rows.
     """
 
     # every loss by the name of its class
     registry: ClassVar[dict[str, type[PairLoss]]] = {}
+    # None: only the methods compute the loss. A subclass does not inherit it, because it may change any method
+    formula: ClassVar[Formula | None] = None
     # rows of `Finished.state`
     state_rows: ClassVar[int]
     # the class and all fields as a string; None if a field is no number, truth value or word
@@ -272,6 +300,7 @@ class PairLoss(ABC):
 
     def __init_subclass__(cls) -> None:
         PairLoss.registry[cls.__name__] = cls
+        cls.formula = vars(cls).get("formula")
 
     def __post_init__(self) -> None:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
@@ -307,7 +336,7 @@ class PairLoss(ABC):
 
     @abstractmethod
     def finish(self, stats: Tensor) -> Finished:
-        """The rows' losses, and what the backward needs."""
+        """The rows' losses, and their state for the backward."""
 
     @abstractmethod
     def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:

@@ -5,7 +5,7 @@ For row i with positives P(i) and the other keys N(i) that count,
     loss_i = log Σ_{j ∈ N(i)} exp x_ij − mean_{p ∈ P(i)} x_ip ,
 
 whose gradient does not vanish where the positive is already the most similar key, as InfoNCE's does in small batches.
-Positives and negatives are accumulated apart by the softmax; only the end and a positive's gradient differ.
+Positives and negatives are summed apart by the softmax, so only the end of a row differs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.losses.base import Finished
+from contrastile.losses.base import Finished, Formula
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
 
@@ -33,22 +33,29 @@ class Decoupled(Softmax):
     torch.Size([])
     """
 
-    def smoothed(self, label_smoothing: float) -> Softmax:
-        remedy = "Leave it out, or take the softmax loss."
-        raise invalid("label_smoothing", "be 0 for the decoupled loss", label_smoothing, remedy)
+    formula = Formula("exponential", denominator="negatives")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing:
+            remedy = "Leave it out, or take the softmax loss."
+            raise invalid("label_smoothing", "be 0 for the decoupled loss", self.label_smoothing, remedy)
 
     def finish(self, stats: Tensor) -> Finished:
         named = SoftmaxStats(*stats)
-        counts = ((named.positive_count > 0) & (named.total > 0)).to(stats.dtype)
+        # NaN differs from 0: it stays NaN in the loss
+        counts = ((named.positive_count > 0) & (named.total != 0)).to(stats.dtype)
         zero, share = torch.zeros_like(counts), named.positive_count.clamp(min=1).reciprocal()
-        total = named.total.masked_fill(counts == 0, 1.0)
+        total = named.total.masked_fill(named.total == 0, 1.0)
         loss = (finite(named.top) - finite(named.positive_top)) + (total.log() - named.positive_sum * share)
-        state = SoftmaxState(finite(named.top), total.reciprocal(), finite(named.positive_top), zero, zero, share, zero)
-        # NaN stays NaN where a row has a loss
+        # no probability is a positive's, so that its gradient is −1/|P|
+        state = SoftmaxState(
+            top=finite(named.top),
+            inverse=total.reciprocal(),
+            positive_top=finite(named.positive_top),
+            positive_inverse=zero,
+            missing=torch.ones_like(zero),
+            positive_share=share,
+            share=zero,
+        )
         return Finished(torch.where(counts > 0, loss, zero), counts, torch.stack(state))
-
-    def _positive_grad(self, x: Tensor, directions: list[tuple[SoftmaxState, Tensor]]) -> Tensor:
-        grad = torch.zeros_like(x)
-        for state, coefficient in directions:
-            grad.addcmul_(state.positive_share.expand_as(x), coefficient, value=-1.0)
-        return grad

@@ -1,10 +1,13 @@
 """The truth: the losses as their papers write them, with the whole matrix and plain autograd.
 
-Nothing in the library computes with this. Tests compare everything else with it in float64, benchmarks time it as
-what people run today, and a reader finds here what the tiled code must equal.
+No other code of the library computes with these functions. Tests compare every backend with them in float64, and
+benchmarks time them as the plain formula of today's training code.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -35,22 +38,34 @@ def dense_softmax(
     >>> dense_softmax(q, q, 10.0, symmetric=True) > 0
     tensor(True)
     """
-    if positive is None:
-        positive = torch.eye(len(q), len(k), dtype=torch.bool, device=q.device)
-    x = scale * (q @ k.T)
-    if excluded is not None:
-        x = x.masked_fill(excluded, -torch.inf)
-    if weights is None:
-        weights = x.new_ones(len(q))
-    rows = _cross_entropy(x, positive, excluded, label_smoothing, weights, reduction)
-    if not symmetric:
-        return rows
-    flipped = None if excluded is None else excluded.T
-    return (rows + _cross_entropy(x.T, positive.T, flipped, label_smoothing, weights, reduction)) / 2
+    row_losses = partial(_cross_entropy, label_smoothing=label_smoothing)
+    return _over_rows(row_losses, q, k, scale, positive, excluded, symmetric, weights, reduction)
+
+
+def dense_decoupled(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor | float,
+    *,
+    positive: Tensor | None = None,
+    excluded: Tensor | None = None,
+    symmetric: bool = False,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """The decoupled loss: log Σ exp x over the negatives − mean x over the positives (Yeh et al. 2022, equation 6).
+
+    Arguments as in `dense_softmax`; rows without a negative leave the mean too.
+
+    >>> q = F.normalize(torch.randn(4, 8), dim=-1)
+    >>> dense_decoupled(q, q, 10.0, symmetric=True) < dense_softmax(q, q, 10.0, symmetric=True)
+    tensor(True)
+    """
+    return _over_rows(_decoupled, q, k, scale, positive, excluded, symmetric, weights, reduction)
 
 
 def dense_clip(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
-    """CLIP's loss in its five lines (Radford et al. 2021, figure 3): what most code trains with, for benchmarks."""
+    """CLIP's loss in its five lines (Radford et al. 2021, figure 3), as most training code has them; for benchmarks."""
     logits = scale * q @ k.T
     labels = torch.arange(len(q), device=q.device)
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
@@ -88,23 +103,51 @@ def dense_sigmoid(
     return _reduce(rows * w, w.sum(), reduction)
 
 
-def _cross_entropy(
-    x: Tensor,
-    positive: Tensor,
+def _over_rows(
+    row_losses: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor | float,
+    positive: Tensor | None,
     excluded: Tensor | None,
-    label_smoothing: float,
-    weights: Tensor,
+    symmetric: bool,
+    weights: Tensor | None,
     reduction: Reduction,
 ) -> Tensor:
+    """The reduced losses of the rows, or the mean of theirs and of the columns' where symmetric.
+
+    row_losses: from logits, positives and excluded pairs [N, M] to the loss of each row, and the mask of rows with one.
+    """
+    if positive is None:
+        positive = torch.eye(len(q), len(k), dtype=torch.bool, device=q.device)
+    if excluded is None:
+        excluded = torch.zeros_like(positive)
+    x = (scale * (q @ k.T)).masked_fill(excluded, -torch.inf)
+    directions = [(x, positive, excluded), (x.T, positive.T, excluded.T)][: 1 + symmetric]
+    reduced = []
+    for direction in directions:
+        loss, counts = row_losses(*direction)
+        counted = counts * (torch.ones_like(loss) if weights is None else weights)
+        reduced.append(_reduce(torch.where(counts, loss, 0.0) * counted, counted.sum(), reduction))
+    return torch.stack(reduced).mean(0)
+
+
+def _cross_entropy(x: Tensor, positive: Tensor, excluded: Tensor, *, label_smoothing: float) -> tuple[Tensor, Tensor]:
     log_p = torch.log_softmax(x, dim=1)
     count = positive.sum(1)
     loss = -log_p.masked_fill(~positive, 0.0).sum(1) / count.clamp(min=1)
     if label_smoothing:
-        kept = torch.ones_like(positive) if excluded is None else ~excluded
-        smooth = -log_p.masked_fill(~kept, 0.0).sum(1) / kept.sum(1)
+        smooth = -log_p.masked_fill(excluded, 0.0).sum(1) / (~excluded).sum(1)
         loss = (1 - label_smoothing) * loss + label_smoothing * smooth
-    counted = weights * (count > 0)
-    return _reduce(torch.where(count > 0, loss, 0.0) * counted, counted.sum(), reduction)
+    return loss, count > 0
+
+
+def _decoupled(x: Tensor, positive: Tensor, excluded: Tensor) -> tuple[Tensor, Tensor]:
+    count, negative = positive.sum(1), ~(positive | excluded)
+    # a sum over no key has no gradient, and autograd would make it NaN
+    counts = (count > 0) & negative.any(1)
+    among = x.masked_fill(~negative & counts[:, None], -torch.inf).masked_fill(~counts[:, None], 0.0)
+    return among.logsumexp(1) - x.masked_fill(~positive, 0.0).sum(1) / count.clamp(min=1), counts
 
 
 def _reduce(weighted: Tensor, weight_sum: Tensor, reduction: Reduction) -> Tensor:

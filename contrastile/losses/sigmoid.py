@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.losses.base import Diagonal, Finished, PairLoss, Shard, Tile
+from contrastile.losses.base import Diagonal, Finished, Formula, PairLoss, Shard, Tile
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Sigmoid(PairLoss):
     """
 
     state_rows: ClassVar[int] = 0
+    formula = Formula("softplus")
 
     symmetric: bool = False
     exclude_self: bool = False

@@ -8,7 +8,7 @@ Positives and negatives are summed apart. With n_i and p_i the two log-sum-exps,
 `log(1 + exp(n_i − p_i)) + (p_i − mean x_ip)`, whose second part is exactly 0 for one positive: a model that is
 confident to 1e-8 keeps all digits of its loss, and of its gradient, where `lse − x` would cancel
 (docs/numerics.md). Sums of logits are kept relative to the largest of them, as the exponentials are: a mean of
-logits near 100 would be rounded by 1e-5, and differences of means are what the loss is made of.
+logits near 100 would be rounded by 1e-5, and the loss is a difference of such means.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastile.losses.base import Diagonal, Finished, PairLoss, Shard, Tile, fill
+from contrastile.losses.base import Diagonal, Finished, Formula, PairLoss, Shard, Tile, fill
 
 # exp(−60) is still a normal number in float32, with room for a sum below it
 SPREAD = 60.0
@@ -28,7 +28,7 @@ SPREAD = 60.0
 class SoftmaxStats(NamedTuple):
     """Per row, of the negatives and then of the positives: top, Σ exp(x − top), Σ (x − top) and their number.
 
-    The negatives' last two are 0 without label smoothing. Any top will do that lies near the largest logit.
+    The negatives' last two are 0 without label smoothing. A top is any number near the largest logit.
     """
 
     top: Tensor
@@ -73,6 +73,7 @@ class Softmax(PairLoss):
     """
 
     state_rows: ClassVar[int] = len(SoftmaxState._fields)
+    formula = Formula("exponential", denominator="all")
 
     symmetric: bool = False
     exclude_self: bool = False
@@ -138,7 +139,7 @@ class Softmax(PairLoss):
         top, total, *_ = _merge(*stats.unflatten(0, (2, -1)))
         state = SoftmaxState(
             finite(top),
-            # where no key counts there is nothing to share out: 0 of it, and not 0 · ∞
+            # without a key that counts, 0 instead of 0 · ∞
             1 / total.masked_fill(total == 0, 1.0),
             finite(named.positive_top),
             1 / named.positive_total.masked_fill(counts == 0, 1.0),
@@ -172,19 +173,21 @@ class Softmax(PairLoss):
         self, rows: Shard, cols: Shard, row_index: tuple[Any, ...], col_index: tuple[Any, ...]
     ) -> list[tuple[SoftmaxState, Tensor]]:
         """State and coefficient of the rows and, if symmetric, of the columns, indexed to meet each other's."""
-        found = []
+        directions = []
         for side, index in [(rows, row_index), (cols, col_index)][: 1 + self.symmetric]:
             assert side.state is not None
             assert side.coefficient is not None
-            found.append((SoftmaxState(*side.state[(slice(None), *index)]), side.coefficient[index]))
-        return found
+            directions.append((SoftmaxState(*side.state[(slice(None), *index)]), side.coefficient[index]))
+        return directions
 
     def _negative_grad(self, tile: Tile, directions: list[tuple[SoftmaxState, Tensor]]) -> Tensor:
         """Σ over directions of p · coefficient, with one exponential for all of them where no logit lies far below."""
         x = tile.x
         if tile.bounds is not None:
-            top = max([float(state.top.max()) for state, _ in directions])
-            if top - tile.bounds[0] <= SPREAD:
+            tops = [float(top) for state, _ in directions for top in torch.aminmax(state.top)]
+            top = max(tops)
+            # with positives outside the denominator, the top of a row may lie below its logits in this tile
+            if top - min(tile.bounds[0], *tops) <= SPREAD:
                 weights = [
                     state.top.neg().add_(top).exp_() * state.inverse * coefficient for state, coefficient in directions
                 ]
@@ -211,7 +214,7 @@ class Softmax(PairLoss):
 
 def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: SoftmaxStats) -> None:
     if isinstance(positive, Diagonal):
-        # one at most to a row and to a column
+        # at most one in a row or a column
         along = positive.along(x)[1 - dim]
         named.positive_top[along] = positive.of(x)
         named.positive_total[along] = named.positive_count[along] = 1.0
@@ -222,7 +225,7 @@ def _absorb_positives(x: Tensor, positive: Diagonal | Tensor, dim: int, named: S
 
 
 def finite(top: Tensor) -> Tensor:
-    """The maximum to subtract: 0 where there was nothing to take one of."""
+    """The maximum to subtract: 0 for the maximum of an empty set."""
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
@@ -233,9 +236,9 @@ def _exponential_sum(x: Tensor, dim: int, top: Tensor, total: Tensor) -> None:
 
 def _logit_sum(x: Tensor, dim: int, top: Tensor, logit_sum: Tensor, count: Tensor) -> None:
     """Σ (x − top) of the logits that count, and their number."""
-    apart = x == -torch.inf
-    torch.sum((x - finite(top).unsqueeze(dim)).masked_fill_(apart, 0.0), dim, out=logit_sum)
-    torch.sum(apart.logical_not_(), dim, dtype=x.dtype, out=count)
+    excluded = x == -torch.inf
+    torch.sum((x - finite(top).unsqueeze(dim)).masked_fill_(excluded, 0.0), dim, out=logit_sum)
+    torch.sum(excluded.logical_not_(), dim, dtype=x.dtype, out=count)
 
 
 def _merge(a: Tensor, b: Tensor) -> Tensor:

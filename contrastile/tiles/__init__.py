@@ -1,1 +1,1 @@
-"""HOW one block of rows × columns is computed."""
+"""Tiles: the computation of one block of rows × columns, in PyTorch or in fused kernels."""

@@ -1,8 +1,8 @@
 """The interface of every way to compute a block of the matrix.
 
-Stands between `exchange/`, which decides which columns meet which rows, and the arithmetic. A `Tiles` object belongs to
-one call: it knows the loss, the scale and the bias, computes any block of rows × columns within its workspace, and
-keeps in plain attributes what the forward learns for the backward.
+Stands between `exchange/`, which brings rows and columns together, and the arithmetic. A `Tiles` object belongs to one
+call: it has the loss, the scale and the bias, computes any block of rows × columns within its workspace, and keeps
+numbers of the forward for the backward as plain attributes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ROWS_AT_ONCE = 8192
 
 
 class InFlight:
-    """An accumulator that travels from rank to rank, each of which adds its part to it; on this rank for one block.
+    """An accumulator that travels from rank to rank, each of which adds its part; on this rank for one block.
 
-    It arrives while the block is computed and is waited for at the first access. The `first` rank of its journey gets
-    an empty one. It leaves once: after the block, or, where `early` allows it, as soon as this rank has added its part.
+    It arrives while the block is computed; the first access waits for it. On the `first` rank of its journey it has no
+    values yet. It leaves once: after the block or, with `early`, as soon as this rank has added its part.
     """
 
     def __init__(
@@ -68,6 +68,10 @@ class ForwardResult(NamedTuple):
     coefficients: list[Tensor]
 
 
+# of a strip's results, its rows first, and its place among the rows: ∂(loss)/∂(loss of each row) of each direction
+Weigh = Callable[[Sequence[Finished], slice], Sequence[Tensor]]
+
+
 class Accumulated(NamedTuple):
     """Gradient sums of a backward, all without the factor `scale`."""
 
@@ -96,8 +100,12 @@ class Tiles(ABC):
     workspace: int
     # all ranks' columns, kept from the forward for the backward by an exchange that gathers them
     columns: Shard | None = field(default=None, init=False, repr=False)
-    # NaN where a feature that was streamed past is not finite, else 0; None where features are looked at afterwards
+    # NaN if a feature streamed from the host is not finite, else 0; None if `nonfinite` reads the features itself
     flag: Tensor | None = field(default=None, init=False, repr=False)
+    # u and v are parts of one tensor, which a small call copies and scales at once
+    joined: bool = field(default=False, init=False, repr=False)
+    # types of the gradients of rows and columns; None: those of the features
+    given: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     @abstractmethod
@@ -123,6 +131,20 @@ class Tiles(ABC):
         Returns Σ_ij g_ij, and behind it Σ_ij g_ij · ⟨q_i, k_j⟩ where `sums_products`. For a learned score its
         derivatives stand in place of k_j and q_i, and its parameters' gradients follow the two sums (`scored.py`).
         """
+
+    def strip(self, rows: Shard, cols: Shard) -> int:
+        """Rows of a strip over all columns whose loss and gradient come from one product; 0 where that is not done."""
+        del rows, cols
+        return 0
+
+    def strips(
+        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh
+    ) -> tuple[list[list[Finished]], Tensor]:
+        """Add the gradients of all pairs to u and v, strip by strip, as `backward`: 6·N·M·D operations with the loss.
+
+        Returns what the loss finished of each strip, rows first, and the sums of `backward`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
@@ -159,6 +181,12 @@ class Tiles(ABC):
         want_scale, _, want_q, want_k = wanted
         wide = self.scale.dtype
         for_scale = want_scale and not want_k and not self.sums_products
+        (N, D), M = rows.features.shape, len(cols)
+        # a v that begins at an odd address would take other kernels
+        self.joined = self.joined and want_q and want_k and N * D % 4 == 0
+        if self.joined:
+            both = torch.zeros(N + M, D, dtype=wide, device=self.scale.device)
+            return both[:N], both[N:]
         # contiguous rows, whatever the strides of the features
         u = torch.zeros(rows.features.shape, dtype=wide, device=self.scale.device) if want_q or for_scale else None
         return u, torch.zeros(cols.features.shape, dtype=wide, device=self.scale.device) if want_k else None
@@ -187,8 +215,13 @@ class Tiles(ABC):
         if want_bias and bias is not None:
             dbias = as_given(of_pairs if self.loss.uses_bias else torch.zeros_like(of_pairs), bias, upstream)
         keep = upstream is not None
-        dq = self.scaled(rows.features, u, upstream, keep=keep) if want_q and u is not None else None
-        dk = self.scaled(cols.features, v, upstream, keep=keep) if want_k and v is not None else None
+        of_q, of_k = self.given or (rows.features.dtype, cols.features.dtype)
+        if self.joined and u is not None and v is not None and of_q == of_k:
+            both = joined(u, v)
+            of_rows, of_cols = self.scaled(both, of_q, upstream, keep=keep).split([len(u), len(v)])
+            return [dscale, dbias, of_rows, of_cols]
+        dq = self.scaled(u, of_q, upstream, keep=keep) if want_q and u is not None else None
+        dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
         return [dscale, dbias, dq, dk]
 
     def _pair_sums(
@@ -203,10 +236,10 @@ class Tiles(ABC):
         assert total is not None
         return sums, inner_product(x, total)
 
-    def scaled(self, x: Tensor, total: Tensor, upstream: Tensor | None, *, keep: bool) -> Tensor:
-        """total · scale · upstream in the type of x; overwrites `total` unless `keep`."""
+    def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
+        """total · scale · upstream in this type; overwrites `total` unless `keep`."""
         factor = self.scale if upstream is None else self.scale * upstream
-        return (total * factor if keep else total.mul_(factor)).to(x.dtype)
+        return (total * factor if keep else total.mul_(factor)).to(dtype)
 
     @property
     def sums_products(self) -> bool:
@@ -269,9 +302,15 @@ def nonfinite_flag(scale: Tensor, *features: Tensor) -> Tensor:
     return flag
 
 
+def joined(u: Tensor, v: Tensor) -> Tensor:
+    """The tensor of which u and v are the two parts (see `Tiles.joined`)."""
+    return torch.as_strided(u, (len(u) + len(v), u.shape[1]), u.stride())
+
+
 def as_given(gradient: Tensor, number: Tensor, upstream: Tensor | None = None) -> Tensor:
     """The gradient of a scalar, times upstream, in the scalar's own type and shape."""
-    return (gradient if upstream is None else gradient * upstream).to(number.dtype).reshape(number.shape)
+    gradient = (gradient if upstream is None else gradient * upstream).to(number.dtype)
+    return gradient.reshape(number.shape) if number.ndim else gradient
 
 
 def inner_product(x: Tensor, total: Tensor) -> Tensor:

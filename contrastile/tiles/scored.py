@@ -28,16 +28,21 @@ from torch.nn.parallel import DistributedDataParallel
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
 from contrastile._types import accumulator
-from contrastile.gradcache.introspect import graph_leaves, has_other_path
+from contrastile.gradcache.introspect import (
+    graph_leaves,
+    has_other_path,
+    refusing_batch_norm,
+    refusing_changes,
+    refusing_state,
+)
 from contrastile.gradcache.memory import as_written, footprint
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, silent
-from contrastile.gradcache.refusals import refusing_batch_norm, refusing_changes, refusing_state
-from contrastile.gradcache.rng import ProcessGenerator, RandomState, begin_random, own_generators
+from contrastile.gradcache.rng import RandomState, begin_random, own_generators
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import Accumulated, InFlight, as_given
 from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD, Eager
 
-# rows and columns that show what a module does
+# rows and columns of a module's trial
 PROBE = 2, 3
 # side of the first tile that is measured
 FIRST_SIDE = 4
@@ -83,13 +88,13 @@ class Form:
         following = iter(tensors)
         return pytree.tree_unflatten([next(following) if given else None for given in self.given], self.spec)
 
-    def asked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those that want a gradient."""
+    def differentiable(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that want a gradient."""
         return [x for x, want in zip(tensors, self.wanted, strict=True) if want]
 
     def widths(self, tensors: Sequence[Tensor]) -> list[int]:
         """Numbers per row of each that wants a gradient."""
-        return [math.prod(x.shape[1:]) for x in self.asked(tensors)]
+        return [math.prod(x.shape[1:]) for x in self.differentiable(tensors)]
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Scorer:
     """A module in one call: it runs on tiles, and its parameters and inputs get gradients."""
 
     module: nn.Module
-    # it and all in it, and whether each is in training mode
+    # the module and its submodules, and the training mode of each
     modules: Sequence[nn.Module]
     training: Sequence[bool]
     rows: Form
@@ -107,16 +112,16 @@ class Scorer:
     dtype: torch.dtype
     device: torch.device
     autocast: Autocast
-    # where its random numbers begin; None where it draws none
+    # seed of its random numbers; None if it draws none
     seed: int | None
-    # what is computed without a graph may differ: statistics then come from scores with one
+    # scores without a graph may differ from those with one, of which statistics then are made
     other_path: bool
-    # beside torch's generators, those that it draws from
-    process: tuple[ProcessGenerator, ...] = ()
+    # generators that it draws from, beside torch's
+    process: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]]) -> Scorer:
-        """Looks at the module with a trial on a few pairs; random numbers stay as they were."""
+        """Inspect the module, with a trial on a few pairs; random numbers stay as they were."""
         if not isinstance(module, nn.Module):
             made = isinstance(module, type) and issubclass(module, nn.Module)
             got = f"the class {module.__name__}" if made else type(module).__name__
@@ -134,8 +139,10 @@ class Scorer:
         modules = list(module.modules())
         training = [one.training for one in modules]
         autocast, other = Autocast.current(device), has_other_path(module, modules)
-        asked = (modules, training, rows[0], cols[0], parameters)
-        blind = cls(module, *asked, torch.float32, device, autocast, None, other)
+        # dtype and random numbers are those of the trial
+        draft = cls(
+            module, modules, training, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other
+        )
         # as many rows as columns would hide that they are exchanged
         probe = (1, 2) if len(cols[1][0]) == 2 else PROBE
         few = [_few(tensors, n) for (_, tensors), n in zip((rows, cols), probe, strict=True)]
@@ -149,16 +156,16 @@ class Scorer:
                 refusing_changes(few[0].leaves, "q", "scorer"),
                 refusing_changes(few[1].leaves, "k", "scorer"),
             ):
-                scores, leaves = blind.with_graph(*few)
+                scores, leaves = draft.with_graph(*few)
             after = RandomState.capture(device, own=generators, last=before)
         finally:
             before.restore()
         if after.drew_own(before):
             rule, got = "draw from torch's, Python's or NumPy's own generators", "one that is an attribute of a module"
             raise invalid("scorer", rule, got, "A tile begins them anew each time it is computed.")
-        blind._check(scores, leaves)
+        draft._check(scores, leaves)
         seed = None if before.same(after) else int(torch.randint(2**62, ()))
-        return replace(blind, dtype=scores.dtype, seed=seed, process=tuple(before.drawn(after).process))
+        return replace(draft, dtype=scores.dtype, seed=seed, process=tuple(before.drawn(after).process))
 
     def _check(self, scores: Tensor, leaves: Sequence[Tensor]) -> None:
         if not scores.is_floating_point():
@@ -182,7 +189,7 @@ class Scorer:
         return any((*self.rows.wanted, *self.cols.wanted, len(self.parameters)))
 
     def __call__(self, rows: Shard, cols: Shard) -> Tensor:
-        """The scores [I, J] of a tile, with whatever graph the surroundings ask for."""
+        """The scores [I, J] of a tile; their graph follows torch's grad mode."""
         with self.autocast.restored(), without_parametrization_cache():
             scores: Any = self.module(self.rows.nested(rows.leaves), self.cols.nested(cols.leaves))
         # of every tile: a `squeeze` takes an axis of those with one row only
@@ -194,7 +201,7 @@ class Scorer:
         return scores
 
     def with_graph(self, rows: Shard, cols: Shard) -> tuple[Tensor, list[Tensor]]:
-        """The scores with their graph, and its leaves: what wants a gradient of the rows, and then of the columns."""
+        """The scores with their graph, and its leaves that want a gradient: of the rows, then of the columns."""
         sides = [
             replace(side, features=first, others=tuple(others))
             for side, form in ((rows, self.rows), (cols, self.cols))
@@ -204,7 +211,7 @@ class Scorer:
         ]
         with torch.enable_grad():
             scores = self(*sides)
-        return scores, [*self.rows.asked(sides[0].leaves), *self.cols.asked(sides[1].leaves)]
+        return scores, [*self.rows.differentiable(sides[0].leaves), *self.cols.differentiable(sides[1].leaves)]
 
 
 def _few(tensors: Sequence[Tensor], n: int) -> Shard:
@@ -238,9 +245,14 @@ class Scored(Eager):
             return super().backward(rows, cols, u, v, row_stats)
 
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
-        # features may be anything: whatever is not finite shows in the scores
+        # features may be of any kind; the scores show those that are not finite
         del rows, cols
         return self.scale * 0
+
+    def strip(self, rows: Shard, cols: Shard) -> int:
+        # scores with their graph take more memory than tiles of products
+        del rows, cols
+        return 0
 
     def no_pairs(self) -> Tensor:
         return self.scale.new_zeros(2 + sum(parameter.numel() for parameter in self.scorer.parameters))
@@ -283,10 +295,10 @@ class Scored(Eager):
 
     def _of_parameters(self, sums: Tensor) -> list[Tensor | None]:
         """Ω's gradients; None for a parameter that no pair reaches, as in plain autograd, if this rank has pairs."""
-        parameters, nothing = self.scorer.parameters, not self.computed
+        parameters, no_pairs = self.scorer.parameters, not self.computed
         parts = sums.split([parameter.numel() for parameter in parameters])
         return [
-            part.to(parameter.dtype).reshape(parameter.shape) if index in self.touched or nothing else None
+            part.to(parameter.dtype).reshape(parameter.shape) if index in self.touched or no_pairs else None
             for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True))
         ]
 
@@ -315,12 +327,12 @@ class Scored(Eager):
         wanted = {index: p for index, p in enumerate(self.scorer.parameters) if p.requires_grad}
         if not leaves and not wanted:
             return
-        found = back_propagated([scores], [*leaves, *wanted.values()], [g_IJ.to(scores.dtype)], "scorer")
-        for total, gradient in zip(self._by_leaf(rows, cols, u_I, v_J), found, strict=False):
+        gradients = back_propagated([scores], [*leaves, *wanted.values()], [g_IJ.to(scores.dtype)], "scorer")
+        for total, gradient in zip(self._by_leaf(rows, cols, u_I, v_J), gradients, strict=False):
             if gradient is not None:
                 total += gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]
         parts = sums[2:].split([parameter.numel() for parameter in self.scorer.parameters])
-        for index, gradient in zip(wanted, found[len(leaves) :], strict=True):
+        for index, gradient in zip(wanted, gradients[len(leaves) :], strict=True):
             if gradient is not None:
                 self.touched.add(index)
                 # an embedding's gradient may be sparse
@@ -351,7 +363,7 @@ class Scored(Eager):
 
     @contextmanager
     def _replayed(self) -> Iterator[None]:
-        """In the modes of the call; the caller's random numbers stay as they were, whatever the tiles draw."""
+        """The modes of the call, and a restored state of the caller's random numbers afterwards."""
         with in_modes(self.scorer.modules, self.scorer.training):
             if self.scorer.seed is None:
                 yield
@@ -363,7 +375,7 @@ class Scored(Eager):
                 before.restore()
 
     def _begin(self, rows: Shard, cols: Shard) -> None:
-        """The random numbers of this tile: the same whenever and in whatever order it is computed."""
+        """Seed the random numbers of this tile by its position, so that every computation of it draws the same."""
         if self.scorer.seed is not None:
             words = f"{self.scorer.seed} {rows.start} {cols.start}".encode()
             seed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())

@@ -23,8 +23,8 @@ from contrastile.data.base import Indices
 from contrastile.data.images import augment, draw_parameters, prepare
 from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.registry import open_pairs
-from contrastile.models.openclip import clip_tokenizer
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
+from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.offload import free_memory
 from contrastile.train.config import Recipe
 from contrastile.train.config.towers import TokenizerSettings

@@ -16,8 +16,7 @@ from torch import Tensor
 from contrastile.data.base import Images, Indices
 from contrastile.data.glyphs import DIGIT_NAMES, handwritten_digits
 from contrastile.data.pairs import PairSet
-from contrastile.evaluate.retrieval import chance, recall
-from contrastile.evaluate.zeroshot import class_features
+from contrastile.evaluate.retrieval import chance, class_features, recall
 from contrastile.models.base import evaluating
 from contrastile.train.log import progress
 from contrastile.train.run import Run

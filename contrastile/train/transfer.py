@@ -23,8 +23,7 @@ from contrastile.data.base import Indices, counted
 from contrastile.data.evaluation_sets import Captioned, ClassFolder, open_captions, open_class_folder, read_prompts
 from contrastile.data.loader import read_chunks
 from contrastile.distributed import collectives, consistency
-from contrastile.evaluate.retrieval import both_ways, chance_among
-from contrastile.evaluate.zeroshot import class_features, classified
+from contrastile.evaluate.retrieval import both_ways, chance_among, class_features, classified
 from contrastile.models.base import evaluating
 from contrastile.offload import settle
 from contrastile.train.config.evaluate import EvaluateSettings, RetrievalSettings, ZeroShotSettings

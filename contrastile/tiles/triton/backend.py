@@ -12,15 +12,15 @@ enter the strip. Positives by label are too many for that; the careful kernels c
 features are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute
 three or six products.
 
-`plan.py` cuts the block, `launch.py` launches, `epilogue.py` says what a loss needs of the kernels.
+`plan.py` cuts the block and derives the kernels' options from the loss, `launch.py` launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,20 +29,38 @@ from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import launch, plan
-from contrastile.tiles.triton.epilogue import LABEL_CHANNELS, Epilogue, epilogue_for, unknown_part
 from contrastile.tiles.triton.forward import UNIT
 from contrastile.tiles.triton.launch import Weights, on
-from contrastile.tiles.triton.plan import Block, Pair, Positives, SuperTile, along, by_label
+from contrastile.tiles.triton.plan import LABEL_CHANNELS, Block, Epilogue, Pair, Positives, by_label
 
-# the oldest chip whose matrix units take bf16
+# compute capability of the oldest chip whose matrix units take bf16
 LEAST_CAPABILITY = 8, 0
 # a strip in fp16 holds gradients up to 2 to this power
 UNIT_POWER = 14
 # terms of an inner sum per product where float32's full precision is requested: the matrix units truncate their sums by
 # a few parts in 10^8 for every 16 terms
 INNER = 1024
-# of a block: its first row, rows, first column, columns
+# first row, number of rows, first column, number of columns of a block
 Position = tuple[int, int, int, int]
+# 32-bit ids and labels by name, of rows and of columns
+Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class SuperTile:
+    """A part of a block, with its operands."""
+
+    # positions of its rows and columns in the whole block
+    along: tuple[slice, slice]
+    block: Block
+    pair: Pair
+    # for the rows and for the columns: the first, the last part of the other side that they meet
+    first: tuple[bool, bool]
+    last: tuple[bool, bool]
+
+    def of(self, stats: list[Tensor]) -> list[Tensor]:
+        """The statistics of its rows, and of its columns."""
+        return [along(x, at) for x, at in zip(stats, self.along, strict=False)]
 
 
 @dataclass
@@ -51,19 +69,19 @@ class Triton(Tiles):
 
     capturable: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
-    # of each block of this call: filled by the forward, read by the backward
+    # of each block of this call, written by the forward for the backward: constants; ids and labels in 32 bits
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    groups: dict[Position, plan.Groups] = field(default_factory=dict, compare=False, repr=False)
-    # the present block's latest super-tile, whose operands the next pass reuses: often there is only one
+    groups: dict[Position, Groups] = field(default_factory=dict, compare=False, repr=False)
+    # latest super-tile of the present block, whose operands the next pass reuses: often it is the only one
     super_tile: SuperTile | None = field(default=None, init=False, compare=False, repr=False)
-    # multiprocessors left to others
+    # multiprocessors left to transfers between devices
     reserved: int = 0
 
     @classmethod
     def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
         del cols
         features = rows.features
-        unknown = unknown_part(loss)
+        unknown = plan.unknown_part(loss)
         if unknown is not None:
             return f"no kernel for {unknown}"
         if features.dtype not in plan.PIECES:
@@ -112,7 +130,7 @@ class Triton(Tiles):
     ) -> ForwardResult:
         # the first block has this rank's own columns: together, the ranks check all features
         constants = next(iter(self.constants.values()), None)
-        fused = self._epilogue.fused_finish and reduction != "none" and self.flag is None
+        fused = self._epilogue.formula.denominator is not None and reduction != "none" and self.flag is None
         if not fused or constants is None:
             return super().finish(stats, weights, reduction, total, nonfinite)
         weights = None if weights is None else weights.to(torch.float32).contiguous()
@@ -122,8 +140,8 @@ class Triton(Tiles):
             mean = reduction == "mean"
             return ForwardResult(*launch.finish(stats, weights, constants, total, self._epilogue, mean=mean))
 
-    def scaled(self, x: Tensor, total: Tensor, upstream: Tensor | None, *, keep: bool) -> Tensor:
-        out = total if x.dtype == total.dtype and not keep else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    def scaled(self, total: Tensor, dtype: torch.dtype, upstream: Tensor | None, *, keep: bool) -> Tensor:
+        out = total if dtype == total.dtype and not keep else torch.empty(total.shape, dtype=dtype, device=total.device)
         if total.numel():
             with on(self.scale.device):
                 launch.scaled(total, self.scale, upstream, out)
@@ -142,11 +160,11 @@ class Triton(Tiles):
 
     @property
     def sums_products(self) -> bool:
-        return self._epilogue.scale_gradient
+        return self._epilogue.exponential
 
     @cached_property
     def _epilogue(self) -> Epilogue:
-        return epilogue_for(self.loss)
+        return plan.epilogue_for(self.loss)
 
     @cached_property
     def _budget(self) -> plan.Budget:
@@ -160,13 +178,13 @@ class Triton(Tiles):
         position = rows.start, len(rows), cols.start, len(cols)
         if position not in self.constants:
             # positives by label need the careful kernels
-            careful = self._epilogue.careful and by_label(rows)
+            careful = self._epilogue.exponential and by_label(rows)
             given = rows.features, cols.features, self.scale, self.bias
             self.constants[position] = launch.block_constants(*given, self._epilogue, careful=careful)
-            self.groups[position] = plan.numbered_groups(rows, cols)
+            self.groups[position] = numbered_groups(rows, cols)
         self.super_tile = None
         of_rows, of_cols = self.groups[position]
-        sides = plan.readable_side(rows, of_rows), plan.readable_side(cols, of_cols)
+        sides = readable_side(rows, of_rows), readable_side(cols, of_cols)
         return Block(*sides, self.constants[position], self.loss)
 
     def _super_tiles(self, block: Block, cost: plan.Cost) -> Iterator[SuperTile]:
@@ -176,14 +194,14 @@ class Triton(Tiles):
             tile = self.super_tile
             if tile is None or tile.along != (i, j):
                 if tile is None or tile.along[0] != i:
-                    rows = plan.narrow(block.rows, i)
+                    rows = narrow(block.rows, i)
                     q = launch.operand(rows.features, parts, shape)
                 else:
-                    rows, q = tile.part.rows, tile.pair.q
-                part = Block(rows, plan.narrow(block.cols, j), block.constants, self.loss)
-                pair = Pair(q, launch.operand(part.cols.features, parts, shape), part.masks, self.reserved)
+                    rows, q = tile.block.rows, tile.pair.q
+                part = Block(rows, narrow(block.cols, j), block.constants, self.loss)
+                k = launch.operand(part.cols.features, parts, shape)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
-                tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
+                tile = self.super_tile = SuperTile((i, j), part, Pair(q, k, part.masks, self.reserved), first, last)
             yield tile
 
     # the forward
@@ -194,23 +212,23 @@ class Triton(Tiles):
         """
         epilogue, budget = self._epilogue, self._budget
         passes = [(False, epilogue.channels, budget.forward), (True, epilogue.careful_channels, budget.forward)]
-        if not epilogue.careful:
+        if not epilogue.exponential:
             passes = passes[:1]
         elif by_label(block.rows):
             passes = [(True, LABEL_CHANNELS, budget.labels)]
         for careful, channels, cost in passes:
             for tile in self._super_tiles(block, cost):
-                parts = self._parts(tile.part, channels)
+                parts = self._new_parts(tile.block, channels)
                 launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
         self.super_tile = None
         self._positive_stats(block, stats)
 
-    def _parts(self, part: Block, channels: int) -> list[Tensor]:
+    def _new_parts(self, block: Block, channels: int) -> list[Tensor]:
         """Memory for the tiles' sums: [channels, col tiles, N] and, if symmetric, [channels, row tiles, M]."""
         shape = plan.shape_for(self.scale.device)
-        height, width = len(part.rows), len(part.cols)
+        height, width = len(block.rows), len(block.cols)
         sizes = [(plan.tiles_of(width, shape.cols), height), (plan.tiles_of(height, shape.rows), width)]
         return [self.scale.new_empty(channels, *size) for size in sizes[: 1 + self.loss.symmetric]]
 
@@ -290,7 +308,7 @@ class Triton(Tiles):
         return total
 
     def _weights(self, block: Block) -> Weights:
-        if self._epilogue.pairwise:
+        if self.loss.pairwise:
             ((_, coefficient),) = block.directions
             weight = coefficient * block.constants[int(UNIT.value)]
             return [(weight, weight)]
@@ -298,16 +316,16 @@ class Triton(Tiles):
 
     def _fill(self, tile: SuperTile, weights: Weights, strip: Tensor, sums: Tensor, row_stats: Tensor | None) -> None:
         """Write the super-tile's gradient into the strip, and with `row_stats` merge its loss into them."""
-        epilogue, constants = self._epilogue, tile.part.constants
-        if not (epilogue.careful and by_label(tile.part.rows)):
-            narrow = [(along(a, at), along(c, at)) for (a, c), at in zip(weights, tile.along, strict=False)]
-            parts = [] if row_stats is None else self._parts(tile.part, epilogue.channels)
-            launch.gradient(tile.pair, constants, narrow, strip, sums, epilogue, *parts)
+        epilogue, constants = self._epilogue, tile.block.constants
+        if not (epilogue.exponential and by_label(tile.block.rows)):
+            vectors = [(along(a, at), along(c, at)) for (a, c), at in zip(weights, tile.along, strict=False)]
+            parts = [] if row_stats is None else self._new_parts(tile.block, epilogue.channels)
+            launch.gradient(tile.pair, constants, vectors, strip, sums, epilogue, *parts)
             if row_stats is not None:
-                # added to what the statistics hold
+                # not first: added to the statistics so far
                 launch.merge_sums(parts, tile.of([row_stats]), constants, epilogue, (False, False), tile.last)
-        if epilogue.careful:
-            launch.careful_gradient(tile.pair, tile.part, strip, sums, epilogue)
+        if epilogue.exponential:
+            launch.careful_gradient(tile.pair, tile.block, strip, sums, epilogue)
 
     def _positive_grads(self, block: Block, positives: Positives, u: Tensor | None, v: Tensor | None) -> Tensor:
         """Add the gradient of the positives known by position in float32; returns its float64 sum, as `_strips`."""
@@ -354,3 +372,35 @@ def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None = None) 
         torch.addmm(total, g, x, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(g.float(), x.float())
+
+
+def along(x: Tensor, at: slice, axis: int = -1) -> Tensor:
+    """x[at] along an axis, without a new view where that is all of x."""
+    return x if at.stop - at.start == x.shape[axis] else x.narrow(axis, at.start, at.stop - at.start)
+
+
+def narrow(side: Shard, at: slice) -> Shard:
+    return side if at.stop - at.start == len(side) else side.narrow(at.start, at.stop)
+
+
+def numbered_groups(rows: Shard, cols: Shard) -> Groups:
+    """Ids and labels of both sides numbered from 0 in 32 bits: those of a tile must fit its registers."""
+    of_rows: dict[str, Tensor] = {}
+    of_cols: dict[str, Tensor] = {}
+    for name in ("ids", "labels"):
+        both = getattr(rows, name), getattr(cols, name)
+        if both[0] is not None and both[1] is not None:
+            values, order = torch.cat(both).sort()
+            first = torch.zeros_like(values, dtype=torch.int32)
+            first[1:] = values[1:] != values[:-1]
+            numbers = torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
+            of_rows[name], of_cols[name] = numbers.split([len(rows), len(cols)])
+    return of_rows, of_cols
+
+
+def readable_side(side: Shard, groups: dict[str, Tensor]) -> Shard:
+    """All but the features as the kernels read it: the last axis dense, which it is not after a transfer."""
+    given = {name: getattr(side, name) for name in ("positives", "state", "coefficient")}
+    dense = {name: x.contiguous() for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
+    changed: dict[str, Any] = dense | groups
+    return replace(side, **changed) if changed else side

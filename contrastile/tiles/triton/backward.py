@@ -11,7 +11,7 @@ Launched by `launch.py`. Products, masks and constants are those of `forward.py`
     add_pairs            the same for the columns, where a column may have several
     scaled               accumulators to gradients
 
-The three gradient kernels also return what the scale's gradient consists of. Programs never wait for each other.
+The three gradient kernels also return the terms of the scale's gradient. Programs never wait for each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import triton.language as tl
 
 from contrastile.tiles.triton.forward import (
     ANY,
-    BIAS,
     CAREFUL,
     FACTOR,
     INVERSE,
@@ -31,11 +30,8 @@ from contrastile.tiles.triton.forward import (
     MISSING,
     POSITIVE_INVERSE,
     POSITIVE_SHARE,
-    SCALE,
     SHARE,
     SHIFT,
-    SIGMOID,
-    SOFTMAX,
     STATE_POSITIVE_TOP,
     STATE_TOP,
     UNIT,
@@ -43,8 +39,7 @@ from contrastile.tiles.triton.forward import (
     equal_groups,
     halves,
     has_masked,
-    inner_product,
-    positive_column,
+    positive_logit,
     products,
     quarter,
     softplus_sum,
@@ -53,10 +48,21 @@ from contrastile.tiles.triton.forward import (
 )
 
 
-@triton.jit
-def _weigh_side(state_ptr, stride, coefficient_ptr, constants_ptr, weight_ptr, spread_ptr, n, smoothing,
-                SMOOTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One side of `direction_weights`."""
+@triton.jit(do_not_specialize=ANY)
+def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
+                      col_coefficient_ptr, M, constants_ptr, out_ptr, smoothing, SMOOTH: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
+    """Write the vectors of `gradient`, times the unit of the strip: [2, N + M].
+
+    First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts. A sum of
+    exponentials too low under the shift sets the careful flag. program_id 1 = 0 computes rows, 1 columns.
+    """
+    of_rows = tl.program_id(1) == 0
+    state_ptr = tl.where(of_rows, row_state_ptr, col_state_ptr)
+    stride = tl.where(of_rows, row_state_stride, col_state_stride)
+    coefficient_ptr = tl.where(of_rows, row_coefficient_ptr, col_coefficient_ptr)
+    n = tl.where(of_rows, N, M)
+    weight_ptr = out_ptr + tl.where(of_rows, 0, N)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     shift = tl.load(constants_ptr + SHIFT)
@@ -73,24 +79,7 @@ def _weigh_side(state_ptr, stride, coefficient_ptr, constants_ptr, weight_ptr, s
     tl.store(weight_ptr + at, coefficient * weight, mask=inside)
     if SMOOTH:
         share = tl.load(state_ptr + SHARE * stride + at, mask=inside, other=0.0)
-        tl.store(spread_ptr + at, coefficient * share * smoothing, mask=inside)
-
-
-@triton.jit(do_not_specialize=ANY)
-def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
-                      col_coefficient_ptr, M, constants_ptr, out_ptr, smoothing, SMOOTH: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
-    """Write the vectors of `gradient`, times the unit of the strip: [2, N + M].
-
-    First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts. A sum of
-    exponentials too low under the shift sets the careful flag. program_id 1 = 0 computes rows, 1 columns.
-    """
-    if tl.program_id(1) == 0:
-        _weigh_side(row_state_ptr, row_state_stride, row_coefficient_ptr, constants_ptr, out_ptr, out_ptr + N + M, N,
-                    smoothing, SMOOTH, BLOCK)  # fmt: skip
-    else:
-        _weigh_side(col_state_ptr, col_state_stride, col_coefficient_ptr, constants_ptr, out_ptr + N,
-                    out_ptr + 2 * N + M, M, smoothing, SMOOTH, BLOCK)  # fmt: skip
+        tl.store(weight_ptr + N + M + at, coefficient * share * smoothing, mask=inside)
 
 
 @triton.jit
@@ -155,13 +144,13 @@ def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_p
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
              RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
              DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-             LABELS: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, SMOOTH: tl.constexpr,
+             LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr,
              LOSS: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
 
-    SMOOTH subtracts c and d. SIGMOID writes a_i · σ(x), and −a_i · σ(−x) for pairs of equal label; with LOSS it also
+    SMOOTH subtracts c and d. SOFTPLUS writes a_i · σ(x), and −a_i · σ(−x) for pairs of equal label; with LOSS it also
     writes the sums of `totals`. Where the careful flag is set, the strip is left to `careful_gradient`. Each program
-    adds Σ g · ⟨q, k⟩ of its tiles, or Σ g for SIGMOID, to its own row of `sums` [programs, BM].
+    adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to its own row of `sums` [programs, BM].
 
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
     spilling them costs more than all else.
@@ -182,7 +171,7 @@ def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_p
         rows = i * BM + tl.arange(0, BM)
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
-        if EPILOGUE == SIGMOID:
+        if SOFTPLUS:
             cols = j * BN + tl.arange(0, BN)
             t = acc * factor - shift
             if LABELS:
@@ -270,9 +259,8 @@ def careful_gradient(q_mem, k_mem, out_mem, constants_ptr, row_state_ptr, row_co
                      BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                      PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr,
                      SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
-                     COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                     COLUMNS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """The careful form of `gradient`: an exponential per direction, and positives by label."""
-    tl.static_assert(EPILOGUE == SOFTMAX)
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
     labels = (row_labels_ptr, col_labels_ptr)
@@ -343,21 +331,19 @@ def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, row_state_ptr, 
                        col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, N, M, D, diagonal, self_diagonal, per_row,
                        q_row_stride, q_stride, k_row_stride, k_stride, row_state_stride, col_state_stride, u_stride,
                        v_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
-                       EPILOGUE: tl.constexpr, U: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
+                       SOFTPLUS: tl.constexpr, U: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
                        BLOCK: tl.constexpr):  # fmt: skip
     """Write g [N, per_row], the gradient of the positives, and g · ⟨q, k⟩. Add g · k to u and, on the diagonal, g · q
     to v.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for p in range(per_row):
-        col, exists = positive_column(row, p, columns_ptr, diagonal, self_diagonal, N, M, per_row, DIAGONAL, SELF)
-        inner = inner_product(q_ptr, k_ptr, row, col, exists, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS,
-                              BLOCK)  # fmt: skip
-        x = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
-        if EPILOGUE == SIGMOID:
+        col, exists, inner, x = positive_logit(
+            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
+            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, ROWS, BLOCK)  # fmt: skip
+        if SOFTPLUS:
             g = -tl.load(row_coefficient_ptr + row, mask=exists, other=0.0) / (1.0 + tl.exp(x))
         else:
-            tl.static_assert(EPILOGUE == SOFTMAX)
             g = _direction_gradient(x, row_state_ptr, row_state_stride, row_coefficient_ptr, row, exists, smoothing)
             if COLUMNS:
                 g += _direction_gradient(x, col_state_ptr, col_state_stride, col_coefficient_ptr, col, exists,

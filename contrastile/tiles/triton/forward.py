@@ -8,11 +8,11 @@ differ in their epilogue, the work on one tile of products:
     totals    one exponential (or softplus) per pair; sums along rows and columns, one number per tile and row
     maxima    the careful form: maxima and sums relative to them, and positives by label
 
-The constexpr EPILOGUE selects the loss's formula (`epilogue.py` lists them). Exponentials are computed in base 2:
+A pair's term is an exponential or, with the constexpr SOFTPLUS, a softplus. Exponentials are computed in base 2:
 t = ⟨q, k⟩ · factor − shift with factor = scale · log2(e), so that exp(x) = 2^shift · 2^t. The shift comes from the
 largest norms so that t ≤ 100: nothing overflows, no maximum is needed, and 226 binades lie between the largest term
 and the first that is lost. A sum that ends below 2^−60 sets the careful flag on the device. The careful kernels run
-where it is set and return at once elsewhere. The factor corrects what the matrix units truncate (docs/numerics.md).
+where it is set and return at once elsewhere. The factor compensates the matrix units' truncation (docs/numerics.md).
 
 Names: `_ptr` points to memory, `_mem` to memory or a descriptor of it; N and M are the rows and columns of the
 super-tile, BM and BN those of a tile, D is the padded feature size. `masks` holds the excluded positions: the two
@@ -26,8 +26,6 @@ import triton.language as tl
 
 from contrastile.losses.softmax import SoftmaxState, SoftmaxStats
 
-# codes of EPILOGUE
-SOFTMAX, SIGMOID = tl.constexpr(0), tl.constexpr(1)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 # largest exponent t of a term
@@ -221,10 +219,10 @@ def totals(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_pt
            positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
            DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
-           COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, SMOOTH: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+           COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
-    SMOOTH adds two channels, see `_store_logits`. SIGMOID sums softplus(±x), along rows only.
+    SMOOTH adds two channels, see `_store_logits`. SOFTPLUS sums softplus(±x), along rows only.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
@@ -239,7 +237,7 @@ def totals(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_pt
         rows = i * BM + tl.arange(0, BM)
         cols = j * BN + tl.arange(0, BN)
         t = acc * factor - shift
-        if EPILOGUE == SIGMOID and LABELS:
+        if SOFTPLUS and LABELS:
             t = tl.where(equal_groups(labels, rows, cols, N, M), -t, t)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
         col_at = col_part_ptr + i.to(tl.int64) * M + cols
@@ -250,7 +248,7 @@ def totals(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_pt
             t = tl.where(valid, t, -float("inf"))
         elif has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
             t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
-        if EPILOGUE == SIGMOID:
+        if SOFTPLUS:
             tl.store(row_at, softplus_sum(t, BM, BN), mask=rows < N)
         else:
             e = tl.math.exp2(t)
@@ -393,9 +391,10 @@ def maxima(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_pt
 
 
 @triton.jit
-def positive_column(row, p, columns_ptr, diagonal, self_diagonal, N, M, per_row, DIAGONAL: tl.constexpr,
-                    SELF: tl.constexpr):  # fmt: skip
-    """Column of each row's p-th positive, and the mask of rows that have one."""
+def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row,
+                   q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+                   ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Of each row's p-th positive: its column, the mask of rows that have one, ⟨q, k⟩ in float32, and the logit."""
     if DIAGONAL:
         col = (row + diagonal).to(tl.int64)
         exists = (row < N) & (col >= 0) & (col < M)
@@ -404,19 +403,12 @@ def positive_column(row, p, columns_ptr, diagonal, self_diagonal, N, M, per_row,
     else:
         col = tl.load(columns_ptr + row.to(tl.int64) * per_row + p, mask=row < N, other=-1)
         exists = col >= 0
-    return col, exists
-
-
-@triton.jit
-def inner_product(q_ptr, k_ptr, row, col, exists, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
-    """⟨q, k⟩ of each row and its column, in float32."""
-    total = tl.zeros((ROWS,), tl.float32)
+    inner = tl.zeros((ROWS,), tl.float32)
     for step in range(0, D, BLOCK):
         at = step + tl.arange(0, BLOCK)
         inside = exists[:, None] & (at < D)[None, :]
         feature = at.to(tl.int64)[None, :]
         q = tl.load(q_ptr + row.to(tl.int64)[:, None] * q_row_stride + feature * q_stride, mask=inside, other=0.0)
         k = tl.load(k_ptr + col[:, None] * k_row_stride + feature * k_stride, mask=inside, other=0.0)
-        total += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
-    return total
+        inner += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    return col, exists, inner, inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)

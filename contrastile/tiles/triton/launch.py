@@ -16,10 +16,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.tiles.triton import backward, forward, reductions
-from contrastile.tiles.triton.epilogue import LABEL_CHANNELS, Epilogue
 from contrastile.tiles.triton.plan import (
     ALIGNMENT,
+    LABEL_CHANNELS,
     Block,
+    Epilogue,
     Operand,
     Pair,
     Positives,
@@ -154,7 +155,7 @@ def block_constants(
     run(
         reductions.block_constants, (1,), norms_ptr=largest, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
         out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), careful=int(careful),
-        BIASED=bias is not None, EPILOGUE=epilogue.code, BLOCK=NORMS,
+        BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
     )  # fmt: skip
     return out
 
@@ -189,7 +190,7 @@ def merge_sums(
 ) -> None:
     """Merge the tiles' sums [channels, tiles, n] into the statistics [K, n] of each side, in a fixed order.
 
-    first: replace what the statistics hold. last: low sums set the careful flag. careful: merge maxima and sums, where
+    first: replace the statistics so far. last: low sums set the careful flag. careful: merge maxima and sums, where
     the flag is set.
     """
     (channels, col_tiles, N), (_, row_tiles, M), col = parts[0].shape, parts[-1].shape, len(parts) - 1
@@ -207,7 +208,7 @@ def merge_sums(
 def merge_parts(stats: Tensor, parts: Tensor, epilogue: Epilogue) -> None:
     """Merge parts [P, K, n] of statistics, in order, into those [K, n] of the same rows."""
     P, _, n = parts.shape
-    if epilogue.pairwise:
+    if not epilogue.exponential:
         stats.add_(parts[0] if P == 1 else parts.sum(0))
     elif n:
         part_stride, row_stride, col_stride = parts.stride()

@@ -1,14 +1,14 @@
 """The cut of a block into super-tiles, and the operands that the kernels read and write: decided without a launch.
 
 Below `launch.py`, which hands these values to kernels, and `backend.py`, which loops over the super-tiles. From small
-to large: the shape of a tile on each chip; operands, masks and the strip of a super-tile; the bytes that each pass
-takes, held against the workspace; ids, labels and positives of a whole block.
+to large: the shape of a tile on each chip, and the work on it that a loss needs; operands, masks and the strip of a
+super-tile; the bytes of each pass within the workspace; masks and positives of a whole block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
 
@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastile.losses.base import PairLoss, Shard
-from contrastile.tiles.triton.epilogue import LABEL_CHANNELS, Epilogue
+from contrastile.losses.base import Formula, PairLoss, Shard
+from contrastile.losses.softmax import SoftmaxStats
 from contrastile.tiles.triton.forward import UNROLLED
 
 # address and rows of a tensor descriptor are multiples of so many bytes
@@ -130,6 +130,72 @@ def is_readable(x: Tensor) -> bool:
     return size == 2 and aligned and x.stride(0) >= x.shape[1]
 
 
+# numbers that `maxima` writes per tile and row with positives by label: all statistics of a row
+LABEL_CHANNELS = len(SoftmaxStats._fields)
+# fields of a loss that the kernels compute; of exponentials also the label smoothing
+FIELDS = frozenset({"symmetric", "exclude_self", "uses_bias", "pairwise"})
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The work on a tile of products: the formula that a loss declares, and its label smoothing."""
+
+    formula: Formula
+    label_smoothing: float = 0.0
+
+    @cached_property
+    def exponential(self) -> bool:
+        """A pair's term is an exponential, with a careful form and the scale's gradient summed from the tiles.
+
+        A softplus cannot overflow, so it needs no care; its Σ g does not cancel, and its kernel has no registers left.
+        """
+        return self.formula.pairs == "exponential"
+
+    @cached_property
+    def smooth(self) -> bool:
+        return self.label_smoothing > 0
+
+    @cached_property
+    def stats(self) -> int:
+        """Statistics per row."""
+        return len(SoftmaxStats._fields) if self.exponential else 1
+
+    @cached_property
+    def channels(self) -> int:
+        """Numbers that `totals` writes per tile and row: the sum; with smoothing, of the logits and the pairs too."""
+        return 3 if self.smooth else 1
+
+    @cached_property
+    def careful_channels(self) -> int:
+        """Numbers that `maxima` writes per tile and row: maximum and sum; with smoothing, two more as above."""
+        return 4 if self.smooth else 2
+
+    @cached_property
+    def flags(self) -> dict[str, bool]:
+        """The kernels' constexpr arguments."""
+        decoupled = self.formula.denominator == "negatives"
+        return {"SOFTPLUS": not self.exponential, "DECOUPLED": decoupled, "SMOOTH": self.smooth}
+
+
+@cache
+def epilogue_for(loss: PairLoss) -> Epilogue:
+    assert loss.formula is not None
+    return Epilogue(loss.formula, getattr(loss, "label_smoothing", 0.0))
+
+
+def unknown_part(loss: PairLoss) -> str | None:
+    """The loss, or the first of its fields, that no kernel computes; None if all are known."""
+    name = type(loss).__name__
+    if loss.formula is None:
+        return name
+    known = FIELDS | loss.formula.finish_fields
+    if loss.formula.pairs == "exponential":
+        # a bias is not added to the logits, and gradients wait for the statistics
+        unfit = {name for name in ("uses_bias", "pairwise") if getattr(loss, name)}
+        known = (known | {"label_smoothing"}) - unfit
+    return next((f"{name}.{field.name}" for field in fields(loss) if field.name not in known), None)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Operand:
     """Features [n, parts · width] in 16 bits (float32 pieces where interpreted), the pieces side by side."""
@@ -141,10 +207,10 @@ class Operand:
     def __len__(self) -> int:
         return self.data.shape[0]
 
-    def piece(self, part: int, features: int) -> Tensor:
+    def piece(self, index: int, features: int) -> Tensor:
         if self.parts == 1 and features == self.width:
             return self.data
-        return self.data[:, part * self.width : part * self.width + features]
+        return self.data[:, index * self.width : index * self.width + features]
 
     def memory(self, rows: int, shape: Shape) -> Tensor | TensorDescriptor:
         """The argument of a kernel that reads `rows` rows at a time."""
@@ -264,7 +330,7 @@ class Budget:
     def backward(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
         """The strip, the sums of a loss computed in the same sweep, and the operands' pieces."""
         rows, cols = _strip_shape(height, width, PIECES[dtype](), shape_for(self.device))
-        sums = self._partial(height, width, self.epilogue.channels) if self.epilogue.pairwise else 0
+        sums = self._partial(height, width, self.epilogue.channels) if self.loss.pairwise else 0
         return 2 * rows * cols + sums + self._operands(height, width, D, dtype)
 
     def super_tiles(self, block: Block, cost: Cost) -> Iterator[tuple[slice, slice]]:
@@ -326,12 +392,12 @@ class Block:
     @cached_property
     def directions(self) -> list[tuple[Tensor, Tensor]]:
         """State and coefficient of the rows and, if symmetric, of the columns."""
-        found = []
+        directions = []
         for side in (self.rows, self.cols)[: 1 + self.loss.symmetric]:
             assert side.state is not None
             assert side.coefficient is not None
-            found.append((side.state, side.coefficient))
-        return found
+            directions.append((side.state, side.coefficient))
+        return directions
 
     @property
     def self_diagonal(self) -> int | None:
@@ -370,63 +436,10 @@ class Block:
         return Positives(torch.where(inside, columns - cols.start, -1), None)
 
 
-@dataclass(frozen=True)
-class SuperTile:
-    """A part of a block, with its operands."""
-
-    # positions of its rows and columns in the block
-    along: tuple[slice, slice]
-    part: Block
-    pair: Pair
-    # for the rows and for the columns: the first, the last part of the other side that they meet
-    first: tuple[bool, bool]
-    last: tuple[bool, bool]
-
-    def of(self, stats: list[Tensor]) -> list[Tensor]:
-        """The statistics of its rows, and of its columns."""
-        return [along(x, at) for x, at in zip(stats, self.along, strict=False)]
-
-
 def by_label(rows: Shard) -> bool:
     """True if positives are known by label; they are too many to be listed."""
     return rows.diagonal is None and rows.positives is None and rows.labels is not None
 
 
-def along(x: Tensor, at: slice, axis: int = -1) -> Tensor:
-    """x[at] along an axis, without a new view where that is all of x."""
-    return x if at.stop - at.start == x.shape[axis] else x.narrow(axis, at.start, at.stop - at.start)
-
-
-def narrow(side: Shard, at: slice) -> Shard:
-    return side if at.stop - at.start == len(side) else side.narrow(at.start, at.stop)
-
-
 def _both(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor, Tensor] | None:
     return None if rows is None or cols is None else (rows, cols)
-
-
-# 32-bit ids and labels by name, of rows and of columns
-Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
-
-
-def numbered_groups(rows: Shard, cols: Shard) -> Groups:
-    """Ids and labels of both sides numbered from 0 in 32 bits: those of a tile must fit its registers."""
-    of_rows: dict[str, Tensor] = {}
-    of_cols: dict[str, Tensor] = {}
-    for name in ("ids", "labels"):
-        both = _both(getattr(rows, name), getattr(cols, name))
-        if both is not None:
-            values, order = torch.cat(both).sort()
-            first = torch.zeros_like(values, dtype=torch.int32)
-            first[1:] = values[1:] != values[:-1]
-            numbers = torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
-            of_rows[name], of_cols[name] = numbers.split([len(rows), len(cols)])
-    return of_rows, of_cols
-
-
-def readable_side(side: Shard, groups: dict[str, Tensor]) -> Shard:
-    """All but the features as the kernels read it: the last axis dense, which it is not after a transfer."""
-    given = {name: getattr(side, name) for name in ("positives", "state", "coefficient")}
-    dense = {name: x.contiguous() for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
-    changed: dict[str, Any] = dense | groups
-    return replace(side, **changed) if changed else side

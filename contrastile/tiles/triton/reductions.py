@@ -41,8 +41,6 @@ from contrastile.tiles.triton.forward import (
     SCALE,
     SHARE,
     SHIFT,
-    SIGMOID,
-    SOFTMAX,
     STATE_POSITIVE_TOP,
     STATE_TOP,
     STATS,
@@ -51,10 +49,9 @@ from contrastile.tiles.triton.forward import (
     UNIT,
     binade,
     finite,
-    inner_product,
     log1p,
     merge_exponentials,
-    positive_column,
+    positive_logit,
     store_stats,
 )
 
@@ -107,8 +104,8 @@ def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, 
 
 @triton.jit(do_not_specialize=ANY)
 def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, careful,
-                    BIASED: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The constants of a block, as `forward.py` counts them; a softmax's shift makes t ≤ HIGHEST."""
+                    BIASED: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The constants of a block, as `forward.py` counts them; the shift of exponentials makes t ≤ HIGHEST."""
     at = tl.arange(0, BLOCK)
     q_norm = tl.zeros((BLOCK,), tl.float32)
     k_norm = tl.zeros((BLOCK,), tl.float32)
@@ -126,7 +123,7 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, t
     if BIASED:
         bias = tl.load(bias_ptr)
     shift = (-bias.to(tl.float64) * LOG2E).to(tl.float32)
-    if EPILOGUE != SIGMOID:
+    if not SOFTPLUS:
         largest = tl.abs(binary.to(tl.float32)) * tl.sqrt(tl.max(q_norm)) * tl.sqrt(tl.max(k_norm))
         # a whole number, for `_shift_as_logarithm`
         shift = tl.ceil(tl.maximum(largest - HIGHEST, 0.0))
@@ -159,23 +156,35 @@ def _load_channel(part_ptr, channel, tiles, step, n, at, inside, TILES: tl.const
     return tl.load(part_ptr + at_tile, mask=(tile < tiles)[:, None] & inside[None, :], other=other)
 
 
-@triton.jit
-def _merge_side(part_ptr, stats_ptr, stride, tiles, n, first, last, constants_ptr, block, EPILOGUE: tl.constexpr,
-                SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """One side of `merge_sums`."""
-    at = block * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=ANY)
+def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, col_part_ptr, col_stats_ptr,
+               col_stride, row_tiles, M, col_first, col_last, constants_ptr, SOFTPLUS: tl.constexpr,
+               SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Add a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
+
+    After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag.
+    """
+    of_rows = tl.program_id(1) == 0
+    part_ptr = tl.where(of_rows, row_part_ptr, col_part_ptr)
+    stats_ptr = tl.where(of_rows, row_stats_ptr, col_stats_ptr)
+    stride = tl.where(of_rows, row_stride, col_stride)
+    tiles = tl.where(of_rows, col_tiles, row_tiles)
+    n = tl.where(of_rows, N, M)
+    first = tl.where(of_rows, row_first, col_first)
+    last = tl.where(of_rows, row_last, col_last)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     total = tl.zeros((BLOCK,), tl.float32)
     for step in range(0, tiles, TILES):
         total += tl.sum(_load_channel(part_ptr, 0, tiles, step, n, at, inside, TILES), 0)
     out = stats_ptr + at
-    if EPILOGUE != SIGMOID:
+    if not SOFTPLUS:
         out += TOTAL * stride
     before = tl.zeros((BLOCK,), tl.float32)
     if first == 0:
         before = tl.load(out, mask=inside, other=0.0)
     total += before
-    if EPILOGUE != SIGMOID:
+    if not SOFTPLUS:
         logit_sum = tl.zeros((BLOCK,), tl.float32)
         count = tl.zeros((BLOCK,), tl.float32)
         whole = binade(total)
@@ -208,23 +217,6 @@ def _merge_side(part_ptr, stats_ptr, stride, tiles, n, first, last, constants_pt
     tl.store(out, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=ANY)
-def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, col_part_ptr, col_stats_ptr,
-               col_stride, row_tiles, M, col_first, col_last, constants_ptr, EPILOGUE: tl.constexpr,
-               SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Add a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
-
-    After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag.
-    """
-    block = tl.program_id(0)
-    if tl.program_id(1) == 0:
-        _merge_side(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, constants_ptr, block,
-                    EPILOGUE, SMOOTH, BLOCK, TILES)  # fmt: skip
-    else:
-        _merge_side(col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, col_last, constants_ptr, block,
-                    EPILOGUE, SMOOTH, BLOCK, TILES)  # fmt: skip
-
-
 @triton.jit
 def _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SUMS: tl.constexpr, BLOCK: tl.constexpr,
                 TILES: tl.constexpr):  # fmt: skip
@@ -253,31 +245,25 @@ def _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SUMS: 
     store_stats(top, total, logit_sum, count, stats_ptr + at, stride, inside, True)
 
 
-@triton.jit
-def _merge_careful_side(part_ptr, stats_ptr, stride, tiles, n, first, block, LABELS: tl.constexpr,
-                        SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """One side of `merge_maxima`."""
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SMOOTH, BLOCK, TILES)
-    if LABELS:
-        positives_ptr = part_ptr + 4 * tiles.to(tl.int64) * n
-        _merge_half(positives_ptr, stats_ptr + 4 * stride, stride, tiles, n, first, at, inside, True, BLOCK, TILES)
-
-
 @triton.jit(do_not_specialize=ANY)
 def merge_maxima(constants_ptr, row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, col_part_ptr,
                  col_stats_ptr, col_stride, row_tiles, M, col_first, LABELS: tl.constexpr, SMOOTH: tl.constexpr,
                  BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """The careful form of `merge_sums`, which replaces its results. Runs where the careful flag is set."""
     if tl.load(constants_ptr + CAREFUL) != 0:
-        block = tl.program_id(0)
-        if tl.program_id(1) == 0:
-            _merge_careful_side(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, block, LABELS,
-                                SMOOTH, BLOCK, TILES)  # fmt: skip
-        else:
-            _merge_careful_side(col_part_ptr, col_stats_ptr, col_stride, row_tiles, M, col_first, block, LABELS,
-                                SMOOTH, BLOCK, TILES)  # fmt: skip
+        of_rows = tl.program_id(1) == 0
+        part_ptr = tl.where(of_rows, row_part_ptr, col_part_ptr)
+        stats_ptr = tl.where(of_rows, row_stats_ptr, col_stats_ptr)
+        stride = tl.where(of_rows, row_stride, col_stride)
+        tiles = tl.where(of_rows, col_tiles, row_tiles)
+        n = tl.where(of_rows, N, M)
+        first = tl.where(of_rows, row_first, col_first)
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SMOOTH, BLOCK, TILES)
+        if LABELS:
+            positives_ptr = part_ptr + 4 * tiles.to(tl.int64) * n
+            _merge_half(positives_ptr, stats_ptr + 4 * stride, stride, tiles, n, first, at, inside, True, BLOCK, TILES)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -316,7 +302,7 @@ def merge_parts(stats_ptr, stats_row_stride, stats_stride, part_ptr, part_stride
 def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col_stats_ptr, N, M, D, diagonal,
                     self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride, row_stats_stride,
                     col_stats_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
-                    EPILOGUE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                    SOFTPLUS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the positives into the statistics of their rows and, on the diagonal, of their columns."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
@@ -324,11 +310,10 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col
     logits = tl.zeros((ROWS,), tl.float32)
     count = tl.zeros((ROWS,), tl.float32)
     for p in range(per_row):
-        col, exists = positive_column(row, p, columns_ptr, diagonal, self_diagonal, N, M, per_row, DIAGONAL, SELF)
-        inner = inner_product(q_ptr, k_ptr, row, col, exists, D, q_row_stride, q_stride, k_row_stride, k_stride, ROWS,
-                              BLOCK)  # fmt: skip
-        x = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
-        if EPILOGUE == SIGMOID:
+        col, exists, _, x = positive_logit(
+            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
+            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, ROWS, BLOCK)  # fmt: skip
+        if SOFTPLUS:
             total += tl.where(exists, log1p(tl.exp(-tl.abs(x))) + tl.maximum(-x, 0.0), 0.0)
         else:
             hidden = tl.where(exists, x, -float("inf"))
@@ -342,7 +327,7 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col
             one = exists.to(tl.float32)
             col_at = col_stats_ptr + POSITIVE_TOP * col_stats_stride + col
             store_stats(x, one, x * 0.0, one, col_at, col_stats_stride, exists, True)
-    if EPILOGUE == SIGMOID:
+    if SOFTPLUS:
         out = row_stats_ptr + row
         tl.store(out, tl.load(out, mask=row < N, other=0.0) + total, mask=row < N)
     else:
@@ -350,12 +335,21 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col
         store_stats(top, total, logits, count, row_at, row_stats_stride, row < N, True)
 
 
-@triton.jit
-def _finish_side(stats_ptr, stride, weights_ptr, n, first, length, side, sides, blocks, constants_ptr, out_ptr,
-                 sums_ptr, smoothing, WEIGHTS: tl.constexpr, EPILOGUE: tl.constexpr, SMOOTH: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """One side of `finish`."""
-    tl.static_assert(EPILOGUE == SOFTMAX)
+@triton.jit(do_not_specialize=ANY)
+def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, M, weights_ptr, constants_ptr, out_ptr,
+           sums_ptr, blocks, smoothing, WEIGHTS: tl.constexpr, DECOUPLED: tl.constexpr, SMOOTH: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """Write state, loss and weight of rows and columns, [9, N + M], and the sums of S sides, [2 · S + 2, blocks].
+
+    The sums of each block: Σ weight · loss and Σ weight of each side, the number of rows, and NONFINITE. program_id 1 =
+    0 computes rows, 1 columns. DECOUPLED leaves the positives out of the denominator (losses/decoupled.py).
+    """
+    side = tl.program_id(1)
+    sides = tl.num_programs(1)
+    stats_ptr = tl.where(side == 0, row_stats_ptr, col_stats_ptr)
+    stride = tl.where(side == 0, row_stats_stride, col_stats_stride).to(tl.int64)
+    n = tl.where(side == 0, N, M)
+    length = (N + M).to(tl.int64)
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -365,31 +359,41 @@ def _finish_side(stats_ptr, stride, weights_ptr, n, first, length, side, sides, 
     positive_total = tl.load(stats_ptr + POSITIVE_TOTAL * stride + at, mask=inside, other=1.0)
     positive_sum = tl.load(stats_ptr + POSITIVE_SUM * stride + at, mask=inside, other=0.0)
     count = tl.load(stats_ptr + POSITIVE_COUNT * stride + at, mask=inside, other=0.0)
-    # the difference of maxima first, which is exact for similar logits
-    gap = (top - positive_top) + (tl.log(total) - tl.log(positive_total))
     positive_share = 1.0 / tl.maximum(count, 1.0)
     mean = positive_sum * positive_share
-    loss = log1p(tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0) + (tl.log(positive_total) - mean)
     share = tl.zeros((BLOCK,), tl.float32)
-    if SMOOTH:
-        others = tl.load(stats_ptr + LOGIT_COUNT * stride + at, mask=inside, other=0.0)
-        share = 1.0 / tl.maximum(count + others, 1.0)
-        pull = mean - tl.load(stats_ptr + LOGIT_SUM * stride + at, mask=inside, other=0.0) / tl.maximum(others, 1.0)
-        loss += smoothing * (((positive_top - finite(top)) + pull) * (others * share))
     # a row without a positive has no loss; elsewhere NaN stays NaN
-    counts = (inside & (count > 0)).to(tl.float32)
-    loss = tl.where(counts > 0, loss, 0.0)
-    weight = counts
+    counts = inside & (count > 0)
+    if DECOUPLED:
+        counts = counts & (total != 0)
+        denominator_top = top
+        denominator = total
+        loss = (finite(top) - finite(positive_top)) + (tl.log(tl.where(total == 0, 1.0, total)) - mean)
+        positive_inverse = tl.zeros((BLOCK,), tl.float32)
+        missing = positive_inverse + 1.0
+    else:
+        denominator_top, denominator = merge_exponentials(top, total, positive_top, positive_total)
+        # the difference of maxima first, which is exact for similar logits
+        gap = (top - positive_top) + (tl.log(total) - tl.log(positive_total))
+        loss = log1p(tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0) + (tl.log(positive_total) - mean)
+        if SMOOTH:
+            others = tl.load(stats_ptr + LOGIT_COUNT * stride + at, mask=inside, other=0.0)
+            share = 1.0 / tl.maximum(count + others, 1.0)
+            pull = mean - tl.load(stats_ptr + LOGIT_SUM * stride + at, mask=inside, other=0.0) / tl.maximum(others, 1.0)
+            loss += smoothing * (((positive_top - finite(top)) + pull) * (others * share))
+        positive_inverse = 1.0 / tl.where(counts, positive_total, 1.0)
+        missing = 1.0 / (1.0 + tl.exp(-gap))
+    loss = tl.where(counts, loss, 0.0)
+    weight = counts.to(tl.float32)
     if WEIGHTS:
-        weight = counts * tl.load(weights_ptr + at, mask=inside, other=0.0)
-    higher, both = merge_exponentials(top, total, positive_top, positive_total)
-    out = out_ptr + first + at
-    tl.store(out + STATE_TOP * length, finite(higher), mask=inside)
-    # without any valid key, 0 instead of 0 · ∞
-    tl.store(out + INVERSE * length, 1.0 / tl.where(both == 0, 1.0, both), mask=inside)
+        weight *= tl.load(weights_ptr + at, mask=inside, other=0.0)
+    out = out_ptr + tl.where(side == 0, 0, N) + at
+    tl.store(out + STATE_TOP * length, finite(denominator_top), mask=inside)
+    # without any key, 0 instead of 0 · ∞
+    tl.store(out + INVERSE * length, 1.0 / tl.where(denominator == 0, 1.0, denominator), mask=inside)
     tl.store(out + STATE_POSITIVE_TOP * length, finite(positive_top), mask=inside)
-    tl.store(out + POSITIVE_INVERSE * length, 1.0 / tl.where(counts > 0, positive_total, 1.0), mask=inside)
-    tl.store(out + MISSING * length, 1.0 / (1.0 + tl.exp(-gap)), mask=inside)
+    tl.store(out + POSITIVE_INVERSE * length, positive_inverse, mask=inside)
+    tl.store(out + MISSING * length, missing, mask=inside)
     tl.store(out + POSITIVE_SHARE * length, positive_share, mask=inside)
     tl.store(out + SHARE * length, share, mask=inside)
     tl.store(out + LOSS * length, loss, mask=inside)
@@ -401,24 +405,6 @@ def _finish_side(stats_ptr, stride, weights_ptr, n, first, length, side, sides, 
         nonfinite = tl.load(constants_ptr + NONFINITE)
         tl.store(sums_ptr + 2 * sides * blocks + block, nonfinite + first_block * n)
         tl.store(sums_ptr + (2 * sides + 1) * blocks + block, nonfinite)
-
-
-@triton.jit(do_not_specialize=ANY)
-def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, M, weights_ptr, constants_ptr, out_ptr,
-           sums_ptr, blocks, smoothing, WEIGHTS: tl.constexpr, EPILOGUE: tl.constexpr, SMOOTH: tl.constexpr,
-           BLOCK: tl.constexpr):  # fmt: skip
-    """Write state, loss and weight of rows and columns, [9, N + M], and the sums of S sides, [2 · S + 2, blocks].
-
-    The sums of each block: Σ weight · loss and Σ weight of each side, the number of rows, and NONFINITE.
-    """
-    sides = tl.num_programs(1)
-    length = (N + M).to(tl.int64)
-    if tl.program_id(1) == 0:
-        _finish_side(row_stats_ptr, row_stats_stride.to(tl.int64), weights_ptr, N, 0, length, 0, sides, blocks,
-                     constants_ptr, out_ptr, sums_ptr, smoothing, WEIGHTS, EPILOGUE, SMOOTH, BLOCK)  # fmt: skip
-    else:
-        _finish_side(col_stats_ptr, col_stats_stride.to(tl.int64), weights_ptr, M, N, length, 1, sides, blocks,
-                     constants_ptr, out_ptr, sums_ptr, smoothing, WEIGHTS, EPILOGUE, SMOOTH, BLOCK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=ANY)

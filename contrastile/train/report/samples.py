@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contrastile.data.base import Images, Indices
 from contrastile.data.pairs import PairSet
-from contrastile.evaluate.topk import topk
+from contrastile.evaluate.retrieval import topk
 from contrastile.train.evaluation import PARTS, HeldOut, Names, Part
 from contrastile.train.report.page import Samples
 

@@ -131,11 +131,12 @@ def retriever_loss(run: RetrieverRun, loss: Callable[..., Tensor], batch: TextBa
 
     with run.autocast():
         queries, passages = features("query"), features("passage")
-    ids = {name: getattr(batch, name).to(run.device) for name in ("positives", "query_ids", "key_ids")}
-    losses = [
-        loss(model.comparable(queries, size), model.comparable(passages, size), model.logit_scale.exp(), **ids)
-        for size in (None, *run.recipe.model.dimensions)
-    ]
+        ids = {name: getattr(batch, name).to(run.device) for name in ("positives", "query_ids", "key_ids")}
+        # the loss makes its products in autocast's type
+        losses = [
+            loss(model.comparable(queries, size), model.comparable(passages, size), model.logit_scale.exp(), **ids)
+            for size in (None, *run.recipe.model.dimensions)
+        ]
     return torch.stack(losses).mean()
 
 

@@ -1,0 +1,157 @@
+"""Under autocast, products in its type: nearer to float64 than the formula there, gradients in the features' own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import PROBLEMS, Problem, distance
+from ranks import Pool
+from torch import Tensor, nn
+
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast
+from contrastile.engine import plan
+from contrastile.exchange import host
+from contrastile.scorers import Bilinear
+
+
+def _autocast(dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
+    return torch.autocast("cpu", dtype=dtype)
+
+
+def _check(problem: Problem, by_tiles: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> None:
+    """Loss and gradients are no further from float64 than those of the formula under autocast, over several seeds."""
+    ours, plain = defaultdict[str, float](float), defaultdict[str, float](float)
+    for seed in range(6):
+        tensors = problem.tensors(torch.float32, seed=seed)
+        truth = problem.by_formula({name: x.detach().double().requires_grad_() for name, x in tensors.items()})
+        with _autocast():
+            answers = by_tiles(tensors), problem.by_formula(tensors)
+        assert {answers[0][0].dtype, *[x.dtype for x in answers[0][1].values()]} == {torch.float32}
+        for worst, (loss, gradients) in zip((ours, plain), answers, strict=True):
+            worst["loss"] = max(worst["loss"], distance(loss, truth[0]))
+            for name, gradient in gradients.items():
+                worst[name] = max(worst[name], distance(gradient, truth[1][name]))
+    # products of float32 would be nearer
+    assert ours["q"] > 1e-4
+    for name, error in ours.items():
+        assert error <= plain[name], name
+
+
+@pytest.mark.parametrize("backend", ["eager", "dense"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_no_further_from_float64_than_the_formula(name: str, backend: str) -> None:
+    problem = PROBLEMS[name](70, 75)
+    _check(problem, lambda tensors: problem.by_tiles(tensors, backend=backend))
+
+
+def test_features_streamed_from_the_host_are_cast_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "away", lambda features, device: True)
+    monkeypatch.setattr(host, "cut", lambda *_: host.Cut(13, 29))
+    problem = PROBLEMS["clip"](70, 70)
+    _check(problem, problem.by_tiles)
+
+
+@pytest.mark.parametrize("loss", [ClipLoss(), SigLipLoss()], ids=["clip", "siglip"])
+def test_a_compiled_loss_is_cast_too(loss: nn.Module) -> None:
+    q, k = (F.normalize(torch.randn(30, 16), dim=-1).requires_grad_() for _ in "qk")
+    step = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    with _autocast():
+        compiled, eager = step(q, k, 10.0, -1.0), loss(q, k, 10.0, -1.0)
+    torch.testing.assert_close(compiled, eager)
+    ours, theirs = (torch.autograd.grad(value, (q, k)) for value in (compiled, eager))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)
+
+
+def _on_ranks(rank: int, group: object, W: int, exchange: str) -> None:
+    torch.manual_seed(0)
+    q, k = (F.normalize(torch.randn(W * 9, 16), dim=-1) for _ in "qk")
+    mine = slice(9 * rank, 9 * rank + 9)
+    whole = [x.clone().requires_grad_() for x in (q, k)]
+    own = [x[mine].clone().requires_grad_() for x in (q, k)]
+    with _autocast():
+        one = contrast(*whole, scale=10.0, exchange="single")
+        several = contrast(*own, scale=10.0, exchange=exchange, group=group, gradient="sum")
+    torch.testing.assert_close(several, one, rtol=1e-5, atol=1e-6)
+    for a, b in zip(torch.autograd.grad(several, own), torch.autograd.grad(one, whole), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b[mine], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("exchange", ["replicate", "gather", "ring"])
+def test_three_ranks_compute_the_loss_of_one(exchange: str, pool: Pool) -> None:
+    pool.check(_on_ranks, 3, 3, exchange)
+
+
+def _learned(scorer: Bilinear, q: Tensor, k: Tensor) -> Tensor:
+    return contrast(q, k, scorer=scorer, scale=10.0)
+
+
+def test_a_learned_distance_multiplies_in_the_type_of_autocast() -> None:
+    scorer, types = Bilinear(16, 16), []
+    scorer.register_forward_hook(lambda module, inputs, scores: types.append(scores.dtype))
+    q, k = (F.normalize(torch.randn(20, 16), dim=-1).requires_grad_() for _ in "qk")
+    with _autocast():
+        loss = _learned(scorer, q, k)
+    loss.backward()
+    assert set(types) == {torch.bfloat16}
+    assert q.grad is not None
+    assert (loss.dtype, q.grad.dtype) == (torch.float32, torch.float32)
+
+
+def test_calls_of_equal_shapes_inside_and_outside_do_not_share_a_plan() -> None:
+    loss, (q, k) = ClipLoss(), (F.normalize(torch.randn(40, 16), dim=-1) for _ in "qk")
+    outside = loss(q, k, 20.0)
+    with _autocast():
+        inside = loss(q, k, 20.0)
+        with torch.autocast("cpu", enabled=False):
+            torch.testing.assert_close(loss(q, k, 20.0), outside, rtol=0, atol=0)
+    torch.testing.assert_close(inside, loss(q.bfloat16(), k.bfloat16(), 20.0), rtol=0, atol=0)
+    assert not torch.equal(inside, outside)
+    torch.testing.assert_close(loss(q, k, 20.0), outside, rtol=0, atol=0)
+
+
+def test_sides_of_two_types_get_gradients_of_their_own() -> None:
+    q, k = (F.normalize(torch.randn(20, 16), dim=-1) for _ in "qk")
+    q, k = q.requires_grad_(), k.bfloat16().requires_grad_()
+    with pytest.raises(ValueError, match="must have the dtype of"):
+        ClipLoss()(q, k, 10.0)
+    with _autocast():
+        of_q, of_k = torch.autograd.grad(ClipLoss()(q, k, 10.0), (q, k))
+        with pytest.raises(ValueError, match="must have the dtype of"):
+            ClipLoss()(q.double(), k, 10.0)
+    assert (of_q.dtype, of_k.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_float64_is_left_as_it_is() -> None:
+    q, k = (F.normalize(torch.randn(20, 16, dtype=torch.float64), dim=-1) for _ in "qk")
+    with _autocast():
+        torch.testing.assert_close(
+            ClipLoss()(q, k, 10.0),
+            F.cross_entropy(10 * q @ k.T, torch.arange(20)) / 2 + F.cross_entropy(10 * k @ q.T, torch.arange(20)) / 2,
+            rtol=1e-12,
+            atol=0,
+        )
+
+
+def test_every_loss_casts() -> None:
+    a, b = (F.normalize(torch.randn(12, 16), dim=-1) for _ in "ab")
+    labels = torch.arange(12) // 3
+    calls: list[tuple[nn.Module, tuple[object, ...]]] = [
+        (SigLipLoss(), (10.0, -5.0)),
+        (InfoNCELoss(), (10.0,)),
+        (NTXentLoss(), (10.0,)),
+    ]
+    for loss, others in calls:
+        outside = loss(a, b, *others)
+        with _autocast():
+            inside = loss(a, b, *others)
+        assert 0 < abs(float(inside - outside)) < 0.05 * abs(float(outside))
+    with _autocast():
+        assert SupConLoss()(a, labels, 10.0) != SupConLoss()(a.double(), labels, 10.0)
