@@ -199,14 +199,19 @@ def compare(
 
 
 def _on_a_rank(
-    rank: int, group: Any, wrapper: str, ways: Sequence[tuple[bool, int]], truths: dict[Any, dict[str, Tensor]]
+    rank: int,
+    group: Any,
+    wrapper: str,
+    exchanges: Sequence[str],
+    ways: Sequence[tuple[bool, int]],
+    truths: dict[Any, dict[str, Tensor]],
 ) -> list[Row]:
     rows = []
     for bias in (False, True):
         # FSDP2 takes no number of shape []
         model = Pair(bias, (1,) if wrapper == "FSDP2" else ())
         wrapped = wrap(wrapper, model, group)
-        for loss, exchange, (cached, micro) in product(LOSSES, EXCHANGES, ways):
+        for loss, exchange, (cached, micro) in product(LOSSES, exchanges, ways):
             if bias == (loss == "SigLipLoss"):
                 found = step(rank, group, model, wrapped, loss, exchange, cached, micro)
                 parts = compare(found, truths[loss, micro], (rank, group if wrapper == "FSDP2" else None))
@@ -218,12 +223,13 @@ def measure(
     pool: Pool,
     ranks: Sequence[int] = (1, 2, 3, 4),
     wrappers: Sequence[str] = WRAPPERS,
+    exchanges: Sequence[str] = EXCHANGES,
     ways: Sequence[tuple[bool, int]] = WAYS,
 ) -> Iterator[Row]:
     """All combinations; of each, what every rank found."""
     truths = {(name, micro): truth(name, micro) for name in LOSSES for micro in (1, MICRO_BATCHES)}
     for W, wrapper in product(ranks, wrappers):
-        for answer in pool.run(_on_a_rank, W, wrapper, ways, truths):
+        for answer in pool.run(_on_a_rank, W, wrapper, exchanges, ways, truths):
             yield from answer
 
 
