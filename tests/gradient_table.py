@@ -35,6 +35,8 @@ D_IN, D = 5, 4
 # each rank's examples, for every one of two micro-batches: uneven, and one rank without any
 SHARES = {1: [12], 2: [7, 5], 3: [5, 0, 7], 4: [2, 5, 1, 4]}
 MICRO_BATCHES = 2
+# with encode or not, and the number of micro-batches
+WAYS = tuple(product((False, True), (1, MICRO_BATCHES)))
 
 
 class Block(nn.Module):
@@ -196,13 +198,20 @@ def compare(
     }
 
 
-def _on_a_rank(rank: int, group: Any, wrapper: str, truths: dict[Any, dict[str, Tensor]]) -> list[Row]:
+def _on_a_rank(
+    rank: int,
+    group: Any,
+    wrapper: str,
+    exchanges: Sequence[str],
+    ways: Sequence[tuple[bool, int]],
+    truths: dict[Any, dict[str, Tensor]],
+) -> list[Row]:
     rows = []
     for bias in (False, True):
         # FSDP2 takes no number of shape []
         model = Pair(bias, (1,) if wrapper == "FSDP2" else ())
         wrapped = wrap(wrapper, model, group)
-        for loss, exchange, cached, micro in product(LOSSES, EXCHANGES, (False, True), (1, MICRO_BATCHES)):
+        for loss, exchange, (cached, micro) in product(LOSSES, exchanges, ways):
             if bias == (loss == "SigLipLoss"):
                 found = step(rank, group, model, wrapped, loss, exchange, cached, micro)
                 parts = compare(found, truths[loss, micro], (rank, group if wrapper == "FSDP2" else None))
@@ -210,11 +219,17 @@ def _on_a_rank(rank: int, group: Any, wrapper: str, truths: dict[Any, dict[str, 
     return rows
 
 
-def measure(pool: Pool, ranks: Sequence[int] = (1, 2, 3, 4), wrappers: Sequence[str] = WRAPPERS) -> Iterator[Row]:
+def measure(
+    pool: Pool,
+    ranks: Sequence[int] = (1, 2, 3, 4),
+    wrappers: Sequence[str] = WRAPPERS,
+    exchanges: Sequence[str] = EXCHANGES,
+    ways: Sequence[tuple[bool, int]] = WAYS,
+) -> Iterator[Row]:
     """All combinations; of each, what every rank found."""
     truths = {(name, micro): truth(name, micro) for name in LOSSES for micro in (1, MICRO_BATCHES)}
     for W, wrapper in product(ranks, wrappers):
-        for answer in pool.run(_on_a_rank, W, wrapper, truths):
+        for answer in pool.run(_on_a_rank, W, wrapper, exchanges, ways, truths):
             yield from answer
 
 

@@ -1,6 +1,6 @@
 """Ranks on this machine: a pool of four, started once, because starting one costs seconds, asking it milliseconds.
 
-And forks of a test's own, for what ends ranks.
+And processes of a test's own, for what leaves a group unusable or kills a rank.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,17 @@ def set_aside() -> None:
 
 
 @contextmanager
-def forked(W: int, function: Callable[..., None], *arguments: Any) -> Iterator[list[ForkProcess]]:
-    """W processes of their own, in each of which function(rank, *arguments) runs; none outlives the block."""
-    context = multiprocessing.get_context("fork")
+def fresh(
+    W: int, function: Callable[..., None], *arguments: Any, method: str = "forkserver"
+) -> Iterator[list[BaseProcess]]:
+    """W processes, in each of which function(rank, *arguments) runs; none outlives the block.
+
+    They are forks of a server that has no threads: a fork of this process can inherit a lock that a thread holds, and
+    then waits for it for ever.
+    """
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", function.__module__])
     processes = [context.Process(target=function, args=(rank, *arguments)) for rank in range(W)]
     for process in processes:
         process.start()
@@ -46,6 +55,10 @@ def forked(W: int, function: Callable[..., None], *arguments: Any) -> Iterator[l
     finally:
         for process in processes:
             process.kill()
+
+
+# processes with all that a test has changed in this one
+forked = partial(fresh, method="fork")
 
 
 class Pool:

@@ -33,22 +33,26 @@ def _machine(rank: int = 0) -> Machine:
 
 def _run(rank: int, group: Any, case: Case, path: Path | None, spoil: str) -> tuple[list[str], bool]:
     lines: list[str] = []
-    saved = bench_gate.LOSS_TOLERANCE, bench_loss.rank_peers
+    patch = pytest.MonkeyPatch()
+    # times are of no interest here: as few steps as can be
+    for name, steps in (("WARMUP_STEPS", 1), ("RANK_ROUNDS", 1), ("ROW_STEPS", 2), ("ROW_SECONDS", 0.0)):
+        patch.setattr(harness, name, steps)
     if spoil == "gate":
-        bench_gate.LOSS_TOLERANCE = -1.0
+        patch.setattr(bench_gate, "LOSS_TOLERANCE", -1.0)
 
     def local(q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         if rank == 2:
             raise RuntimeError("no room\nand a long trace")
         return dense_clip(q, k, scale)
 
-    bench_loss.rank_peers = lambda rank, world: (Contestant("somebody", "a way", {"clip": local}),)
+    peers = (Contestant("somebody", "a way", {"clip": local}),)
+    patch.setattr(bench_loss, "rank_peers", lambda rank, world: peers)
     try:
         with results_file(path if rank == 0 else None, COLUMNS["exchanges"]) as write:
             bench = LossBench(_machine(rank), spoil == "peer", Report(lines.append, write, World(rank, RANKS)))
             bench.measure([case])
     finally:
-        bench_gate.LOSS_TOLERANCE, bench_loss.rank_peers = saved
+        patch.undo()
     return lines[2:], bench.report.passed
 
 

@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -18,40 +19,49 @@ from contrastile.data.loader import ImageLoader, Piece, SharedBuffer, Worker, re
 from contrastile.data.shards import MOST_BYTES
 
 
-@pytest.fixture
-def apart(tmp_path):
-    """A stream of 40 pictures, one of them broken, decoded by two processes."""
+@contextmanager
+def stream_in(folder, processes):
+    """A stream of 40 pictures, one of them broken, decoded by two processes or threads."""
     contents = [jpeg(number) for number in range(39)] + [b"<html>"]
-    stream = stream_of(tmp_path, contents, most_bad=0.5)
-    stream.workers, stream.apart = 2, True
+    stream = stream_of(folder, contents, most_bad=0.5)
+    stream.workers, stream.apart = 2, processes
     yield stream
     stream.close()
 
 
-def test_processes_decode_the_same_as_threads(apart):
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    with stream_in(tmp_path_factory.mktemp("apart"), processes=True) as stream:
+        yield stream
+
+
+@pytest.fixture
+def threads(tmp_path):
+    with stream_in(tmp_path, processes=False) as stream:
+        yield stream
+
+
+def test_processes_decode_the_same_as_threads(apart, threads):
     crop, rows, places = 5, range(len(apart)), range(100, 100 + len(apart))
-    by_processes, skipped = apart.read(rows, places, crop), dict(apart.skipped)
-    whole = apart.read(range(3), range(3), None)
-    apart.close()
-    apart.apart = False
     apart.skipped.clear()
-    by_threads = apart.read(rows, places, crop)
+    by_processes, by_threads = apart.read(rows, places, crop), threads.read(rows, places, crop)
     assert torch.equal(by_processes[0], by_threads[0])
     assert by_processes[1] == by_threads[1]
-    assert apart.skipped == skipped == {"broken picture": 1}
-    assert torch.equal(whole[0], apart.read(range(3), range(3), None)[0])
+    assert apart.skipped == threads.skipped == {"broken picture": 1}
+    whole = [stream.read(range(3), range(3), None)[0] for stream in (apart, threads)]
+    assert torch.equal(*whole)
 
 
-@pytest.mark.parametrize("processes", [False, True])
-def test_batches_of_any_size_follow_each_other_whether_they_are_used_or_given_up(apart, processes):
-    apart.apart = processes
-    rows = range(len(apart) - 1)
-    whole = apart.read(rows, rows, 1)[0].clone()
+@pytest.mark.parametrize("name", ["threads", "apart"])
+def test_batches_of_any_size_follow_each_other_whether_they_are_used_or_given_up(request, name):
+    stream = request.getfixturevalue(name)
+    rows = range(len(stream) - 1)
+    whole = stream.read(rows, rows, 1)[0].clone()
     for size in (1, 5, 17):
-        apart.expect(range(size), range(size), 1)
-        apart.expect(range(2, 2 + size), range(2, 2 + size), 1)
-        batch = apart.read(range(2, 2 + size), range(2, 2 + size), 1)[0]
-        apart.read(range(size), range(size), 1)
+        stream.expect(range(size), range(size), 1)
+        stream.expect(range(2, 2 + size), range(2, 2 + size), 1)
+        batch = stream.read(range(2, 2 + size), range(2, 2 + size), 1)[0]
+        stream.read(range(size), range(size), 1)
         assert torch.equal(batch, whole[2 : 2 + size])
 
 
@@ -59,13 +69,6 @@ def test_loading_draws_no_number_of_the_run(apart):
     state = torch.get_rng_state()
     apart.read(range(4), range(4), 1)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_file_that_is_gone_is_counted(apart, tmp_path):
-    (tmp_path / "a.tar").unlink()
-    # the 20 rows of the batch and 10 times as many in their place
-    with pytest.raises(ValueError, match="unreadable file \\(No such file or directory\\): 220"):
-        apart.read(range(20), range(20), None)
 
 
 def test_a_file_longer_than_any_picture_is_not_read(tmp_path):
@@ -83,14 +86,17 @@ def test_there_is_a_worker_for_each_core_that_the_container_has(monkeypatch):
     assert loader.cores() == 1
 
 
-def test_a_process_that_is_lost_is_an_error(apart):
-    apart.read(range(20), range(20), None)
-    for worker in apart._loader._workers:
-        worker._process.kill()
-        worker._process.wait()
-    with pytest.raises(RuntimeError) as caught:
-        apart.read(range(20, 24), range(20, 24), None)
-    assert str(caught.value) == "a decoding process ended with exit code -9: is there memory enough?"
+def test_a_file_that_is_gone_or_a_process_that_is_lost_is_an_error(tmp_path):
+    with stream_in(tmp_path, processes=True) as stream:
+        (tmp_path / "a.tar").unlink()
+        with pytest.raises(ValueError, match="unreadable file \\(No such file or directory\\): 220"):
+            stream.read(range(20), range(20), None)
+        for worker in stream._loader._workers:
+            worker._process.kill()
+            worker._process.wait()
+        with pytest.raises(RuntimeError) as caught:
+            stream.read(range(20, 24), range(20, 24), None)
+        assert str(caught.value) == "a decoding process ended with exit code -9: is there memory enough?"
 
 
 def test_a_task_that_cannot_be_sent_is_an_error_and_no_endless_wait():
@@ -102,12 +108,13 @@ def test_a_task_that_cannot_be_sent_is_an_error_and_no_endless_wait():
 
 def test_a_batch_that_is_held_is_not_written_over(apart):
     first, _ = apart.read(range(4), range(4), 1)
-    copy = first.clone()
+    copy, addresses = first.clone(), set()
     for start in range(4, 24, 4):
-        apart.read(range(start, start + 4), range(start, start + 4), 1)
+        addresses.add(apart.read(range(start, start + 4), range(start, start + 4), 1)[0].data_ptr())
     assert torch.equal(first, copy)
     # the later batches share one buffer
-    assert len(apart._loader._buffers) == 2
+    assert len(addresses) == 1
+    assert first.data_ptr() not in addresses
 
 
 def test_a_batch_that_is_given_up_is_not_written_over_while_it_is_decoded(tmp_path):

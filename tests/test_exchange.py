@@ -135,7 +135,7 @@ def _fused_on_a_rank(
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("name", ["clip", "clip_ids_weights_smoothing", "dcl", "siglip"])
+@pytest.mark.parametrize("name", ["clip_ids_weights_smoothing", "dcl", "siglip"])
 def test_fused_kernels_too(pool: Pool, name: str, exchange: str) -> None:
     pytest.importorskip("triton")
     shares = [(9, 9), (0, 0), (4, 4)]

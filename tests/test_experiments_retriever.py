@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,11 +34,25 @@ from contrastile.train.retriever.run import build_retriever_run
 MIB = 2**20
 
 
+def let_four_fit(patch):
+    """Four queries fit into any memory."""
+    patch.setattr(retriever_memory, "fitting_batch", lambda *_: 4)
+    patch.setattr(retriever_memory, "UPDATES", 1)
+
+
 @pytest.fixture
 def four_fit(monkeypatch):
-    """Four queries fit into any memory."""
-    monkeypatch.setattr(retriever_memory, "fitting_batch", lambda *_: 4)
-    monkeypatch.setattr(retriever_memory, "UPDATES", 1)
+    let_four_fit(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A recipe and the folder of its comparison."""
+    folder = tmp_path_factory.mktemp("compared")
+    recipe = tiny_retriever(folder, "train.examples=64")
+    with pytest.MonkeyPatch.context() as patch:
+        let_four_fit(patch)
+        return recipe, compare(study_of(recipe), folder).folder
 
 
 def rows_of(path):
@@ -90,10 +106,10 @@ def test_every_way_is_run_with_every_seed_beside_bm25(tmp_path, four_fit):
     assert (folder / "updates.svg").read_text().count("queries per update") == 1
 
 
-def test_trials_side_by_side_have_the_results_of_trials_one_by_one(tmp_path, four_fit):
-    recipe, tables = tiny_retriever(tmp_path, "train.examples=64"), []
-    for jobs in (1, 2):
-        folder = compare(study_of(recipe, jobs=jobs), tmp_path / str(jobs)).folder
+def test_trials_side_by_side_have_the_results_of_trials_one_by_one(compared, tmp_path, four_fit):
+    recipe, alone = compared
+    tables = []
+    for folder in (alone, compare(study_of(recipe, jobs=2), tmp_path).folder):
         rows = rows_of(folder / "compare.csv")
         tables.append(
             [{name: row[name] for name in row if "seconds" not in name and "bytes" not in name} for row in rows]
@@ -101,10 +117,9 @@ def test_trials_side_by_side_have_the_results_of_trials_one_by_one(tmp_path, fou
     assert tables[0] == tables[1]
 
 
-def test_measures_are_those_of_an_evaluation(tmp_path, four_fit):
+def test_measures_are_those_of_an_evaluation(compared, tmp_path):
     """A line of compare.csv holds the evaluation of a run of its recipe and seed."""
-    recipe = tiny_retriever(tmp_path, "train.examples=64")
-    folder = compare(study_of(recipe), tmp_path).folder
+    recipe, folder = compared
     (row,) = [row for row in rows_of(folder / "compare.csv") if row["way"] == "cached"]
     run = run_recipe(way_of(recipe, "cached", 16, 4), tmp_path / "runs")
     (evaluation, *_) = json.loads((run.folder / "evaluation.json").read_text())
@@ -112,9 +127,9 @@ def test_measures_are_those_of_an_evaluation(tmp_path, four_fit):
     assert math.isclose(float(row["held-out queries nDCG@10"]), evaluation["measures"]["nDCG@10"])
 
 
-def test_an_interrupted_comparison_goes_on(tmp_path, four_fit, monkeypatch):
-    study = study_of(tiny_retriever(tmp_path, "train.examples=64"))
-    folder = compare(study, tmp_path).folder
+def test_an_interrupted_comparison_goes_on(compared, tmp_path, four_fit, monkeypatch):
+    recipe, whole = compared
+    study, folder = study_of(recipe), Path(shutil.copytree(whole, tmp_path / whole.name))
     head, *lines = (folder / "compare.csv").read_text().splitlines()
     assert len(lines) == 4
     lines[0] = lines[0].replace("sequential,4,0,16,64,", "sequential,4,0,16,6400,")

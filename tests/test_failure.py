@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RANKS, Pool, forked
+from ranks import RANKS, Pool, forked, fresh
 
 from contrastile import ClipLoss, SigLipLoss
 from contrastile._torch import nccl_timeout
@@ -432,7 +432,7 @@ def _one_short_of_memory(rank: int, folder: Path, exchange: str, method: str, ca
     [("ring", 2), ("ring", 3), ("gather", 2), ("gather", 3), ("replicate", 1)],
 )
 def test_one_rank_short_of_memory_is_an_error_on_all(tmp_path: Path, exchange: str, method: str, calls: int) -> None:
-    with forked(W, _one_short_of_memory, tmp_path, exchange, method, calls) as processes:
+    with fresh(W, _one_short_of_memory, tmp_path, exchange, method, calls) as processes:
         # none waits for the time-out
         for process in processes:
             process.join(SOON)

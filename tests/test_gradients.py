@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
-from gradient_table import EXCHANGES, LOSSES, WRAPPERS, Row, every, measure, summary
+from gradient_table import EXCHANGES, LOSSES, MICRO_BATCHES, WAYS, WRAPPERS, Row, every, measure, summary
 from ranks import Pool
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("W", [1, 2, 3, 4])
-def test_every_gradient_is_that_of_one_process(pool: Pool, W: int, wrapper: str) -> None:
-    rows = list(measure(pool, [W], [wrapper]))
-    assert len(rows) == W * len(LOSSES) * len(EXCHANGES) * 4
+@pytest.mark.parametrize(
+    ("W", "exchanges", "ways"),
+    [
+        *((W, EXCHANGES, [(True, MICRO_BATCHES)]) for W in (1, 2, 3, 4)),
+        # how a rank encodes depends on the wrapper, not on what the loss exchanges
+        (2, ["gather"], WAYS),
+    ],
+)
+def test_every_gradient_is_that_of_one_process(
+    pool: Pool, wrapper: str, W: int, exchanges: Sequence[str], ways: Sequence[tuple[bool, int]]
+) -> None:
+    rows = list(measure(pool, [W], [wrapper], exchanges, ways))
+    assert len(rows) == W * len(LOSSES) * len(exchanges) * len(ways)
     for row in rows:
         assert set(row.parts) == {"towers", "scale"} | ({"bias"} if row.loss == "SigLipLoss" else set())
         for ratio, cosine in row.parts.values():

@@ -129,39 +129,37 @@ def test_every_file_is_a_chapter(path: Path) -> None:
     assert path.stem not in {"utils", "helpers", "common", "misc"}
 
 
-def _fresh(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout.strip()
+IMPORTED = """
+import sys, torch
+# torch itself may load some optional packages where they are installed
+before, calls = set(sys.modules), []
+sys.setprofile(lambda frame, event, _: calls.append(event))
+from contrastile import ClipLoss, encode
+sys.setprofile(None)
+print(calls.count("call"))
+print(*sorted(set(sys.modules) - before))
+sys.modules["pydantic"] = None
+# the library alone has every name
+from contrastile import *
+from contrastile import load
+try:
+    load(sys.argv[1])
+except ModuleNotFoundError as error:
+    print(error)
+"""
+OPTIONAL = {"triton", "transformers", "tokenizers", "datasets", "PIL", "matplotlib", "sklearn", "pydantic", "tqdm"}
 
 
-def test_importing_the_library_loads_nothing_optional() -> None:
-    optional = "'triton', 'transformers', 'tokenizers', 'datasets', 'PIL', 'matplotlib', 'sklearn', 'pydantic', 'tqdm'"
-    # torch itself may load some of them where they are installed
-    code = (
-        "import sys, torch; before = set(sys.modules); import contrastile; contrastile.ClipLoss; "
-        f"print(sorted((set(sys.modules) - before) & {{{optional}}}))"
-    )
-    assert _fresh(code) == "[]"
-
-
-def test_importing_the_library_costs_little_beside_torch() -> None:
-    """Counted, because seconds depend on what else runs: 14,000 calls take a seventh of one."""
-    code = (
-        "import sys, torch; calls = []; sys.setprofile(lambda frame, event, _: calls.append(event)); "
-        "from contrastile import ClipLoss, encode; sys.setprofile(None); print(calls.count('call'))"
-    )
-    assert int(_fresh(code)) < 20_000
-
-
-def test_a_run_is_not_loaded_without_what_it_needs(tmp_path: Path) -> None:
+def test_importing_the_library_costs_little_and_loads_nothing_optional(tmp_path: Path) -> None:
+    """Calls are counted, because seconds depend on what else runs: 14,000 take a seventh of one."""
     for name in ("recipe.toml", "model.safetensors", "run.json"):
         (tmp_path / name).touch()
-    # the library alone has every name
-    code = (
-        "import sys; sys.modules['pydantic'] = None; from contrastile import *; from contrastile import load\n"
-        f"try: load({str(tmp_path)!r})\nexcept ModuleNotFoundError as error: print(error)"
-    )
-    assert _fresh(code) == '`pydantic` is not installed; run: pip install "contrastile[train]"'
+    command = [sys.executable, "-c", IMPORTED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    calls, loaded, sentence = done.stdout.splitlines()
+    assert int(calls) < 20_000
+    assert not OPTIONAL & set(loaded.split())
+    assert sentence == '`pydantic` is not installed; run: pip install "contrastile[train]"'
 
 
 def test_public_names() -> None:

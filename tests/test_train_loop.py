@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_runs import timed, tiny_recipe, weights, write_pictures
+from tiny_runs import interrupted, timed, tiny_recipe, weights, write_pictures
 
 import contrastile
 from contrastile.train import loop
@@ -344,17 +344,9 @@ def test_the_saved_weights_are_the_ema(tmp_path, finished):
     assert losses[0] == losses[1]
 
 
-def test_a_stopped_run_saves_its_weights(tmp_path, monkeypatch):
-    real, calls = loop.step, []
-
-    def stop_at_the_third(*arguments):
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return real(*arguments)
-
-    monkeypatch.setattr(loop, "step", stop_at_the_third)
-    outcome = run_recipe(tiny_recipe(tmp_path), tmp_path / "runs")
+def test_a_stopped_run_saves_its_weights(tmp_path):
+    with interrupted(at=3):
+        outcome = run_recipe(tiny_recipe(tmp_path), tmp_path / "runs")
     assert (outcome.stopped_by, outcome.examples) == (signal.SIGINT, 48)
     assert "held-out pairs, picture → name" in loop.evaluate_run(outcome.folder)
     assert (outcome.folder / "report.html").is_file()

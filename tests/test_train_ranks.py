@@ -367,17 +367,17 @@ def test_kills_at_random_moments_on_two_ranks_leave_the_result_bit_identical(
 ) -> None:
     # who is alone does not look long for the other
     monkeypatch.setattr(failure, "PATIENCE", 0.5)
-    # shards that are written on the way, dropout, and a checkpoint every fourth of twenty steps
+    # shards that are written on the way, dropout, and a checkpoint every fourth of twelve steps
     overrides = ("data.copies=5", "evaluate.every=1.0", DROPOUT, *SAVED_EVERY_FOURTH)
     whole = _trained(tmp_path, 2, *overrides).rename(tmp_path / "whole")
     words, metrics = _words(tmp_path, *overrides), tmp_path / "runs" / "tiny" / "metrics.jsonl"
     lot, kills = random.Random(0), 0
     # while it starts, all over its steps, at its end
-    for step in [0, 0, *sorted(lot.randrange(1, 20) for _ in range(5)), 20, 10**9]:
+    for step in [0, *sorted(lot.randrange(1, 12) for _ in range(3)), 12, 10**9]:
         victims = [0, 1] if lot.random() < 0.5 else [lot.randrange(2)]
         with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
             kills += _killed_at(launched, metrics, step, lot.uniform(0, 0.3), victims)
-    assert kills >= 6
+    assert kills >= 3
     same_run(tmp_path / "runs" / "tiny", whole)
 
 

@@ -14,7 +14,7 @@ import traceback
 import pytest
 import torch
 from ranks import set_aside
-from tiny_runs import left, same_run, timed, tiny_recipe
+from tiny_runs import interrupted, left, same_run, timed, tiny_recipe
 
 from contrastile.cli.main import main
 from contrastile.train import checkpoints, image_text, log, loop
@@ -30,7 +30,7 @@ DROPOUT = (
     "model.text={kind='transformers', config={model_type='bert', hidden_size=16, num_hidden_layers=1, "
     "num_attention_heads=2, intermediate_size=16, hidden_dropout_prob=0.2}}"
 )
-SAVED = ("train.examples=320", "train.batch=16", "save.steps=4")
+SAVED = ("train.examples=192", "train.batch=16", "save.steps=4")
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +66,16 @@ def killed(recipe, runs, seconds):
     return False
 
 
-def test_thirty_kills_at_random_moments_leave_the_result_bit_identical(undisturbed, tmp_path):
+def test_a_dozen_kills_at_random_moments_leave_the_result_bit_identical(undisturbed, tmp_path):
     recipe, whole = undisturbed
     lot, kills, stories = random.Random(0), 0, 0
-    # a run is killed again and again until it comes through; then another one, until there were thirty kills
-    while kills < 30:
+    # a run is killed again and again until it comes through; then another one, until there were twelve kills
+    while kills < 12:
         runs, patience, stories = tmp_path / str(stories), 0.05, stories + 1
         while not killed(recipe, runs, lot.uniform(0, patience)):
             kills += 1
             # long enough to come a little further in the end
-            patience *= 1.15
+            patience *= 1.3
         same_run(runs / recipe.name, whole)
 
 
@@ -83,7 +83,7 @@ class Killed(BaseException):
     """In the place of a kill: nothing catches it."""
 
 
-@pytest.mark.parametrize("at", [1, 4, 5, 13, 20])
+@pytest.mark.parametrize("at", [1, 4, 5, 12])
 def test_a_run_killed_after_any_step_resumes_from_its_newest_checkpoint(undisturbed, tmp_path, monkeypatch, at):
     recipe, whole = undisturbed
     real, steps = loop.step, []
@@ -106,41 +106,31 @@ def test_a_run_killed_after_any_step_resumes_from_its_newest_checkpoint(undistur
     monkeypatch.setattr(loop, "step", lambda *arguments: count.append(1) or real(*arguments))
     outcome = run_recipe(recipe, tmp_path, resume=True)
     # only what came after the last checkpoint is done again
-    assert len(count) == 20 - 4 * ((at - 1) // 4)
+    assert len(count) == 12 - 4 * ((at - 1) // 4)
     same_run(outcome.folder, whole)
-    assert outcome.examples == 320
+    assert outcome.examples == 192
     assert not (outcome.folder / "checkpoints").exists()
 
 
-def stopped(recipe, runs, monkeypatch, at, number=signal.SIGTERM, times=1):
-    real, steps = loop.step, []
-
-    def stop(*arguments):
-        steps.append(1)
-        if len(steps) == at:
-            for _ in range(times):
-                signal.raise_signal(number)
-        return real(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "step", stop)
+def stopped(recipe, runs, at, number=signal.SIGTERM, times=1):
+    with interrupted(at, number, times):
         return run_recipe(recipe, runs)
 
 
 def test_a_stopped_run_finishes_its_step_saves_and_resumes_there(undisturbed, tmp_path, monkeypatch):
     recipe, whole = undisturbed
-    outcome = stopped(recipe, tmp_path, monkeypatch, at=6)
+    outcome = stopped(recipe, tmp_path, at=6)
     assert (outcome.stopped_by, outcome.examples) == (signal.SIGTERM, 6 * 16)
     assert (outcome.folder / "checkpoints" / "step-000000006" / "manifest.json").is_file()
     real, count = loop.step, []
     monkeypatch.setattr(loop, "step", lambda *arguments: count.append(1) or real(*arguments))
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
-    assert len(count) == 14
+    assert len(count) == 6
 
 
-def test_a_stop_in_the_last_step_leaves_the_result_bit_identical(undisturbed, tmp_path, monkeypatch):
+def test_a_stop_in_the_last_step_leaves_the_result_bit_identical(undisturbed, tmp_path):
     recipe, whole = undisturbed
-    assert stopped(recipe, tmp_path, monkeypatch, at=20).stopped_by == signal.SIGTERM
+    assert stopped(recipe, tmp_path, at=12).stopped_by == signal.SIGTERM
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
@@ -152,17 +142,17 @@ def test_a_stop_in_the_last_step_leaves_the_result_bit_identical(undisturbed, tm
         ("loss.kind=siglip", "train.precision=bf16", "train.batch=[[0.0, 16], [0.5, 48]]", "optim.schedule=cooldown"),
     ],
 )
-def test_every_optimizer_and_precision_resumes_bit_identically(tmp_path, monkeypatch, overrides):
+def test_every_optimizer_and_precision_resumes_bit_identically(tmp_path, overrides):
     recipe = tiny_recipe(tmp_path, "train.examples=240", "train.batch=16", *overrides)
     whole = run_recipe(recipe, tmp_path / "whole").folder
-    assert stopped(recipe, tmp_path / "runs", monkeypatch, at=7).stopped_by
+    assert stopped(recipe, tmp_path / "runs", at=7).stopped_by
     same_run(run_recipe(recipe, tmp_path / "runs", resume=True).folder, whole)
 
 
-def test_a_second_signal_stops_at_once(undisturbed, tmp_path, monkeypatch):
+def test_a_second_signal_stops_at_once(undisturbed, tmp_path):
     recipe, whole = undisturbed
     with pytest.raises(KeyboardInterrupt) as caught:
-        stopped(recipe, tmp_path, monkeypatch, at=6, number=signal.SIGTERM, times=2)
+        stopped(recipe, tmp_path, at=6, number=signal.SIGTERM, times=2)
     assert caught.value.args == (signal.SIGTERM,)
     folder = tmp_path / recipe.name
     # no weights that may be those of half a step
@@ -170,9 +160,9 @@ def test_a_second_signal_stops_at_once(undisturbed, tmp_path, monkeypatch):
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(undisturbed, tmp_path, monkeypatch, caplog):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(undisturbed, tmp_path, caplog):
     recipe, whole = undisturbed
-    folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
+    folder = stopped(recipe, tmp_path, at=6).folder
     with (folder / "checkpoints" / "step-000000006" / "optimizer.safetensors").open("r+b") as file:
         file.truncate(100)
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
@@ -199,7 +189,7 @@ def test_a_failing_probe_and_lost_metrics_do_not_change_the_training(undisturbed
     assert "the probe after 0 pairs failed, the training goes on: ZeroDivisionError" in caplog.text
 
 
-def test_metrics_on_a_full_disk_lose_whole_lines_only(tmp_path, monkeypatch, caplog):
+def test_metrics_on_a_full_disk_lose_whole_lines_only(tmp_path, caplog):
     class Full:
         """Takes half a line, as a disk that fills up does."""
 
@@ -253,17 +243,17 @@ def limited(size, run):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
 
 
-def test_a_full_disk_fails_at_the_end_of_a_run_and_loses_no_checkpoint(undisturbed, tmp_path, monkeypatch):
+def test_a_full_disk_fails_at_the_end_of_a_run_and_loses_no_checkpoint(undisturbed, tmp_path):
     recipe, whole = undisturbed
-    kept = stopped(recipe, tmp_path, monkeypatch, at=6).folder / "checkpoints" / "step-000000006"
+    kept = stopped(recipe, tmp_path, at=6).folder / "checkpoints" / "step-000000006"
     words = [str(tmp_path / "tiny.toml"), DROPOUT, *SAVED, "--runs", str(tmp_path), "--resume"]
     (tmp_path / "tiny.toml").write_text((whole.parent.parent / "tiny.toml").read_text())
     before = (tmp_path / recipe.name / "model.safetensors").read_bytes()
     # room for lines of metrics, and for no weights
     code, said = limited(12_000, lambda: main(["train", *words]))
     assert code == 1, said
-    assert said.count("could not be saved into") >= 3
-    assert said.count("the run goes on, and tries again when the next one is due") >= 3
+    assert said.count("could not be saved into") >= 2
+    assert said.count("the run goes on, and tries again when the next one is due") >= 2
     last = said.strip().splitlines()[-1]
     assert last.startswith("the weights could not be saved into ")
     assert last.endswith("File too large (os error 27)); what was saved before is there, free the disk and resume")
@@ -317,9 +307,9 @@ def test_damaged_lines_of_metrics_are_left_out(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:700], lambda text: text.replace("id", "ix", 1)])
-def test_a_damaged_tokenizer_is_refused(undisturbed, tmp_path, monkeypatch, damage):
+def test_a_damaged_tokenizer_is_refused(undisturbed, tmp_path, damage):
     recipe, _ = undisturbed
-    folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
+    folder = stopped(recipe, tmp_path, at=6).folder
     path = folder / "tokenizer.json"
     path.write_text(damage(path.read_text()))
     with pytest.raises(ValueError, match=r"^`tokenizer` must be one that can be read; got .*Restore or replace it\.$"):
@@ -354,9 +344,9 @@ def test_resuming_a_run_that_does_not_exist_begins_it(undisturbed, tmp_path):
     assert (tmp_path / f"{recipe.name}-1").is_dir()
 
 
-def test_unused_keys_of_a_recipe_may_change_on_resume(undisturbed, tmp_path, monkeypatch):
+def test_unused_keys_of_a_recipe_may_change_on_resume(undisturbed, tmp_path):
     recipe, _ = undisturbed
-    stopped(recipe, tmp_path, monkeypatch, at=2)
+    stopped(recipe, tmp_path, at=2)
     same_recipe(RunFolder(tmp_path / recipe.name), _with_optim(recipe, cooldown=0.5))
     with pytest.raises(ValueError, match=r"`optim\.schedule` must be what the run began with; got cooldown"):
         same_recipe(RunFolder(tmp_path / recipe.name), _with_optim(recipe, schedule="cooldown"))
@@ -366,9 +356,9 @@ def _with_optim(recipe, **change):
     return recipe.model_copy(update={"optim": recipe.optim.model_copy(update=change)})
 
 
-def test_another_recipe_is_refused(undisturbed, tmp_path, monkeypatch):
+def test_another_recipe_is_refused(undisturbed, tmp_path):
     recipe, _ = undisturbed
-    stopped(recipe, tmp_path, monkeypatch, at=2)
+    stopped(recipe, tmp_path, at=2)
     other = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"learning_rate": 0.5})})
     with pytest.raises(ValueError) as caught:
         run_recipe(other, tmp_path, resume=True)
@@ -381,7 +371,7 @@ def test_another_recipe_is_refused(undisturbed, tmp_path, monkeypatch):
 
 def test_resumed_steps_do_not_count_for_the_rate_and_a_large_batch_is_logged(tmp_path, monkeypatch, capsys, caplog):
     recipe = tiny_recipe(tmp_path)
-    stopped(recipe, tmp_path, monkeypatch, at=3)
+    stopped(recipe, tmp_path, at=3)
     assert "train.batch is 48, of 18 pairs to train on: they come several times in a step" in caplog.text
     capsys.readouterr()
     begun = []
@@ -399,9 +389,9 @@ def test_remains_of_a_killed_process_are_removed(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
 
 
-def test_files_of_the_user_in_a_run_stay(undisturbed, tmp_path, monkeypatch):
+def test_files_of_the_user_in_a_run_stay(undisturbed, tmp_path):
     recipe, whole = undisturbed
-    folder = stopped(recipe, tmp_path, monkeypatch, at=6).folder
+    folder = stopped(recipe, tmp_path, at=6).folder
     for name in (".git", ".tokenizer-mine", ".wide.part", "checkpoints/.mine"):
         (folder / name).mkdir()
     for name in (".notes.md", ".part", "checkpoints/notes.md", "checkpoints/step-notes"):
@@ -417,11 +407,11 @@ def test_files_of_the_user_in_a_run_stay(undisturbed, tmp_path, monkeypatch):
     assert not [path for path in (folder / "checkpoints").iterdir() if path not in before]
 
 
-def test_a_checkpoint_of_another_run_is_refused(undisturbed, tmp_path, monkeypatch):
+def test_a_checkpoint_of_another_run_is_refused(undisturbed, tmp_path):
     recipe, _ = undisturbed
-    folder = stopped(recipe, tmp_path / "one", monkeypatch, at=2).folder
+    folder = stopped(recipe, tmp_path / "one", at=2).folder
     for name, seed in (("another", recipe.seed + 1), ("alike", recipe.seed)):
-        other = stopped(recipe.model_copy(update={"seed": seed}), tmp_path / name, monkeypatch, at=6).folder
+        other = stopped(recipe.model_copy(update={"seed": seed}), tmp_path / name, at=6).folder
         step = folder / "checkpoints" / "step-000000006"
         shutil.copytree(other / "checkpoints" / step.name, step)
         with pytest.raises(ValueError) as caught:
@@ -437,7 +427,7 @@ def test_a_checkpoint_of_another_run_is_refused(undisturbed, tmp_path, monkeypat
 
 def test_checkpoints_of_earlier_versions_without_an_origin_resume(undisturbed, tmp_path, monkeypatch, caplog):
     recipe, whole = undisturbed
-    folder, probe = stopped(recipe, tmp_path, monkeypatch, at=6).folder, image_text.probe
+    folder, probe = stopped(recipe, tmp_path, at=6).folder, image_text.probe
     step = folder / "checkpoints" / "step-000000006"
     (folder / "run.id").unlink()
     plain = json.loads((step / "state.json").read_text())
@@ -483,11 +473,11 @@ def test_a_run_whose_folder_is_moved_writes_nothing_into_another(undisturbed, tm
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)
 
 
-def test_a_resumed_run_restores_the_time_of_its_steps(tmp_path, monkeypatch):
+def test_a_resumed_run_restores_the_time_of_its_steps(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.minutes=2.0")
     with timed(lambda count: count):
         # the step of 48 pairs from 64 to 112 seconds: there is no time for another one
-        assert stopped(recipe, tmp_path, monkeypatch, at=5).stopped_by
+        assert stopped(recipe, tmp_path, at=5).stopped_by
     with timed(lambda count: count):
         outcome = run_recipe(recipe, tmp_path, resume=True)
     assert outcome.examples == 112

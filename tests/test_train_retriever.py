@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import same_run, weights
+from tiny_runs import interrupted, same_run, weights
 from tiny_texts import tiny_retriever
 
 import contrastile
 from contrastile.data.texts import Passage, Query, TextSet
 from contrastile.models.towers import Retriever
 from contrastile.modules import InfoNCELoss
-from contrastile.train import loop
 from contrastile.train.load import load
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import evaluate_run, run_recipe, step
@@ -380,17 +379,9 @@ def test_a_nan_loss_does_not_change_the_weights(tmp_path):
         torch.testing.assert_close(value, before[name], equal_nan=True, rtol=0, atol=0)
 
 
-def test_a_stopped_run_saves_its_weights(tmp_path, monkeypatch):
-    real, calls = loop.step, []
-
-    def stop_at_the_third(*arguments):
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return real(*arguments)
-
-    monkeypatch.setattr(loop, "step", stop_at_the_third)
-    outcome = run_recipe(tiny_retriever(tmp_path), tmp_path / "runs")
+def test_a_stopped_run_saves_its_weights(tmp_path):
+    with interrupted(at=3):
+        outcome = run_recipe(tiny_retriever(tmp_path), tmp_path / "runs")
     assert (outcome.stopped_by, outcome.examples) == (signal.SIGINT, 48)
     assert "held-out queries, retriever" in evaluate_run(outcome.folder)
 
@@ -471,20 +462,12 @@ def test_a_tokenizer_is_trained_without_held_out_queries(tmp_path):
 
 
 @pytest.mark.parametrize("overrides", [(), ("train.precision=fp16", "optim.ema=0.9", "train.accumulate=2")])
-def test_a_resumed_run_is_bit_identical(tmp_path, monkeypatch, overrides):
-    recipe = swapped(tmp_path, bert("both"), "save.steps=4", "train.examples=160", *overrides)
+def test_a_resumed_run_is_bit_identical(tmp_path, overrides):
+    recipe = swapped(tmp_path, bert("both"), "save.steps=4", "train.examples=96", *overrides)
     whole = run_recipe(recipe, tmp_path / "whole").folder
-    real, steps = loop.step, []
-
-    def stop(*arguments):
-        steps.append(1)
-        if len(steps) == 3:
-            signal.raise_signal(signal.SIGTERM)
-        return real(*arguments)
-
-    monkeypatch.setattr(loop, "step", stop)
-    assert run_recipe(recipe, tmp_path / "runs").stopped_by == signal.SIGTERM
-    again = run_recipe(recipe, tmp_path / "runs", resume=True).folder
-    assert len(steps) == 8
+    with interrupted(at=3, number=signal.SIGTERM) as steps:
+        assert run_recipe(recipe, tmp_path / "runs").stopped_by == signal.SIGTERM
+        again = run_recipe(recipe, tmp_path / "runs", resume=True).folder
+    assert len(steps) == 5
     same_run(whole, again)
     assert not (again / "checkpoints").exists()

@@ -72,7 +72,7 @@ def test_ranks_without_queries_train(tmp_path: Path) -> None:
 
 
 # dropout is on
-SAVED = ("train.examples=160", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9", bert("both"))
+SAVED = ("train.examples=96", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9", bert("both"))
 
 
 def test_a_run_resumed_on_as_many_ranks_is_bit_identical(tmp_path: Path) -> None:

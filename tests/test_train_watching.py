@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from test_train_resume import Killed
-from tiny_runs import left, same_run, tiny_recipe
+from tiny_runs import interrupted, left, same_run, tiny_recipe
 from torch import nn
 
 from contrastile.train import loop, trackers
@@ -360,17 +360,9 @@ def test_the_report_is_written_while_the_run_trains(plain, tmp_path, monkeypatch
 
 @pytest.mark.drawn
 def test_the_report_of_a_stopped_run_has_curves_and_says_how_to_resume(plain, tmp_path, monkeypatch, caplog):
-    real, steps = loop.step, []
-
-    def stop(*arguments):
-        steps.append(1)
-        if len(steps) == 4:
-            signal.raise_signal(signal.SIGINT)
-        return real(*arguments)
-
-    monkeypatch.setattr(loop, "step", stop)
     recipe, whole = plain
-    folder = run_recipe(recipe, tmp_path).folder
+    with interrupted(at=4):
+        folder = run_recipe(recipe, tmp_path).folder
     page = (folder / "report.html").read_text()
     assert "This run was asked to stop." in page
     assert "still training" not in page
@@ -378,8 +370,8 @@ def test_the_report_of_a_stopped_run_has_curves_and_says_how_to_resume(plain, tm
     assert page.count("<svg") == 6
     # one that fails is told, and the run is resumed all the same
     monkeypatch.setattr(trackers, "write_report", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(loop, "step", lambda *arguments: signal.raise_signal(signal.SIGINT) or real(*arguments))
-    run_recipe(recipe, tmp_path, resume=True)
+    with interrupted(at=1):
+        run_recipe(recipe, tmp_path, resume=True)
     assert "the report failed, the run is kept: ZeroDivisionError('division by zero')" in caplog.messages
     monkeypatch.undo()
     same_run(run_recipe(recipe, tmp_path, resume=True).folder, whole)

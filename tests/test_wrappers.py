@@ -274,10 +274,15 @@ def _partly_trained(rank: int, group: Any, kind: str, way: str, what: str, how: 
 
 
 @pytest.mark.parametrize("what", ["frozen tower", "frozen layer", "unused"])
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    [("DDP", {}), ("DDP", {"find_unused_parameters": True}), ("DDP", {"static_graph": True}), ("FSDP2", {})],
+    ("kind", "how", "way"),
+    [
+        *((kind, {}, way) for kind in ("DDP", "FSDP2") for way in WAYS),
+        ("DDP", {"find_unused_parameters": True}, "in the forward"),
+        ("DDP", {"find_unused_parameters": True}, "text first, some kept"),
+        ("DDP", {"static_graph": True}, "in the forward"),
+        ("DDP", {"static_graph": True}, "text first, some kept"),
+    ],
     ids=str,
 )
 def test_frozen_and_unused_parameters_get_the_plain_gradients(
@@ -373,7 +378,7 @@ def _sharded_steps(rank: int, group: Any, way: str, how: str) -> None:
     groups = {"blocks": 7, "towers": 3, "all at once": 1}[how]
     x, y, labels = _mine(rank, group)
     with _scatters() as scattered:
-        for _ in range(STEPS):
+        for _ in range(2):
             model.zero_grad()
             scattered.clear()
             loss_of("ClipLoss", SHARDED_WAYS[way](model, model, x, y), labels, group=group).backward()
@@ -383,8 +388,15 @@ def _sharded_steps(rank: int, group: Any, way: str, how: str) -> None:
             assert groups - len(scattered) in ((0, 1) if way == "scale first" or how == "towers" else (0,))
 
 
-@pytest.mark.parametrize("how", ["blocks", "towers", "all at once"])
-@pytest.mark.parametrize("way", SHARDED_WAYS)
+# every way with the finest shards; coarser ones where they are gathered at another moment
+@pytest.mark.parametrize(
+    ("way", "how"),
+    [
+        *((way, "blocks") for way in SHARDED_WAYS),
+        *((way, "towers") for way in ("in the forward", "scale first", "text plain, before", "text plain, after")),
+        *((way, "all at once") for way in ("in the forward", "scale first")),
+    ],
+)
 def test_fsdp2_scatters_each_group_once(pool: Pool, way: str, how: str) -> None:
     pool.check(_sharded_steps, 3, way, how)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import forked
+from ranks import fresh
 from test_failure import SOON
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,7 +63,7 @@ def _run(rank: int, folder: Path, who: tuple[int, ...], place: str) -> None:
 
 
 def _all(folder: Path, who: tuple[int, ...], place: str) -> list[list[str]]:
-    with forked(W, _run, folder, who, place) as processes:
+    with fresh(W, _run, folder, who, place) as processes:
         # gloo's own half hour is not needed
         for process in processes:
             process.join(SOON)

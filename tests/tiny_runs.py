@@ -3,6 +3,7 @@
 And what a run leaves behind, for tests that compare two.
 """
 
+import signal
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,6 +104,21 @@ def timed(seconds: Callable[[int], float]) -> Iterator[None]:
         patch.object(loop, "step", step),
     ):
         yield
+
+
+@contextmanager
+def interrupted(at: int, number: int = signal.SIGINT, times: int = 1) -> Iterator[list[int]]:
+    """Runs whose step `at` begins with a signal to this process; the numbers of the steps that began."""
+    real, steps = loop.step, []
+
+    def step(*arguments: Any) -> Any:
+        steps.append(len(steps) + 1)
+        for _ in range(times if len(steps) == at else 0):
+            signal.raise_signal(number)
+        return real(*arguments)
+
+    with patch.object(loop, "step", step):
+        yield steps
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
