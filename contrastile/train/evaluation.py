@@ -31,59 +31,43 @@ PARTS = {"faces": "held-out faces", "names": "held-out names", "held_out": "held
 
 
 @dataclass(frozen=True)
-class Names:
-    """Distinct texts with features `[m, D]` and ids `[m]`."""
+class Encoded:
+    """Pictures or names of a pair set: their rows, features `[n, D]` and ids `[n]`. Of equal names the first row."""
 
-    texts: list[str]
-    features: Tensor
-    ids: Tensor
-
-
-@dataclass(frozen=True)
-class Part:
-    """An encoded held-out part: rows of the pair set, features and ids of their pictures, and their names."""
-
-    name: str
     rows: Indices
     features: Tensor
     ids: Tensor
-    names: Names
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The features of an evaluation: the held-out parts, and prompted names of the whole pair set as classes."""
+    """Pictures and names of each held-out part, and the prompted names of the whole pair set as classes."""
 
-    parts: list[Part]
-    classes: Names
+    parts: dict[str, tuple[Encoded, Encoded]]
+    classes: Encoded
 
 
 def encode_held_out(run: Run, pairs: PairSet) -> HeldOut:
     """Encode the held-out pictures and every name."""
-    parts = []
+    parts = {}
     with evaluating(run.model):
         for name, rows in held_out(pairs).items():
             features = encode_pictures(run, pairs.images, rows, f"encoding {PARTS.get(name, name)}")
-            names = encode_names(run, pairs, rows)
-            parts.append(Part(name, rows, features, ids_of(run, pairs, rows), names))
+            parts[name] = Encoded(rows, features, ids_of(run, pairs, rows)), encode_names(run, pairs, rows)
         first = first_rows(pairs, np.arange(len(pairs)))
         texts = [pairs.captions[row] for row in first]
         prompted = class_features(texts, encode=run.encode_text, prompts=run.recipe.evaluate.prompts)
-    return HeldOut(parts, Names(texts, prompted, ids_of(run, pairs, first)))
+    return HeldOut(parts, Encoded(first, prompted, ids_of(run, pairs, first)))
 
 
 def evaluate(run: Run, encoded: HeldOut) -> list[Row]:
     """Every test as a row: name, queries, choices, recall at `KS`, chance; a `headline` leads the report."""
     rows = []
-    classes = encoded.classes.features, encoded.classes.ids
-    for part in encoded.parts:
-        label = PARTS.get(part.name, part.name)
-        pictures, names = (part.features, part.ids), (part.names.features, part.names.ids)
+    labelled = [(PARTS.get(name, name), *sides) for name, sides in encoded.parts.items()]
+    for label, pictures, names in labelled:
         rows.append(_compare(f"{label}, picture → name", pictures, names, headline=True))
         rows.append(_compare(f"{label}, name → picture", names, pictures))
-    for part in encoded.parts:
-        label = PARTS.get(part.name, part.name)
-        rows.append(_compare(f"{label}, zero-shot among all names", (part.features, part.ids), classes))
+    rows += [_compare(f"{label}, zero-shot among all names", part, encoded.classes) for label, part, _ in labelled]
     glyphs = run.recipe.data.source == "glyphs"
     return [*rows, digits(run)] if glyphs and run.recipe.evaluate.digits else rows
 
@@ -95,8 +79,9 @@ def digits(run: Run) -> Row:
     with evaluating(run.model):
         features = encode_pictures(run, pictures, np.arange(len(pictures)), "encoding handwritten digits")
         names = class_features(DIGIT_NAMES, encode=run.encode_text, prompts=run.recipe.evaluate.prompts)
-    ids = torch.from_numpy(labels).to(run.device), torch.arange(len(DIGIT_NAMES), device=run.device)
-    return _compare("handwritten digits, zero-shot", (features, ids[0]), (names, ids[1]), headline=True)
+    images = Encoded(np.arange(len(pictures)), features, torch.from_numpy(labels).to(run.device))
+    classes = Encoded(np.arange(len(names)), names, torch.arange(len(names), device=run.device))
+    return _compare("handwritten digits, zero-shot", images, classes, headline=True)
 
 
 def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
@@ -112,11 +97,11 @@ def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
     return recalls
 
 
-def _compare(test: str, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], *, headline: bool = False) -> Row:
-    """The row of one test: features and ids of queries and keys."""
-    counts = len(queries[0]), len(keys[0])
-    shares = recall(queries[0], keys[0], queries[1], keys[1], ks=ranks_below(counts[1]))
-    guessed = chance(queries[1], keys[1], ks=(1,))[1]
+def _compare(test: str, queries: Encoded, keys: Encoded, *, headline: bool = False) -> Row:
+    """The row of one test."""
+    counts = len(queries.ids), len(keys.ids)
+    shares = recall(queries.features, keys.features, queries.ids, keys.ids, ks=ranks_below(counts[1]))
+    guessed = chance(queries.ids, keys.ids, ks=(1,))[1]
     return result_row(test, counts, {str(k): share for k, share in shares.items()}, guessed, headline=headline)
 
 
@@ -129,15 +114,8 @@ def result_row(
     test: str, counts: tuple[int, int], shares: dict[str, float], guessed: float | None, *, headline: bool
 ) -> Row:
     """A test's row in evaluation.json; counts: queries and choices."""
-    queries, choices = counts
-    return {
-        "test": test,
-        "queries": queries,
-        "choices": choices,
-        "recall": shares,
-        "chance": guessed,
-        "headline": headline,
-    }
+    sizes = dict(zip(("queries", "choices"), counts, strict=True))
+    return {"test": test, **sizes, "recall": shares, "chance": guessed, "headline": headline}
 
 
 def held_out(pairs: PairSet) -> dict[str, Indices]:
@@ -151,11 +129,10 @@ def first_rows(pairs: PairSet, rows: Indices) -> Indices:
     return rows[np.sort(first)]
 
 
-def encode_names(run: Run, pairs: PairSet, rows: Indices) -> Names:
+def encode_names(run: Run, pairs: PairSet, rows: Indices) -> Encoded:
     """Encode each distinct title of `rows`."""
     first = first_rows(pairs, rows)
-    texts = [pairs.captions[row] for row in first]
-    return Names(texts, run.encode_text(texts), ids_of(run, pairs, first))
+    return Encoded(first, run.encode_text([pairs.captions[row] for row in first]), ids_of(run, pairs, first))
 
 
 def encode_pictures(run: Run, images: Images, rows: Indices, label: str) -> Tensor:

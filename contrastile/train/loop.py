@@ -57,7 +57,7 @@ from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.run import begin_run, learned_by, same_recipe, save_run
 from contrastile.train.sharded import is_sharded
 from contrastile.train.signals import StopRequest
-from contrastile.train.stopwatch import Stopwatch, shares_text
+from contrastile.train.stopwatch import DeviceTimer, HostTimer, Stopwatch, shares_text
 from contrastile.train.task import BatchPart, Task
 from contrastile.train.trackers import listeners, write_stopped_report
 
@@ -217,7 +217,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, self.optim)
         self.scaler = torch.amp.GradScaler(task.run.device.type, enabled=recipe.train.precision == "fp16")
         self.ema = Ema(self.model, recipe.optim.ema)
-        self.stopwatch = Stopwatch.of(task.run.device)
+        self.stopwatch = Stopwatch(DeviceTimer() if task.run.device.type == "cuda" else HostTimer())
         self.stopwatch.follow(self.optimizer)
         task.timed(self.stopwatch)
         self.memory = PeakMemory(task.run.device)
