@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from contrastile.train.adafactor import Adafactor
 from contrastile.train.checkpoints import join_tensors, split_tensors
 from contrastile.train.config import TrainSettings
 from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings
 from contrastile.train.ema import Ema
-from contrastile.train.muon import CombinedOptimizer, Muon, matrices
 from contrastile.train.optim import (
     build_optimizer,
     clamp_scale,
@@ -24,6 +22,7 @@ from contrastile.train.optim import (
     set_learning_rate,
     with_warmup,
 )
+from contrastile.train.optimizers import Adafactor, CombinedOptimizer, Muon, matrices
 
 
 def small_model():

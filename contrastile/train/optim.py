@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from contrastile._errors import invalid
-from contrastile.train.adafactor import Adafactor
 from contrastile.train.config import Steps
 from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
-from contrastile.train.muon import CombinedOptimizer, Muon, matrices
+from contrastile.train.optimizers import Adafactor, CombinedOptimizer, Muon, matrices
 from contrastile.train.sharded import full
 
 Groups = list[dict[str, Any]]
@@ -32,10 +31,8 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     A group without parameters is left out.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
-    ]
+    decaying, free = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
@@ -113,24 +110,12 @@ def rate_factor(settings: OptimSettings, batch: int | None) -> float:
 POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
-def _cosine(progress: float, settings: OptimSettings) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * (progress - settings.warmup) / (1.0 - settings.warmup)))
-
-
-def _linear(progress: float, settings: OptimSettings) -> float:
-    return (1.0 - progress) / (1.0 - settings.warmup)
-
-
-def _cooldown(progress: float, settings: OptimSettings) -> float:
-    return min(1.0, (1.0 - progress) / settings.cooldown)
-
-
 # from 1 to 0 after the warm-up, by the share of the run that is done
 SCHEDULES: dict[str, Callable[[float, OptimSettings], float]] = {
-    "cosine": _cosine,
-    "linear": _linear,
-    "cooldown": _cooldown,
-    "constant": lambda progress, settings: 1.0,  # noqa: ARG005
+    "cosine": lambda done, how: 0.5 * (1.0 + math.cos(math.pi * (done - how.warmup) / (1.0 - how.warmup))),
+    "linear": lambda done, how: (1.0 - done) / (1.0 - how.warmup),
+    "cooldown": lambda done, how: min(1.0, (1.0 - done) / how.cooldown),
+    "constant": lambda done, how: 1.0,  # noqa: ARG005
 }
 
 
