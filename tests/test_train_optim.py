@@ -11,7 +11,6 @@ from torch import nn
 from contrastile.train.checkpoints import join_tensors, split_tensors
 from contrastile.train.config import TrainSettings
 from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings
-from contrastile.train.ema import Ema
 from contrastile.train.optim import (
     build_optimizer,
     clamp_scale,
@@ -23,6 +22,7 @@ from contrastile.train.optim import (
     with_warmup,
 )
 from contrastile.train.optimizers import Adafactor, CombinedOptimizer, Muon, matrices
+from contrastile.train.state import Ema
 
 
 def small_model():

@@ -24,7 +24,6 @@ from contrastile.distributed.failure import all_failed
 from contrastile.gradcache.rng import begin_random
 from contrastile.train.checkpoints import Checkpoints, Parts, step_seed
 from contrastile.train.config import Recipe
-from contrastile.train.ema import Ema
 from contrastile.train.folder import (
     CHECKPOINTS,
     METRICS,
@@ -40,7 +39,6 @@ from contrastile.train.load import load
 from contrastile.train.log import Bar, Metrics, progress, size
 from contrastile.train.memory import PeakMemory
 from contrastile.train.metadata import TrainResult, finished_result
-from contrastile.train.nonfinite import NonFiniteGuard
 from contrastile.train.optim import (
     build_optimizer,
     clamp_scale,
@@ -49,7 +47,6 @@ from contrastile.train.optim import (
     set_learning_rate,
     with_warmup,
 )
-from contrastile.train.progress import Progress
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.config import RetrieverRecipe
@@ -57,6 +54,7 @@ from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.run import begin_run, learned_by, same_recipe, save_run
 from contrastile.train.sharded import is_sharded
 from contrastile.train.signals import StopRequest
+from contrastile.train.state import Ema, NonFiniteGuard, Progress
 from contrastile.train.stopwatch import DeviceTimer, HostTimer, Stopwatch, shares_text
 from contrastile.train.task import BatchPart, Task
 from contrastile.train.trackers import listeners, write_stopped_report

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from contrastile.train.folder import METADATA, RunFolder
 from contrastile.train.loaded import LoadedRun
-from contrastile.train.progress import Progress
 from contrastile.train.provenance import chip, versions
+from contrastile.train.state import Progress
 
 
 @dataclass
