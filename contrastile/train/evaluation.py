@@ -111,11 +111,11 @@ def ranks_below(choices: int) -> tuple[int, ...]:
 
 
 def result_row(
-    test: str, counts: tuple[int, int], shares: dict[str, float], guessed: float | None, *, headline: bool
+    test: str, counts: tuple[int, int], shares: dict[str, float], guessed: float | None, *, headline: bool, **more: Any
 ) -> Row:
     """A test's row in evaluation.json; counts: queries and choices."""
     sizes = dict(zip(("queries", "choices"), counts, strict=True))
-    return {"test": test, **sizes, "recall": shares, "chance": guessed, "headline": headline}
+    return {"test": test, **sizes, "recall": shares, "chance": guessed, "headline": headline, **more}
 
 
 def held_out(pairs: PairSet) -> dict[str, Indices]:

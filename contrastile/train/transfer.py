@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,27 +50,16 @@ MANY = 4000
 CHUNK = 256
 
 
-class Test(Protocol):
-    """An opened test."""
-
-    @property
-    def name(self) -> str:
-        """The prefix of its measures."""
-
-    def measure(self, run: Run, most: int | None = None) -> list[Row]:
-        """Its rows, from all pictures, or from a sample of at most `most`, the same every time."""
-
-
 @dataclass(frozen=True)
 class ZeroShot:
-    """Images by class, and the prompts for the classes' names."""
+    """A test: images by class, and the prompts for the classes' names. `name` begins the names of its measures."""
 
     name: str
     folder: ClassFolder
     templates: Sequence[str]
 
     def measure(self, run: Run, most: int | None = None) -> list[Row]:
-        """Top 1, top 5 and the mean per class."""
+        """Top 1, top 5 and the mean per class, of all pictures or of a sample of at most `most`."""
         rows = _sample(len(self.folder.paths), most)
         with evaluating(run.model):
             pictures, readable, skipped = _encode(run, [self.folder.paths[row] for row in rows], self.name)
@@ -85,18 +74,20 @@ class ZeroShot:
         guessed = right.double().mean(dim=1)[labels].mean().item()
         metrics = {f"{self.name}-zeroshot-val-{name}": value for name, value in measured.items()}
         shares = {name.removeprefix("top"): value for name, value in measured.items() if name.startswith("top")}
-        return [_row(f"{self.name}, zero-shot", (len(pictures), len(names)), shares, guessed, metrics, skipped)]
+        counts = len(pictures), len(names)
+        test = f"{self.name}, zero-shot"
+        return [result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)]
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Images with their captions."""
+    """A test: images with their captions. `name` begins the names of its measures."""
 
     name: str
     captioned: Captioned
 
     def measure(self, run: Run, most: int | None = None) -> list[Row]:
-        """Recall and ranks of the first right answer, in both directions."""
+        """Recall and ranks of the first right answer, in both directions, of all pictures or of a sample."""
         paths, owner = self.captioned.paths, self.captioned.owner
         rows = _sample(len(paths), most)
         with evaluating(run.model):
@@ -110,32 +101,23 @@ class Retrieval:
             caption = [distinct.setdefault(self.captioned.texts[row], len(distinct)) for row in chosen]
             texts = run.encode_text(list(distinct))
         matches = torch.from_numpy(np.unique([number[owner[chosen]], caption], axis=1)).to(run.device)
-        sizes = len(pictures), len(texts)
         measured = both_ways(pictures, texts, *matches)
-        directions = {
-            "image_to_text": ("picture → caption", sizes),
-            "text_to_image": ("caption → picture", sizes[::-1]),
-        }
-        results = []
-        for (direction, (label, counts)), queries in zip(directions.items(), matches, strict=True):
+        results, sizes = [], (len(pictures), len(texts))
+        directions = (
+            ("image_to_text", "picture → caption", sizes),
+            ("text_to_image", "caption → picture", sizes[::-1]),
+        )
+        for (direction, label, counts), queries in zip(directions, matches, strict=True):
             shares = {str(k): measured[f"{direction}_R@{k}"] for k in ranks_below(counts[1])}
             guessed = chance_among(queries.bincount(minlength=counts[0]), counts[1], ks=(1,))[1]
             metrics = {name: value for name, value in measured.items() if name.startswith(direction)}
-            results.append(_row(f"{self.name}, {label}", counts, shares, guessed, metrics, skipped))
+            test = f"{self.name}, {label}"
+            row = result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)
+            results.append(row)
         return results
 
 
-def _row(
-    test: str,
-    counts: tuple[int, int],
-    shares: dict[str, float],
-    guessed: float | None,
-    metrics: Mapping[str, float],
-    skipped: Mapping[str, int],
-) -> Row:
-    """A row with measures by open_clip's names, and the counts of unreadable pictures; a failed test has no shares."""
-    row = result_row(test, counts, shares, guessed, headline=bool(shares))
-    return {**row, "metrics": dict(metrics), "skipped": dict(skipped)}
+Test = ZeroShot | Retrieval
 
 
 def _sample(count: int, most: int | None) -> Indices:
@@ -239,11 +221,8 @@ def measure_all(run: Run, folder: RunFolder, results: Mapping[int, list[Row]]) -
     results: rows that ranks have measured already, by the index of their test.
     """
     rows: list[Row] = []
-    tests = settings_of(run.recipe.evaluate)
-    if not tests:
-        return rows
-    examples = folder.read_json(METADATA)["examples"]
-    with Metrics(folder / METRICS) as metrics:
+    tests, examples = settings_of(run.recipe.evaluate), folder.read_json(METADATA)["examples"]
+    with Metrics(folder / METRICS if tests else None) as metrics:
         for index, test in enumerate(tests):
             if index in results:
                 rows += results[index]
@@ -253,7 +232,8 @@ def measure_all(run: Run, folder: RunFolder, results: Mapping[int, list[Row]]) -
             except Exception as failure:
                 logger.warning("the test %s failed, the others go on: %r", test.called, failure)
                 metrics.write("failure", examples=examples, what=test.called, why=repr(failure))
-                measured = [_row(f"{test.called}, failed: {failure}", (0, 0), {}, None, {}, {})]
+                label = f"{test.called}, failed: {failure}"
+                measured = [result_row(label, (0, 0), {}, None, headline=False, metrics={}, skipped={})]
             for row in measured:
                 if row["metrics"]:
                     metrics.write("test", examples=examples, **_line(row, whole=True))
