@@ -31,10 +31,9 @@ from contrastile.cli.main import main
 from contrastile.distributed import failure
 from contrastile.train import image_text, loop
 from contrastile.train.batch_builder import BatchBuilder, open_data_bundle
-from contrastile.train.heartbeat import Heartbeat
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
-from contrastile.train.ranks import Ranks
+from contrastile.train.ranks import Heartbeat, Ranks
 
 # what ranks would else load each for itself, for seconds, once they are forked
 LOADED = (

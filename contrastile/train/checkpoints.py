@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.cache import sync, write_text
+from contrastile.data.cache import checksum, sync, write_text
 from contrastile.data.files import own_folder
 from contrastile.train.config import SaveSettings
 from contrastile.train.folder import RUN_ID, RunFolder, free_name, run_id
@@ -104,6 +103,8 @@ class Checkpoints:
         return True
 
     def _write(self, folder: Path, step: int, parts: Parts) -> None:
+        from safetensors.torch import save_file
+
         self._check_run()
         target = folder / f"{STEP}{step:09}"
         if target.exists():
@@ -118,7 +119,11 @@ class Checkpoints:
                 tensors: dict[str, Tensor] = {}
                 plain["parts"][name] = split_tensors(part.state_dict(), name, tensors)
                 if tensors:
-                    _save_tensors(tensors, temporary / f"{name}.safetensors")
+                    path = temporary / f"{name}.safetensors"
+                    save_file(tensors, path)
+                    # safetensors makes files that only their owner may read
+                    path.chmod(0o644)
+                    sync(path)
             write_text(temporary / PLAIN, json.dumps(plain))
             files = {path.name: _size_and_checksum(path) for path in sorted(temporary.iterdir())}
             write_text(temporary / MANIFEST, _manifest(files))
@@ -303,17 +308,7 @@ def _manifest(files: Mapping[str, Any]) -> str:
 
 
 def _size_and_checksum(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, path)
-    # safetensors makes files that only their owner may read
-    path.chmod(0o644)
-    sync(path)
+    return {"bytes": path.stat().st_size, "sha256": checksum(path)}
 
 
 def step_seed(seed: int, step: int, rank: int = 0) -> int:

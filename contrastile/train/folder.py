@@ -16,12 +16,12 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import file_digest
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from contrastile._errors import invalid
+from contrastile.data.cache import checksum
 from contrastile.data.files import new_file
 
 logger = logging.getLogger("contrastile")
@@ -100,8 +100,7 @@ class RunFolder:
 
     def checksum(self, name: str) -> str:
         """The SHA-256 of the file `name`."""
-        with (self.path / name).open("rb") as file:
-            return file_digest(file, "sha256").hexdigest()
+        return checksum(self / name)
 
 
 def finished_run(path: str | Path) -> RunFolder:

@@ -55,7 +55,6 @@ class ImageText(Task[Batch]):
 
     @classmethod
     def open(cls, recipe: Recipe, begun: RunFolder | None = None) -> Self:
-        """The untrained task of a recipe; a tokenizer is trained unless the run `begun` has one."""
         # cheap checks first: a missing device, a model that does not fit, mistakes in the tests' files
         choose_device(recipe.device)
         tests = [open_test(test) for test in settings_of(recipe.evaluate)]
@@ -65,23 +64,19 @@ class ImageText(Task[Batch]):
 
     @classmethod
     def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
-        """The task of a finished run."""
         run = load(folder.path, device=device)
         return cls(run, open_data_bundle(run.recipe, run.tokenizer))
 
     @property
     def rows(self) -> Indices:
-        """The pairs to train on."""
         return self.bundle.pairs.splits["train"]
 
     @property
     def stream(self) -> Stream | None:
-        """The reader of a collection."""
         return self.bundle.pairs.stream
 
     @property
     def data(self) -> str:
-        """The fingerprint of pairs and tokens."""
         return fingerprint(self.bundle.pairs, self.bundle.tokens)
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[Batch]:  # noqa: ARG002
@@ -89,11 +84,9 @@ class ImageText(Task[Batch]):
         return list(self.builder.batch(rows, ranks.share).parts(self.run.recipe.train.accumulate))
 
     def expect(self, rows: Tensor, ranks: Ranks) -> None:
-        """Prefetch pictures of a collection while a step computes."""
         self.builder.expect(rows, ranks.share)
 
     def close(self) -> None:
-        """Stop prefetching."""
         self.builder.close()
 
     def loss(self, part: Batch) -> Tensor:
@@ -108,7 +101,6 @@ class ImageText(Task[Batch]):
             return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=part.ids.to(self.run.device))
 
     def probe(self) -> dict[str, dict[str, float]]:
-        """Recall from picture to name."""
         return probe(self.run, self.bundle.pairs)
 
     def tests(self, *, whole: bool = False) -> list[Measure]:
@@ -116,26 +108,20 @@ class ImageText(Task[Batch]):
         return measures(self.run, self._tests, self._results if whole else None)
 
     def metadata(self, result: TrainResult) -> dict[str, Any]:
-        """The contents of run.json."""
         train, largest = self.run.recipe.train, max(result.largest_batch, 1)
         retained = examples_retained(train.retain, train.sub_batch.image, largest)
         need = dense_need(activations_per_pair(self.run, self.bundle), largest, retained)
         return {**self.metadata_so_far(result), "memory": need}
 
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
-        """The metadata without the memory of plain autograd, which takes the towers to measure."""
         pairs, recipe = self.bundle.pairs, self.run.recipe
-        return {
-            **base_metadata(self.run, result),
-            "pairs": len(pairs.splits["train"]),
-            # by reason: skipped at opening, and while reading
-            "skipped": dict(Counter(pairs.skipped) + Counter(pairs.stream.skipped if pairs.stream is not None else {})),
-            "loss": recipe.loss.kind,
-            "batch": [batch for _, batch in recipe.train.batch],
-        }
+        # by reason: skipped at opening, and while reading
+        skipped = Counter(pairs.skipped) + Counter(pairs.stream.skipped if pairs.stream is not None else {})
+        batch = [batch for _, batch in recipe.train.batch]
+        own = {"pairs": len(self.rows), "skipped": dict(skipped), "loss": recipe.loss.kind, "batch": batch}
+        return {**base_metadata(self.run, result), **own}
 
     def report(self, folder: RunFolder) -> str:
-        """Evaluate, write evaluation.json and report.html; the table of results as text."""
         encoded = encode_held_out(self.run, self.bundle.pairs)
         results = [*evaluate(self.run, encoded), *measure_all(self.run, folder, self._results)]
         folder.write_json(EVALUATION, results)
