@@ -36,13 +36,11 @@ LEFT = re.compile(rf"{re.escape(PART)}\d+|{re.escape(SPENT)}({WHOLE.pattern}|{AS
 
 
 class Stateful(Protocol):
-    """A module, an optimizer, or anything else with their two methods."""
+    """A module, an optimizer, or anything else with these methods; states are made of tensors and plain values."""
 
-    def state_dict(self) -> Any:
-        """Mappings and lists of tensors, numbers, texts and None."""
+    def state_dict(self) -> Any: ...
 
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Restore the state."""
+    def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 Parts = Mapping[str, Stateful]
@@ -87,10 +85,8 @@ class Checkpoints:
         # safetensors raises an error of its own for a full disk
         from safetensors import SafetensorError
 
-        if self._folder is None:
-            return False
         self._saved = seconds
-        if not self._writes:
+        if self._folder is None or not self._writes:
             return False
         try:
             self._write(self._folder, step, parts)
@@ -106,12 +102,11 @@ class Checkpoints:
         from safetensors.torch import save_file
 
         self._check_run()
-        target = folder / f"{STEP}{step:09}"
+        target, temporary = folder / f"{STEP}{step:09}", folder / f"{PART}{step}"
         if target.exists():
             return
         folder.mkdir(exist_ok=True)
-        self._sweep(folder)
-        temporary = folder / f"{PART}{step}"
+        _sweep(folder)
         temporary.mkdir()
         try:
             plain: dict[str, Any] = {"data": self._data, "origin": self._origin, "parts": {}}
@@ -147,7 +142,7 @@ class Checkpoints:
         if self._folder is None or not self._folder.exists():
             return 0
         self._check_run()
-        self._sweep(self._folder)
+        _sweep(self._folder)
         checkpoints = _checkpoints(self._folder)
         for checkpoint in reversed(checkpoints):
             try:
@@ -157,10 +152,8 @@ class Checkpoints:
                 checkpoint.rename(free_name(checkpoint.with_name(f"{DAMAGED}{checkpoint.name}")))
                 continue
             if "origin" not in plain:
-                logger.warning(
-                    "the checkpoint %s was written before checkpoints said whose they are; it is taken for this run's",
-                    checkpoint,
-                )
+                message = "the checkpoint %s was written before checkpoints said whose they are;"
+                logger.warning(f"{message} it is taken for this run's", checkpoint)
             self._load(checkpoint, parts, plain, tensors)
             return _step(checkpoint)
         if checkpoints:
@@ -199,22 +192,21 @@ class Checkpoints:
             (self._run / RUN_ID).unlink(missing_ok=True)
         if self._folder is None or not self._folder.exists():
             return
-        self._sweep(self._folder)
-        for spent in [*_checkpoints(self._folder), *_folders(self._folder, ASIDE)]:
+        _sweep(self._folder)
+        for spent in _folders(self._folder, WHOLE) + _folders(self._folder, ASIDE):
             _remove(spent)
         if not any(self._folder.iterdir()):
             self._folder.rmdir()
 
     def _check_run(self) -> None:
-        """Raise ValueError where the run's folder was moved."""
         if self._run is not None:
             self._run.check_in_place()
 
-    def _sweep(self, folder: Path) -> None:
-        """Remove the remains of a killed process. The lock on the run's folder makes sure that nobody writes them."""
-        own_folder(folder)
-        for left in _folders(folder, LEFT):
-            shutil.rmtree(left, ignore_errors=True)
+
+def _sweep(folder: Path) -> None:
+    """Remove the remains of a killed process. The lock on the run's folder makes sure that nobody writes them."""
+    for left in _folders(own_folder(folder), LEFT):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _folders(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

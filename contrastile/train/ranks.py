@@ -1,8 +1,7 @@
 """Ranks: processes that train one model together, under torchrun.
 
-Beside `loop.py`, which runs alike on every rank. A batch is shared out among the ranks, the losses exchange features by
-themselves, and after the backward one sum over ranks gives every rank the gradient of the whole batch. Only the first
-rank writes and shows progress. One process is a rank without others, at no cost.
+Beside `loop.py`, which runs alike on every rank. A batch is shared out among the ranks, the losses exchange features,
+and after the backward one sum gives every rank the gradient of the whole batch. Only the first rank writes.
 """
 
 from __future__ import annotations
@@ -89,16 +88,16 @@ class Ranks:
             yield
             return
         timeout = timedelta(seconds=settings.timeout)
-        store = self._rendezvous(timeout)
-        on_gpu = run.device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=store,
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timeout + LATER if on_gpu else timeout,
-            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
-        )
+        # the launcher's store, once all ranks have opened their data
+        store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=timeout))
+        if store.add(LOADED, 1) == self.size:
+            store.set(f"{LOADED}: all", "")
+        store.wait([f"{LOADED}: all"], LOADING)
+        how: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
+        if run.device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+            how = {"backend": "nccl", "timeout": timeout + LATER, "device_id": device}
+        dist.init_process_group(store=store, rank=self.rank, world_size=self.size, **how)
         with Heartbeat(timeout):
             consistency.agree(None, {"device": run.device.type, **statement(), "torch": torch.__version__})
             for tensor in run.model.state_dict().values():
@@ -107,14 +106,6 @@ class Ranks:
             with sharded_model(run.model, run.device, self.rank, set_model) if sharded else nullcontext():
                 yield
         dist.destroy_process_group()
-
-    def _rendezvous(self, timeout: timedelta) -> Any:
-        """The launcher's store, once all ranks have opened their data."""
-        store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=timeout))
-        if store.add(LOADED, 1) == self.size:
-            store.set(f"{LOADED}: all", "")
-        store.wait([f"{LOADED}: all"], LOADING)
-        return store
 
     def restore(self, checkpoints: Checkpoints, parts: Parts, stream: Stream | None) -> int:
         """`checkpoints.restore` on every rank, from the checkpoint that the first rank chose; its step, or 0."""
@@ -146,13 +137,10 @@ class Ranks:
     def collect_counts(self, stream: Stream | None) -> None:
         """Add all ranks' counts of skipped pairs to the first rank's; the others start from zero."""
         if self.size > 1 and stream is not None:
-            self._collect(stream, consistency.agree(None, _counts(stream), free=("skipped", "seen")))
+            self._collect(stream, *_totals(consistency.agree(None, _counts(stream), free=("skipped", "seen"))))
 
-    def _collect(self, stream: Stream, statements: Sequence[Mapping[str, Any]]) -> None:
-        stream.skipped, stream.seen = Counter(), 0
-        for statement in statements if self.rank == 0 else ():
-            stream.skipped.update(statement["skipped"])
-            stream.seen += statement["seen"]
+    def _collect(self, stream: Stream, skipped: Counter[str], seen: int) -> None:
+        stream.skipped, stream.seen = (skipped, seen) if self.rank == 0 else (Counter(), 0)
 
     def agree(
         self, step: int, seconds: float, over: bool, signal: int | None, stream: Stream | None = None
@@ -167,12 +155,12 @@ class Ranks:
             progress.begin(step)
             statements = consistency.agree(None, {"step": step, **statements[0]}, free=(*statements[0],))
         if stream is not None:
-            skipped = sum((Counter(statement["skipped"]) for statement in statements), Counter[str]())
+            totals = _totals(statements)
             try:
-                stream.check(skipped, sum(statement["seen"] for statement in statements))
+                stream.check(*totals)
             except ValueError:
                 # the first rank is about to write the run's metadata
-                self._collect(stream, statements)
+                self._collect(stream, *totals)
                 raise
         signals = [statement["signal"] for statement in statements if statement["signal"] is not None]
         return statements[0]["seconds"], statements[0]["over"], signals[0] if signals else None
@@ -208,6 +196,12 @@ def _counts(stream: Stream | None) -> dict[str, Any]:
     return {"skipped": {}, "seen": 0} if stream is None else {"skipped": stream.skipped, "seen": stream.seen}
 
 
+def _totals(statements: Sequence[Mapping[str, Any]]) -> tuple[Counter[str], int]:
+    """The counts of all ranks together."""
+    skipped = sum((Counter(statement["skipped"]) for statement in statements), Counter[str]())
+    return skipped, sum(statement["seen"] for statement in statements)
+
+
 class Heartbeat:
     """`with Heartbeat(timeout):` ends this process with a sentence, and exit code 1, when a rank is lost.
 
@@ -224,7 +218,7 @@ class Heartbeat:
         self._next, self._previous = (rank + 1) % size, (rank - 1) % size
         self._every = min(EVERY, timeout.total_seconds() / 4)
         self._done = threading.Event()
-        # set where this process ends by an error of its own
+        # True where this process ends by an error of its own
         self._failed = False
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
 
