@@ -1,8 +1,7 @@
 """Data bundle and batch builder: from the rows that `data/batches.py` samples to pixels, tokens and ids.
 
-Titles are tokenised once for the run; pictures are augmented anew every time. Batches stay in host memory, and `encode`
-copies them to the device sub-batch by sub-batch; but a data set that takes little of a GPU's memory stays there for the
-whole run and is augmented there.
+Titles are tokenised once for the run; pictures are augmented anew every time, in host memory, from where `encode`
+copies them; pictures that take little of a GPU's memory stay and are augmented there.
 """
 
 from __future__ import annotations
@@ -76,18 +75,9 @@ class DataBundle:
 def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> DataBundle:
     """Open the data of a recipe; without a `tokenizer`, train one on the titles of the training split."""
     data = recipe.data
-    pairs = open_pairs(
-        data.source,
-        image_size=data.image_size,
-        channels=data.channels,
-        held_out=data.held_out,
-        cache=Path(data.cache).expanduser(),
-        weights=data.weights,
-        most_bad=data.max_bad_fraction,
-        copies=data.copies,
-        seed=recipe.seed,
-        progress=progress,
-    )
+    settings = data.model_dump(include={"image_size", "channels", "held_out", "weights", "copies"})
+    cache, most_bad = Path(data.cache).expanduser(), data.max_bad_fraction
+    pairs = open_pairs(data.source, **settings, cache=cache, most_bad=most_bad, seed=recipe.seed, progress=progress)
     tokenizer = tokenizer or _build_tokenizer(pairs, recipe.model.tokenizer)
     return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), _home(pairs, choose_device(recipe.device)))
 
@@ -151,13 +141,8 @@ class Batch:
             yield Batch(self.pixels[own], tokens, self.ids[own], within)
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """Tokens and ids of some titles of a collection; `index`: the position of a row's title among them."""
-
-    index: dict[int, int]
-    ids: Tensor
-    tokens: Tokens
+# of some titles of a collection: the position of each row's title among them, their ids and tokens
+_Texts = tuple[dict[int, int], Tensor, Tokens]
 
 
 class BatchBuilder:
@@ -188,7 +173,6 @@ class BatchBuilder:
         return {"generator": self._generator.get_state(), "served": self._served, **skipped}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore both."""
         self._generator.set_state(state_dict["generator"])
         self._served = state_dict["served"]
         if self._stream is not None:
@@ -226,9 +210,12 @@ class BatchBuilder:
         else:
             images, count = self._images_on_device[rows.to(self._images_on_device.device)], SLICE_ON_DEVICE
         # in slices, because augmentation needs several times the memory of its pictures
-        slices = [slice(start, start + count) for start in range(0, max(len(rows), 1), count)]
-        pixels = torch.cat([_pixels(images[some], None if lots is None else lots[share][some]) for some in slices])
-        return Batch(pixels, *texts)
+        pixels = []
+        for start in range(0, max(len(rows), 1), count):
+            some = slice(start, start + count)
+            drawn = None if lots is None or not len(rows) else lots[share][some].to(images.device)
+            pixels.append(prepare(images[some]) if drawn is None else augment(images[some], drawn))
+        return Batch(torch.cat(pixels), *texts)
 
     def _streamed(self, stream: Stream, rows: Tensor, share: slice, places: range) -> Batch:
         own, examples = self._stream_rows(rows, share)
@@ -238,10 +225,11 @@ class BatchBuilder:
             pixels, chosen = self._bundle.features[np.array(own, np.int64)], own
         self._served += len(rows)
         texts = self._texts.result() if self._texts is not None else None
-        if texts is None or not texts.index.keys() >= set(chosen):
+        if texts is None or not texts[0].keys() >= set(chosen):
             texts = self._read_texts(stream, chosen)
-        at = torch.tensor([texts.index[row] for row in chosen], dtype=torch.int64)
-        return Batch(pixels, {name: tokens[at] for name, tokens in texts.tokens.items()}, texts.ids[at], places)
+        index, ids, tokens = texts
+        at = torch.tensor([index[row] for row in chosen], dtype=torch.int64)
+        return Batch(pixels, {name: numbers[at] for name, numbers in tokens.items()}, ids[at], places)
 
     def _stream_rows(self, rows: Tensor, share: slice) -> tuple[list[int], range]:
         """The rows of the stream, and their numbers among the run's examples, which seed their crops."""
@@ -253,13 +241,9 @@ class BatchBuilder:
         index = {row: place for place, row in enumerate(dict.fromkeys(rows))}
         titles = stream.captions(index)
         ids = torch.tensor(stream.identities(titles), dtype=torch.int64)
-        return _Texts(index, ids, self._bundle.tokenizer.tokenise(titles or [""]))
+        return index, ids, self._bundle.tokenizer.tokenise(titles or [""])
 
     def _lots(self, count: int) -> AugmentParameters:
         """The random numbers of all ranks: neither the number of ranks nor the device may change an augmentation."""
         drawn = [draw_parameters(min(SLICE, count - start), self._generator) for start in range(0, count, SLICE)]
         return AugmentParameters(torch.cat([some.matrices for some in drawn]), torch.cat([some.blur for some in drawn]))
-
-
-def _pixels(images: Tensor, lots: AugmentParameters | None) -> Tensor:
-    return prepare(images) if lots is None or not len(images) else augment(images, lots.to(images.device))

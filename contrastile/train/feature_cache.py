@@ -1,8 +1,7 @@
 """Feature cache: a frozen image tower's output for every picture, computed once, on disk (LiT, arXiv:2111.07991).
 
-Between `batch_builder.py`'s data bundle and its batches, for recipes with `model.precompute`: a step then reads and
-encodes no picture, only the projection runs. Features are made in parts of 16,384 pictures, each whole or not at all,
-so an interrupted run continues with the next part. Ranks and concurrent runs share the parts through the disk.
+For recipes with `model.precompute`: a step then reads and encodes no picture, only the projection runs. Features are
+made in parts, each whole or not at all; an interrupted run, other ranks and other runs go on with the parts that exist.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data.augment import prepare
@@ -75,17 +75,11 @@ def _make_parts(run: Run, pairs: PairSet) -> list[Path]:
     return [folders[number] for number in range(len(parts))]
 
 
-def _tower(run: Run) -> nn.Module:
-    """The frozen tower."""
-    tower = run.model.image.tower
-    assert isinstance(tower, nn.Module)
-    return tower
-
-
 def _digest(run: Run, pairs: PairSet) -> str:
     """A digest of all that features depend on: the tower's weights and settings, the precision, the pictures."""
     digest = hashlib.sha256()
-    for name, weight in _tower(run).state_dict().items():
+    tower: Any = run.model.image.tower
+    for name, weight in tower.state_dict().items():
         digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
         digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     settings = run.model.settings
@@ -127,8 +121,9 @@ def _write(run: Run, pairs: PairSet, rows: range, folder: Path) -> None:
 @torch.no_grad()
 def _encode(run: Run, pictures: Tensor) -> npt.NDArray[np.floating]:
     """The tower's output for uint8 pictures, in evaluation mode, as a frozen tower is in a step too."""
-    tower, pixels = _tower(run).eval(), prepare(pictures).to(run.model.logit_scale.dtype)
+    tower: Any = run.model.image.tower
+    pixels = prepare(pictures).to(run.model.logit_scale.dtype)
     with run.autocast():
-        features = encode(tower, pixels, sub_batch=run.recipe.train.sub_batch.image)
+        features = encode(tower.eval(), pixels, sub_batch=run.recipe.train.sub_batch.image)
     # NumPy has no bfloat16
     return (features.float() if features.dtype == torch.bfloat16 else features).cpu().numpy()
