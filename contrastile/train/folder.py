@@ -167,11 +167,9 @@ def resumed_run(folder: RunFolder) -> Iterator[RunFolder]:
     """The same folder, locked by this process; remains of a killed process are removed by their temporary names."""
     with _locked(folder.path) as status:
         for left in folder.path.glob(".*"):
-            if left.is_dir() and not left.is_symlink():
-                if FOLDERS_LEFT.fullmatch(left.name):
-                    shutil.rmtree(left)
-            elif UNFINISHED.fullmatch(left.name):
-                left.unlink()
+            is_folder = left.is_dir() and not left.is_symlink()
+            if (FOLDERS_LEFT if is_folder else UNFINISHED).fullmatch(left.name):
+                (shutil.rmtree if is_folder else os.unlink)(left)
         yield RunFolder(folder.path, status)
 
 

@@ -1,14 +1,14 @@
 """Transfer evaluation: zero-shot classification and caption retrieval on other pictures than the run's own.
 
-Beside `evaluation.py`, which measures the held-out parts of the run's pairs. Tests are measured on samples at each
-probe, whole at the end of a run, and by `contrastile evaluate RUN --zero-shot FOLDER`. Ranks share the pictures out.
+Tests are measured on samples at each probe, whole at the end of a run, and by `contrastile evaluate RUN --zero-shot
+FOLDER`. Ranks share the pictures out. `evaluation.py` measures the held-out parts of the run's pairs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,14 +121,14 @@ Test = ZeroShot | Retrieval
 
 
 def _sample(count: int, most: int | None) -> Indices:
-    """All rows, or a random sample of at most `most`, in ascending order."""
+    """All rows, or a random sample of at most `most`, the same every time, in ascending order."""
     return np.sort(np.random.default_rng(0).permutation(count)[:most])
 
 
 def _encode(run: Run, paths: Sequence[str], name: str) -> Encoded:
     """Encode the readable pictures; raises ValueError where more than `data.max_bad_fraction` are not."""
     most_bad = run.recipe.data.max_bad_fraction
-    features, readable, skipped = _gather(run, lambda: _encode_own(run, paths, name))
+    features, readable, skipped = _gather(run, paths, name)
     if skipped.total() > most_bad * len(paths) or not len(readable):
         bad = paths[np.setdiff1d(np.arange(len(paths)), readable)[0]]
         got = f"{skipped.total():,} of {len(paths):,} that cannot ({counted(skipped)}), the first being {bad}"
@@ -139,24 +139,24 @@ def _encode(run: Run, paths: Sequence[str], name: str) -> Encoded:
     return features, readable, skipped
 
 
-def _gather(run: Run, encode_own: Callable[[], Encoded]) -> Encoded:
+def _gather(run: Run, paths: Sequence[str], name: str) -> Encoded:
     """Gather the features of all ranks in the order of the pictures; if one rank fails, all do."""
     if collectives.size(None) == 1:
-        return encode_own()
+        return _encode_own(run, paths, name)
     try:
-        features, readable, skipped = encode_own()
+        features, readable, skipped = _encode_own(run, paths, name)
     except Exception as failure:
         # ranks that wait for this one's shards of the towers notice when this rank leaves
         if not is_sharded(run.model):
             consistency.agree(None, {"error": str(failure) or repr(failure)})
         raise
     statements = consistency.agree(None, {"count": len(readable), "skipped": skipped}, free=("count", "skipped"))
-    places = torch.from_numpy(readable).to(features.device)
     counts = [statement["count"] for statement in statements]
-    features, places = collectives.begin_gather([features, places], counts, None).wait()
-    order = places.argsort()
+    own_rows = torch.from_numpy(readable).to(features.device)
+    features, rows = collectives.begin_gather([features, own_rows], counts, None).wait()
+    order = rows.argsort()
     skipped = sum((Counter(statement["skipped"]) for statement in statements), Counter())
-    return features[order], places[order].cpu().numpy(), skipped
+    return features[order], rows[order].cpu().numpy(), skipped
 
 
 def _encode_own(run: Run, paths: Sequence[str], name: str) -> Encoded:
@@ -167,9 +167,9 @@ def _encode_own(run: Run, paths: Sequence[str], name: str) -> Encoded:
     files, apart = [paths[row] for row in own.tolist()], run.device.type == "cuda" and len(own) >= MANY
     with progress(len(own), f"encoding {name}", "pictures") as bar:
         for part, pictures, reasons in read_chunks(files, shape, chunk=size, apart=apart):
-            good = [place for place, reason in enumerate(reasons) if reason is None]
-            skipped.update(reason for reason in reasons if reason is not None)
-            readable += [part.start + place for place in good]
+            good = [index for index, reason in enumerate(reasons) if reason is None]
+            skipped.update(filter(None, reasons))
+            readable += [part.start + index for index in good]
             features.append(run.encode_image(pictures[good] if len(good) < len(part) else pictures))
             # the next pictures are decoded into the same memory, from which a GPU may still be copying
             settle(run.device)
