@@ -6,6 +6,7 @@ whole score matrix; this file selects queries and keys. Other data are evaluated
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +55,8 @@ def encode_held_out(run: Run, pairs: PairSet) -> HeldOut:
         for name, rows in held_out(pairs).items():
             features = encode_pictures(run, pairs.images, rows, f"encoding {PARTS.get(name, name)}")
             parts[name] = Encoded(rows, features, ids_of(run, pairs, rows)), encode_names(run, pairs, rows)
-        first = first_rows(pairs, np.arange(len(pairs)))
-        texts = [pairs.captions[row] for row in first]
-        prompted = class_features(texts, encode=run.encode_text, prompts=run.recipe.evaluate.prompts)
-    return HeldOut(parts, Encoded(first, prompted, ids_of(run, pairs, first)))
+        classes = encode_names(run, pairs, np.arange(len(pairs)), prompts=run.recipe.evaluate.prompts)
+    return HeldOut(parts, classes)
 
 
 def evaluate(run: Run, encoded: HeldOut) -> list[Row]:
@@ -123,16 +122,14 @@ def held_out(pairs: PairSet) -> dict[str, Indices]:
     return {name: rows for name, rows in pairs.splits.items() if name != "train" and len(rows)}
 
 
-def first_rows(pairs: PairSet, rows: Indices) -> Indices:
-    """The first of `rows` for each distinct title."""
+def encode_names(run: Run, pairs: PairSet, rows: Indices, prompts: Sequence[str] | None = None) -> Encoded:
+    """Encode each distinct title of `rows`, alone or in `prompts`."""
     _, first = np.unique([pairs.captions[row] for row in rows], return_index=True)
-    return rows[np.sort(first)]
-
-
-def encode_names(run: Run, pairs: PairSet, rows: Indices) -> Encoded:
-    """Encode each distinct title of `rows`."""
-    first = first_rows(pairs, rows)
-    return Encoded(first, run.encode_text([pairs.captions[row] for row in first]), ids_of(run, pairs, first))
+    rows = rows[np.sort(first)]
+    titles = [pairs.captions[row] for row in rows]
+    encode = run.encode_text
+    features = encode(titles) if prompts is None else class_features(titles, encode=encode, prompts=prompts)
+    return Encoded(rows, features, ids_of(run, pairs, rows))
 
 
 def encode_pictures(run: Run, images: Images, rows: Indices, label: str) -> Tensor:

@@ -163,11 +163,7 @@ def saved_at_end(folder: RunFolder, task: Task[Any], result: TrainResult) -> Ite
 
 
 def train(
-    task: Task[Any],
-    metrics: Metrics,
-    result: TrainResult,
-    checkpoints: Checkpoints | None = None,
-    ranks: Ranks = ALONE,
+    task: Task[Any], metrics: Metrics, result: TrainResult, checkpoints: Checkpoints | None = None, ranks: Ranks = ALONE
 ) -> None:
     """Take all steps of the task's recipe. The model is trained in place; `result` is updated after every step."""
     trainer = Trainer(task, metrics, result, ranks)

@@ -18,15 +18,7 @@ from contrastile.data.texts import Passage, Query, TextSet
 from contrastile.evaluate.answer_recall import has_answer
 from contrastile.evaluate.trec import write_judgements, write_run
 from contrastile.train.folder import EVALUATION, QUESTIONS, RunFolder
-from contrastile.train.report.page import (
-    Samples,
-    Wording,
-    counted,
-    percent,
-    stored_samples,
-    table_text,
-    write_report,
-)
+from contrastile.train.report.page import Samples, Wording, counted, percent, stored_samples, table_text, write_report
 from contrastile.train.retriever.batches import TokenStore
 from contrastile.train.retriever.evaluation import (
     KS,
@@ -61,10 +53,8 @@ def evaluate_and_report(
     passages: the tokens of the texts' own, or an index. beside: keep the folder's results on other texts.
     """
     answered = rank_all(run, texts, passages)
-    results = evaluate(run.recipe, texts, answered)
-    questions = [
-        question_samples(one, texts, run.recipe.evaluate.match) for one in answered if one.system == "retriever"
-    ]
+    results, match = evaluate(run.recipe, texts, answered), run.recipe.evaluate.match
+    questions = [question_samples(one, texts, match) for one in answered if one.system == "retriever"]
     tested, titles = {row["test"] for row in results}, {one["title"] for one in questions}
     before = folder.read_json(EVALUATION) if beside and (folder / EVALUATION).is_file() else []
     folder.write_json(EVALUATION, [*(row for row in before if row["test"] not in tested), *results])
@@ -109,16 +99,11 @@ def question_samples(answered: Rankings, texts: TextSet, match: str) -> dict[str
         query = texts.queries[answered.queries[index]]
         ranking = answered.ranking(index)
         right = [is_right(passage, query, texts, match) for passage, _ in ranking]
-        passages = [
-            {
-                "name": passage.title or passage.id,
-                "source": passage.source,
-                "score": score,
-                "pieces": marked(passage.text[:LETTERS], query.text),
-                "right": one_right,
-            }
-            for (passage, score), one_right in zip(ranking[:ANSWERS], right, strict=False)
-        ]
+        passages = []
+        for (passage, score), one_right in zip(ranking[:ANSWERS], right, strict=False):
+            pieces, name = marked(passage.text[:LETTERS], query.text), passage.title or passage.id
+            shown = {"name": name, "source": passage.source, "score": score, "pieces": pieces, "right": one_right}
+            passages.append(shown)
         place = right.index(True) + 1 if any(right) else 0
         samples.append({"question": query.text, "found": passages, "place": place})
     title = f"What it finds: {PARTS.get(answered.part, answered.part)}"
