@@ -19,10 +19,9 @@ from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import ClipLoss, SigLipLoss
-from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle
+from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import Row, encode_held_out, evaluate, probe
-from contrastile.train.feature_cache import with_cached_features
 from contrastile.train.folder import EVALUATION, RunFolder
 from contrastile.train.memory import dense_need
 from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
