@@ -1,8 +1,7 @@
 """Checkpoints: everything that a step changes, on disk, so that a run that was killed resumes bit for bit.
 
-Beside `loop.py`, which names the parts, restores them before its first step and saves them between two. A checkpoint is
-a folder `step-<number>` that exists whole or not at all: written under another name, every file synced, a manifest of
-sizes and SHA-256 last, then renamed. Tensors are safetensors, everything else is JSON; nothing is unpickled.
+A checkpoint is a folder `step-<number>` that exists whole or not at all: written under another name, every file synced,
+a manifest of sizes and SHA-256 last, then renamed. Tensors are safetensors, all else is JSON; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Checkpoints:
     def save(self, step: int, seconds: float, parts: Parts, *, must: bool = False) -> bool:
         """Save `parts` as they are after `step`; True on success.
 
-        A full or broken disk is logged and does not end the run, unless this checkpoint `must` be saved: then OSError.
+        A full or broken disk is logged, unless this checkpoint `must` be saved: then OSError.
         """
         # safetensors raises an error of its own for a full disk
         from safetensors import SafetensorError
@@ -135,9 +134,8 @@ class Checkpoints:
     def restore(self, parts: Parts) -> int:
         """Restore `parts` from the newest checkpoint that is whole; its step, 0 where there is none.
 
-        A damaged one is logged and renamed, and the one before is used.
-
-        Raises ValueError where all are damaged, or the newest belongs to another run or other data.
+        A damaged one is logged and renamed, and the one before is used. Raises ValueError where all are damaged, or the
+        newest belongs to another run or other data.
         """
         if self._folder is None or not self._folder.exists():
             return 0

@@ -1,7 +1,6 @@
 """Evaluation of towers: recall in both directions on every held-out part, zero-shot by prompts, handwritten digits.
 
-Run after the steps, and on samples (`probe`) between them. The arithmetic is that of `evaluate/`, which never holds the
-whole score matrix; this file selects queries and keys. Other data are evaluated by `transfer.py`.
+`evaluate/` has the arithmetic; this file selects queries and keys. `transfer.py` evaluates on other data.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
 
 
 def make_folder(option: str, path: str | Path) -> None:
-    """Make the folder that `option` names, with its parents; raises ValueError where it cannot be written to.
+    """Make the folder that `option` names; raises ValueError where it cannot be written to.
 
     Every verb calls this, or `make_way`, before anything is loaded, so that no result is lost for want of a place.
     """

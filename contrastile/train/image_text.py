@@ -1,7 +1,4 @@
-"""Task of pictures and texts: its data, its loss, its evaluation; one of the two tasks of `loop.py`.
-
-A step encodes both sides, each sub-batch by sub-batch, and compares every picture with every text.
-"""
+"""Task of pictures and texts: its data, its loss, its evaluation; one of the two tasks of `loop.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Progress bars and metrics: a bar on every long wait, and one line of JSON per step in `metrics.jsonl`.
-
-Used by all of `train/` and the command line. On a terminal a bar is tqdm's; in a file or a CI log it is a line every
-ten seconds.
-"""
+"""Progress bars and metrics: a bar on every long wait, and one line of JSON per step in `metrics.jsonl`."""
 
 from __future__ import annotations
 

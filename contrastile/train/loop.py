@@ -1,8 +1,7 @@
 """The outer loop of a run: data, model, optimizer, steps, evaluation, report.
 
-`run_recipe` is the whole of it, for the command line; `train` is the part between model and weights, which comparisons
-call many times. A `Task` says what is trained. Under torchrun every rank runs this file, on its share of each batch;
-see `ranks.py`.
+`run_recipe` is the whole of it, for the command line; `train`, the part between model and weights, is also called by
+comparisons. A `Task` says what is trained. Every rank runs this file on its share of each batch; see `ranks.py`.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ TASKS: dict[str, type[Task[Any]]] = {"image-text": ImageText, "retriever": Retri
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a run: its folder (on the first rank), its table, and the signal that ended it early.
-
-    unit: that of `examples`.
-    """
+    """Result of a run: its folder (on the first rank), its table, the signal that ended it, the unit of `examples`."""
 
     folder: Path | None
     examples: int

@@ -1,7 +1,4 @@
-"""Memory of a run, and of the same step in plain autograd: the two bars of the report.
-
-Beside `loop.py`, which reads the peak at every step. Comparisons and the bench weigh single updates with `Weighed`.
-"""
+"""Memory: the peak of a run, the peak of single updates, and the additional memory of plain autograd."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run metadata: the contents of run.json, which the report reads; what a run took, on which device, with what software.
-
-`loop.py` fills a `TrainResult` while it trains. A task adds the values of its own kind.
-"""
+"""Run metadata: the contents of run.json, which the report reads. A task adds the values of its own kind."""
 
 from __future__ import annotations
 

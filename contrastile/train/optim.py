@@ -213,10 +213,7 @@ class CombinedOptimizer(Optimizer):
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
-    """Two groups of trained parameters: matrices and filters with decay; gains, biases and the scale without.
-
-    A group without parameters is left out.
-    """
+    """Two groups of trained parameters: matrices and filters with decay; gains, biases and the scale without."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     decaying, free = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
@@ -277,8 +274,7 @@ def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSetti
 def learning_rate(progress: float, settings: OptimSettings, batch: int | None = None) -> float:
     """The rate after the share `progress` of the run: a linear rise over `warmup`, then the `schedule`.
 
-    The last rate is `final` times the highest, except for a constant schedule. The batch size multiplies all rates by
-    `rate_factor`.
+    The last rate is `final` times the highest, except for a constant schedule; `rate_factor` multiplies all rates.
     """
     highest = settings.learning_rate * rate_factor(settings, batch)
     if progress < settings.warmup:

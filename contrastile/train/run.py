@@ -1,7 +1,6 @@
 """A run of pictures and texts: two towers, their tokenizer and transform; built, saved whole, loaded exactly.
 
-`image_text.py` builds a `Run`, the loop trains its model and saves it; `contrastile.load` returns it. Nothing is
-unpickled: weights are safetensors with a checksum, everything else is text.
+Nothing is unpickled: weights are safetensors with a checksum, everything else is text.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
 
 @dataclass(frozen=True)
 class Run(LoadedRun):
-    """The towers of a run, with transform and tokenizer.
-
-    `encode_image` and `encode_text` return unit rows, so that their product is the cosine of picture and text.
-    """
+    """The towers of a run, with transform and tokenizer; features are unit rows, whose product is the cosine."""
 
     recipe: Recipe
     model: DualEncoder

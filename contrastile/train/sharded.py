@@ -67,10 +67,8 @@ def sharded_model(
 def shard(model: nn.Module, device: torch.device) -> None:
     """Shard the towers' parameters; scale and bias stay whole, because all ranks change them alike.
 
-    A tower's layers are gathered one at a time, its other parameters together. The model's `encode_` methods are
-    registered, so that calling them gathers.
-
-    Raises ValueError for towers that share parameters.
+    A tower's layers are gathered one at a time, its other parameters together. Calls of the model's `encode_` methods
+    gather. Raises ValueError for towers that share parameters.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method

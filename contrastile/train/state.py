@@ -160,9 +160,7 @@ class NonFiniteGuard:
         """True where loss and norm are finite; otherwise log the step, and end the run at the third in a row.
 
         inputs: named floating-point inputs of each part of the batch. A gradient beyond the range of fp16 is not
-        `counted` in the row, because the scaler lowers its factor for the next step.
-
-        Raises FloatingPointError with the step and the tensor.
+        `counted` in the row, because the scaler lowers its factor for the next step. Raises FloatingPointError.
         """
         if math.isfinite(value + norm):
             self.in_a_row = 0

@@ -1,7 +1,6 @@
 """Shares of a step's time: towers, loss, optimizer, and waiting for data.
 
-Beside `loop.py`, which marks the start of a step and the arrival of its batch; hooks mark the rest. On a GPU the marks
-are CUDA events, so that no measurement makes the host wait.
+On a GPU the marks are CUDA events, so that no measurement makes the host wait.
 """
 
 from __future__ import annotations

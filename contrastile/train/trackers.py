@@ -1,7 +1,6 @@
 """Listeners of a run's metrics: the report that is rewritten at each probe, TensorBoard, and Weights & Biases.
 
-Beside `log.py`, whose `Metrics` passes every line on after writing it. The x-axis of all curves is the number of
-examples seen, which steps, probes and resumed runs share. No listener can end a run, or see a repeated step twice.
+The x-axis of all curves is the number of examples seen. No listener can end a run, or see a repeated step twice.
 """
 
 from __future__ import annotations

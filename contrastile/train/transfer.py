@@ -1,7 +1,6 @@
 """Transfer evaluation: zero-shot classification and caption retrieval on other pictures than the run's own.
 
-Tests are measured on samples at each probe, whole at the end of a run, and by `contrastile evaluate RUN --zero-shot
-FOLDER`. Ranks share the pictures out. `evaluation.py` measures the held-out parts of the run's pairs.
+Tests are measured on samples at each probe, and whole at the end of a run and by `contrastile evaluate`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Curves of the report, drawn with matplotlib as SVG that takes its colours from the page.
+"""Curves of the report, drawn with matplotlib as SVG.
 
-Used by `page.py`. Text stays text and colours are variables of the page's style, so a figure fits light and dark
-screens. Comparisons use the same colours in figures of their own.
+Text stays text and colours are variables of the page's style, so a figure fits light and dark screens.
 """
 
 from __future__ import annotations

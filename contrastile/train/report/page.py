@@ -1,8 +1,4 @@
-"""The page: `report.html`, one file that needs nothing beside it.
-
-`write_report` reads metrics, metadata and results from the folder of a run, takes samples of pictures or questions from
-the evaluation, draws the curves, and fills `page.html.jinja`.
-"""
+"""The page: `report.html`, one file that needs nothing beside it, made of metrics, metadata, results and samples."""
 
 from __future__ import annotations
 
