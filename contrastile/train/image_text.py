@@ -18,7 +18,17 @@ from contrastile.models.text import load_tokenizer
 from contrastile.modules import ClipLoss, SigLipLoss
 from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
 from contrastile.train.config import Recipe
-from contrastile.train.evaluation import Row, encode_held_out, evaluate, probe
+from contrastile.train.evaluation import (
+    Row,
+    Test,
+    encode_held_out,
+    evaluate,
+    measure_all,
+    measures,
+    open_test,
+    probe,
+    settings_of,
+)
 from contrastile.train.folder import EVALUATION, RunFolder
 from contrastile.train.memory import dense_need
 from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
@@ -27,7 +37,6 @@ from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report
 from contrastile.train.report.samples import picture_samples
 from contrastile.train.run import Run, build_run, choose_device, fingerprint, load
 from contrastile.train.task import Measure, Task
-from contrastile.train.transfer import Test, measure_all, measures, open_test, settings_of
 
 LOSSES: dict[str, type[ClipLoss | SigLipLoss]] = {"clip": ClipLoss, "siglip": SigLipLoss}
 
