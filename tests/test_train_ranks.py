@@ -280,7 +280,7 @@ def test_the_shares_of_all_ranks_make_the_whole_batch(tmp_path: Path, size: int)
             mine = [each[place] for each in parts]
             assert {one.whole for one in mine} == {part.whole}
             found = torch.cat([one.pixels for one in mine])
-            order = torch.cat([torch.arange(part.whole)[one.places.start :: size] for one in mine])
+            order = torch.cat([torch.arange(part.whole)[one.positions.start :: size] for one in mine])
             assert torch.equal(found, part.pixels[order])
 
 

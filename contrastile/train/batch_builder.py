@@ -216,13 +216,13 @@ class Batch:
     """pixels `[b, C, S, S]`, tokens with `[b, L]` int64 each, ids `[b]` int64: one rank's share of a batch.
 
     Pixels are float32 in [0, 1]; those of a collection uint8, converted on the device; precomputed features are
-    `[b, F]`. places: the positions of these pairs in the batch of all ranks, whose size is the range's end; None: all.
+    `[b, F]`. positions: those of these pairs in the batch of all ranks, whose size is the range's end; None: all.
     """
 
     pixels: Tensor
     tokens: Tokens
     ids: Tensor
-    places: range | None = None
+    positions: range | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -230,7 +230,7 @@ class Batch:
     @property
     def whole(self) -> int:
         """The pairs of all ranks."""
-        return len(self) if self.places is None else self.places.stop
+        return len(self) if self.positions is None else self.positions.stop
 
     @property
     def floats(self) -> dict[str, Tensor]:
@@ -239,13 +239,13 @@ class Batch:
 
     def parts(self, count: int) -> Iterator[Batch]:
         """Split the batch of all ranks into at most `count` nearly equal parts; this rank's share of each."""
-        places = range(len(self)) if self.places is None else self.places
+        positions = range(len(self)) if self.positions is None else self.positions
         count = min(count, self.whole)
         for part in range(count):
             # the first parts are one pair longer where the division leaves a remainder
             low, high = (self.whole // count * end + min(end, self.whole % count) for end in (part, part + 1))
-            own = slice(*(len(range(places.start, end, places.step)) for end in (low, high)))
-            within = range(places.start + own.start * places.step - low, high - low, places.step)
+            own = slice(*(len(range(positions.start, end, positions.step)) for end in (low, high)))
+            within = range(positions.start + own.start * positions.step - low, high - low, positions.step)
             tokens = {name: ids[own] for name, ids in self.tokens.items()}
             yield Batch(self.pixels[own], tokens, self.ids[own], within)
 
@@ -268,8 +268,8 @@ class BatchBuilder:
         self._images_on_device = None if home is None else torch.from_numpy(np.array(images)).to(home)
         self._ids = torch.from_numpy(bundle.pairs.ids)
         self._generator = torch.Generator().manual_seed(seed)
-        bent = self._stream is not None and self._stream.augmented
-        self._crop = Crop(seed) if augment and not bent else None
+        augmented = self._stream is not None and self._stream.augmented
+        self._crop = Crop(seed) if augment and not augmented else None
         self._served = 0
         # a thread that reads the texts of a collection's next batch while the present step computes
         self._reader: ThreadPoolExecutor | None = None
@@ -306,12 +306,12 @@ class BatchBuilder:
 
     def batch(self, rows: Tensor, share: slice = slice(None)) -> Batch:
         """The pairs at `rows`, or a share of them, augmented as they would be in the whole batch."""
-        places = range(*share.indices(len(rows)))
+        positions = range(*share.indices(len(rows)))
         if self._stream is not None:
-            return self._streamed(self._stream, rows, share, places)
-        lots = self._lots(len(rows)) if self._augment else None
+            return self._streamed(self._stream, rows, share, positions)
+        drawn = self._draw(len(rows))[share] if self._augment else None
         rows = rows[share]
-        texts = {name: ids[rows] for name, ids in self._bundle.tokens.items()}, self._ids[rows], places
+        texts = {name: ids[rows] for name, ids in self._bundle.tokens.items()}, self._ids[rows], positions
         if self._bundle.features is not None:
             return Batch(self._bundle.features[rows.numpy()], *texts)
         if self._images_on_device is None:
@@ -321,12 +321,14 @@ class BatchBuilder:
         # in slices, because augmentation needs several times the memory of its pictures
         pixels = []
         for start in range(0, max(len(rows), 1), count):
-            some = slice(start, start + count)
-            drawn = None if lots is None or not len(rows) else lots[share][some].to(images.device)
-            pixels.append(prepare(images[some]) if drawn is None else augment(images[some], drawn))
+            part = images[start : start + count]
+            if drawn is None or not len(part):
+                pixels.append(prepare(part))
+            else:
+                pixels.append(augment(part, drawn[start : start + count].to(part.device)))
         return Batch(torch.cat(pixels), *texts)
 
-    def _streamed(self, stream: Stream, rows: Tensor, share: slice, places: range) -> Batch:
+    def _streamed(self, stream: Stream, rows: Tensor, share: slice, positions: range) -> Batch:
         own, examples = self._stream_rows(rows, share)
         if self._bundle.features is None:
             pixels, chosen = stream.read(own, examples, self._crop)
@@ -338,7 +340,7 @@ class BatchBuilder:
             texts = self._read_texts(stream, chosen)
         index, ids, tokens = texts
         at = torch.tensor([index[row] for row in chosen], dtype=torch.int64)
-        return Batch(pixels, {name: numbers[at] for name, numbers in tokens.items()}, ids[at], places)
+        return Batch(pixels, {name: numbers[at] for name, numbers in tokens.items()}, ids[at], positions)
 
     def _stream_rows(self, rows: Tensor, share: slice) -> tuple[list[int], range]:
         """The rows of the stream, and their numbers among the run's examples, which seed their crops."""
@@ -347,12 +349,12 @@ class BatchBuilder:
 
     def _read_texts(self, stream: Stream, rows: list[int]) -> _Texts:
         """Titles of rows, each row once. A share without pairs gets the tokens of one empty text, for their shape."""
-        index = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+        index = {row: position for position, row in enumerate(dict.fromkeys(rows))}
         titles = stream.captions(index)
         ids = torch.tensor(stream.identities(titles), dtype=torch.int64)
         return index, ids, self._bundle.tokenizer.tokenise(titles or [""])
 
-    def _lots(self, count: int) -> AugmentParameters:
+    def _draw(self, count: int) -> AugmentParameters:
         """The random numbers of all ranks: neither the number of ranks nor the device may change an augmentation."""
         drawn = [draw_parameters(min(SLICE, count - start), self._generator) for start in range(0, count, SLICE)]
         return AugmentParameters(torch.cat([some.matrices for some in drawn]), torch.cat([some.blur for some in drawn]))

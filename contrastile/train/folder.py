@@ -166,10 +166,10 @@ def begun_run(runs: str | Path, name: str) -> RunFolder | None:
 def resumed_run(folder: RunFolder) -> Iterator[RunFolder]:
     """The same folder, locked by this process; remains of a killed process are removed by their temporary names."""
     with _locked(folder.path) as status:
-        for left in folder.path.glob(".*"):
-            is_folder = left.is_dir() and not left.is_symlink()
-            if (FOLDERS_LEFT if is_folder else UNFINISHED).fullmatch(left.name):
-                (shutil.rmtree if is_folder else os.unlink)(left)
+        for remains in folder.path.glob(".*"):
+            is_folder = remains.is_dir() and not remains.is_symlink()
+            if (FOLDERS_LEFT if is_folder else UNFINISHED).fullmatch(remains.name):
+                (shutil.rmtree if is_folder else os.unlink)(remains)
         yield RunFolder(folder.path, status)
 
 

@@ -54,12 +54,14 @@ def evaluate_and_report(
     """
     answered = rank_all(run, texts, passages)
     results, match = evaluate(run.recipe, texts, answered), run.recipe.evaluate.match
-    questions = [question_samples(one, texts, match) for one in answered if one.system == "retriever"]
-    tested, titles = {row["test"] for row in results}, {one["title"] for one in questions}
+    retrieved = [rankings for rankings in answered if rankings.system == "retriever"]
+    questions = [question_samples(rankings, texts, match) for rankings in retrieved]
+    tested, titles = {row["test"] for row in results}, {sample["title"] for sample in questions}
     before = folder.read_json(EVALUATION) if beside and (folder / EVALUATION).is_file() else []
     folder.write_json(EVALUATION, [*(row for row in before if row["test"] not in tested), *results])
     write_runs(folder, texts, answered)
-    shown = [one for one in stored_samples(folder, QUESTIONS) if one["title"] not in titles] if beside else []
+    stored = stored_samples(folder, QUESTIONS) if beside else []
+    shown = [sample for sample in stored if sample["title"] not in titles]
     write_report(folder, questions=[*shown, *questions], wording=WORDING)
     return table_text(results, WORDING)
 
@@ -67,11 +69,11 @@ def evaluate_and_report(
 def write_runs(folder: RunFolder, texts: TextSet, answered: Sequence[Rankings]) -> None:
     """Write `<part>.<system>.trec` and `<part>.qrels`, the formats of trec_eval."""
     try:
-        for one in answered:
-            with folder.written_whole(f"{one.part}.qrels") as path:
-                write_judgements(path, judgements_of(one.queries, texts))
-            with folder.written_whole(f"{one.part}.{one.system}.trec") as path:
-                write_run(path, run_of(one, texts), tag=one.system)
+        for rankings in answered:
+            with folder.written_whole(f"{rankings.part}.qrels") as path:
+                write_judgements(path, judgements_of(rankings.queries, texts))
+            with folder.written_whole(f"{rankings.part}.{rankings.system}.trec") as path:
+                write_run(path, run_of(rankings, texts), tag=rankings.system)
     except ValueError as reason:
         # these formats have no ids with blanks; all other files are complete
         logger.warning("run files are not written: %s", reason)
