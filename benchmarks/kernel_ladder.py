@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -20,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile.bench.harness import Ledger, Machine, Table
+from contrastile.bench.harness import COLUMNS, Machine, Table, results_file
 from contrastile.tiles.triton import launch, plan
 from contrastile.tiles.triton.epilogue import SOFTMAX
 from contrastile.tiles.triton.plan import Masks, Pair, Shape
 
-SQUARE = 8192
 SHAPES = {
     "128 x 128, 4 warps, 3 stages, 2 programs": Shape(),
     "the same without one loop over all": Shape(flatten=False),
@@ -35,13 +33,17 @@ SHAPES = {
     "256 x 128, 8 warps, 3 stages, 1 program": Shape(rows=256, warps=8, programs=1),
     "128 x 128 x 32, 6 stages": Shape(depth=32, stages=6),
 }
-STRIPS = (4224, 8192, 16384)
+# rows of a super-tile, and of the strips
+ROWS, STRIPS = 8192, (4224, 8192, 16384)
 SCALE = 100.0
-# per call
+# seconds per call
 SECONDS = 0.2
-COLUMNS = ("what", "b", "d", "ms", "tflops", "product_tflops", "ratio")
-_RATES = (("TFLOP/s", ">8.1f"), ("product", ">8.1f"), ("ratio", ">6.3f"))
-TABLE = Table(("kernel", "48"), ("d", ">5"), ("ms", ">9.3f"), *_RATES)
+TABLE = Table(
+    *(("what", "kernel", "48"), ("d", "d", ">5"), ("ms", "ms", ">9.3f"), ("tflops", "TFLOP/s", ">8.1f")),
+    *(("product_tflops", "product", ">8.1f"), ("ratio", "ratio", ">6.3f")),
+)
+# name, operations and call
+Candidate = tuple[str, float, Callable[[], object]]
 
 
 def main() -> None:
@@ -50,37 +52,32 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=65536)
     parser.add_argument("--features", type=int, nargs="+", default=[512, 768, 1024])
     options = parser.parse_args()
-    machine = Machine.of(torch.device("cuda"), SECONDS)
+    machine, b = Machine.of(torch.device("cuda"), SECONDS), options.rows
     print(TABLE.header())
-    with Ledger(options.csv, COLUMNS) if options.csv else nullcontext() as ledger:
+    with results_file(options.csv, COLUMNS["kernels"]) as write:
         for d in options.features:
-            q, k = _features(options.rows, d)
-            for name, _, operations, call in chain(_kernels(q, k), _products(q, k)):
+            q, k = (F.normalize(torch.randn(b, d, device="cuda"), dim=-1).bfloat16() for _ in range(2))
+            for name, operations, call in chain(kernels(q, k), accumulations(q, k)):
                 timing = machine.race({name: call})[name]
                 rate, product = operations / timing.ms / 1e9, timing.product_rate / 1e12
-                values = (round(timing.ms, 4), round(rate, 1), round(product, 1), round(rate / product, 3))
-                print(TABLE.line(name, d, *values), flush=True)
-                if ledger is not None:
-                    ledger.write(dict(zip(COLUMNS, (name, options.rows, d, *values), strict=True)))
+                rates = {
+                    "tflops": round(rate, 1),
+                    "product_tflops": round(product, 1),
+                    "ratio": round(rate / product, 3),
+                }
+                row = {"what": name, "b": b, "d": d, "ms": round(timing.ms, 4), **rates}
+                print(TABLE.line(row), flush=True)
+                write(row)
 
 
-Candidate = tuple[str, int, float, Callable[[], object]]
-"""A name, its feature size, its operations, and a call."""
-
-
-def _features(n: int, d: int) -> tuple[Tensor, Tensor]:
-    q, k = (F.normalize(torch.randn(n, d, device="cuda"), dim=-1).bfloat16() for _ in range(2))
-    return q, k
-
-
-def _kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
-    """The two kernels of the shape of a matrix product, in every shape that compiles."""
-    (b, d), known = q.shape, dict(plan.SHAPES)
-    rows = min(b, SQUARE)
+def kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
+    """Yield the two kernels of the shape of a matrix product, in every shape that compiles."""
+    (b, d), default = q.shape, dict(plan.SHAPES)
+    rows = min(b, ROWS)
     constants = launch.block_constants(q, k, torch.tensor(SCALE, device="cuda"), None, SOFTMAX)
     weights = torch.full((b,), 2.0**-16, device="cuda")
     for name, shape in SHAPES.items():
-        plan.SHAPES.update(dict.fromkeys(known, shape))
+        plan.SHAPES.update(dict.fromkeys(default, shape))
         pair = Pair(*(launch.operand(x, 1, shape) for x in (q[:rows], k)), Masks(diagonal=0))
         row_part = torch.empty(1, plan.tiles_of(b, shape.cols), rows, device="cuda")
         col_part = torch.empty(1, plan.tiles_of(rows, shape.rows), b, device="cuda")
@@ -93,34 +90,29 @@ def _kernels(q: Tensor, k: Tensor) -> Iterator[Candidate]:
             launch.gradient(pair, constants, [(weights, weights), (weights, weights)], strip, sums, SOFTMAX)
 
         for kind, call in (("sums", totals), ("gradient", gradient)):
-            if _runs(call):
-                yield f"{kind}: {name}", d, 2.0 * rows * b * d, call
-    plan.SHAPES.update(known)
+            try:
+                call()
+                torch.cuda.synchronize()
+            except Exception as error:
+                # too many registers, or too much shared memory
+                print(f"    {type(error).__name__}: {str(error)[:90]}")
+            else:
+                yield f"{kind}: {name}", 2.0 * rows * b * d, call
+    plan.SHAPES.update(default)
 
 
-def _runs(call: Callable[[], None]) -> bool:
-    """Whether the chip has the registers and the shared memory for it."""
-    try:
-        call()
-    except Exception as error:
-        print(f"    {type(error).__name__}: {str(error)[:90]}")
-        return False
-    torch.cuda.synchronize()
-    return True
-
-
-def _products(q: Tensor, k: Tensor) -> Iterator[Candidate]:
-    """The products that add a strip times the features to the accumulators."""
+def accumulations(q: Tensor, k: Tensor) -> Iterator[Candidate]:
+    """Yield the products that add a strip times the features to the accumulators."""
     b, d = q.shape
     u, v = torch.zeros(b, d, device="cuda"), torch.zeros(b, d, device="cuda")
     for height in (height for height in STRIPS if height <= b):
         g = torch.rand(height, b, device="cuda").bfloat16()
         operations = 2.0 * height * b * d
-        yield f"strip of {height}: rows' gradient", d, operations, lambda g=g: _add(u[: len(g)], g, k)
-        yield f"strip of {height}: columns' gradient", d, operations, lambda g=g: _add(v, g.T, q[: len(g)])
+        yield f"strip of {height}: rows' gradient", operations, lambda g=g: add(u[: len(g)], g, k)
+        yield f"strip of {height}: columns' gradient", operations, lambda g=g: add(v, g.T, q[: len(g)])
 
 
-def _add(total: Tensor, g: Tensor, x: Tensor) -> None:
+def add(total: Tensor, g: Tensor, x: Tensor) -> None:
     torch.addmm(total, g, x, out_dtype=torch.float32, out=total)
 
 

@@ -15,12 +15,13 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from contrastile.train.folder import CHECKPOINTS, EVALUATION, METRICS, WEIGHTS
 from contrastile.train.log import MEASURED, read_metrics
@@ -40,7 +41,7 @@ Ranks = list[subprocess.Popen[bytes]]
 
 @dataclass
 class WatchedRun:
-    """A run with its kills: the moments and victims, the steps taken again, seconds, and the most shards at once."""
+    """A run with its kills: moments and victims, steps taken again, seconds, and the most shards at once."""
 
     folder: Path
     seconds: float = 0.0
@@ -48,39 +49,58 @@ class WatchedRun:
     repeated: int = 0
     most_shards: int = 0
 
-    @property
-    def log(self) -> Path:
-        return self.folder.with_suffix(".log")
-
     def step(self) -> int:
         """Return the number of steps in the metrics."""
         path = self.folder / METRICS
         return sum(line["kind"] != "probe" for line in read_metrics(path)) if path.is_file() else 0
 
-    def checksums(self) -> dict[str, str]:
-        """Return the SHA-256 of the run's files, without times and memory."""
+    def checksums(self) -> list[str]:
+        """Return the SHA-256 of weights, metrics without times and memory, and evaluation."""
         lines = read_metrics(self.folder / METRICS)
         same = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
-        contents = {
-            "weights": (self.folder / WEIGHTS).read_bytes(),
-            "metrics": json.dumps(same).encode(),
-            "evaluation": (self.folder / EVALUATION).read_bytes(),
-        }
-        return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        weights, evaluation = ((self.folder / name).read_bytes() for name in (WEIGHTS, EVALUATION))
+        return [hashlib.sha256(content).hexdigest() for content in (weights, json.dumps(same).encode(), evaluation)]
+
+    def carry_out(self, command: list[str], count: int, shards: Path, moments: list[tuple[int, float]]) -> None:
+        """Start the run, kill and resume it at the moments, and wait until it is finished."""
+        began, log = time.monotonic(), self.folder.with_suffix(".log")
+        for moment in [*moments, None]:
+            ranks = start([*command, "--resume"], count, log)
+            if self.follow(ranks, shards, moment):
+                if any(process.returncode for process in ranks):
+                    raise SystemExit(f"a rank failed:\n{log.read_text()[-3000:]}")
+                break
+            # all ranks in one half of the cases, one rank in the other
+            victims = [*range(count)] if random.random() < 0.5 else [random.randrange(count)]
+            reached = self.step()
+            kill(ranks, victims)
+            saved = max((int(path.name[5:]) for path in (self.folder / CHECKPOINTS).glob("step-*")), default=0)
+            self.repeated += max(0, reached - saved)
+            self.kills.append(f"step {reached}, {'all ranks' if len(victims) == count else f'rank {victims[0]}'}")
+            print(f"killed in {self.kills[-1]}; continues from step {saved}", flush=True)
+        self.seconds = time.monotonic() - began
+
+    def follow(self, ranks: Ranks, shards: Path, moment: tuple[int, float] | None) -> bool:
+        """Watch a start until it ends, or until its moment: a step, and seconds after it. Return if it has ended."""
+        end = None
+        while any(process.poll() is None for process in ranks):
+            self.most_shards = max(self.most_shards, len(list(shards.glob("shards-*/*.tar"))))
+            if moment is not None and end is None and self.step() >= moment[0]:
+                end = time.monotonic() + moment[1]
+            if end is not None and time.monotonic() >= end:
+                return False
+            time.sleep(POLL)
+        return True
 
 
 def start(command: list[str], count: int, log: Path) -> Ranks:
     """Start the ranks with the environment that torchrun gives them."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "WORLD_SIZE": str(count)}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(get_free_port())}
     with log.open("ab") as file:
         return [
             subprocess.Popen(
-                command,
-                env={"OMP_NUM_THREADS": "1", **os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=file,
-                stderr=file,
+                command, env=environment | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), stdout=file, stderr=file
             )
             for rank in range(count)
         ]
@@ -98,45 +118,6 @@ def kill(ranks: Ranks, victims: list[int]) -> None:
             process.wait()
 
 
-def follow(
-    run: WatchedRun, ranks: list[subprocess.Popen[bytes]], shards: Path, moment: tuple[int, float] | None
-) -> bool:
-    """Watch a start until it ends, or until its `moment`: a step, and seconds after it. Return if it has ended."""
-    end = None
-    while any(process.poll() is None for process in ranks):
-        run.most_shards = max(run.most_shards, len(list(shards.glob("shards-*/*.tar"))))
-        if moment is not None and end is None and run.step() >= moment[0]:
-            end = time.monotonic() + moment[1]
-        if end is not None and time.monotonic() >= end:
-            return False
-        time.sleep(POLL)
-    return True
-
-
-def carry_out(
-    run: WatchedRun, command: list[str], count: int, shards: Path, kills: int, lot: random.Random, steps: int
-) -> None:
-    """Start the run, kill and resume it, and wait until it is finished."""
-    began = time.monotonic()
-    # the first kill hits the start, the others any step
-    drawn = sorted(lot.randrange(1, max(2, steps - 1)) for _ in range(kills - 1))
-    moments = [(0, lot.uniform(0, START)), *((step, lot.uniform(0, DELAY)) for step in drawn)]
-    for moment in [*moments[:kills], None]:
-        ranks = start([*command, "--resume"], count, run.log)
-        if follow(run, ranks, shards, moment):
-            if any(process.returncode for process in ranks):
-                raise SystemExit(f"a rank failed:\n{run.log.read_text()[-3000:]}")
-            break
-        victims = [*range(count)] if lot.random() < 0.5 else [lot.randrange(count)]
-        at = run.step()
-        kill(ranks, victims)
-        saved = max((int(path.name[5:]) for path in (run.folder / CHECKPOINTS).glob("step-*")), default=0)
-        run.repeated += max(0, at - saved)
-        run.kills.append(f"step {at}, {'all ranks' if len(victims) == count else f'rank {victims[0]}'}")
-        print(f"killed in {run.kills[-1]}; continues from step {saved}", flush=True)
-    run.seconds = time.monotonic() - began
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="such as recipes/glyph-shards.toml")
@@ -151,19 +132,23 @@ def main() -> int:
     cache = runs / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     alone, killed = WatchedRun(runs / "undisturbed"), WatchedRun(runs / "killed")
+    random.seed(options.seed)
     for run, kills in ((alone, 0), (killed, options.kills)):
         # each run writes its own shards
         for old in [run.folder, *cache.glob("shards-*")]:
             shutil.rmtree(old, ignore_errors=True)
+        # the first kill hits the start, the others any step
+        steps = sorted(random.randrange(1, max(2, alone.step() - 1)) for _ in range(kills - 1))
+        moments = [(0, random.uniform(0, START)), *((step, random.uniform(0, DELAY)) for step in steps)][:kills]
         words = [*overrides, f"name={run.folder.name}", f"data.cache={cache}", "--runs", str(runs)]
         command = [sys.executable, "-m", "contrastile", "train", options.recipe, *words]
-        carry_out(run, command, options.ranks, cache, kills, random.Random(options.seed), alone.step())
+        run.carry_out(command, options.ranks, cache, moments)
     print(f"\n{recipe.name}: {alone.step()} steps on {options.ranks} ranks, {recipe.data.copies} copies of each pair\n")
     print("| run | kills | steps taken again | seconds | shards at once | weights | metrics | evaluation |")
     print("|---|---|---|---|---|---|---|---|")
     for run in (alone, killed):
-        facts = [run.folder.name, len(run.kills), run.repeated, round(run.seconds), run.most_shards]
-        print(f"| {' | '.join([*map(str, facts), *(total[:16] for total in run.checksums().values())])} |")
+        cells = [run.folder.name, len(run.kills), run.repeated, round(run.seconds), run.most_shards]
+        print(f"| {' | '.join(map(str, [*cells, *(checksum[:16] for checksum in run.checksums())]))} |")
     if alone.checksums() != killed.checksums():
         print("\nthe runs differ", file=sys.stderr)
         return 1

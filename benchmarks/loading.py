@@ -16,6 +16,7 @@ import argparse
 import io
 import tarfile
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -36,21 +37,16 @@ from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 
-SHARD, WORDS = (
-    250,
-    ("red", "blue", "round", "long", "old", "small", "house", "river", "bird", "stone", "cloud", "field"),
-)
+SHARD = 250
+WORDS = ("red", "blue", "round", "long", "old", "small", "house", "river", "bird", "stone", "cloud", "field")
 # seconds per rate
 SECONDS = 2.0
 # steps before the clocks of a GPU and its allocator are steady
 WARMUP = 5
+# a CLIP ViT-B/16 in plain steps; {source}, {cache}, {minutes} and {batch} are filled in
 RECIPE = """
-[data]
-source = "{shards}"
-image_size = 224
-channels = 3
-held_out = 0.002
-cache = "{cache}"
+data = {{ source = "{source}", image_size = 224, channels = 3, held_out = 0.002, cache = "{cache}" }}
+evaluate = {{ every = 1.0, probe = 1 }}
 
 [model]
 tokenizer = {{ size = 1000, length = 77 }}
@@ -59,23 +55,10 @@ tokenizer = {{ size = 1000, length = 77 }}
 mean = [0.4815, 0.4578, 0.4082]
 std = [0.2686, 0.2613, 0.2758]
 
+# the other sizes of transformers' CLIP are those of ViT-B
 [model.both.config]
 model_type = "clip"
-projection_dim = 512
-
-[model.both.config.vision_config]
-patch_size = 16
-image_size = 224
-hidden_size = 768
-intermediate_size = 3072
-num_hidden_layers = 12
-num_attention_heads = 12
-
-[model.both.config.text_config]
-hidden_size = 512
-intermediate_size = 2048
-num_hidden_layers = 12
-num_attention_heads = 8
+vision_config = {{ patch_size = 16 }}
 
 [train]
 examples = 100_000_000
@@ -83,10 +66,6 @@ minutes = {minutes}
 batch = {batch}
 sub_batch = {batch}
 precision = "bf16"
-
-[evaluate]
-every = 1.0
-probe = 1
 """
 
 
@@ -144,8 +123,7 @@ def waiting(path: Path, folder: Path) -> None:
     optimizer = build_optimizer(job.run.model, job.run.recipe.optim)
     resident = job.parts(torch.from_numpy(job.rows[:size]), 0, ALONE)
     job.close()
-    machine = Machine(job.run.device, 0.0, lambda: None, 1)
-    alone = median(machine.time(lambda: step(job, optimizer, resident)) for _ in range(10))
+    alone = median(Machine(job.run.device).time(lambda: step(job, optimizer, resident)) for _ in range(10))
     print(f"without data: {size / alone:,.0f} pairs/s")
 
 
@@ -164,13 +142,13 @@ def main() -> None:
         size = sum(path.stat().st_size for path in folder.glob("*.tar")) / options.pictures
         print(f"{options.pictures:,} pictures of {size / 1000:.0f} kB, {cores()} cores, torch {torch.__version__}")
         stream = open_pairs(source, image_size=224, channels=3, held_out=0.002, cache=cache).stream
-        for workers in (number for number in options.workers if number <= cores()):
-            for apart, kind in ((True, "processes"), (False, "threads")):
-                images = rate(stream, workers, 256, apart=apart)
-                print(f"{workers:3} {kind:9}: {images:8,.0f} pictures/s, {images / workers:6,.0f} each")
+        workers = [number for number in options.workers if number <= cores()]
+        for number, (apart, kind) in product(workers, ((True, "processes"), (False, "threads"))):
+            images = rate(stream, number, 256, apart=apart)
+            print(f"{number:3} {kind:9}: {images:8,.0f} pictures/s, {images / number:6,.0f} each")
         if torch.cuda.is_available():
             path, minutes = folder / "loading.toml", options.seconds / 60
-            path.write_text(RECIPE.format(shards=source, cache=cache, batch=options.batch, minutes=minutes))
+            path.write_text(RECIPE.format(source=source, cache=cache, batch=options.batch, minutes=minutes))
             waiting(path, folder)
 
 

@@ -10,9 +10,10 @@ import argparse
 # bytes of a feature in bf16, and of an accumulator
 FEATURE, WIDE = 2, 4
 # operations per second, measured on an H200 at 768 features (benchmarks/results/h200_loss.csv)
-RATE, D, K = 600e12, 768, 1024
+RATE, D = 600e12, 768
 # bytes per second and direction between two GPUs: NVLink 4 within a node (two thirds of its peak), 400 and 200 Gb/s
 LINKS = {"NVLink": 300e9, "400 Gb/s": 50e9, "200 Gb/s": 25e9}
+# GPUs, thousands of pairs, and link
 ROWS = (
     *((8, 64, "NVLink"), (8, 1024, "NVLink"), (32, 64, "400 Gb/s"), (32, 1024, "400 Gb/s"), (32, 12288, "400 Gb/s")),
     *((256, 1024, "400 Gb/s"), (256, 4096, "400 Gb/s"), (256, 12288, "400 Gb/s"), (256, 12288, "200 Gb/s")),
@@ -27,11 +28,6 @@ def ring_seconds(b: int, n: int, link: float) -> tuple[float, float]:
     late = sum(n * max(0.0, moved / link - work / RATE) for work, moved in hops.items())
     # the columns' gradient returns to its rank after the last hop
     return 8 * b * b * D / n / RATE, late + N * D * WIDE / link
-
-
-def gather_seconds(b: int, link: float) -> float:
-    """Return the seconds of gather's bytes: columns in both passes, float32 gradients back, nothing overlaps."""
-    return b * D * (2 * FEATURE + WIDE) / link
 
 
 def gibibytes(b: int, n: int, columns: int) -> float:
@@ -49,13 +45,13 @@ def main() -> None:
         print(f"{name}: hidden from {RATE * FEATURE / (2 * link):,.0f} rows per GPU")
     print(f"| {' | '.join((*HEADS, 'GiB'))} |\n|{'---|' * (len(HEADS) + 1)}")
     for n, thousands, name in ROWS:
-        b, link, host = thousands * K, LINKS[name], 2 * n * hop
+        b, link, host = thousands * 2**10, LINKS[name], 2 * n * hop
         arithmetic, late = ring_seconds(b, n, link)
-        print(
-            f"| {n} | {thousands}k | {b // n:,} | {name} | {arithmetic:.3g} | {late:.2g} | {host:.2g} | "
-            f"{arithmetic / (arithmetic + late + host):.2f} | {gibibytes(b, n, 2 * b // n):.2f} | "
-            f"{gather_seconds(b, link):.2g} | {gibibytes(b, n, b):.2f} |"
-        )
+        # gather: columns in both passes, float32 gradients back, nothing overlaps
+        gather = b * D * (2 * FEATURE + WIDE) / link
+        ring = f"{arithmetic:.3g} | {late:.2g} | {host:.2g} | {arithmetic / (arithmetic + late + host):.2f}"
+        memory = [f"{gibibytes(b, n, columns):.2f}" for columns in (2 * b // n, b)]
+        print(f"| {n} | {thousands}k | {b // n:,} | {name} | {ring} | {memory[0]} | {gather:.2g} | {memory[1]} |")
 
 
 if __name__ == "__main__":

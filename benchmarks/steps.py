@@ -33,7 +33,7 @@ def measure(path: str, words: list[str], retain: int | str) -> tuple[float, floa
     # one model, two ways to take its steps
     jobs = (plain_job, ImageText(replace(plain_job.run, recipe=recipes[1]), plain_job.bundle))
     optimizer, sizes = build_optimizer(plain_job.run.model, recipe.optim), []
-    batches, machine = Batches(plain_job.rows, sizes=sizes, seed=0), Machine(plain_job.run.device, 0, lambda: None, 1)
+    batches, machine = Batches(plain_job.rows, sizes=sizes, seed=0), Machine(plain_job.run.device)
     (small, large) = (recipe.train.batch[at][1] for at in (0, -1))
 
     def rate(way: int, size: int) -> float:

@@ -29,29 +29,25 @@ def numbered(device: torch.device | str) -> torch.device:
     return device
 
 
-def known_device(asked: Any, place: str) -> torch.device:
+def known_device(name: Any, place: str) -> torch.device:
     """The device of a name. `place`: where it is computed without one, for the error."""
     try:
-        return torch.device(asked)
+        return torch.device(name)
     except (RuntimeError, TypeError):
-        raise invalid("device", "be one that torch knows", repr(asked), f"Leave it out to compute {place}.") from None
+        raise invalid("device", "be one that torch knows", repr(name), f"Leave it out to compute {place}.") from None
 
 
-def present_device(asked: Any, place: str) -> torch.device:
+def present_device(name: Any, place: str) -> torch.device:
     """The device of a name, which must be on this machine."""
-    device = known_device(asked, place)
-    if device.type not in ("cpu", "meta") and not _accelerates(device.type):
-        raise invalid("device", "be on this machine", repr(str(asked)), f"Leave it out to compute {place}.")
-    return device
-
-
-def _accelerates(kind: str) -> bool:
+    device = known_device(name, place)
     try:
-        found: bool = torch.get_device_module(kind).is_available()
+        present = device.type in ("cpu", "meta") or torch.get_device_module(device.type).is_available()
     except (AttributeError, RuntimeError):
         # torch knows the name of the kind, and has no module for it
-        return False
-    return found
+        present = False
+    if not present:
+        raise invalid("device", "be on this machine", repr(str(name)), f"Leave it out to compute {place}.")
+    return device
 
 
 def free_memory(device: torch.device | None) -> tuple[int, int]:
@@ -180,7 +176,7 @@ class BlockStream:
         """`wide`: type of the accumulators, none if None; `totals`: host memory for them between two sweeps."""
         self.matrix, self.device, self.wide, self.totals = matrix, device, wide, totals
         self.bounds = [(start, min(start + rows, len(matrix))) for start in range(0, len(matrix), rows)]
-        # in and out
+        # one stream for copies in, one for copies out
         self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
         self.slots: list[tuple[Tensor, Tensor]] = []
         # events after which a slot may be written again, and after which a block's accumulators are on the host

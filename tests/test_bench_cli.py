@@ -12,6 +12,7 @@ from contrastile.bench.loss import suite
 from contrastile.bench.peers import Case
 from contrastile.cli import bench
 from contrastile.cli.main import build_parser, main
+from contrastile.cli.options import number
 
 CUDA = torch.device("cuda")
 SMALL = ["bench", "loss", "--device", "cpu", "--sizes", "64", "--features", "8", "--losses", "clip", "--no-peers"]
@@ -19,8 +20,7 @@ SMALL = ["bench", "loss", "--device", "cpu", "--sizes", "64", "--features", "8",
 
 @pytest.fixture(autouse=True)
 def quick_measurements(monkeypatch):
-    """A process for each peak takes seconds, and so do a hundred large products; other tests run them."""
-    monkeypatch.setattr("contrastile.bench.loss.peak_apart", lambda case, label: 4096)
+    """A hundred large products take seconds."""
     monkeypatch.setitem(harness.PRODUCTS, "cpu", (64, torch.float32))
 
 
@@ -30,8 +30,8 @@ def cases(*words, device=CUDA):
 
 
 def test_a_size_may_have_a_unit():
-    assert [bench.number("sizes", text) for text in ("96", "4k", "64k", "1M")] == [96, 4096, 65536, 2**20]
-    assert [bench.number("workspace", text) for text in ("192MiB", "2GiB")] == [192 * 2**20, 2**31]
+    assert [number("sizes", text) for text in ("96", "4k", "64k", "1M")] == [96, 4096, 65536, 2**20]
+    assert [number("workspace", text) for text in ("192MiB", "2GiB")] == [192 * 2**20, 2**31]
 
 
 @pytest.mark.parametrize("text", ["", "k", "0", "-4k", "1.5k", "64kk", "64q"])
@@ -55,14 +55,14 @@ def test_a_missing_device_is_refused(device, capsys):
 
 
 def test_named_settings_are_crossed():
-    asked = cases("--sizes", "4k", "1M", "--features", "512", "768", "--losses", "siglip", "--workspace", "1GiB")
-    assert asked == [Case("siglip", b, d, "bfloat16", (2**30,)) for b in (4096, 2**20) for d in (512, 768)]
+    chosen = cases("--sizes", "4k", "1M", "--features", "512", "768", "--losses", "siglip", "--workspace", "1GiB")
+    assert chosen == [Case("siglip", b, d, "bfloat16", (2**30,)) for b in (4096, 2**20) for d in (512, 768)]
 
 
 def test_other_settings_are_the_devices_defaults():
-    asked = cases("--dtype", "fp32", "--precision", "high")
-    assert {case.d for case in asked} == {512, 768, 1024}
-    assert {(case.dtype, case.precision, case.loss) for case in asked} == {("float32", "high", "clip")}
+    chosen = cases("--dtype", "fp32", "--precision", "high")
+    assert {case.d for case in chosen} == {512, 768, 1024}
+    assert {(case.dtype, case.precision, case.loss) for case in chosen} == {("float32", "high", "clip")}
 
 
 def test_without_settings_the_whole_list_is_measured():
@@ -73,15 +73,15 @@ def test_without_settings_the_whole_list_is_measured():
 def test_results_are_a_table_and_a_file(tmp_path, capsys):
     path = tmp_path / "made" / "with" / "rows.csv"
     assert main([*SMALL, "--seconds", "0.01", "--csv", str(path)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["impl"], row["loss"], row["b"], row["d"]) for row in rows] == [
         ("dense", "clip", "64", "8"),
         ("contrastile", "clip", "64", "8"),
     ]
-    assert "times dense" in said
-    assert said.endswith(f"rows: {path}\n")
+    assert "times dense" in output
+    assert output.endswith(f"rows: {path}\n")
 
 
 def test_once_times_one_step_of_contrastile_alone(capsys):

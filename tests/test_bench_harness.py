@@ -8,30 +8,27 @@ import torch
 
 from contrastile.bench import harness
 from contrastile.bench.harness import (
-    EXCHANGE_COLUMNS,
-    HOST_COLUMNS,
-    LOSS_COLUMNS,
+    COLUMNS,
     MOST_ROUNDS,
-    RANK_STEP_COLUMNS,
-    STEP_COLUMNS,
     WARMUP_SECONDS,
     WARMUP_STEPS,
-    Ledger,
     Machine,
     Table,
     busy,
     read_rows,
+    results_file,
 )
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 FILES = {
-    "loss": LOSS_COLUMNS,
-    "[248]_ranks": EXCHANGE_COLUMNS,
-    "host_features": HOST_COLUMNS,
-    "[248]_step": RANK_STEP_COLUMNS,
-    "h200_step": STEP_COLUMNS,
+    "(cpu|h200)_loss": "losses",
+    "h200_[248]_ranks": "exchanges",
+    "h200_host_features": "host",
+    "h200_[248]_step": "rank steps",
+    "h200_step": "steps",
+    "kernel_ladder": "kernels",
 }
-ROW = dict.fromkeys(LOSS_COLUMNS, "") | {"impl": "contrastile", "b": 64, "ms": 1.5}
+ROW = dict.fromkeys(COLUMNS["losses"], "") | {"impl": "contrastile", "b": 64, "ms": 1.5}
 
 
 class Clock:
@@ -66,32 +63,34 @@ def machine(seconds=0.02, product=lambda: None, device="cpu"):
 
 @pytest.mark.parametrize("pattern", FILES)
 def test_committed_results_have_the_columns_that_the_bench_appends(pattern):
-    paths = [path for path in RESULTS.glob("*.csv") if re.fullmatch(f"(cpu_|h200_)?{pattern}", path.stem)]
+    paths = [path for path in RESULTS.glob("*.csv") if re.fullmatch(pattern, path.stem)]
     assert paths
     for path in paths:
         rows = read_rows(path)
-        assert tuple(rows[0]) == FILES[pattern]
-        assert all(row["impl"] and row["chip"] for row in rows)
+        assert tuple(rows[0]) == COLUMNS[FILES[pattern]]
+        assert all(row["chip"] for row in rows if "chip" in row)
 
 
 def test_a_table_aligns_its_columns_and_leaves_none_blank():
-    table = Table(("name", "6"), ("ms", ">8.2f"), ("share", ">6.0%"))
-    assert table.header() == "name         ms  share"
-    assert table.line("a", 1.5, None) == "a          1.50       "
+    table = Table(
+        ("name", "name", "6"), ("ms", "time", ">8.2f"), ("share", "share", ">6.0%"), ("peak_bytes", "MiB", ">4")
+    )
+    assert table.header() == "name       time  share  MiB"
+    assert table.line({"name": "a", "ms": 1.5, "peak_bytes": 2**20}) == "a          1.50         1.0"
 
 
 def test_a_row_is_on_disk_before_the_next_one(tmp_path):
     path = tmp_path / "deep" / "rows.csv"
-    with Ledger(path) as ledger:
-        ledger.write(ROW)
+    with results_file(path, COLUMNS["losses"]) as write:
+        write(ROW)
         assert read_rows(path)[0]["ms"] == "1.5"
 
 
 def test_rows_are_appended_to_a_file(tmp_path):
     path = tmp_path / "rows.csv"
     for b in (64, 128):
-        with Ledger(path) as ledger:
-            ledger.write(ROW | {"b": b})
+        with results_file(path, COLUMNS["losses"]) as write:
+            write(ROW | {"b": b})
     assert [row["b"] for row in read_rows(path)] == ["64", "128"]
 
 
@@ -99,26 +98,26 @@ def test_a_file_of_other_columns_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"`csv` must have the columns of a results file; got .*x.csv: a, b"):
-        Ledger(path)
+        results_file(path, COLUMNS["losses"]).__enter__()
     assert path.read_text() == "a,b\n1,2\n"
 
 
 def test_a_full_disk_is_an_error_with_the_files_name():
-    told = r"/dev/full could not be written \(No space left on device\); free the disk and begin again"
-    with pytest.raises(OSError, match=told), Ledger(Path("/dev/full")) as ledger:
-        ledger.write(ROW)
+    message = r"/dev/full could not be written \(No space left on device\); free the disk and begin again"
+    with pytest.raises(OSError, match=message), results_file(Path("/dev/full"), ["b"]) as write:
+        write(ROW)
 
 
 def test_a_product_runs_before_every_step(clock):
-    said = []
+    calls = []
     # long enough not to be repeated
-    steps = {word: clock.step(2**-6, lambda word=word: said.append(word)) for word in ("product", "a", "b")}
+    steps = {word: clock.step(2**-6, lambda word=word: calls.append(word)) for word in ("product", "a", "b")}
     machine(2**-3, steps.pop("product")).race(steps)
     # some of each to see how long they take
     first = 2 * WARMUP_STEPS + 1
-    assert said[:first] == ["a"] * WARMUP_STEPS + ["b"] * WARMUP_STEPS + ["product"]
+    assert calls[:first] == ["a"] * WARMUP_STEPS + ["b"] * WARMUP_STEPS + ["product"]
     # an eighth of a second for each of two steps
-    assert said[first:] == ["product", "a", "product", "b"] * 8
+    assert calls[first:] == ["product", "a", "product", "b"] * 8
 
 
 def test_a_short_step_is_repeated(clock):
@@ -156,11 +155,11 @@ def test_the_peak_is_what_a_step_holds_at_once():
     assert size * 0.9 < machine().peak(run) < size * 1.5
 
 
-@pytest.mark.parametrize(("device", "load", "said"), [("cpu", 3.0, True), ("cpu", 0.5, False), ("cuda", 3.0, False)])
-def test_a_busy_cpu_has_a_warning(device, load, said, monkeypatch):
+@pytest.mark.parametrize(("device", "load", "warned"), [("cpu", 3.0, True), ("cpu", 0.5, False), ("cuda", 3.0, False)])
+def test_a_busy_cpu_has_a_warning(device, load, warned, monkeypatch):
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    assert (busy(torch.device(device)) is not None) == said
+    assert (busy(torch.device(device)) is not None) == warned
 
 
 @pytest.mark.parametrize(("seconds", "products"), [(2**-3, 8), (2**-2, 16), (1.0, 16)])

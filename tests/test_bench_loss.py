@@ -10,8 +10,8 @@ from contrastile import ClipLoss
 from contrastile.bench import gate as bench_gate
 from contrastile.bench import loss as bench_loss
 from contrastile.bench.gate import SUBJECTS, Gate, Sample, problem
-from contrastile.bench.harness import Ledger, Machine, Report, Timing
-from contrastile.bench.loss import Entry, LossBench, Result, peak_apart, suite
+from contrastile.bench.harness import COLUMNS, Machine, Report, Timing, read_rows, results_file
+from contrastile.bench.loss import LossBench, Result, suite
 from contrastile.bench.peers import DENSE, Case, Contestant
 from contrastile.losses.reference import dense_clip
 
@@ -19,29 +19,17 @@ CPU = torch.device("cpu")
 CASE = Case("clip", 96, 16, "float32")
 
 
-@pytest.fixture(autouse=True)
-def peaks_at_once(request, monkeypatch):
-    """A process for each peak takes seconds; one test takes them."""
-    if "real_peaks" not in request.fixturenames:
-        monkeypatch.setattr(bench_loss, "peak_apart", lambda case, label: 4096)
-
-
-@pytest.fixture
-def real_peaks():
-    return None
-
-
 def machine():
     x = torch.randn(64, 64)
     return Machine(CPU, 0.01, lambda: x @ x, 2 * 64**3)
 
 
-def run(monkeypatch, *entered, cases=(CASE,), ledger=None):
+def run(monkeypatch, *entered, cases=(CASE,), write=lambda row: None):
     """Measure these contestants; return the lines and if all of contrastile passed."""
     if entered:
         monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: list(entered))
     lines = []
-    report = Report(lines.append, ledger)
+    report = Report(lines.append, write)
     LossBench(machine(), peers=False, report=report).measure(cases)
     assert "ratio: of torch.mm's rate" in lines[0]
     return [line for line in lines[2:] if not line.startswith("  times dense")], report.passed
@@ -100,9 +88,9 @@ def test_a_sample_has_the_truth_of_a_few_rows_and_columns(name):
     distance, cast = sample.distance(sample.step(SUBJECTS[name].module()))
     assert max(distance.loss, distance.gradient, distance.scalar) <= 1e-12
     assert cast == 0
-    found = sample.step(SUBJECTS[name].module())
-    found[2][found[2].norm(dim=1).argmax()] *= 1.01
-    assert sample.distance(found)[0].gradient > 1e-6
+    results = sample.step(SUBJECTS[name].module())
+    results[2][results[2].norm(dim=1).argmax()] *= 1.01
+    assert sample.distance(results)[0].gradient > 1e-6
 
 
 def wrong_when_large(q, k, scale, weights=None):
@@ -115,15 +103,11 @@ def wrong_when_large(q, k, scale, weights=None):
 def test_a_case_is_checked_at_its_own_size_too(loss, right, once, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_gate, "GATE_ROWS_ELSEWHERE", 60)
     monkeypatch.setattr(bench_loss, "contestants", lambda case, device, *, peers: [ours(loss), *DENSE])
-    monkeypatch.setattr(Machine, "peak", lambda self, step: step() or 4096)
+    monkeypatch.setattr(Machine, "peak", lambda self, step: (step(), 4096)[1])
     lines = []
-    with Ledger(tmp_path / "rows.csv") as ledger:
-        bench = LossBench(machine(), peers=False, report=Report(lines.append, ledger))
-        bench.head()
-        if once:
-            bench.once(CASE)
-        else:
-            bench.measure([CASE])
+    with results_file(tmp_path / "rows.csv", COLUMNS["losses"]) as write:
+        bench = LossBench(machine(), peers=False, report=Report(lines.append, write))
+        (bench.once if once else bench.measure)([CASE])
     assert "60 rows, and on 32 of all" in lines[0]
     assert bench.report.passed is right
     assert any("a gradient is" in line and "96 x 16" in line for line in lines) is not right
@@ -152,9 +136,9 @@ def test_a_peers_distance_is_shown_and_not_judged(monkeypatch):
 
 
 def test_a_failure_is_named_and_costs_its_own_row_only(monkeypatch, tmp_path):
-    with Ledger(tmp_path / "rows.csv") as ledger:
+    with results_file(tmp_path / "rows.csv", COLUMNS["losses"]) as write:
         entered = (other(fail), ours(ClipLoss()), other(full, "greedy"), *DENSE[:2])
-        lines, passed = run(monkeypatch, *entered, ledger=ledger)
+        lines, passed = run(monkeypatch, *entered, write=write)
     assert passed
     assert "  somebody (a way), clip, 96 x 16, float32: RuntimeError: the first line" in lines
     assert "  greedy (a way), clip, 96 x 16, float32: OutOfMemoryError: no room" in lines
@@ -187,8 +171,9 @@ def test_a_contestant_that_declines_is_named_once(monkeypatch):
 def test_times_dense_and_the_ratio_come_from_the_times(monkeypatch, tmp_path):
     timing = {"dense (one dtype)": 6.0, "contrastile (eager)": 2.0}
     monkeypatch.setattr(Machine, "race", lambda self, steps: {name: Timing(timing[name], 1e9) for name in steps})
-    with Ledger(tmp_path / "rows.csv") as ledger:
-        lines, _ = run(monkeypatch, ledger=ledger)
+    monkeypatch.setattr(Machine, "peak", lambda self, step: 4096)
+    with results_file(tmp_path / "rows.csv", COLUMNS["losses"]) as write:
+        lines, _ = run(monkeypatch, write=write)
     assert [line.split()[-4] for line in lines] == ["1.00", "3.00"]
     with (tmp_path / "rows.csv").open() as file:
         row = list(csv.DictReader(file))[1]
@@ -233,15 +218,37 @@ def test_rows_name_settings_other_than_the_defaults():
     case = Case("clip", 96, 16, "float32", (None, 2 * 2**30, 192 * 2**20), "high")
     entered = [one for one in bench_loss.contestants(case, torch.device("cuda"), peers=False) if one.name != "dense"]
     assert [one.backend for one in entered] == ["triton", "triton", "triton, workspace 192 MiB"]
-    result = Result(Entry(case, entered[2]), bench_gate.Distance(0, 0, 0), 0, Timing(1.0, 1.0))
-    assert result.backend == "triton, workspace 192 MiB, precision high"
+    row = Result(case, entered[2], bench_gate.Distance(0, 0, 0), 0, timing=Timing(1.0, 1.0)).row(CPU)
+    assert row["backend"] == "triton, workspace 192 MiB, precision high"
 
 
-def test_peaks_are_measured_in_a_process_of_their_own(real_peaks):
+@pytest.mark.unpoisoned
+def test_peaks_are_those_of_the_tensors():
     case = Case("clip", 3000, 16, "float32")
-    assert 2 * peak_apart(case, "contrastile (eager)") < peak_apart(case, "dense (one dtype)")
+    leaves = problem(case, CPU)
+    dense, ours = (machine().peak(lambda loss=loss: bench_gate.step(loss, leaves)) for loss in (dense_clip, ClipLoss()))
+    assert ours < 4 * case.b**2 < dense / 2
 
 
-def test_a_failed_process_gives_its_last_line(real_peaks):
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        peak_apart(CASE, "nobody")
+def test_features_in_host_memory_are_measured_beside_resident_ones(tmp_path):
+    lines, path = [], tmp_path / "rows.csv"
+    with results_file(path, COLUMNS["host"]) as write:
+        bench = LossBench(machine(), peers=False, report=Report(lines.append, write))
+        bench.host([replace(CASE, loss=loss) for loss in ("clip", "siglip")], 2**30)
+    assert bench.report.passed
+    rows = read_rows(path)
+    assert [(row["loss"], row["backend"]) for row in rows] == [
+        (loss, f"eager, {place}") for loss in ("clip", "siglip") for place in ("resident", "host")
+    ]
+    assert {row["limit_bytes"] for row in rows} == {str(2**30)}
+    first, *_, last = (SUBJECTS[row["loss"]].operations / float(row["ms"]) for row in rows)
+    assert float(rows[0]["ratio"]) == 1
+    assert float(rows[-1]["ratio"]) == pytest.approx(last / first, rel=0.01)
+    assert len(lines) == 2 + len(rows)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_problem_is_the_same_wherever_its_features_are(on_host, monkeypatch):
+    whole = problem(CASE, CPU)
+    monkeypatch.setattr(bench_gate, "DRAWN", 96)
+    assert all(torch.equal(a, b) for a, b in zip(whole, problem(CASE, CPU, on_host=on_host), strict=True))

@@ -13,7 +13,7 @@ from contrastile.bench.harness import Machine, not_installed
 from contrastile.bench.peers import DENSE, PEERS, Case, Contestant
 from contrastile.losses.reference import dense_clip, dense_sigmoid
 
-CPU = Machine(torch.device("cpu"), 0.0, lambda: None, 1)
+CPU = Machine(torch.device("cpu"))
 CASE = Case("clip", 24, 8, "float32")
 
 
@@ -80,9 +80,9 @@ def test_each_direction_with_a_product_of_its_own_is_the_same_loss():
 
 def test_logits_in_float32_are_the_same_loss():
     (wide,) = (one for one in DENSE if one.backend == "float32 logits")
-    found, (q, k, scale) = wide.losses["clip"], leaves(dtype="bfloat16")
-    close(step(found, leaves()), step(dense_clip, leaves()))
-    assert found(q, k, scale.float()).dtype == torch.float32
+    loss, (q, k, scale) = wide.losses["clip"], leaves(dtype="bfloat16")
+    close(step(loss, leaves()), step(dense_clip, leaves()))
+    assert loss(q, k, scale.float()).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("loss", "formula"), [("clip", dense_clip), ("siglip", dense_sigmoid)])
@@ -90,8 +90,8 @@ def test_open_clip_on_one_process(loss, formula, monkeypatch):
     # its package does not hand out both
     monkeypatch.setitem(sys.modules, "open_clip", SimpleNamespace(ClipLoss=lambda: dense_clip))
     monkeypatch.setitem(sys.modules, "open_clip.loss", SimpleNamespace(SigLipLoss=lambda: dense_sigmoid))
-    found = peer("open_clip", "one process").losses[loss](*leaves(loss, "bfloat16"))
-    assert torch.allclose(found.float(), formula(*(x.float() for x in leaves(loss, "bfloat16"))), rtol=2e-2)
+    value = peer("open_clip", "one process").losses[loss](*leaves(loss, "bfloat16"))
+    assert torch.allclose(value.float(), formula(*(x.float() for x in leaves(loss, "bfloat16"))), rtol=2e-2)
 
 
 def test_under_autocast_the_cross_entropy_is_in_float32():

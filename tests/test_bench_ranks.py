@@ -15,8 +15,8 @@ from ranks import RANKS, Pool
 from contrastile.bench import gate as bench_gate
 from contrastile.bench import harness
 from contrastile.bench import loss as bench_loss
-from contrastile.bench.harness import EXCHANGE_COLUMNS, Ledger, Machine, Report, Timing, World, read_rows
-from contrastile.bench.loss import Distance, Entry, LossBench, Result, suite
+from contrastile.bench.harness import COLUMNS, Machine, Report, Timing, World, read_rows, results_file
+from contrastile.bench.loss import Distance, LossBench, Result, suite
 from contrastile.bench.peers import Case, Contestant, rank_peers
 from contrastile.bench.profile import device_line, profile
 from contrastile.losses.reference import dense_clip
@@ -33,8 +33,6 @@ def _machine(rank: int = 0) -> Machine:
 
 def _run(rank: int, group: Any, case: Case, path: Path | None, spoil: str) -> tuple[list[str], bool]:
     lines: list[str] = []
-    ledger = Ledger(path, EXCHANGE_COLUMNS) if path is not None and rank == 0 else None
-    bench = LossBench(_machine(rank), spoil == "peer", Report(lines.append, ledger, World(rank, RANKS)))
     saved = bench_gate.LOSS_TOLERANCE, bench_loss.rank_peers
     if spoil == "gate":
         bench_gate.LOSS_TOLERANCE = -1.0
@@ -46,7 +44,9 @@ def _run(rank: int, group: Any, case: Case, path: Path | None, spoil: str) -> tu
 
     bench_loss.rank_peers = lambda rank, world: (Contestant("somebody", "a way", {"clip": local}),)
     try:
-        bench.measure([case])
+        with results_file(path if rank == 0 else None, COLUMNS["exchanges"]) as write:
+            bench = LossBench(_machine(rank), spoil == "peer", Report(lines.append, write, World(rank, RANKS)))
+            bench.measure([case])
     finally:
         bench_gate.LOSS_TOLERANCE, bench_loss.rank_peers = saved
     return lines[2:], bench.report.passed
@@ -75,15 +75,15 @@ def test_every_exchange_is_compared_with_one_process(pool: Pool, tmp_path: Path,
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.01, 10), (0.2, 3), (0.999, 3), (1.0, 1), (6.0, 1)])
 def test_short_steps_are_timed_in_a_row(seconds: float, steps: int) -> None:
-    assert harness._repeats(seconds, rows=True) == steps
+    assert harness._repeats(seconds, across=True) == steps
 
 
 def test_costs_are_unknown_where_one_process_does_not_fit() -> None:
-    entry, timing = Entry(CASE, Contestant("somebody", "a way", {}), 4), Timing(2.0, 1e9, 2.0, 3.0)
-    row = Result(entry, Distance(0, 0, 0), 7, timing, 5).row(CPU)
+    one, timing = Contestant("somebody", "a way", {}, world=4), Timing(2.0, 1e9, 2.0, 3.0)
+    row = Result(CASE, one, Distance(0, 0, 0), 7, 5, timing).row(CPU)
     assert (row["cost"], row["single_cost"], row["ms"], row["single_ms"]) == (None, None, 2.0, 3.0)
     assert row["beside_bytes"] == 5
-    row = Result(entry, Distance(0, 0, 0), 7, timing, 5, Timing(4.0, 1e9, 4.0, 8.0)).row(CPU)
+    row = Result(CASE, one, Distance(0, 0, 0), 7, 5, timing, Timing(4.0, 1e9, 4.0, 8.0)).row(CPU)
     assert (row["cost"], row["single_cost"]) == (2.0, 1.5)
 
 
@@ -97,8 +97,8 @@ def test_each_workspace_is_a_row_and_peers_are_measured_once(pool: Pool, tmp_pat
 
 
 def test_a_row_has_the_version_that_computed_it() -> None:
-    one = Contestant("somebody", "a way", {}, package="numpy")
-    row = Result(Entry(CASE, one, 4), Distance(0, 0, 0), 7, Timing(2.0, 1e9)).row(CPU)
+    one = Contestant("somebody", "a way", {}, package="numpy", world=4)
+    row = Result(CASE, one, Distance(0, 0, 0), 7, timing=Timing(2.0, 1e9)).row(CPU)
     assert f"numpy {version('numpy')}" in row["versions"]
     # for each rank: 8 b² d operations, shared by four, in 2 ms; and a product's rate of 1e9
     assert row["effective_tflops"] == round(8 * 96**2 * 16 / 4 / 2e-3 / 1e12, 4)
@@ -121,10 +121,14 @@ def test_beside_is_the_peak_of_the_least_workspace_without_it_and_the_gradients(
         return peaks[ran[-1]]
 
     bench: Any = SimpleNamespace(machine=SimpleNamespace(peak=peak, device=torch.device("cuda")), _across=True)
-    leaves, one = [torch.ones(2**8, requires_grad=True)], Contestant("somebody", "a way", {"clip": loss("wide")})
-    memory = LossBench._memory(bench, Entry(CASE, one, 4, loss("frugal")), leaves)
-    assert memory == (3 * 2**30, 2**30 - 2**10 - bench_loss.LEAST_WORKSPACE)
-    assert LossBench._memory(bench, Entry(CASE, one, 4), leaves) == (3 * 2**30, 3 * 2**30 - 2**10)
+    leaves, losses = [torch.ones(2**8, requires_grad=True)], {"clip": loss("wide")}
+    for frugal, beside in (
+        (loss("frugal"), 2**30 - 2**10 - bench_loss.LEAST_WORKSPACE),
+        (None, 3 * 2**30 - 2**10),
+    ):
+        one = Contestant("somebody", "a way", losses, world=4, frugal=frugal)
+        memory = LossBench._memory(bench, one, bench_loss.step_of(CASE, one, leaves), leaves)
+        assert memory == (3 * 2**30, beside)
 
 
 def test_a_wrong_result_has_no_speed_on_any_rank(pool: Pool) -> None:
@@ -176,7 +180,7 @@ def test_the_cases_across_gpus_include_all_documented_sizes() -> None:
 
 def _profiled(rank: int, group: Any) -> list[str]:
     lines: list[str] = []
-    profile(LossBench(_machine(rank), False, Report(lines.append, None, World(rank, RANKS))), CASE)
+    profile(LossBench(_machine(rank), False, Report(lines.append, world=World(rank, RANKS))), CASE)
     return lines
 
 

@@ -7,31 +7,21 @@ import torch
 
 from contrastile.bench import harness
 from contrastile.bench import step as bench_step
-from contrastile.bench.caches import PEERS
 from contrastile.bench.figure import draw, series
-from contrastile.bench.harness import (
-    RANK_STEP_COLUMNS,
-    STEP_COLUMNS,
-    Ledger,
-    Report,
-    World,
-    joined,
-    not_installed,
-    read_rows,
-)
-from contrastile.bench.step import GATE_TOLERANCE, WAYS, StepBench, gate, standard, usual
+from contrastile.bench.harness import COLUMNS, Machine, Report, World, joined, not_installed, read_rows, results_file
+from contrastile.bench.step import GATE_TOLERANCE, StepBench, gate, standard, usual
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import Way, by_hand, cached, plain, rank_ways
+from contrastile.bench.ways import PEERS, WAYS, Way, by_hand, cached, plain, rank_ways
 from contrastile.cli.main import main
 
 CPU = torch.device("cpu")
 OURS = [name for name, way in WAYS.items() if way.judged]
 
 
-def measured(ways, batches=(24,), ledger=None, **settings):
-    """Measure these ways; return the lines and the bench."""
+def measured(ways, batches=(24,), write=lambda row: None, **settings):
+    """Measure these ways; return the lines and the bench; `write` gets the rows."""
     lines = []
-    bench = StepBench(CPU, torch.float32, Report(lines.append, ledger), ways, seconds=0.0, **settings)
+    bench = StepBench(Machine(CPU), torch.float32, Report(lines.append, write), ways, **settings)
     bench.measure("tiny", {batch: list(ways) for batch in batches})
     return lines, bench
 
@@ -78,10 +68,11 @@ def test_a_wrong_way_has_no_speed():
         task.towers.text.model.text_projection.weight.grad.mul_(2)
         return loss
 
-    lines, bench = measured({"retain-0": Way("contrastile", "retain 0", twice)})
+    rows = []
+    lines, bench = measured({"retain-0": Way("contrastile", "retain 0", twice)}, write=rows.append)
     assert not bench.report.passed
     assert lines[0].endswith("no speed for a wrong result")
-    assert not bench.rows
+    assert not rows
 
 
 def test_a_step_that_does_not_fit_is_a_row_and_is_not_tried_again(tmp_path):
@@ -93,12 +84,12 @@ def test_a_step_that_does_not_fit_is_a_row_and_is_not_tried_again(tmp_path):
             raise torch.OutOfMemoryError("no room")
         return plain(task)
 
-    with Ledger(tmp_path / "rows.csv", STEP_COLUMNS) as ledger:
+    with results_file(tmp_path / "rows.csv", COLUMNS["steps"]) as write:
         ways = {
             "plain": Way("plain", "whole batch", greedy, cut=False),
             "by-hand": Way("by hand", "two passes", by_hand),
         }
-        lines, bench = measured(ways, batches=(8, 24, 32), ledger=ledger)
+        lines, bench = measured(ways, batches=(8, 24, 32), write=write)
     assert bench.report.passed
     assert sum(line.endswith("does not fit") for line in lines) == 2
     assert max(calls) == 24
@@ -122,11 +113,12 @@ def test_failures_and_long_steps_are_named_and_cost_their_own_row_only():
 
     absent = Way("nobody", "at all", fail, module="surely_not_installed")
     ways = {"somebody": Way("somebody", "a way", fail), "nobody": absent, "plain": WAYS["plain"]}
-    lines, bench = measured(ways, batches=(8, 24), longest=0.0)
+    rows = []
+    lines, bench = measured(ways, batches=(8, 24), write=rows.append, longest=0.0)
     assert bench.report.passed
     assert "  somebody, a way: RuntimeError: the first line" in lines
     assert "  nobody, at all: is not installed" in lines
-    assert [(row["impl"], row["batch"]) for row in bench.rows] == [("plain", 8)]
+    assert [(row["impl"], row["batch"]) for row in rows] == [("plain", 8)]
     assert lines[-1].startswith("  plain, whole batch at 24: left out, it would take about ")
 
 
@@ -135,11 +127,11 @@ def test_a_bench_ends_in_its_time(monkeypatch):
     clock = iter(range(10_000))
     monkeypatch.setattr(bench_step.time, "perf_counter", lambda: float(next(clock)))
     ways = {name: WAYS[name] for name in ("plain", "retain-0")}
-    lines = []
+    lines, rows = [], []
     # a step takes a tick of this clock: 8 pairs a second
-    bench = StepBench(CPU, torch.float32, Report(lines.append), ways, seconds=0.0, within=40.0)
+    bench = StepBench(Machine(CPU), torch.float32, Report(lines.append, rows.append), ways, within=40.0)
     bench.measure("tiny", {8: ["plain"], 16: ["plain"], 2**20: ["plain", "retain-0"]})
-    assert [(row["way"], row["batch"]) for row in bench.rows] == [("whole batch", 8), ("whole batch", 16)]
+    assert [(row["way"], row["batch"]) for row in rows] == [("whole batch", 8), ("whole batch", 16)]
     assert [line for line in lines if "left out" in line] == [
         "  plain, whole batch at 1,048,576: left out, it would take about 65,536 s",
         "  contrastile, retain 0 at 1,048,576: left out, it would take about 65,536 s",
@@ -181,11 +173,10 @@ def test_a_failure_of_contrastile_is_a_failure_of_the_bench():
 def test_inputs_in_three_places_are_the_same_pairs():
     torch.manual_seed(0)
     towers = Towers("tiny", CPU).eval()
-    pairs = Pairs(towers.shape, CPU, most=5)
+    pairs = Pairs(towers, most=5)
     for side in (0, 1):
         features = [
-            (towers_leaf := pairs.sides(towers, 12, inputs)[side])[0](towers_leaf[1])
-            for inputs in ("device", "host", "pool")
+            (towers_leaf := pairs.sides(12, inputs)[side])[0](towers_leaf[1]) for inputs in ("device", "host", "pool")
         ]
         assert all(torch.equal(features[0], other) for other in features[1:])
         assert torch.equal(features[0][:5], features[0][5:10])
@@ -205,7 +196,7 @@ def test_host_inputs_that_do_not_fit_are_out_of_memory(monkeypatch):
     monkeypatch.setattr("contrastile.bench.towers.free_memory", lambda device: (1000, 9_000_000))
     towers = Towers("tiny", CPU)
     with pytest.raises(torch.OutOfMemoryError, match=r"of the host, and 1,000 are free"):
-        Pairs(towers.shape, CPU).sides(towers, 12, "host")
+        Pairs(towers).sides(12, "host")
 
 
 def test_the_default_models_batches_and_ways():
@@ -222,17 +213,17 @@ def test_results_are_a_table_a_file_and_a_figure(tmp_path, capsys):
     rows, picture = tmp_path / "made" / "rows.csv", tmp_path / "made" / "too" / "figure.svg"
     words = ["--models", "tiny", "--sizes", "8", "24", "--ways", "plain", "retain-0", "--seconds", "0.01"]
     assert main(["bench", "step", "--device", "cpu", *words, "--csv", str(rows), "--figure", str(picture)]) == 0
-    said = capsys.readouterr().out
-    assert "times plain" in said
-    assert said.endswith(f"rows: {rows}\nfigure: {picture}\n")
-    sub_batch, found = series(read_rows(rows), "tiny")
+    output = capsys.readouterr().out
+    assert "times plain" in output
+    assert output.endswith(f"rows: {rows}\nfigure: {picture}\n")
+    sub_batch, lines = series(read_rows(rows), "tiny")
     assert sub_batch == 16
-    assert {name: [batch for batch, *_ in points] for name, points in found.items()} == {
+    assert {name: [batch for batch, *_ in points] for name, points in lines.items()} == {
         "plain, whole batch": [8, 24],
         "contrastile, retain 0": [8, 24],
     }
     assert all(
-        math.isfinite(number) and number > 0 for points in found.values() for *point, _ in points for number in point
+        math.isfinite(number) and number > 0 for points in lines.values() for *point, _ in points for number in point
     )
     text = picture.read_text()
     assert text.startswith("<?xml")
@@ -268,7 +259,7 @@ def test_a_figure_has_one_sub_batch_and_the_latest_rows_nearest_to_the_device(tm
 
 
 def test_a_figure_needs_rows(tmp_path, capsys):
-    with Ledger(tmp_path / "rows.csv", STEP_COLUMNS):
+    with results_file(tmp_path / "rows.csv", COLUMNS["steps"]):
         pass
     with pytest.raises(ValueError, match="`csv` must hold rows of steps; got none in"):
         draw(tmp_path / "rows.csv", tmp_path / "figure.svg")
@@ -343,10 +334,11 @@ def test_default_sizes_are_multiples_of_the_ranks(monkeypatch):
 
 
 def _on_a_rank(rank, group, path):
-    ledger, world = Ledger(path, RANK_STEP_COLUMNS) if rank == 0 else None, World(rank, 4)
-    ways, report = rank_ways(CPU), Report(lambda line: None, ledger, world)
-    bench = StepBench(CPU, torch.float32, report, ways, world, seconds=0.5, longest=math.inf)
-    bench.measure("tiny", {32: list(ways), 64: ["ring-tiles"]}, sub_batch=5)
+    world, ways = World(rank, 4), rank_ways(CPU)
+    with results_file(path if rank == 0 else None, COLUMNS["rank steps"]) as write:
+        report = Report(lambda line: None, write, world)
+        bench = StepBench(Machine(CPU, 0.5, world=world), torch.float32, report, ways, longest=math.inf)
+        bench.measure("tiny", {32: list(ways), 64: ["ring-tiles"]}, sub_batch=5)
     return report.passed
 
 

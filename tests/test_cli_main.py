@@ -41,14 +41,14 @@ def loaded_by(*arguments):
         "sys.exit(code)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    said, _, loaded = done.stdout.rpartition("LOADED")
-    return done.returncode, said, done.stderr, loaded.split()
+    output, _, loaded = done.stdout.rpartition("LOADED")
+    return done.returncode, output, done.stderr, loaded.split()
 
 
 def test_help_loads_nothing_heavy():
-    code, said, _, loaded = loaded_by("--help")
+    code, output, _, loaded = loaded_by("--help")
     assert (code, loaded) == (0, [])
-    assert all(verb in said for verb in ("train", "evaluate", "encode", "search", "compare"))
+    assert all(verb in output for verb in ("train", "evaluate", "encode", "search", "compare"))
 
 
 def test_no_arguments_print_the_help(capsys):
@@ -65,7 +65,7 @@ def test_the_version_is_printed(capsys):
 
 RUN = "`run` must be the folder of a run, with recipe.toml, model.safetensors, run.json; got"
 SIZES = "must be whole numbers above 0, perhaps with a unit; got"
-# words that need no torch to be told wrong; {folder} has two runs, the file `file` and a recipe
+# words that need no torch to be refused; {folder} has two runs, the file `file` and a recipe
 WORDS = {
     "evaluate {folder}/no": f"{RUN} ",
     "evaluate {folder}/pictures/model.safetensors": (
@@ -128,6 +128,9 @@ WORDS = {
     "bench loss --device tpu": "`device` must be one of auto, cpu, cuda; got 'tpu'. ",
     "bench loss --features 0": "`features` must be at least 1; got 0. ",
     "bench loss --seconds 0": "`seconds` must be above 0; got 0.0. ",
+    "bench loss --limit 1GiB": "`limit` must come with host, which it limits; got no --host. ",
+    "bench loss --host --limit x": f"`limit` {SIZES} 'x'. ",
+    "bench loss --host --once": "`host` must come with neither torchrun nor once; got --once. ",
     "bench step --sizes abc": f"`sizes` {SIZES} 'abc'. ",
     "bench step --figure x.foo --csv x.csv": '`figure` must end in .svg, .png, .pdf; got "x.foo". ',
     "bench loss --csv {folder}/x.toml/x.csv": "`csv` must be a file, or where one can be made; got ",
@@ -177,8 +180,8 @@ def answered(tmp_path_factory):
             path.unlink(missing_ok=True)
         print(json.dumps([arguments, str(out), str(err)]), file=served.stdin, flush=True)
         code = int(served.stdout.readline())
-        said, _, loaded = out.read_text().rpartition("LOADED")
-        return code, said, err.read_text(), loaded.split()
+        output, _, loaded = out.read_text().rpartition("LOADED")
+        return code, output, err.read_text(), loaded.split()
 
     with served:
         yield answer
@@ -191,9 +194,9 @@ def test_a_wrong_argument_is_one_line_before_torch_is_loaded(words, tmp_path, an
         (tmp_path / name).mkdir()
         for file, content in (("recipe.toml", recipe), ("model.safetensors", ""), ("run.json", "{}")):
             (tmp_path / name / file).write_text(content)
-    told = words.format(folder=tmp_path).split()
-    code, said, complaint, loaded = answered(*(" " if word == "_" else word for word in told))
-    assert (code, said, [name for name in loaded if name == "torch"]) == (2, "", [])
+    arguments = words.format(folder=tmp_path).split()
+    code, output, complaint, loaded = answered(*(" " if word == "_" else word for word in arguments))
+    assert (code, output, [name for name in loaded if name == "torch"]) == (2, "", [])
     assert WORDS[words].format(folder=tmp_path) in complaint
     assert complaint.count("\n") == 1
 
@@ -213,16 +216,16 @@ def test_a_wrong_argument_is_one_line_before_torch_is_loaded(words, tmp_path, an
 )
 def test_a_gpu_without_a_torch_for_it_is_one_line_before_torch_is_loaded(words, tmp_path):
     (tmp_path / "x.toml").write_text("[train]\nexamples = 10\n")
-    code, said, complaint, loaded = loaded_by(*words.format(folder=tmp_path).split())
-    assert (code, said, [name for name in loaded if name == "torch"]) == (2, "", [])
+    code, output, complaint, loaded = loaded_by(*words.format(folder=tmp_path).split())
+    assert (code, output, [name for name in loaded if name == "torch"]) == (2, "", [])
     alone = 'device: must be "auto" or "cpu": the torch that is installed is for CPUs alone; got'
-    told = (
+    sentences = (
         f'device=cuda: {alone} "cuda"\n',
         f'device=cuda:1: {alone} "cuda:1"\n',
         '`--device` must be "auto" or "cpu" with a torch for CPUs alone; got "cuda". Install one for CUDA.\n',
         "`device` must be one that torch sees; got cuda. Install torch for CUDA, or take cpu.\n",
     )
-    assert complaint in told
+    assert complaint in sentences
 
 
 @pytest.mark.parametrize(
@@ -348,13 +351,13 @@ def test_ctrl_c_keeps_the_run_and_prints_how_to_resume(tmp_path):
         while process.poll() is None and not (metrics.exists() and '"step"' in metrics.read_text()):
             time.sleep(0.1)
         process.send_signal(2)
-        said, complaint = process.communicate(timeout=60)
+        output, complaint = process.communicate(timeout=60)
     assert process.returncode == 130, complaint
     assert "Traceback" not in complaint
-    assert f"to evaluate it: contrastile evaluate {tmp_path}/runs/tiny" in said
+    assert f"to evaluate it: contrastile evaluate {tmp_path}/runs/tiny" in output
     assert (tmp_path / "runs/tiny/model.safetensors").is_file()
     again = f"contrastile train {tmp_path}/runs/tiny/recipe.toml --runs {tmp_path}/runs --resume"
-    assert f"to go on with it: the same command with --resume, or {again}\n" in said
+    assert f"to go on with it: the same command with --resume, or {again}\n" in output
 
 
 def test_resume_starts_or_continues_a_run_and_refuses_another_recipe(tmp_path, capsys):
@@ -378,7 +381,7 @@ def test_resume_starts_or_continues_a_run_and_refuses_another_recipe(tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (["train"], "the following arguments are required: recipe"),
         (["train", "recipes/glyphs.toml", "--resume", "optim.rate=1"], "optim.rate=1: optim.rate: unknown key"),
@@ -387,17 +390,17 @@ def test_resume_starts_or_continues_a_run_and_refuses_another_recipe(tmp_path, c
         (["train", "recipes/glyphs.toml", "--resum"], "unrecognized arguments: --resum"),
     ],
 )
-def test_overrides_may_follow_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_may_follow_options(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code: object = main(words)
     except SystemExit as end:
         code = end.code
     assert code == 2
-    assert said in capsys.readouterr().err
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (["trian"], "contrastile: argument VERB: invalid choice: 'trian' (choose from "),
         (["train"], "contrastile train: the following arguments are required: recipe"),
@@ -406,14 +409,14 @@ def test_overrides_may_follow_options(words: list[str], said: str, capsys: pytes
     ],
 )
 def test_a_wrong_argument_is_one_line_that_names_the_help(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)
     line = capsys.readouterr().err
     assert end.value.code == 2
-    assert line.startswith(said)
-    assert line.endswith(f". See: {said.split(':')[0]} --help\n")
+    assert line.startswith(sentence)
+    assert line.endswith(f". See: {sentence.split(':')[0]} --help\n")
     assert line.count("\n") == 1
 
 
@@ -484,8 +487,8 @@ def test_ctrl_c_outside_of_a_verb_is_one_word(monkeypatch, capsys):
 )
 def test_an_impossible_comparison_is_one_line_before_anything_heavy_is_loaded(tmp_path, answered, words, sentence):
     runs = ["--runs", str(tmp_path / "runs")]
-    code, said, complaint, loaded = answered("compare", str(write_recipe(tmp_path)), *runs, *words.split())
-    assert (code, said, complaint, loaded) == (2, "", f"{sentence}\n", [])
+    code, output, complaint, loaded = answered("compare", str(write_recipe(tmp_path)), *runs, *words.split())
+    assert (code, output, complaint, loaded) == (2, "", f"{sentence}\n", [])
 
 
 def test_falling_sizes_of_a_retrievers_comparison_are_one_line(tmp_path, answered):

@@ -21,13 +21,13 @@ CPU = torch.device("cpu")
 
 def test_the_report_names_versions_cpus_and_choices(capsys):
     assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in said
-    assert "CPUs, " in said
-    assert '"auto" on cpu:' in said
-    assert "backend eager (for clip float32" in said
-    assert "exchange single" in said
-    assert "workspace " in said
+    output = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in output
+    assert "CPUs, " in output
+    assert '"auto" on cpu:' in output
+    assert "backend eager (for clip float32" in output
+    assert "exchange single" in output
+    assert "workspace " in output
 
 
 def test_doctor_runs_without_the_extras():
@@ -42,15 +42,15 @@ def test_doctor_runs_without_the_extras():
 
 def test_json_has_all_values_of_the_report(capsys):
     assert main(["doctor", "--json", "--ranks", "3", "--batch", "100", "--features", "7"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["devices"][0]["name"] == "cpu"
-    assert found["system"]["memory"] >= found["system"]["free"] > 0
-    exchange = found["auto"][0]["exchange"]
+    values = json.loads(capsys.readouterr().out)
+    assert values["devices"][0]["name"] == "cpu"
+    assert values["system"]["memory"] >= values["system"]["free"] > 0
+    exchange = values["auto"][0]["exchange"]
     assert (exchange["takes"], exchange["ranks"], exchange["gathered"]) == ("gather", 3, 100 * 7 * 8)
-    assert found["packages"]["beside"].keys() == {"triton", "timm", "open_clip_torch", "faiss-cpu", "peft"}
-    assert found["recipe"] is None
+    assert values["packages"]["beside"].keys() == {"triton", "timm", "open_clip_torch", "faiss-cpu", "peft"}
+    assert values["recipe"] is None
     # the lines can be made of the parsed JSON
-    assert list(lines(found))[-1].startswith("  retain, sub_batch:")
+    assert list(lines(values))[-1].startswith("  retain, sub_batch:")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -62,8 +62,8 @@ def test_the_reported_backend_is_the_one_that_a_loss_takes(dtype):
 
 def test_a_declined_backend_has_a_reason(monkeypatch):
     monkeypatch.setattr("contrastile._dispatch.AUTOMATIC", {"cpu": ("triton", "eager")})
-    found = backend_choice(Softmax(symmetric=True), torch.float64, CPU)
-    assert found == {"takes": "eager", "declined": {"triton": "no kernel for torch.float64"}}
+    choice = backend_choice(Softmax(symmetric=True), torch.float64, CPU)
+    assert choice == {"takes": "eager", "declined": {"triton": "no kernel for torch.float64"}}
 
 
 @pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 6), (torch.float32, 8), (torch.float64, 16)])
@@ -72,8 +72,8 @@ def test_the_reported_exchange_follows_the_memory(monkeypatch, dtype, each):
     needed = 100 * 8 * each
     for memory, name in ((16 * needed, "gather"), (16 * needed - 16, "ring")):
         monkeypatch.setattr("contrastile._dispatch.device_memory", lambda device, memory=memory: memory)
-        found = exchange_choice(3, 100, 8, dtype, CPU)
-        assert (found["takes"], found["gathered"]) == (name, needed)
+        choice = exchange_choice(3, 100, 8, dtype, CPU)
+        assert (choice["takes"], choice["gathered"]) == (name, needed)
 
 
 def test_a_containers_limit_lowers_the_cpus(tmp_path):
@@ -95,10 +95,10 @@ def test_a_broken_device_is_reported_and_the_exit_code_is_1(monkeypatch, capsys)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert device_fault(CPU) is None
     assert main(["doctor"]) == 1
-    said = capsys.readouterr().out
-    assert "cuda:0: BROKEN: CUDA error: out of memory\n" in said
+    output = capsys.readouterr().out
+    assert "cuda:0: BROKEN: CUDA error: out of memory\n" in output
     # the working device is reported all the same
-    assert '"auto" on cpu:' in said
+    assert '"auto" on cpu:' in output
 
 
 def test_a_wrong_product_is_broken(monkeypatch):
@@ -123,11 +123,11 @@ def test_the_plan_of_a_recipe_has_its_sub_batches_and_memory(tmp_path, capsys):
     assert recipe["held"] == 16 * recipe["parameters"]
     assert recipe["exchange"]["ranks"] == 2
     assert main(["doctor", str(path), "loss.backend=dense", "loss.exchange=ring"]) == 0
-    said = capsys.readouterr().out
-    assert "loss: backend dense; exchange ring: the recipe says so" in said
+    output = capsys.readouterr().out
+    assert "loss: backend dense; exchange ring: the recipe says so" in output
     tokens = f"{recipe['learned_tokens']:,}"
-    assert f"of them trained, with all {tokens} tokens that its tokenizer may learn\n  weights, gradients and" in said
-    assert "batch 48:\n    image: 48 a rank in sub-batches of 16: " in said
+    assert f"of them trained, with all {tokens} tokens that its tokenizer may learn\n  weights, gradients and" in output
+    assert "batch 48:\n    image: 48 a rank in sub-batches of 16: " in output
 
 
 def test_a_recipe_in_float64_gathers_twice_the_bytes(tmp_path, capsys):

@@ -19,6 +19,7 @@ from torch import Tensor
 import contrastile
 from contrastile import ClipLoss, contrast
 from contrastile._dispatch import Options, choose_tiles
+from contrastile.engine import plan
 from contrastile.engine.plan import prepare
 from contrastile.losses import Decoupled
 from contrastile.losses.base import Finished, PairLoss, Shard, Tile
@@ -60,6 +61,16 @@ def test_six_frames_lie_between_a_loss_and_its_product(monkeypatch: pytest.Monke
     ClipLoss()(*_inputs())
     assert frames
     assert max(frames) <= 6
+
+
+def test_a_kept_call_holds_no_memory_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr(plan, "_plans", kept)
+    ids = torch.arange(12) // 2
+    ClipLoss()(*(F.normalize(torch.randn(12, 8), dim=-1) for _ in "qk"), 10.0, ids=ids, weights=torch.rand(12))
+    ((_, call),) = kept.values()
+    held = [call.weights, *(getattr(side, name) for side in (call.rows, call.cols) for name in ("features", "ids"))]
+    assert [x.untyped_storage().nbytes() for x in held] == [0] * 5
 
 
 def test_a_step_like_the_last_one_makes_few_python_calls() -> None:

@@ -6,9 +6,18 @@ import re
 
 import pytest
 
-from contrastile.evaluate.answer_recall import answer_recall, has_answer, words
-from contrastile.evaluate.ranking import means, measure, ranking
-from contrastile.evaluate.trec import judged_of, read_judgements, read_run, write_run
+from contrastile.evaluate.ranking import (
+    answer_recall,
+    has_answer,
+    judged_of,
+    means,
+    measure,
+    ranking,
+    read_judgements,
+    read_run,
+    words,
+    write_run,
+)
 
 # our name, and trec_eval's
 TWINS = {

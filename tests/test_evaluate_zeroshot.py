@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from contrastile.evaluate.zeroshot import class_features
+from contrastile.evaluate.retrieval import class_features
 
 TABLE = {"A": [3.0, 0.0], "B": [0.0, 0.5], "letter A": [0.0, 2.0], "letter B": [0.0, 7.0]}
 

@@ -12,10 +12,8 @@ import torch
 from tiny_runs import tiny_recipe, write_recipe
 
 from contrastile.cli.main import main
-from contrastile.experiments import losses_table3, sweep
-from contrastile.experiments.batch_sizes_figure5 import BatchSizes
-from contrastile.experiments.four_ways import FourWays
-from contrastile.experiments.losses_table3 import WAYS, Losses, difference, negligible
+from contrastile.experiments import pairs, sweep
+from contrastile.experiments.pairs import LOSS_WAYS, BatchSizes, FourWays, Losses, difference, negligible
 from contrastile.experiments.results import Result, spread, to_csv
 from contrastile.experiments.sweep import Comparison, Trial, overridden, training_share
 from contrastile.experiments.workers import assigned_gpu, run_parallel
@@ -138,11 +136,13 @@ def test_an_interrupted_comparison_goes_on(tmp_path, command, capsys):
 def test_each_way_of_the_loss_is_an_exchange_and_a_backend(tmp_path, monkeypatch):
     study = Losses(recipe=tiny_recipe(tmp_path, "device=cpu", "seed=7"), seeds=2, ranks=2)
     trials = study.trials(None)
-    assert [(trial.labels["way"], trial.seed) for trial in trials] == [(way, seed) for seed in (7, 8) for way in WAYS]
+    assert [(trial.labels["way"], trial.seed) for trial in trials] == [
+        (way, seed) for seed in (7, 8) for way in LOSS_WAYS
+    ]
     assert [tuple(trial.overrides["loss"].values()) for trial in trials[:5]] == [
         ("replicate", "dense"), ("gather", "dense"), ("gather", "eager"), ("ring", "dense"), ("ring", "eager"),
     ]  # fmt: skip
-    monkeypatch.setattr(losses_table3, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(pairs, "choose_device", lambda name: torch.device("cuda"))
     backends = [trial.overrides["loss"]["backend"] for trial in study.trials(None)[:5]]
     assert backends == ["dense", "dense", "triton", "dense", "triton"]
 
@@ -187,7 +187,7 @@ def test_all_losses_have_the_same_curves_on_two_ranks(tmp_path, command, capfd, 
     assert main([*command, "--losses", "--seeds", "2", "train.batch=32"]) == 0
     folder = tmp_path / "runs" / "tiny-losses"
     rows = rows_of(folder)
-    assert [(row["way"], row["seed"]) for row in rows] == [(way, seed) for seed in "01" for way in WAYS]
+    assert [(row["way"], row["seed"]) for row in rows] == [(way, seed) for seed in "01" for way in LOSS_WAYS]
     assert {row["chip"] for row in rows} == {chip(torch.device("cpu"))}
     assert all(row["versions"].startswith("contrastile ") and len(row["date"]) == 10 for row in rows)
     curves = {}
@@ -195,7 +195,7 @@ def test_all_losses_have_the_same_curves_on_two_ranks(tmp_path, command, capfd, 
         curves[path.stem] = [line["loss"] for line in read_metrics(path) if line["kind"] == "step"]
     assert len(curves) == 10
     for seed in "01":
-        for way in WAYS:
+        for way in LOSS_WAYS:
             assert curves[f"{way}-{seed}".replace(" ", "_")] == pytest.approx(curves[f"dense-{seed}"], rel=1e-4)
     assert curves["dense-0"] != pytest.approx(curves["dense-1"], rel=1e-4)
     assert "on 2 ranks, 64 pairs a run, 2 seeds" in (folder / "compare.md").read_text()
@@ -409,10 +409,10 @@ def test_keys_that_a_comparison_sets_are_reported_of_a_recipe_and_refused_of_an_
     # the rule of the rate and its base go together
     together = [word for word in words if word.startswith("optim")]
     for word in words:
-        asked = together if word in together else [word]
-        assert main(["compare", str(recipe), *asked, *rest]) == 2
-        key = asked[0].partition("=")[0]
-        assert last_error(capsys) == f"{asked[0]}: {key}: has no effect: {comparison} sets it itself; leave it out"
+        overrides = together if word in together else [word]
+        assert main(["compare", str(recipe), *overrides, *rest]) == 2
+        key = overrides[0].partition("=")[0]
+        assert last_error(capsys) == f"{overrides[0]}: {key}: has no effect: {comparison} sets it itself; leave it out"
     recipe.write_text(to_toml(load_recipe(recipe, words)))
     caplog.clear()
     assert main(["compare", str(recipe), *rest]) == 0

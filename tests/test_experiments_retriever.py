@@ -10,10 +10,10 @@ import torch
 from tiny_texts import tiny_retriever, write_text_recipe
 
 from contrastile.cli.main import main
-from contrastile.experiments import retriever_memory, retriever_updates, sweep
+from contrastile.experiments import retriever_memory, sweep
 from contrastile.experiments.results import Result, to_csv
-from contrastile.experiments.retriever_memory import RetrieverMemory
-from contrastile.experiments.retriever_updates import (
+from contrastile.experiments.retriever_memory import (
+    RetrieverMemory,
     Update,
     by_length,
     draw_updates,
@@ -36,7 +36,7 @@ MIB = 2**20
 def four_fit(monkeypatch):
     """Four queries fit into any memory."""
     monkeypatch.setattr(retriever_memory, "fitting_batch", lambda *_: 4)
-    monkeypatch.setattr(retriever_updates, "UPDATES", 1)
+    monkeypatch.setattr(retriever_memory, "UPDATES", 1)
 
 
 def rows_of(path):
@@ -187,16 +187,16 @@ class Counted:
 def test_the_largest_power_of_two_that_fits_is_found(tmp_path, monkeypatch):
     recipe = tiny_retriever(tmp_path)
     materials = open_text_materials(recipe)
-    real = retriever_updates.step
+    real = retriever_memory.step
 
     def counted(job, optimizer, parts):
         Counted.queries = len(parts[0])
         assert len(parts) == 1
         return real(job, optimizer, parts)
 
-    monkeypatch.setattr(retriever_updates, "Weighed", Counted)
-    monkeypatch.setattr(retriever_updates, "step", counted)
-    monkeypatch.setattr(retriever_updates, "UPDATES", 1)
+    monkeypatch.setattr(retriever_memory, "Weighed", Counted)
+    monkeypatch.setattr(retriever_memory, "step", counted)
+    monkeypatch.setattr(retriever_memory, "UPDATES", 1)
     # there are 47 queries to train on
     sizes = {memory: fitting_batch(recipe, materials, memory) for memory in (99, 799, 800, 10**9)}
     assert sizes == {99: 0, 799: 4, 800: 8, 10**9: 32}
@@ -206,7 +206,7 @@ def test_the_largest_power_of_two_that_fits_is_found(tmp_path, monkeypatch):
             raise torch.OutOfMemoryError
         return counted(job, optimizer, parts)
 
-    monkeypatch.setattr(retriever_updates, "step", full)
+    monkeypatch.setattr(retriever_memory, "step", full)
     assert fitting_batch(recipe, materials, 10**9) == 2
 
 
@@ -242,7 +242,7 @@ def test_the_memory_of_a_single_update_includes_the_optimizers_state(tmp_path, m
     materials = open_text_materials(recipe)
     rows = by_length(materials)[:8]
     several = time_updates(recipe, materials, rows).bytes
-    monkeypatch.setattr(retriever_updates, "SECONDS", 0.0)
+    monkeypatch.setattr(retriever_memory, "SECONDS", 0.0)
     assert time_updates(recipe, materials, rows).bytes == several
 
 
@@ -255,8 +255,8 @@ def test_an_update_is_timed_when_it_is_made_again(tmp_path, monkeypatch):
         batches.append(batch)
 
     monkeypatch.setattr(RetrieverJob, "parts", lambda job, rows, number, ranks: (number, rows.tolist()))
-    monkeypatch.setattr(retriever_updates, "step", step)
-    monkeypatch.setattr(retriever_updates, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(retriever_memory, "step", step)
+    monkeypatch.setattr(retriever_memory, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     recipe = way_of(tiny_retriever(tmp_path), "cached", 8, 4)
     assert time_updates(recipe, open_text_materials(recipe)).seconds == pytest.approx(0.02)
     # one query first, for the optimizer's state; then six different batches, twice

@@ -21,8 +21,7 @@ from ranks import RANKS, Pool, forked
 from contrastile import ClipLoss, SigLipLoss
 from contrastile._torch import nccl_timeout
 from contrastile.distributed import collectives, consistency, failure
-from contrastile.distributed.failure import in_step
-from contrastile.distributed.group import state_of
+from contrastile.distributed.failure import in_step, state_of
 from contrastile.tiles.eager import Eager
 
 W = 3

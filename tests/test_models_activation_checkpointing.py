@@ -10,7 +10,7 @@ from tiny_runs import tiny_recipe
 from torch import nn
 
 from contrastile.gradcache.memory import kept_bytes
-from contrastile.models.activation_checkpointing import checkpoint_activations
+from contrastile.models.base import checkpoint_activations
 from contrastile.models.text import train_tokenizer
 from contrastile.models.towers import Projected, build_model
 from contrastile.train.batch_builder import open_data_bundle

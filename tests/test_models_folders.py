@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contrastile.models.remote_code import FETCHING, OWN, remote_code
-from contrastile.models.retriever import build_retriever
 from contrastile.models.text import load_tokenizer, train_tokenizer
-from contrastile.models.towers import build_model
+from contrastile.models.towers import build_model, build_retriever
 from contrastile.train.recipe import RecipeError, load_any_recipe
 
 pytest.importorskip("transformers")

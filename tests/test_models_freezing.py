@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from contrastile import encode
-from contrastile.models.freezing import eval_frozen, freeze, layers_of
+from contrastile.models.base import eval_frozen, freeze, layers_of
 from contrastile.models.pretrained import Library, image_tower, text_tower
 from contrastile.models.text import train_tokenizer
 from contrastile.models.towers import Projected

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from tiny_runs import tiny_recipe
 from torch import nn
 
-from contrastile.models import openclip, weights
-from contrastile.models.openclip import clip_tokenizer
+from contrastile.models import timm_openclip
 from contrastile.models.text import load_tokenizer, train_tokenizer
+from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.models.towers import build_model
 from contrastile.train.loop import run_recipe
 from contrastile.train.recipe import RecipeError
@@ -255,7 +255,7 @@ def test_the_tokenizer_of_clip_is_exact_and_works_without_open_clip(open_clip, t
 
 
 def test_an_open_clip_without_the_end_tokens_is_refused(open_clip, monkeypatch):
-    monkeypatch.setattr(openclip, "CLIP_ENDS", ("<s>", "</s>"))
+    monkeypatch.setattr(timm_openclip, "CLIP_ENDS", ("<s>", "</s>"))
     with pytest.raises(
         ValueError, match=r"`open_clip` must have the tokens <s>, </s>; got <s>, </s>\. Another version"
     ):
@@ -357,7 +357,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": Planted()}, "w.pt")
     with pytest.raises(ValueError) as caught:
-        weights.read_weights("w.pt")
+        timm_openclip.read_weights("w.pt")
     assert str(caught.value) == (
         '`checkpoint` must be safetensors, or tensors that torch.save wrote; got "w.pt". '
         "Anything else is not unpickled."
@@ -370,7 +370,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, monkeypatch):
 def test_a_file_without_tensors_is_refused(tmp_path, content, name):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match="`checkpoint` must be safetensors, or tensors"):
-        weights.read_weights(tmp_path / name)
+        timm_openclip.read_weights(tmp_path / name)
 
 
 @pytest.mark.parametrize("side", ["image", "text", "both"])
@@ -397,13 +397,13 @@ def test_a_checkpoint_of_another_model_is_refused_by_timm(timm, tokenizer, tmp_p
 def test_a_checkpoint_without_names_is_refused(tmp_path):
     torch.save([torch.ones(2)], tmp_path / "w.pt")
     with pytest.raises(ValueError, match="`checkpoint` must hold tensors by name"):
-        weights.read_weights(tmp_path / "w.pt")
+        timm_openclip.read_weights(tmp_path / "w.pt")
 
 
 def test_an_error_names_the_weights_that_differ(tmp_path):
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError) as caught:
-        weights.load_weights_into(model, {"weight": torch.ones(2, 4), "gain": torch.ones(1)}, "w.pt")
+        timm_openclip.load_weights_into(model, {"weight": torch.ones(2, 4), "gain": torch.ones(1)}, "w.pt")
     assert str(caught.value) == (
         '`checkpoint` must hold the weights of this model; got "w.pt": it lacks bias; it has besides gain; it has of '
         "another shape weight. Name the model that it is of, and the size of its pictures."
@@ -413,7 +413,7 @@ def test_an_error_names_the_weights_that_differ(tmp_path):
 def test_half_precision_weights_of_a_checkpoint_become_float32():
     model = nn.Linear(3, 2)
     half = {name: weight.detach().bfloat16() for name, weight in model.state_dict().items()}
-    weights.load_weights_into(model, half, "w.pt")
+    timm_openclip.load_weights_into(model, half, "w.pt")
     assert model.weight.dtype == model.bias.dtype == torch.float32
     assert torch.equal(model.weight, half["weight"].float())
 
@@ -501,7 +501,7 @@ def test_the_real_open_clip_gives_the_same_features(tokenizer, tmp_path):
         whole = torch.nn.functional.pad(tokens["input_ids"], (0, 3), value=tokenizer.pad)
         torch.testing.assert_close(model.encode_text(**tokens), original.encode_text(whole))
         assert model.logit_bias.item() == -5.0
-    assert openclip.OpenClip(name="ViT-B-32").shapes()["embed_dim"] == 512
+    assert timm_openclip.OpenClip(name="ViT-B-32").shapes["embed_dim"] == 512
 
 
 def test_the_real_tokenizer_of_clip_gives_the_same_tokens():

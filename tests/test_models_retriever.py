@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from contrastile.models.retriever import build_retriever
 from contrastile.models.text import load_tokenizer, train_tokenizer
+from contrastile.models.towers import build_retriever
 
 TEXTS = ["bracket the minimum of a function", "def get_max_value(xs): return max(xs)", "sort a list in place"]
 BERT = {

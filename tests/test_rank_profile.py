@@ -35,7 +35,7 @@ def _counts(rank: int, group: Any, exchange: str) -> tuple[Counter[str], int]:
 
     launches: list[None] = []
     places = [(launch, "run"), (backend, "_add_product")]
-    kept = [getattr(module, name) for module, name in places]
+    functions = [getattr(module, name) for module, name in places]
     try:
         for module, name in places:
             setattr(module, name, lambda *_, **__: launches.append(None))
@@ -49,7 +49,7 @@ def _counts(rank: int, group: Any, exchange: str) -> tuple[Counter[str], int]:
             loss(q, k, scale).backward()
         return counted.seen, len(launches)
     finally:
-        for (module, name), function in zip(places, kept, strict=True):
+        for (module, name), function in zip(places, functions, strict=True):
             setattr(module, name, function)
 
 
@@ -57,8 +57,8 @@ def _counts(rank: int, group: Any, exchange: str) -> tuple[Counter[str], int]:
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_a_hop_takes_few_host_operations_and_launches(pool: Pool, exchange: str) -> None:
     pytest.importorskip("triton")
-    found = {W: pool.run(_counts, W, exchange)[1] for W in (2, 4)}
-    (two, first), (four, second) = found[2], found[4]
+    counts = {W: pool.run(_counts, W, exchange)[1] for W in (2, 4)}
+    (two, first), (four, second) = counts[2], counts[4]
     assert two.total() <= FIRST
     assert four.total() - two.total() <= 2 * EACH
     assert second - first <= 2 * LAUNCHES_EACH

@@ -13,7 +13,7 @@ from tiny_texts import tiny_retriever
 
 import contrastile
 from contrastile.data.texts import Passage, Query, TextSet
-from contrastile.models.retriever import Retriever
+from contrastile.models.towers import Retriever
 from contrastile.modules import InfoNCELoss
 from contrastile.train import loop
 from contrastile.train.load import load

@@ -13,7 +13,7 @@ from tiny_texts import tiny_retriever
 import contrastile
 from contrastile.cli.main import main
 from contrastile.data.registry import open_texts
-from contrastile.evaluate.trec import read_judgements, read_run
+from contrastile.evaluate.ranking import read_judgements, read_run
 from contrastile.experiments.retriever_memory import BM25_LABELS, RetrieverMemory
 from contrastile.experiments.sweep import Trial
 from contrastile.modules import InfoNCELoss

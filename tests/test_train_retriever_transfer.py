@@ -8,8 +8,7 @@ from tiny_texts import ANIMALS, COLOURS, PLACES, entries, tiny_retriever
 import contrastile
 from contrastile.cli.main import main
 from contrastile.data.texts import Passage
-from contrastile.evaluate.ranking import means, measure
-from contrastile.evaluate.trec import read_judgements, read_run
+from contrastile.evaluate.ranking import means, measure, read_judgements, read_run
 from contrastile.train.loop import evaluate_run, run_recipe
 
 WORDS = [(colour, animal, place) for place in PLACES for animal in ANIMALS[:3] for colour in COLOURS[1:]]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from contrastile import ClipLoss, contrast, encode
 from contrastile._dispatch import Options
 from contrastile._errors import whole_number
-from contrastile.evaluate.topk import topk
-from contrastile.models.retriever import Retriever
+from contrastile.evaluate.retrieval import topk
 from contrastile.models.text import train_tokenizer
+from contrastile.models.towers import Retriever
 
 
 class Count:

@@ -30,8 +30,8 @@ GRADIENT_TOLERANCE = {("bfloat16", None): 1e-3, ("float16", None): 3e-4, ("float
 DENSE_FACTOR = 2.0
 # a few roundings of float32, by which the dense formula may be exact by luck where rows are few
 ROUNDINGS = 2.0**-20
-# elements that are compared at once: a float64 copy of a large gradient may not fit
-CHUNK = 2**27
+# elements that are compared at once: a float64 copy of a large gradient may not fit; rows that are drawn at once
+CHUNK, DRAWN = 2**27, 2**16
 # rows and columns that have all the weight at a case's own size
 SAMPLE_ROWS = 32
 
@@ -68,15 +68,26 @@ SUBJECTS = {
 }
 
 
-def problem(case: Case, device: torch.device) -> list[Tensor]:
-    """Return leaves: random unit features of both sides [b, d], the scale and, if the loss has one, the bias."""
+def problem(case: Case, device: torch.device, *, on_host: bool = False) -> list[Tensor]:
+    """Return leaves: random unit features of both sides [b, d], the scale and, if the loss has one, the bias.
+
+    on_host: the features are in host memory, pinned where the device is a GPU, and drawn on the device.
+    """
     generator = torch.Generator(device).manual_seed(case.b + case.d)
     wide = torch.float64 if case.dtype == "float64" else torch.float32
-    drawn = (torch.randn(case.b, case.d, generator=generator, dtype=wide, device=device) for _ in range(2))
-    q, k = (F.normalize(x, dim=-1).to(getattr(torch, case.dtype)) for x in drawn)
+    place = {"device": "cpu", "pin_memory": device.type == "cuda"} if on_host else {"device": device}
+    q, k = (torch.empty(case.b, case.d, dtype=getattr(torch, case.dtype), **place) for _ in range(2))
+    for rows in (*q.split(DRAWN), *k.split(DRAWN)):
+        drawn = torch.randn(rows.shape, generator=generator, dtype=wide, device=device)
+        rows.copy_(F.normalize(drawn, dim=-1))
     scalars = [x for x in (SCALE, SUBJECTS[case.loss].bias) if x is not None]
     leaves = [q, k, *(torch.tensor(x, dtype=wide, device=device) for x in scalars)]
     return [leaf.requires_grad_() for leaf in leaves]
+
+
+def placed(leaves: list[Tensor], device: torch.device | str) -> list[Tensor]:
+    """Return the same leaves with the features on a device."""
+    return [*(side.detach().to(device).requires_grad_() for side in leaves[:2]), *leaves[2:]]
 
 
 def step(loss: Loss, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -107,9 +118,14 @@ def gate_rows(device: torch.device) -> int:
     return GATE_ROWS.get(device.type, GATE_ROWS_ELSEWHERE)
 
 
+def double(leaves: list[Tensor]) -> list[Tensor]:
+    """Return the same leaves in float64."""
+    return [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+
 def _true_step(loss: Loss, leaves: list[Tensor]) -> tuple[tuple[Tensor, ...], float]:
     """The step in float64, and the distance of its gradients after a cast to the features' type."""
-    true = step(loss, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    true = step(loss, double(leaves))
     return true, max(_relative(gradient.to(leaves[0].dtype), gradient) for gradient in true[1:3])
 
 
@@ -171,7 +187,7 @@ class Sample:
 def _relative(x: Tensor, true: Tensor) -> float:
     """‖x − true‖ / ‖true‖, a chunk at a time."""
     chunks = zip(x.reshape(-1).split(CHUNK), true.reshape(-1).split(CHUNK), strict=True)
-    norms = [[float((a.double() - b).norm()), float(b.norm())] for a, b in chunks]
+    norms = [[float((a.to(b) - b).norm()), float(b.norm())] for a, b in chunks]
     difference, whole = torch.tensor(norms, dtype=torch.float64).norm(dim=0)
     return float(difference / whole)
 

@@ -1,12 +1,13 @@
 """Timing, memory, rows and tables: the parts that every measurement of the bench shares.
 
-Stands below `loss.py` and `step.py`. A step is a function without arguments. Every time is taken beside a matrix
-product on the same device in the same minute: a machine that is shared or throttled slows both, and their ratio stays.
+Stands below `loss.py` and `step.py`. A step is a function without arguments. A loss is timed beside a matrix product on
+the same device in the same minute: a machine that is shared or throttled slows both, and their ratio stays.
 """
 
 from __future__ import annotations
 
 import csv
+import gc
 import os
 import re
 import statistics
@@ -17,7 +18,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from contrastile._errors import invalid, written_to
 from contrastile.distributed import collectives, consistency
-from contrastile.train.memory import PeakMemory
+from contrastile.train.memory import Weighed
 from contrastile.train.provenance import ORIGIN
 from contrastile.train.ranks import Ranks
 
@@ -49,41 +49,105 @@ RANK_ROUNDS, ROW_SECONDS, ROW_STEPS, LONG_STEP = 3, 0.1, 3, 1.0
 # the longest wait for another rank, which may be timing a slow peer
 TIMEOUT = timedelta(minutes=10)
 
-# columns of the results files, by kind of measurement. impl: "contrastile", "dense" or a peer's name. backend, way: how
-# it computes, and each setting that is not the bench's default. b, batch: rows or pairs of the global batch. world:
-# ranks that share it. ms: median time of a step (across ranks: of steps in a row, on the slowest rank).
-# effective_tflops: the operations that the loss needs at least, over the time, per rank. ratio: that over the product's
-# rate. peak_bytes: of one rank; of a loss without its features, of a step with everything.
-LOSS_COLUMNS = (
-    *("impl", "loss", "backend", "b", "d", "dtype", "world", "ms", "effective_tflops", "ratio", "peak_bytes"),
-    *ORIGIN,
-)
-# cost: (ms x world) over that of one process with the whole batch, empty where that did not fit. single_ms,
-# single_cost: the same of a step that begins with an idle device. beside_bytes: of the peak, without the gradients
-# returned and the workspace.
-EXCHANGE_COLUMNS = (*LOSS_COLUMNS, "cost", "single_ms", "single_cost", "beside_bytes")
-# limit_bytes: of the device that the process may allocate. ratio: to the loss of resident features
-HOST_COLUMNS = (*(name for name in LOSS_COLUMNS[:-4] if name != "world"), "limit_bytes", *ORIGIN)
-# retain: the argument of `encode`. inputs: on the "device", on the "host", or drawn from a "pool" on the device.
-# ratio_to_plain: time per pair over the plain step's at the largest batch up to this one that fits it.
-STEP_COLUMNS = (
-    *("impl", "way", "model", "batch", "sub_batch", "retain", "inputs", "dtype", "world", "ms", "us_per_pair"),
-    *("ratio_to_plain", "peak_bytes", *ORIGIN),
-)
-# bytes of the first rank. data: its inputs. loss: beside the features and their gradients. backbone: weights, gradients
-# and the activations of one sub-batch.
-RANK_STEP_COLUMNS = (
-    *("impl", "way", "model", "batch", "sub_batch", "dtype", "world", "data_bytes", "loss_bytes", "backbone_bytes"),
-    *("peak_bytes", "ms", "us_per_pair", *ORIGIN),
-)
+_LOSS = ("impl", "loss", "backend", "b", "d", "dtype")
+_STEP = ("impl", "way", "model", "batch", "sub_batch")
+_RATES = ("ms", "effective_tflops", "ratio", "peak_bytes")
+# The columns of the results files, by kind of measurement. Every bench makes rows of these keys, and a file takes its
+# own. impl: "contrastile", "dense" or a peer's name. backend, way: how it computes, and each setting that is not the
+# bench's default. b, batch: rows or pairs of the global batch. world: ranks that share it. ms: median time of a step
+# (across ranks: of steps in a row, on the slowest rank). effective_tflops: the operations that the loss needs at least,
+# over the time, per rank. ratio: that over the product's rate; of host features, to resident ones. peak_bytes: of one
+# rank; of a loss without its features, of a step with everything.
+#   exchanges   cost: (ms x world) over that of one process with the whole batch, empty where that did not fit.
+#               single_ms, single_cost: the same of a step that begins with an idle device. beside_bytes: of the peak,
+#               without the gradients returned and the workspace
+#   host        limit_bytes: of the device that the process may allocate
+#   steps       retain: the argument of `encode`. inputs: on the "device", on the "host", or from a "pool" on the
+#               device. ratio_to_plain: time per pair over the plain step's at the largest batch up to this one that
+#               fits it
+#   rank steps  bytes of the first rank. data: its inputs. loss: beside the features and their gradients. backbone:
+#               weights, gradients and the activations of one sub-batch
+COLUMNS = {
+    "losses": (*_LOSS, "world", *_RATES, *ORIGIN),
+    "exchanges": (*_LOSS, "world", *_RATES, *ORIGIN, "cost", "single_ms", "single_cost", "beside_bytes"),
+    "host": (*_LOSS, *_RATES, "limit_bytes", *ORIGIN),
+    "steps": (
+        *(*_STEP, "retain", "inputs", "dtype", "world", "ms", "us_per_pair", "ratio_to_plain", "peak_bytes"),
+        *ORIGIN,
+    ),
+    "rank steps": (
+        *(*_STEP, "dtype", "world", "data_bytes", "loss_bytes", "backbone_bytes", "peak_bytes", "ms", "us_per_pair"),
+        *ORIGIN,
+    ),
+    "kernels": ("what", "b", "d", "ms", "tflops", "product_tflops", "ratio"),
+}
 
 
-@dataclass(frozen=True)
-class World:
+class Table:
+    """Lines of aligned cells from rows; a cell is (key of the row, label, format), and bytes are shown in MiB."""
+
+    def __init__(self, *cells: tuple[str, str, str]) -> None:
+        self._cells = [(key, label, spec, re.match(r"[<>]?\d*", spec)[0]) for key, label, spec in cells]  # type: ignore[index]
+
+    def header(self) -> str:
+        return " ".join(f"{label:{width}}" for _, label, _, width in self._cells)
+
+    def line(self, row: Row) -> str:
+        """Return the line of a row; a value of None, and one that the row lacks, is left blank."""
+        return " ".join(self._cell(row.get(key), key, spec, width) for key, _, spec, width in self._cells)
+
+    @staticmethod
+    def _cell(value: Any, key: str, spec: str, width: str) -> str:
+        if value is None:
+            return f"{'':{width}}"
+        return f"{value / 2**20 if key.endswith('_bytes') else value:{spec}}"
+
+
+def _discard(_: Row) -> None:
+    """Write a row nowhere."""
+
+
+@contextmanager
+def results_file(path: Path | None, columns: Sequence[str]) -> Iterator[Callable[[Row], None]]:
+    """Open a results file and yield a function that appends a row, which is on disk when it returns.
+
+    The function raises KeyError for a row without one of the columns; it does nothing where `path` is None.
+    """
+    if path is None:
+        yield _discard
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if old := path.exists() and path.stat().st_size > 0:
+        with path.open(newline="") as present:
+            header = next(csv.reader(present))
+        if header != [*columns]:
+            raise invalid("csv", "have the columns of a results file", f"{path}: {', '.join(header)}", "Name another.")
+    file = path.open("a", newline="")
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+
+    def write(row: Row) -> None:
+        with written_to(path):
+            writer.writerow({name: row[name] for name in columns})
+            file.flush()
+
+    try:
+        if not old:
+            write({name: name for name in columns})
+        yield write
+    finally:
+        # closing writes again what could not be written before
+        with written_to(path):
+            file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a results file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class World(Ranks):
     """The ranks that measure together; by default this process alone."""
-
-    rank: int = 0
-    size: int = 1
 
     def numbers(self, number: float) -> list[float]:
         """Return the number of every rank."""
@@ -109,11 +173,10 @@ ALONE = World()
 @contextmanager
 def joined(kind: str) -> Iterator[tuple[torch.device, World]]:
     """Join the process group that torchrun describes; yield this rank's device ("cpu" or "cuda") and the ranks."""
-    ranks = Ranks.of_environment(kind)
+    ranks, on_gpu = Ranks.of_environment(kind), kind == "cuda"
     if ranks.size == 1:
         yield torch.device(kind), ALONE
         return
-    on_gpu = kind == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device if on_gpu else None)
     try:
@@ -137,12 +200,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, the product that times are compared with, the seconds per step, and the ranks that take part."""
+    """A device, the seconds per step, the product that times are compared with, and the ranks that take part."""
 
     device: torch.device
-    seconds: float
-    product: Step
-    product_operations: int
+    seconds: float = 0.0
+    product: Step = lambda: None
+    product_operations: int = 1
     world: World = ALONE
 
     @classmethod
@@ -152,8 +215,9 @@ class Machine:
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         return cls(device, seconds, lambda: torch.mm(a, b), 2 * side**3, world)
 
-    def room(self) -> int:
-        """Return the free bytes, after torch's cache is given back."""
+    def free_bytes(self) -> int:
+        """Return the free bytes, after garbage and torch's cache are given back."""
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.device)[0]
@@ -167,36 +231,36 @@ class Machine:
 
     def race(self, steps: Mapping[str, Step]) -> dict[str, Timing]:
         """Time steps in interleaved rounds: each round runs every step once, after products of about its length."""
-        self.room()
-        rows, run_seconds = self.world.size > 1, {name: self._warm_up(step) for name, step in steps.items()}
-        repeats = {name: _repeats(seconds, rows=rows) for name, seconds in run_seconds.items()}
-        product_seconds = self._together(self.product, 1)
-        round_seconds = sum(seconds * (repeats[name] + 1 if rows else 1) for name, seconds in run_seconds.items())
+        self.free_bytes()
+        across, run_seconds = self.world.size > 1, {name: self._warm_up(step) for name, step in steps.items()}
+        repeats = {name: _repeats(seconds, across=across) for name, seconds in run_seconds.items()}
+        product_seconds = self.time_together(self.product)
+        round_seconds = sum(seconds * (repeats[name] + 1 if across else 1) for name, seconds in run_seconds.items())
         rounds = int(self.seconds * len(steps) / max(round_seconds, 1e-9))
-        taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
-        for _ in range(max(RANK_ROUNDS if rows else 1, min(MOST_ROUNDS, rounds))):
+        rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
+        for _ in range(max(RANK_ROUNDS if across else 1, min(MOST_ROUNDS, rounds))):
             for name, step in steps.items():
                 load = min(max(run_seconds[name], LEAST_SECONDS), MOST_PRODUCT_SECONDS)
                 product = self.time(self.product, max(1, round(load / product_seconds)))
-                seconds = self._together(step, repeats[name])
-                single = self._together(step, 1) if rows and repeats[name] > 1 else seconds
-                taken[name].append((seconds, product, single))
+                seconds = self.time_together(step, repeats[name])
+                single = self.time_together(step) if across and repeats[name] > 1 else seconds
+                rows[name].append((seconds, product, single))
         timings = {}
-        for name, several in taken.items():
+        for name, several in rows.items():
             seconds, product, single = (statistics.median(column) for column in zip(*several, strict=True))
-            least = min(one[0] for one in several)
+            least = min(several)[0]
             timings[name] = Timing(seconds * 1e3, self.product_operations / product, least * 1e3, single * 1e3)
         return timings
 
     def _warm_up(self, step: Step) -> float:
         """Seconds of a step after the first ones, which allocate, compile, and may be captured."""
-        taken: list[float] = []
-        while len(taken) < WARMUP_STEPS and sum(taken) < WARMUP_SECONDS:
-            taken.append(self._together(step, 1))
-        return taken[-1]
+        seconds: list[float] = []
+        while len(seconds) < WARMUP_STEPS and sum(seconds) < WARMUP_SECONDS:
+            seconds.append(self.time_together(step))
+        return seconds[-1]
 
-    def _together(self, step: Step, repeats: int) -> float:
-        """Seconds of one of `repeats` steps in a row, begun by all ranks together, on the slowest rank."""
+    def time_together(self, step: Step, repeats: int = 1) -> float:
+        """Return the seconds of one of `repeats` steps in a row, begun by all ranks together, on the slowest one."""
         if self.world.size > 1:
             collectives.total(torch.zeros((), device=self.device), None)
         return self.world.slowest(self.time(step, repeats))
@@ -211,12 +275,11 @@ class Machine:
         return (time.perf_counter() - start) / repeats
 
     def peak(self, step: Step) -> int:
-        """Return the most bytes that a step holds at once, beside those held before it."""
-        memory = PeakMemory(self.device)
-        before = memory.start()
-        step()
-        self.wait()
-        return memory.bytes() - before
+        """Return the most bytes of tensors that a step holds at once, beside those held before it."""
+        with Weighed(self.device) as weighed:
+            step()
+            self.wait()
+        return weighed.bytes
 
     def wait(self) -> None:
         """Wait until the device is idle."""
@@ -224,86 +287,29 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
 
-def _repeats(seconds: float, *, rows: bool) -> int:
+def _repeats(seconds: float, *, across: bool) -> int:
     """The number of steps that are timed in a row."""
-    if not rows:
+    if not across:
         return max(1, round(LEAST_SECONDS / seconds))
     return 1 if seconds >= LONG_STEP else max(ROW_STEPS, round(ROW_SECONDS / max(seconds, 1e-9)))
 
 
-class Table:
-    """Lines of aligned columns, each a label and a format specification; a value of None is left blank."""
-
-    def __init__(self, *columns: tuple[str, str]) -> None:
-        self._columns = [(label, spec, re.match(r"[<>]?\d*", spec)[0]) for label, spec in columns]  # type: ignore[index]
-
-    def header(self) -> str:
-        return " ".join(f"{label:{width}}" for label, _, width in self._columns)
-
-    def line(self, *values: object) -> str:
-        pairs = zip(values, self._columns, strict=False)
-        cells = (f"{'':{width}}" if value is None else f"{value:{spec}}" for value, (_, spec, width) in pairs)
-        return " ".join(cells)
-
-
-class Ledger:
-    """A results file: rows are appended, and each is on disk before the next is measured."""
-
-    def __init__(self, path: Path, columns: Sequence[str] = LOSS_COLUMNS) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists() or path.stat().st_size == 0
-        if not new:
-            with path.open(newline="") as file:
-                header = next(csv.reader(file))
-            if header != [*columns]:
-                got = f"{path}: {', '.join(header)}"
-                raise invalid("csv", "have the columns of a results file", got, "Name another.")
-        self._file = path.open("a", newline="")
-        self._writer = csv.DictWriter(self._file, columns, lineterminator="\n")
-        if new:
-            self._writer.writeheader()
-
-    def write(self, row: Row) -> None:
-        """Append the row's columns that the file has; raises KeyError where one is missing."""
-        with written_to(self._path):
-            self._writer.writerow({name: row[name] for name in self._writer.fieldnames})
-            self._file.flush()
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # closing writes again what could not be written before
-        with written_to(self._path):
-            self._file.close()
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a results file."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 @dataclass
 class Report:
-    """The output of a bench: lines to `say`, rows to a `ledger`, and whether all of contrastile's own passed.
+    """The output of a bench: lines to `say`, rows to `write`, and whether all of contrastile's own passed.
 
     world: across ranks an exception is raised again, because the other ranks would wait for this one.
     """
 
     say: Callable[[str], None]
-    ledger: Ledger | None = None
+    write: Callable[[Row], None] = _discard
     world: World = ALONE
     passed: bool = True
     _notes: set[str] = field(default_factory=set)
 
     def result(self, line: str, row: Row) -> None:
         self.say(line)
-        if self.ledger is not None:
-            self.ledger.write(row)
+        self.write(row)
 
     def note(self, sentence: str) -> None:
         """Say an indented line, once."""

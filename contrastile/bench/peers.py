@@ -57,7 +57,8 @@ class Contestant:
 
     most_rows: above it a step takes too long to wait for. pair_bytes: memory per pair of rows. only_on: the type of
     device it needs. module: the one it is imported from. missing: returns another reason why it is not there. package:
-    its name on PyPI where that differs.
+    its name on PyPI where that differs. world: ranks that share the batch; 1 is the whole batch on each. frugal:
+    contrastile's loss with the least workspace, by which `loss.py` finds `beside_bytes`.
     """
 
     name: str
@@ -70,6 +71,8 @@ class Contestant:
     missing: Callable[[], str | None] = lambda: None
     module: str = ""
     package: str = ""
+    world: int = 1
+    frugal: Loss | None = None
 
     @property
     def label(self) -> str:
@@ -84,7 +87,7 @@ class Contestant:
             return f"needs a {self.only_on} device"
         if case.b > self.most_rows:
             return f"left out above {self.most_rows:,} rows, where it is slow"
-        need, room = self.pair_bytes * case.b**2, machine.room()
+        need, room = self.pair_bytes * case.b**2, machine.free_bytes()
         if need > room:
             return f"needs about {need / 2**30:,.0f} GiB at {case.b:,} rows, and {room / 2**30:,.0f} GiB are free"
         return None
@@ -99,10 +102,13 @@ def _autocast(loss: Loss, q: Tensor, *others: Tensor) -> Tensor:
         return loss(q, *others)
 
 
+def _diagonal(q: Tensor) -> Tensor:
+    return torch.arange(len(q), device=q.device)
+
+
 def _two_products(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """OpenCLIP's formula: each direction's logits from a product of its own, 12 · b² · d operations."""
-    labels = _diagonal(q)
-    return (F.cross_entropy(scale * q @ k.T, labels) + F.cross_entropy(scale * k @ q.T, labels)) / 2
+    return _twice(FORMULAS["infonce"], q, k, scale)
 
 
 def _wide_logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -111,32 +117,8 @@ def _wide_logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
-def _dense_infonce(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    return F.cross_entropy(scale * q @ k.T, _diagonal(q))
-
-
-def _diagonal(q: Tensor) -> Tensor:
-    return torch.arange(len(q), device=q.device)
-
-
-def _torch_one_way(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    options = torch.nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(scale * q, k, _diagonal(q), options=options)
-
-
-def _cut_one_way(q: Tensor, k: Tensor, scale: Tensor, *, exact: bool) -> Tensor:
-    loss = import_module("cut_cross_entropy").linear_cross_entropy
-    # its default drops gradients that are each small, but not small in their sum
-    return loss(scale * q, k, _diagonal(q), **({"filter_eps": None} if exact else {}))
-
-
-def _inf_one_way(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    # its `scale` argument needs a process group
-    return import_module("inf_cl").cal_inf_loss(scale * q, k)
-
-
-def _inf_across(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    return import_module("inf_cl").cal_inf_loss(q, k, scale=scale)
+def _cut(q: Tensor, k: Tensor, scale: Tensor, **options: None) -> Tensor:
+    return import_module("cut_cross_entropy").linear_cross_entropy(scale * q, k, _diagonal(q), **options)
 
 
 def _open_clip(q: Tensor, k: Tensor, scale: Tensor, **ranks: Any) -> Tensor:
@@ -145,10 +127,6 @@ def _open_clip(q: Tensor, k: Tensor, scale: Tensor, **ranks: Any) -> Tensor:
 
 def _open_clip_siglip(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, **ranks: Any) -> Tensor:
     return _autocast(import_module("open_clip.loss").SigLipLoss(**ranks), q, k, scale, bias)
-
-
-def _siglip_kernel(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    return import_module("siglip_kernel").fused_siglip_loss(q, k, scale.log(), bias)
 
 
 def _twice(one_way: Loss, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -165,34 +143,42 @@ def _not_in_torch() -> str | None:
     return None if known else f"is not in torch {torch.__version__}"
 
 
-FORMULAS: dict[str, Loss] = {"clip": dense_clip, "infonce": _dense_infonce, "siglip": dense_sigmoid}
+FORMULAS: dict[str, Loss] = {
+    "clip": dense_clip,
+    "infonce": lambda q, k, scale: F.cross_entropy(scale * q @ k.T, _diagonal(q)),
+    "siglip": dense_sigmoid,
+}
+_UNDER_AUTOCAST = {name: partial(_autocast, loss) for name, loss in FORMULAS.items()}
+_TWO_PRODUCTS: dict[str, Loss] = {"clip": partial(_autocast, _two_products)}
 # others are compared with the first that runs
 DENSE = (
-    Contestant(
-        "dense",
-        "autocast",
-        {name: partial(_autocast, loss) for name, loss in FORMULAS.items()},
-        HALVES,
-        pair_bytes=DENSE_BYTES,
-    ),
+    Contestant("dense", "autocast", _UNDER_AUTOCAST, HALVES, pair_bytes=DENSE_BYTES),
     Contestant("dense", "one dtype", FORMULAS, pair_bytes=DENSE_BYTES),
-    Contestant(
-        "dense", "two products", {"clip": partial(_autocast, _two_products)}, HALVES, pair_bytes=TWICE_DENSE_BYTES
-    ),
+    Contestant("dense", "two products", _TWO_PRODUCTS, HALVES, pair_bytes=TWICE_DENSE_BYTES),
     Contestant("dense", "float32 logits", {"clip": _wide_logits}, HALVES, pair_bytes=TWICE_DENSE_BYTES),
 )
+# one direction each; the `scale` argument of Inf-CL's function needs a process group
+_ONE_WAY: dict[str, Loss] = {
+    "torch": lambda q, k, scale: F.linear_cross_entropy(
+        scale * q, k, _diagonal(q), options=torch.nn.LinearCrossEntropyOptions()
+    ),
+    "inf-cl": lambda q, k, scale: import_module("inf_cl").cal_inf_loss(scale * q, k),
+    # the default drops gradients that are each small, but not small in their sum
+    "exact": partial(_cut, filter_eps=None),
+}
 _OPEN_CLIP: dict[str, Loss] = {"clip": _open_clip, "siglip": _open_clip_siglip}
-_CUT = {name: partial(_cut_one_way, exact=name == "exact") for name in ("default", "exact")}
+_SIGLIP: dict[str, Loss] = {
+    "siglip": lambda q, k, scale, bias: import_module("siglip_kernel").fused_siglip_loss(q, k, scale.log(), bias)
+}
 _on_gpu = partial(Contestant, only_on="cuda")
+_cut_on_gpu = partial(_on_gpu, "cut-cross-entropy", dtypes=HALVES, most_rows=2**16, module="cut_cross_entropy")
 PEERS = (
     Contestant("open_clip", "one process", _OPEN_CLIP, HALVES, pair_bytes=TWICE_DENSE_BYTES, module="open_clip"),
-    Contestant("linear_cross_entropy", "torch", _both(_torch_one_way), most_rows=2**16, missing=_not_in_torch),
-    *(
-        _on_gpu("cut-cross-entropy", name, _both(one), HALVES, 2**16, module="cut_cross_entropy")
-        for name, one in _CUT.items()
-    ),
-    _on_gpu("inf-cl", "triton", _both(_inf_one_way), most_rows=2**15, module="inf_cl"),
-    _on_gpu("siglip-kernel", "auto", {"siglip": _siglip_kernel}, module="siglip_kernel"),
+    Contestant("linear_cross_entropy", "torch", _both(_ONE_WAY["torch"]), most_rows=2**16, missing=_not_in_torch),
+    _cut_on_gpu("default", _both(_cut)),
+    _cut_on_gpu("exact", _both(_ONE_WAY["exact"])),
+    _on_gpu("inf-cl", "triton", _both(_ONE_WAY["inf-cl"]), most_rows=2**15, module="inf_cl"),
+    _on_gpu("siglip-kernel", "auto", _SIGLIP, module="siglip_kernel"),
 )
 
 
@@ -202,7 +188,12 @@ def rank_peers(rank: int, world: int) -> tuple[Contestant, ...]:
     # as its documentation recommends for many ranks
     clip = partial(_open_clip, local_loss=True, gather_with_grad=True, **ranks)
     return (
-        _on_gpu("inf-cl", "ring", _both(_inf_across), module="inf_cl"),
+        _on_gpu(
+            "inf-cl",
+            "ring",
+            _both(lambda q, k, scale: import_module("inf_cl").cal_inf_loss(q, k, scale=scale)),
+            module="inf_cl",
+        ),
         Contestant(
             "open_clip",
             "local loss, gathered gradients",

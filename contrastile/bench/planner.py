@@ -221,8 +221,8 @@ def _sides(recipe: Any, batch: int) -> tuple[torch.nn.Module, list[Values], int]
 
 def _tokenizer(settings: Any) -> Any:
     """The recipe's tokenizer; one that the run would train on its texts is trained on as many made-up words."""
-    from contrastile.models.openclip import clip_tokenizer
     from contrastile.models.text import load_tokenizer, train_tokenizer
+    from contrastile.models.timm_openclip import clip_tokenizer
 
     if (tokens := _learned_tokens(settings)) is not None:
         words = map("".join, islice(product(ascii_lowercase, repeat=5), tokens))

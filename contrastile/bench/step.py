@@ -2,15 +2,14 @@
 
     model ── gate: gradients against plain ones ── batch by batch, way by way: time, memory ── a line, a row
 
-Stands on `harness.py`, `ways.py` and `caches.py`. A judged way with wrong gradients has no speed. A step that does not
-fit into memory is a row without numbers. The optimizer is left out by default: it costs all ways the same. Under
-torchrun the four losses are compared, gradients averaged by an explicit all-reduce, with the columns of table 4 of
-Cheng et al. 2024: data, loss, backbone, and the peak of the whole step.
+Stands on `harness.py` and `ways.py`. A judged way with wrong gradients has no speed. A step that does not fit into
+memory is a row without numbers. The optimizer is left out by default: it costs all ways the same. Under torchrun the
+four losses are compared, gradients averaged by an explicit all-reduce, with the columns of table 4 of Cheng et al.
+2024: data, loss, backbone, and the peak of the whole step.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -19,23 +18,18 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile.bench.caches import PEERS
-from contrastile.bench.harness import ALONE, Report, Row, Table, World, not_installed
+from contrastile.bench.harness import ALONE, Machine, Report, Row, Table, World, not_installed
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import OURS, PLAIN, Task, Way, with_inputs
+from contrastile.bench.ways import WAYS, Task, Way
 from contrastile.gradcache.encode import encode
 from contrastile.losses.reference import dense_clip
 from contrastile.modules import ClipLoss
 from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
 
-# ways that keep inputs on the device take them from a pool where the whole batch does not fit
-POOLS = {f"pool-{name}": with_inputs(way, "pool") for name, way in {**PLAIN, **PEERS}.items() if way.cut}
-WAYS = {**PLAIN, **OURS, **PEERS, **POOLS}
 GATE_BATCH, GATE_SUB_BATCH, GATE_DROPOUT = 8, 3, 0.1
 # relative distance in float32 that a sum in another order explains
 GATE_TOLERANCE = 2e-5
@@ -51,10 +45,17 @@ MOST_ON_DEVICE = 2**18
 # a loss of more pairs runs the same kernels
 MOST_WARMUP_PAIRS = 2**16
 
-_START = (("model", "9"), ("batch", ">8"), ("sub_batch", ">9"), ("implementation", "55"), ("inputs", "7"))
-TABLE = Table(*_START, ("ms", ">10.1f"), ("us/pair", ">8.1f"), ("times plain", ">11.3f"), ("peak MiB", ">9,.0f"))
-_BYTES = tuple((f"{name} MiB", ">12,.0f") for name in ("data", "loss", "backbone", "peak"))
-RANK_TABLE = Table(("model", "9"), ("batch", ">8"), ("ranks", ">5"), ("loss", "16"), *_BYTES, ("ms", ">10.1f"))
+TABLE = Table(
+    *(("model", "model", "9"), ("batch", "batch", ">8"), ("sub_batch", "sub_batch", ">9")),
+    *(("implementation", "implementation", "55"), ("inputs", "inputs", "7"), ("ms", "ms", ">10.1f")),
+    *(("us_per_pair", "us/pair", ">8.1f"), ("ratio_to_plain", "times plain", ">11.3f")),
+    ("peak_bytes", "peak MiB", ">9,.0f"),
+)
+RANK_TABLE = Table(
+    *(("model", "model", "9"), ("batch", "batch", ">8"), ("world", "ranks", ">5"), ("way", "loss", "16")),
+    *((f"{name}_bytes", f"{name} MiB", ">12,.0f") for name in ("data", "loss", "backbone", "peak")),
+    ("ms", "ms", ">10.1f"),
+)
 
 
 def standard(device: torch.device, *, quick: bool) -> tuple[list[str], list[int]]:
@@ -71,63 +72,78 @@ def usual(batch: int) -> list[str]:
     return [name for name, way in WAYS.items() if way.inputs != "pool" or batch > MOST_ON_DEVICE]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds of a step, the median of some; bytes at its peak and, across ranks, of data, loss and backbone."""
-
-    seconds: float
-    peak: int
-    parts: tuple[int, int, int] | None = None
-
-
 @dataclass
 class StepBench:
-    """Measures steps on one process, or on the ranks of `world` together.
+    """Measures steps on one process, or on the ranks of `machine.world` together.
 
-    seconds: per way and batch, beyond the first step. longest: a step that would take more is left out; within: so is
-    one that would not end in this many seconds from now.
+    machine.seconds: per way and batch, beyond the first step. longest: a step that would take more is left out; within:
+    so is one that would not end in this many seconds from now.
     """
 
-    device: torch.device
+    machine: Machine
     dtype: torch.dtype
     report: Report
     ways: Mapping[str, Way] = field(default_factory=lambda: WAYS)
-    world: World = ALONE
-    seconds: float = 20.0
     longest: float = 600.0
     within: float = math.inf
     optimizer: bool = False
-    rows: list[Row] = field(default_factory=list)
     # microseconds per pair, by model and way, at the largest batch so far
     _pace: dict[tuple[str, str], float] = field(default_factory=dict)
+    # models and ways that did not fit at a smaller batch
+    _full: set[tuple[str, str]] = field(default_factory=set)
     _start: float = field(default_factory=time.perf_counter)
-    # ways that did not fit at a smaller batch
-    _full: set[str] = field(default_factory=set)
 
     def measure(self, model: str, plan: Mapping[int, Sequence[str]], sub_batch: int | None = None) -> None:
         """Measure the ways named for each batch; report each result as soon as it is there."""
+        machine, table = self.machine, TABLE if self.machine.world.size == 1 else RANK_TABLE
         # in the order of the table, so that the plain step comes first: others are compared with it
         ways = {name: way for name, way in self.ways.items() if any(name in names for names in plan.values())}
         ways = {name: way for name, way in ways.items() if self._passes(model, way)}
-        self._clear()
-        self.report.say((TABLE if self.world.size == 1 else RANK_TABLE).header())
-        self._full = set()
+        machine.free_bytes()
+        self.report.say(table.header())
         torch.manual_seed(0)
-        towers = Towers(model, self.device)
-        pairs = Pairs(towers.shape, self.device)
-        for batch, names in sorted(plan.items()):
-            for name, way in ((name, way) for name, way in ways.items() if name in names):
-                ahead = self._expected(model, name, batch)
-                if ahead > min(self.longest, self.within - (time.perf_counter() - self._start)):
-                    self.report.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
-                    continue
-                with self.report.failures(way.label, judged=way.judged):
-                    at_once = sub_batch or towers.shape.sub_batch
-                    measured = self._measured(way, name, towers, pairs, batch, at_once)
-                    row = self._row(way, name, model, batch, at_once, measured)
-                    self.rows.append(row)
-                    self.report.result(self._line(row), row)
-                self._clear(towers)
+        towers = Towers(model, machine.device)
+        pairs = Pairs(towers)
+        for batch, name in ((batch, name) for batch, names in sorted(plan.items()) for name in ways if name in names):
+            way, ahead = ways[name], self._expected(model, name, batch)
+            if ahead > min(self.longest, self.within - (time.perf_counter() - self._start)):
+                self.report.say(f"  {way.label} at {batch:,}: left out, it would take about {ahead:,.0f} s")
+                continue
+            with self.report.failures(way.label, judged=way.judged):
+                row = self._row(model, name, pairs, batch, sub_batch or towers.sub_batch)
+                line = table.line(row)
+                self.report.result(f"{line.rstrip()} does not fit" if row["ms"] is None else line, row)
+            towers.zero_grad()
+            machine.free_bytes()
+
+    def _row(self, model: str, name: str, pairs: Pairs, batch: int, sub_batch: int) -> Row:
+        """The columns of a step on one process and across ranks; no numbers where it does not fit into memory."""
+        way, device, size = self.ways[name], self.machine.device, self.machine.world.size
+        columns: Row = {
+            "impl": way.impl,
+            "way": way.name,
+            "implementation": way.label,
+            "model": model,
+            "batch": batch,
+            "sub_batch": sub_batch if way.cut else None,
+            "retain": way.retain,
+            "inputs": way.inputs,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "world": size,
+            **provenance(device, "transformers", way.package or way.impl),
+        }
+        numbers: Row = dict.fromkeys(("ms", "us_per_pair", "ratio_to_plain", "peak_bytes"))
+        numbers |= dict.fromkeys(("data_bytes", "loss_bytes", "backbone_bytes"))
+        try:
+            if (model, name) not in self._full:
+                numbers |= self._measured(way, pairs, batch // size, sub_batch)
+                self._pace[model, name] = pace = numbers["ms"] / batch * 1e3
+                plain = self._pace.get((model, "plain"))
+                numbers |= {"us_per_pair": round(pace, 2), "ratio_to_plain": plain and round(pace / plain, 4)}
+        except torch.OutOfMemoryError:
+            # ranks have as many pairs each, and run out of memory at the same place
+            self._full.add((model, name))
+        return columns | numbers
 
     def _expected(self, model: str, name: str, batch: int) -> float:
         """Seconds of a step at the way's pace so far, or else at the slowest pace of the model."""
@@ -140,7 +156,7 @@ class StepBench:
             self.report.say(f"  {way.label}: {reason}")
             return False
         with self.report.failures(way.label, judged=way.judged):
-            towers, scale = gate(model, way, self.device, self.world)
+            towers, scale = gate(model, way, self.machine.device, self.machine.world)
             red = way.same and way.judged and not max(towers, scale) <= GATE_TOLERANCE
             verdict = ": no speed for a wrong result" if red else ""
             distances = f"the towers' gradients are {towers:.1e} from plain ones, the scale's {scale:.1e}"
@@ -149,139 +165,60 @@ class StepBench:
             return not red
         return False
 
-    def _measured(
-        self, way: Way, name: str, towers: Towers, pairs: Pairs, batch: int, sub_batch: int
-    ) -> Measured | None:
-        """The measurements of a way; None where a step does not fit into memory, at this batch or a smaller one."""
-        if name in self._full:
-            return None
-        try:
-            return self._timed(way, towers, pairs, batch // self.world.size, sub_batch)
-        except torch.OutOfMemoryError:
-            # ranks have as many pairs each, and run out of memory at the same place
-            self._full.add(name)
-            return None
-
-    def _timed(self, way: Way, towers: Towers, pairs: Pairs, batch: int, sub_batch: int) -> Measured:
+    def _measured(self, way: Way, pairs: Pairs, batch: int, sub_batch: int) -> Row:
+        """The columns of time and memory of a way, for a rank's batch."""
+        machine, memory, towers = self.machine, PeakMemory(self.machine.device), pairs.towers
         towers.checkpointing(way.checkpointing)
-        sides = pairs.sides(towers, batch, way.inputs)
-        task = Task(towers, sides, min(sub_batch, batch), self.device, self.dtype, way.loss)
+        sides = pairs.sides(batch, way.inputs)
+        task = Task(towers, sides, min(sub_batch, batch), machine.device, self.dtype, way.loss)
         optimizer = torch.optim.AdamW(towers.parameters(), lr=1e-6) if self.optimizer else None
-        backbone = self._backbone_bytes(task) if self.world.size > 1 else 0
-        warm_loss(task)
-        whole = not way.cut or task.sub_batches <= WARMUP_SUB_BATCHES
-        self._step(way, task if whole else task.first(2 * sub_batch), optimizer)
-        memory = PeakMemory(self.device)
-        taken, peak = [self._step(way, task, optimizer, memory)], memory.bytes()
-        # every rank must take as many steps
-        while len(taken) < MOST_ROUNDS and self.world.slowest(sum(taken) + taken[-1]) < self.seconds:
-            taken.append(self._step(way, task, optimizer))
-        seconds = statistics.median(taken)
-        if self.world.size == 1:
-            return Measured(seconds, peak)
-        data = sum(leaf.nbytes for _, leaf in task.sides)
-        return Measured(self.world.slowest(seconds), peak, (data, _loss_bytes(task), backbone))
+        across, nbytes = machine.world.size > 1, sum(leaf.nbytes for _, leaf in sides)
+        backbone = self._backbone_peak(task) - nbytes if across else 0
+        loss_peak(task, machine, min(batch, MOST_WARMUP_PAIRS))
 
-    def _step(
-        self, way: Way, task: Task, optimizer: torch.optim.Optimizer | None, memory: PeakMemory | None = None
-    ) -> float:
-        task.towers.zero_grad()
-        if memory is not None:
-            memory.start()
-        self._wait()
-        if self.world.size > 1:
-            dist.barrier()
-        start = time.perf_counter()
-        way.run(task)
-        if optimizer is not None:
-            optimizer.step()
-        self._wait()
-        return time.perf_counter() - start
+        def run(task: Task) -> float:
+            def step() -> None:
+                way.run(task)
+                if optimizer is not None:
+                    optimizer.step()
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _clear(self, towers: Towers | None = None) -> None:
-        """Release the memory of a way before the next."""
-        if towers is not None:
             towers.zero_grad()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            memory.start()
+            return machine.time_together(step)
 
-    def _backbone_bytes(self, task: Task) -> int:
-        """Weights, gradients, and the activations of one sub-batch at a time, measured with two sub-batches."""
+        whole = not way.cut or task.sub_batches <= WARMUP_SUB_BATCHES
+        run(task if whole else task.first(2 * sub_batch))
+        seconds, peak = [run(task)], memory.bytes()
+        while len(seconds) < MOST_ROUNDS and sum(seconds) + seconds[-1] < machine.seconds:
+            seconds.append(run(task))
+        row = {"ms": round(statistics.median(seconds) * 1e3, 2), "peak_bytes": peak}
+        if across:
+            loss_bytes = max(0, loss_peak(task, machine, batch))
+            row |= {"data_bytes": nbytes, "loss_bytes": loss_bytes, "backbone_bytes": max(0, backbone)}
+        return row
+
+    def _backbone_peak(self, task: Task) -> int:
+        """Bytes of everything while two sub-batches are encoded one after the other, and their gradients computed."""
         few, memory = task.first(2 * task.sub_batch), PeakMemory(task.device)
-        self._clear(task.towers)
+        task.towers.zero_grad()
+        self.machine.free_bytes()
         memory.start()
         with few.autocast():
             outs = [encode(tower, leaf, sub_batch=few.sub_batch) for tower, leaf in few.sides]
         torch.autograd.backward(outs, [torch.full_like(out, 1e-3) for out in outs])
-        return max(0, memory.bytes() - sum(leaf.nbytes for _, leaf in task.sides))
-
-    def _row(self, way: Way, name: str, model: str, batch: int, sub_batch: int, measured: Measured | None) -> Row:
-        """The columns of a step on one process and across ranks; no numbers where it did not fit."""
-        pace = None if measured is None else measured.seconds / batch * 1e6
-        if pace is not None:
-            self._pace[model, name] = pace
-        plain = self._pace.get((model, "plain"))
-        data, loss, backbone = (measured and measured.parts) or (None, None, None)
-        return {
-            "impl": way.impl,
-            "way": way.name,
-            "model": model,
-            "batch": batch,
-            "sub_batch": sub_batch if way.cut else None,
-            "retain": way.retain,
-            "inputs": way.inputs,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "world": self.world.size,
-            "ms": None if measured is None else round(measured.seconds * 1e3, 2),
-            "us_per_pair": None if pace is None else round(pace, 2),
-            "ratio_to_plain": round(pace / plain, 4) if pace and plain else None,
-            "data_bytes": data,
-            "loss_bytes": loss,
-            "backbone_bytes": backbone,
-            "peak_bytes": None if measured is None else measured.peak,
-            **provenance(self.device, "transformers", way.package or way.impl),
-        }
-
-    def _line(self, row: Row) -> str:
-        fits, mib = row["ms"] is not None, {name: row[name] and row[name] / 2**20 for name in row if "bytes" in name}
-        if self.world.size > 1:
-            start: tuple[object, ...] = (row["model"], row["batch"], row["world"], row["way"])
-            line = RANK_TABLE.line(*start, *mib.values(), row["ms"]) if fits else RANK_TABLE.line(*start)
-        else:
-            start = (row["model"], row["batch"], row["sub_batch"], f"{row['impl']}, {row['way']}", row["inputs"])
-            times = (row["ms"], row["us_per_pair"], row["ratio_to_plain"], mib["peak_bytes"])
-            line = TABLE.line(*start, *times) if fits else TABLE.line(*start)
-        return line if fits else f"{line} does not fit"
+        return memory.bytes()
 
 
-def random_features(task: Task, rows: int) -> list[Tensor]:
-    """Return unit features of both sides as the towers give them; leaves that require a gradient."""
-    width = task.towers.shape.text["projection_dim"]
-    return [
+def loss_peak(task: Task, machine: Machine, rows: int) -> int:
+    """Run the loss alone on random features, which compiles its kernels; return its bytes beside their gradients."""
+    width = task.towers.text_config.projection_dim
+    q, k = (
         F.normalize(torch.randn(rows, width, device=task.device), dim=-1).to(task.dtype).requires_grad_()
         for _ in range(2)
-    ]
-
-
-def warm_loss(task: Task) -> None:
-    """Run the loss alone, which compiles its kernels."""
-    task.loss_of(*random_features(task, min(task.batch, MOST_WARMUP_PAIRS))).backward()
+    )
+    peak = machine.peak(lambda: task.loss_of(q, k).backward())
     task.towers.zero_grad()
-
-
-def _loss_bytes(task: Task) -> int:
-    """Bytes of the loss beside the features and their gradients."""
-    q, k = random_features(task, task.batch)
-    memory = PeakMemory(task.device)
-    before = memory.start()
-    task.loss_of(q, k).backward()
-    task.towers.zero_grad()
-    return max(0, memory.bytes() - before - q.nbytes - k.nbytes)
+    return peak - q.nbytes - k.nbytes
 
 
 def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tuple[float, float]:
@@ -294,7 +231,7 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
     torch.manual_seed(0)
     batch, across = world.size * GATE_BATCH, world.size > 1
     towers = Towers(model, device, dropout=GATE_DROPOUT if way.replays and not across else 0.0)
-    sides = Pairs(towers.shape, device, most=batch).sides(towers, batch, way.inputs)
+    sides = Pairs(towers, most=batch).sides(batch, way.inputs)
     whole = Task(towers, sides, GATE_SUB_BATCH, device, torch.float32, ClipLoss())
     own = [(tower, leaf.chunk(world.size)[world.rank]) for tower, leaf in sides]
     task = Task(towers, own, GATE_SUB_BATCH, device, torch.float32, way.loss)
@@ -303,11 +240,11 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
         towers.zero_grad()
         torch.manual_seed(1)
         run(task)
-        parameters = (towers.logit_scale, *towers.encoder_parameters())
+        parameters = (towers.logit_scale, *towers.image.parameters(), *towers.text.parameters())
         return [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters]
 
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        true = gradients(partial(plain_in_parts, sub_batch=GATE_SUB_BATCH if way.cut else batch), whole)
+        true = gradients(partial(plain_in_sub_batches, sub_batch=GATE_SUB_BATCH if way.cut else batch), whole)
         towers.checkpointing(way.checkpointing)
         results = gradients(way.run, task)
     if across:
@@ -321,11 +258,9 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
     return float(torch.tensor(distances).max()), scale
 
 
-def plain_in_parts(task: Task, sub_batch: int) -> Tensor:
+def plain_in_sub_batches(task: Task, sub_batch: int) -> None:
     """Take the plain step with the dense loss, in sub-batches whose graphs are all kept."""
     images, texts = (
         torch.cat([tower(rows.to(task.device)) for rows in leaf.split(sub_batch)]) for tower, leaf in task.sides
     )
-    loss = dense_clip(images, texts, task.towers.logit_scale.exp())
-    loss.backward()
-    return loss.detach()
+    dense_clip(images, texts, task.towers.logit_scale.exp()).backward()

@@ -28,34 +28,26 @@ HOST_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Shape:
-    """The configurations of a CLIP, and a sub-batch that keeps a GPU busy with both towers."""
+    """The sizes of a CLIP that differ from ViT-B/32's, and a sub-batch that keeps a GPU busy with both towers."""
 
     vision: dict[str, Any]
     text: dict[str, Any]
     sub_batch: int
 
 
-def _transformer(width: int, heads: int, layers: int, features: int) -> dict[str, Any]:
+def _sizes(width: int, heads: int, features: int, layers: int, **others: int) -> dict[str, Any]:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": heads}
-    return sizes | {"num_hidden_layers": layers, "projection_dim": features}
+    return sizes | {"num_hidden_layers": layers, "projection_dim": features} | others
 
 
-def _vision(width: int, heads: int, layers: int, patch: int, features: int) -> dict[str, Any]:
-    return _transformer(width, heads, layers, features) | {"patch_size": patch, "image_size": 224}
-
-
-def _text(width: int, heads: int, features: int, layers: int = 12) -> dict[str, Any]:
-    tokens = {"max_position_embeddings": 77, "vocab_size": 49408, "bos_token_id": 49406, "eos_token_id": 49407}
-    return _transformer(width, heads, layers, features) | tokens
-
-
-_TINY = {"intermediate_size": 64}
-_TINY_TEXT = {"vocab_size": 99, "max_position_embeddings": 12, "bos_token_id": 97, "eos_token_id": 98}
+_TINY_TEXT = {"max_position_embeddings": 12, "vocab_size": 99, "bos_token_id": 97, "eos_token_id": 98}
 MODELS = {
-    "vit-b-16": Shape(_vision(768, 12, 12, 16, 512), _text(512, 8, 512), sub_batch=512),
-    "vit-l-14": Shape(_vision(1024, 16, 24, 14, 768), _text(768, 12, 768), sub_batch=192),
+    "vit-b-16": Shape({"patch_size": 16}, {}, 512),
+    "vit-l-14": Shape(_sizes(1024, 16, 768, 24, patch_size=14), _sizes(768, 12, 768, 12), 192),
     "tiny": Shape(
-        _vision(32, 2, 2, 8, 24) | _TINY | {"image_size": 32}, _text(32, 2, 24, 2) | _TINY | _TINY_TEXT, sub_batch=16
+        _sizes(32, 2, 24, 2, intermediate_size=64, patch_size=8, image_size=32),
+        _sizes(32, 2, 24, 2, intermediate_size=64, **_TINY_TEXT),
+        16,
     ),
 }
 
@@ -83,16 +75,15 @@ class Towers(nn.Module):
 
         super().__init__()
         one_of("model", name, tuple(MODELS), "The tiny one suits a CPU.")
-        shape, drop = MODELS[name], {"attention_dropout": dropout}
+        shape = MODELS[name]
+        self.vision_config = hf.CLIPVisionConfig(**shape.vision, attention_dropout=dropout)
+        self.text_config = hf.CLIPTextConfig(**shape.text, attention_dropout=dropout)
+        self.sub_batch = shape.sub_batch
         with torch.device(device):
-            self.image = Encoder(hf.CLIPVisionModelWithProjection(hf.CLIPVisionConfig(**shape.vision, **drop)))
-            self.text = Encoder(hf.CLIPTextModelWithProjection(hf.CLIPTextConfig(**shape.text, **drop)))
+            self.image = Encoder(hf.CLIPVisionModelWithProjection(self.vision_config))
+            self.text = Encoder(hf.CLIPTextModelWithProjection(self.text_config))
             self.logit_scale = nn.Parameter(torch.tensor(math.log(SCALE)))
-        self.shape = shape
         self.train()
-
-    def encoder_parameters(self) -> list[nn.Parameter]:
-        return [*self.image.parameters(), *self.text.parameters()]
 
     def checkpointing(self, wanted: bool) -> None:
         """Recompute each layer's activations in the backward, or keep them."""
@@ -117,20 +108,18 @@ class Indexed(nn.Module):
 class Pairs:
     """A pool of made-up images and texts, and batches of them in one of three places."""
 
-    def __init__(self, shape: Shape, device: torch.device, most: int = POOL) -> None:
-        generator, side, text = torch.Generator().manual_seed(0), shape.vision["image_size"], shape.text
-        pool = min(most, 16 * shape.sub_batch)
-        self.device = device
+    def __init__(self, towers: Towers, most: int = POOL) -> None:
+        self.towers, self.device = towers, towers.logit_scale.device
+        generator, pool = torch.Generator().manual_seed(0), min(most, 16 * towers.sub_batch)
+        side, text = towers.vision_config.image_size, towers.text_config
         self.images = torch.empty(pool, 3, side, side, dtype=torch.uint8).random_(0, 256, generator=generator)
-        self.texts = torch.randint(
-            0, text["eos_token_id"], (pool, text["max_position_embeddings"]), generator=generator
-        )
-        self.texts[:, -1] = text["eos_token_id"]
+        self.texts = torch.randint(0, text.eos_token_id, (pool, text.max_position_embeddings), generator=generator)
+        self.texts[:, -1] = text.eos_token_id
 
-    def sides(self, towers: Towers, batch: int, inputs: str) -> list[tuple[nn.Module, Tensor]]:
+    def sides(self, batch: int, inputs: str) -> list[tuple[nn.Module, Tensor]]:
         """Return each tower with a batch on the "device", on the "host" (pinned), or as indices into a "pool"."""
         indices = torch.arange(batch) % len(self.images)
-        both = ((towers.image, self.images), (towers.text, self.texts))
+        both = ((self.towers.image, self.images), (self.towers.text, self.texts))
         if inputs == "pool":
             return [(Indexed(tower, pool.to(self.device)), indices.to(self.device)) for tower, pool in both]
         if inputs == "device":
@@ -141,6 +130,5 @@ class Pairs:
         sides: list[tuple[nn.Module, Tensor]] = []
         for tower, pool in both:
             whole = torch.empty((batch, *pool.shape[1:]), dtype=pool.dtype, pin_memory=self.device.type == "cuda")
-            torch.index_select(pool, 0, indices, out=whole)
-            sides.append((tower, whole))
+            sides.append((tower, torch.index_select(pool, 0, indices, out=whole)))
         return sides

@@ -1,16 +1,19 @@
-"""The ways to take a step: plain, accumulated, two passes by hand, through `encode`, and across ranks.
+"""The ways to take a step: plain, accumulated, two passes by hand, through `encode`, across ranks, and peers' caches.
 
 Stands below `step.py`, which checks and times them. A way takes a task, leaves the gradients in the parameters'
-`.grad`, and returns the loss. Peers' gradient caches are in `caches.py`.
+`.grad`, and returns the loss. Public gradient caches are imported when they run and called as their documentation says;
+none is a dependency. Their loss is the package's own or the dense formula, as its users have it.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, cast
+from importlib import import_module
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from contrastile._types import Backend, ExchangeName
 from contrastile.bench.towers import Towers
 from contrastile.gradcache.encode import encode
+from contrastile.losses.reference import dense_clip
 from contrastile.modules import ClipLoss
 
 Side = tuple[nn.Module, Tensor]
@@ -109,11 +113,12 @@ def plain(task: Task) -> Tensor:
 def accumulated(task: Task) -> Tensor:
     """Average the gradients of one loss per sub-batch, whose negatives are those of the sub-batch."""
     total = torch.zeros((), device=task.device)
-    for parts in zip(*(leaf.split(task.sub_batch) for _, leaf in task.sides), strict=True):
+    for leaves in zip(*(leaf.split(task.sub_batch) for _, leaf in task.sides), strict=True):
         with task.autocast():
-            loss = task.loss_of(*(tower(part) for (tower, _), part in zip(task.sides, parts, strict=True)))
-        (loss * (len(parts[0]) / task.batch)).backward()
-        total += loss.detach() * (len(parts[0]) / task.batch)
+            loss = task.loss_of(*(tower(leaf) for (tower, _), leaf in zip(task.sides, leaves, strict=True)))
+        loss = loss * (len(leaves[0]) / task.batch)
+        loss.backward()
+        total += loss.detach()
     return total
 
 
@@ -129,21 +134,21 @@ def set_random_state(device: torch.device, states: list[Tensor]) -> None:
 
 def by_hand(task: Task) -> Tensor:
     """Take the two passes in plain PyTorch, for these two towers and nothing else."""
-    device, n = task.device, task.sub_batch
-    features, states = [], []
+    device, states = task.device, []
+    features: list[Tensor] = []
     for tower, leaf in task.sides:
         with torch.no_grad(), task.autocast():
-            parts = []
-            for rows in leaf.split(n):
+            encoded = []
+            for rows in leaf.split(task.sub_batch):
                 states.append(random_state(device))
-                parts.append(tower(rows))
-        features.append(torch.cat(parts).requires_grad_())
+                encoded.append(tower(rows))
+        features.append(torch.cat(encoded).requires_grad_())
     loss = task.loss_of(*features)
     loss.backward()
     after, replayed = random_state(device), iter(states)
     for (tower, leaf), whole in zip(task.sides, features, strict=True):
-        assert whole.grad is not None
-        for rows, gradient in zip(leaf.split(n), whole.grad.split(n), strict=True):
+        gradients = cast(Tensor, whole.grad).split(task.sub_batch)
+        for rows, gradient in zip(leaf.split(task.sub_batch), gradients, strict=True):
             set_random_state(device, next(replayed))
             with task.autocast():
                 out = tower(rows)
@@ -178,6 +183,100 @@ def cached_on_ranks(task: Task) -> Tensor:
     return loss
 
 
+class _Under(nn.Module):
+    """A tower with autocast inside.
+
+    Around both passes of the peers' caches, autocast would keep the cast weights of the first pass, without a graph.
+    """
+
+    def __init__(self, tower: nn.Module, task: Task) -> None:
+        super().__init__()
+        self.tower, self.task = tower, task
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with self.task.autocast():
+            return self.tower(rows)
+
+
+def grad_cache(task: Task) -> Tensor:
+    """Run the class of the paper's repository with the dense loss."""
+
+    def loss(images: Tensor, texts: Tensor) -> Tensor:
+        with task.autocast():
+            return dense_clip(images, texts, task.towers.logit_scale.exp())
+
+    towers = [_Under(tower, task) for tower, _ in task.sides]
+    cache = import_module("grad_cache").GradCache(models=towers, chunk_sizes=task.sub_batch, loss_fn=loss)
+    return cast(Tensor, cache(*(leaf for _, leaf in task.sides)))
+
+
+class _Model(nn.ModuleList):
+    """Both towers as a model of sentence-transformers, which gets its inputs by name."""
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        side, name = (0, "pixels") if "pixels" in features else (1, "input_ids")
+        return {"sentence_embedding": self[side](features[name])}
+
+
+def cached_ranking(task: Task) -> Tensor:
+    """Run the cached loss of sentence-transformers in both directions; the scale is a constant there."""
+    loss = import_module("sentence_transformers.losses").CachedMultipleNegativesRankingLoss(
+        _Model(_Under(tower, task) for tower, _ in task.sides),
+        scale=float(task.towers.logit_scale.detach().exp()),
+        similarity_fct=import_module("sentence_transformers.util").dot_score,
+        mini_batch_size=task.sub_batch,
+        directions=("query_to_doc", "doc_to_query"),
+        partition_mode="per_direction",
+    )
+    names = ("pixels", "input_ids")
+    value = loss([{name: leaf} for name, (_, leaf) in zip(names, task.sides, strict=True)], None)
+    value.backward()
+    return value.detach()
+
+
+class _Clip(nn.Module):
+    """Both towers as a model of open_clip's training loop."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.image, self.text = (tower for tower, _ in task.sides)
+        self.logit_scale = task.towers.logit_scale
+
+    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
+        scale = self.logit_scale.exp()
+        return {"image_features": self.image(images), "text_features": self.text(texts), "logit_scale": scale}
+
+
+class _Loader(list[Any]):
+    """A batch as the loader of open_clip's training loop."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(zip(*(leaf.split(task.sub_batch) for _, leaf in task.sides), strict=True))
+        self.num_batches, self.num_samples = task.sub_batches, task.batch
+
+
+def open_clip(task: Task) -> Tensor:
+    """Run the training loop of open_clip with `--accum-freq`: one loss of the whole batch per sub-batch."""
+    loss, train = import_module("open_clip").ClipLoss(), import_module("open_clip_train.train").train_one_epoch
+    arguments = Namespace(
+        device=str(task.device),
+        precision="fp32" if task.dtype == torch.float32 else "amp_bf16",
+        accum_freq=task.sub_batches,
+        distill=False,
+        skip_scheduler=True,
+        grad_clip_norm=None,
+        horovod=False,
+        # only the first rank logs
+        rank=1,
+        local_rank=1,
+        log_every_n_steps=1,
+    )
+    data = Namespace(dataloader=_Loader(task), set_epoch=lambda _: None)
+    optimizer = Namespace(zero_grad=lambda: None, step=lambda: None)
+    train(_Clip(task), {"train": data}, loss, 0, optimizer, None, None, None, arguments)
+    return torch.zeros(())
+
+
 def rank_ways(device: torch.device) -> dict[str, Way]:
     """Return the ways across ranks by their words on the command line: exchange and block of the loss."""
     ways = {}
@@ -210,3 +309,15 @@ PLAIN = {
     "accumulation": Way("plain", "accumulation, not the same gradient", accumulated, same=False),
     "by-hand": Way("by hand", "two passes", by_hand),
 }
+PEERS = {
+    "GradCache": Way("GradCache", "dense loss", grad_cache, module="grad_cache"),
+    "sentence-transformers": Way(
+        "sentence-transformers", "cached loss", cached_ranking, module="sentence_transformers"
+    ),
+    "open_clip": Way(
+        "open_clip", "accum-freq", open_clip, replays=False, module="open_clip_train", package="open_clip_torch"
+    ),
+}
+# ways that keep inputs on the device take them from a pool where the whole batch does not fit
+POOLS = {f"pool-{name}": with_inputs(way, "pool") for name, way in {**PLAIN, **PEERS}.items() if way.cut}
+WAYS = {**PLAIN, **OURS, **PEERS, **POOLS}

@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from contrastile._errors import invalid
+from contrastile.cli.options import OVERRIDES, at_least, number
+
 if TYPE_CHECKING:
     from contrastile.experiments.sweep import Study
 
@@ -19,23 +22,20 @@ OF_PAIRS, OF_RETRIEVERS = ("losses", "data", "rates", "ranks"), ("memory", "upda
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
-    parser = verbs.add_parser(
-        "compare", help="train many times: the same memory in several ways, the same loss in five, or batch sizes"
-    )
-    add = parser.add_argument
-    add("recipe", help="a TOML file, such as recipes/glyphs.toml")
-    add("overrides", nargs="*", default=[], metavar="key=value", help="as for train")
-    kind = parser.add_mutually_exclusive_group().add_argument
-    kind("--losses", action="store_true", default=None, help="one loss computed in five ways, on --ranks")
+    summary = "train many times: the same memory in several ways, the same loss in five, or batch sizes"
     sizes = "accuracy at these sizes; a retriever's: 128 512 4096 16k by default"
+    parser = verbs.add_parser("compare", help=summary)
+    add, kind = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("recipe", help="a TOML file, such as recipes/glyphs.toml")
+    add("overrides", **OVERRIDES, help="as for train")
+    kind("--losses", action="store_true", default=None, help="one loss computed in five ways, on --ranks")
     kind("--batches", nargs="+", metavar="SIZE", help=sizes)
     add("--data", type=float, nargs="+", metavar="SHARE", help="of --batches: such as 0.1 1")
     add("--rates", nargs="+", metavar="RULE", help="of --batches: fixed, sqrt and linear")
     add("--ranks", type=int, help="processes of a run of --losses (default: 2)")
     add("--jobs", type=int, default=1, help="runs at a time, but where time is compared (default: 1)")
     add("--seeds", type=int, default=3, help="how many seeds each way is run with (default: 3)")
-    runs = "where the results go, made if missing (default: runs)"
-    add("--runs", default="runs", metavar="FOLDER", help=runs)
+    add("--runs", default="runs", metavar="FOLDER", help="where the results go, made if missing (default: runs)")
     add("--resume", action="store_true", help="go on with what was interrupted, or with more seeds")
     add("--memory", metavar="BYTES", help="of a retriever: what a plain step may take (default: 1GiB)")
     add("--updates", nargs="+", metavar="SIZE", help="of a retriever: time updates of these sizes")
@@ -44,7 +44,6 @@ def add_to(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the arguments before anything heavy is imported, then compare."""
-    from contrastile.cli.bench import number
     from contrastile.train.config import Recipe
     from contrastile.train.folder import make_folder
     from contrastile.train.recipe import load_any_recipe
@@ -70,8 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
     """Refuse options of another kind of recipe or comparison, and numbers that are too small."""
-    from contrastile._errors import invalid
-
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     other, owner = (OF_RETRIEVERS, "a retriever") if pairs else (OF_PAIRS, "pictures and texts")
     for name in other:
@@ -80,14 +77,10 @@ def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
     for name, needed in (("data", "batches"), ("rates", "batches"), ("ranks", "losses")):
         if name in given and needed not in given:
             raise invalid(f"--{name}", f"come with --{needed}", f"no --{needed}", "It belongs to that comparison.")
-    seeds = (2, "An interval needs a spread; five are usual.") if arguments.losses else (1, "Three show a spread.")
-    for name, least, reason in (
-        ("jobs", 1, "So many runs are made at a time."),
-        ("seeds", *seeds),
-        ("ranks", 2, "On one process there is nothing to exchange."),
-    ):
-        if given.get(name, least) < least:
-            raise invalid(f"--{name}", f"be at least {least}", given[name], reason)
+    at_least("jobs", arguments.jobs, 1, "So many runs are made at a time.")
+    fewest = (2, "An interval needs a spread; five are usual.") if arguments.losses else (1, "Three show a spread.")
+    at_least("seeds", arguments.seeds, *fewest)
+    at_least("ranks", arguments.ranks, 2, "On one process there is nothing to exchange.")
     if pairs and arguments.jobs > 1 and not given.keys() & {"losses", "batches"}:
         reason = "Runs side by side slow each other down."
         raise invalid("jobs", "be 1 where time is compared", arguments.jobs, reason)
@@ -105,9 +98,7 @@ def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[
         large_and_small(recipe)
     report_overrides(f"compare {kind}".strip(), recipe, arguments.recipe, arguments.overrides)
 
-    from contrastile.experiments.batch_sizes_figure5 import BatchSizes
-    from contrastile.experiments.four_ways import FourWays
-    from contrastile.experiments.losses_table3 import Losses
+    from contrastile.experiments.pairs import BatchSizes, FourWays, Losses
 
     many: dict[str, Any] = {"recipe": recipe, "seeds": arguments.seeds, "jobs": arguments.jobs}
     if kind == "--losses":

@@ -7,28 +7,26 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from contrastile.cli.options import OVERRIDES, at_least
+
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
     parser = verbs.add_parser("doctor", help='what this machine has, and what "auto" would choose and why')
-    parser.add_argument("recipe", nargs="?", help="a TOML file: also what it would use")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as for train")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="for so many processes (default: 1)")
-    parser.add_argument(
-        "--batch", type=int, default=32_768, help="pairs of all ranks, without a recipe (default: 32768)"
-    )
-    parser.add_argument("--features", type=int, default=512, help="features, without a recipe (default: 512)")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    add = parser.add_argument
+    add("recipe", nargs="?", help="a TOML file: also what it would use")
+    add("overrides", **OVERRIDES, help="as for train")
+    add("--ranks", type=int, default=1, metavar="N", help="for so many processes (default: 1)")
+    add("--batch", type=int, default=32_768, help="pairs of all ranks, without a recipe (default: 32768)")
+    add("--features", type=int, default=512, help="features, without a recipe (default: 512)")
+    add("--json", action="store_true", help="the same as JSON")
     parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the examination; return 1 where a device is broken."""
-    from contrastile._errors import invalid
-
     for name in ("ranks", "batch", "features"):
-        if getattr(arguments, name) < 1:
-            raise invalid(f"--{name}", "be at least 1", getattr(arguments, name), "Leave it out for the default.")
+        at_least(name, getattr(arguments, name))
     recipe = None
     if arguments.recipe is not None:
         from contrastile.train.recipe import load_any_recipe

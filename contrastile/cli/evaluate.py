@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from contrastile._errors import invalid
+from contrastile.cli.options import add_device, check_bad_rows, check_source, flag
 
 # options that belong to --zero-shot and to --captions, to all tests on pictures, and to --texts
 ZERO_SHOT, CAPTIONS = ("classes", "templates", "mapping", "among"), ("images", "split")
@@ -23,34 +26,31 @@ NOT_RANKINGS = (".toml", ".safetensors", ".pt", ".pth", ".bin", ".json", ".jsonl
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
     parser = verbs.add_parser("evaluate", help="measure the saved weights of a run and write its report again")
-    parser.add_argument("run", help="a run folder, such as runs/glyphs, or a file of rankings in TREC's form")
-    parser.add_argument("--judgements", metavar="FILE", help="of rankings: judgements, TREC's or BEIR's qrels")
-    parser.add_argument("--measures", nargs="+", metavar="NAME", help="of rankings: such as nDCG@10 recall@1000 MAP")
-    parser.add_argument("--index", metavar="FOLDER", help="of a retriever: search an index of `contrastile encode`")
-    parser.add_argument("--zero-shot", metavar="FOLDER", help="classify pictures: a folder with a sub-folder a class")
-    parser.add_argument("--classes", metavar="FILE", help="names of classes: JSON, or lines of folder, tab, names")
-    parser.add_argument("--templates", metavar="FILE", help="plain (default), several, or a file, a sentence a line")
-    parser.add_argument("--mapping", metavar="FILE", help="JSON from folder to its several classes, as for ObjectNet")
-    parser.add_argument("--among", choices=("folders", "all"), help="answers: the folders' classes (default), or all")
-    parser.add_argument("--captions", metavar="FILE", help="find captions and pictures: Karpathy's JSON, or a table")
-    parser.add_argument("--images", metavar="FOLDER", help="the pictures of --captions (default: beside the file)")
-    parser.add_argument("--texts", metavar="SOURCE", help="of a retriever: BEIR's folder, or a file of questions")
-    parser.add_argument("--corpus", metavar="FILE", help="further passages beside a file of --texts")
-    bad_rows = "unusable rows allowed in --texts (default: the recipe's)"
-    parser.add_argument("--bad-rows", type=float, metavar="SHARE", help=bad_rows)
-    parser.add_argument("--split", help="of Karpathy's JSON (default: test), or of --texts (default: all but train)")
-    parser.add_argument("--name", help="name of the measures (default: the folder's or file's name)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add = parser.add_argument
+    add("run", help="a run folder, such as runs/glyphs, or a file of rankings in TREC's form")
+    add("--judgements", metavar="FILE", help="of rankings: judgements, TREC's or BEIR's qrels")
+    add("--measures", nargs="+", metavar="NAME", help="of rankings: such as nDCG@10 recall@1000 MAP")
+    add("--index", metavar="FOLDER", help="of a retriever: search an index of `contrastile encode`")
+    add("--zero-shot", metavar="FOLDER", help="classify pictures: a folder with a sub-folder a class")
+    add("--classes", metavar="FILE", help="names of classes: JSON, or lines of folder, tab, names")
+    add("--templates", metavar="FILE", help="plain (default), several, or a file, a sentence a line")
+    add("--mapping", metavar="FILE", help="JSON from folder to its several classes, as for ObjectNet")
+    add("--among", choices=("folders", "all"), help="answers: the folders' classes (default), or all")
+    add("--captions", metavar="FILE", help="find captions and pictures: Karpathy's JSON, or a table")
+    add("--images", metavar="FOLDER", help="the pictures of --captions (default: beside the file)")
+    add("--texts", metavar="SOURCE", help="of a retriever: BEIR's folder, or a file of questions")
+    add("--corpus", metavar="FILE", help="further passages beside a file of --texts")
+    add("--bad-rows", type=float, metavar="SHARE", help="unusable rows allowed in --texts (default: the recipe's)")
+    add("--split", help="of Karpathy's JSON (default: test), or of --texts (default: all but train)")
+    add("--name", help="name of the measures (default: the folder's or file's name)")
+    add_device(parser)
     parser.set_defaults(verb=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure rankings, or load a run, measure it and write its report again."""
-    from contrastile._errors import invalid
-
     if arguments.judgements is not None:
-        for flag, value in _given(arguments, OF_RUNS):
-            raise invalid(flag, "be left out with --judgements", value, "Rankings are measured as they are.")
+        _refuse(arguments, OF_RUNS, "be left out with --judgements", "Rankings are measured as they are.")
         return _measure(arguments.run, arguments.judgements, arguments.measures)
 
     from contrastile.train.config.base import known_device
@@ -98,20 +98,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _given(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """The options of these names that have a value."""
-    values = ((_flag(name), getattr(arguments, name)) for name in names)
-    return ((flag, value) for flag, value in values if value is not None)
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], rule: str, remedy: str, got: str = "{}") -> None:
+    """Raise ValueError for the first of these options that has a value."""
+    for name, value in _given(arguments, names).items():
+        raise invalid(flag(name), rule, got.format(value), remedy)
 
 
 def _refuse_rankings(arguments: argparse.Namespace) -> None:
     """Raise ValueError where `run` is a file, or --measures stands without judgements."""
-    from contrastile._errors import invalid
-
     is_file = os.path.isfile(arguments.run)
     if is_file and arguments.run.endswith(NOT_RANKINGS):
         remedy = "Name the folder, such as runs/glyphs."
@@ -123,38 +122,23 @@ def _refuse_rankings(arguments: argparse.Namespace) -> None:
 
 def _text_test(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `evaluate_texts` for --texts; empty without it."""
-    from contrastile._errors import invalid
-
     source, name = arguments.texts, arguments.name
     if source is None:
-        for flag, _ in _given(arguments, TEXTS):
-            raise invalid(flag, "come with --texts", "no --texts", "Name the folder or the file.")
+        _refuse(arguments, TEXTS, "come with --texts", "Name the folder or the file.", "no --texts")
         return {}
-    for flag, value in _given(arguments, PICTURES):
-        raise invalid(flag, "be left out with --texts", f'"{value}"', "Measure one after the other.")
-    for flag, path in _given(arguments, ("texts", "corpus")):
-        if not os.path.exists(path):
-            raise invalid(flag, "be a file or folder", f'"{path}"', "Check its path.")
+    _refuse(arguments, PICTURES, "be left out with --texts", "Measure one after the other.", '"{}"')
+    for option in ("texts", "corpus"):
+        check_source(flag(option), getattr(arguments, option))
     if name is not None and (not name or os.path.basename(name) != name):
         raise invalid("--name", "be a name that files can have", f'"{name}"', "It begins those of the rankings.")
     check_bad_rows(arguments.bad_rows)
-    given = {key: value for key in TEXTS if (value := getattr(arguments, key)) is not None}
-    return {"source": source, "name": name, "split": arguments.split, **given}
-
-
-def check_bad_rows(fraction: float | None) -> None:
-    """Raise ValueError where --bad-rows is no fraction of rows."""
-    from contrastile._errors import invalid
-
-    if fraction is not None and not 0 <= fraction < 1:
-        raise invalid("--bad-rows", "be a share from 0 to below 1", fraction, "0.01 is one row of a hundred.")
+    return {"source": source, "name": name, "split": arguments.split, **_given(arguments, TEXTS)}
 
 
 def _picture_tests(arguments: argparse.Namespace) -> list[Any]:
     """The settings of the tests on pictures that the options name."""
     if arguments.texts is not None:
         return []
-    from contrastile._errors import invalid
     from contrastile.train.config.evaluate import RetrievalSettings, ZeroShotSettings
 
     tests: list[Any] = []
@@ -163,12 +147,11 @@ def _picture_tests(arguments: argparse.Namespace) -> list[Any]:
         ("captions", "captions", CAPTIONS, RetrievalSettings),
     )
     for option, key, names, settings in kinds:
-        given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-        source, flag = getattr(arguments, option), _flag(option)
+        source, given = getattr(arguments, option), _given(arguments, names)
         if source is not None:
             tests.append(settings(**{key: source}, name=arguments.name, **given))
-        elif given:
-            raise invalid(f"--{next(iter(given))}", f"come with {flag}", f"no {flag}", "Say what to measure on.")
+        rule = f"come with {flag(option)}"
+        _refuse(arguments, () if source is not None else names, rule, "Say what to measure on.", f"no {flag(option)}")
     if arguments.name is not None and len(tests) != 1:
         raise invalid("--name", "come with one test", len(tests), "Measure them one after the other.")
     return tests
@@ -183,14 +166,13 @@ def _check_files(test: Any) -> None:
     except ValidationError as error:
         mistake = error.errors()[0]
         key = str(next(iter(mistake["loc"]), "folder"))
-        option = "--zero-shot" if key == "folder" else _flag(key)
+        option = "--zero-shot" if key == "folder" else flag(key)
         raise ValueError(f"`{option}` {mistake['ctx']['error']}.") from None
 
 
 def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int:
     """Print the measures of a file of rankings."""
-    from contrastile.evaluate.ranking import USUAL, means, measure
-    from contrastile.evaluate.trec import judged_of, read_judgements, read_run
+    from contrastile.evaluate.ranking import USUAL, judged_of, means, measure, read_judgements, read_run
 
     ranked, judged = read_run(rankings), read_judgements(judgements)
     try:

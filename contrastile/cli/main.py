@@ -20,16 +20,12 @@ from contrastile.cli import bench, compare, doctor, encode, evaluate, search, tr
 
 # arguments of pip for modules outside "contrastile[train]"
 PACKAGES = {
-    "bm25s": '"contrastile[search]"',
-    "regex": '"contrastile[search]"',
+    **dict.fromkeys(("bm25s", "regex"), '"contrastile[search]"'),
+    **dict.fromkeys(("tensorboard", "wandb"), '"contrastile[log]"'),
+    **{name: name for name in ("peft", "timm", "torchvision")},
     "pyarrow": '"contrastile[data]"',
     "faiss": "faiss-cpu",
-    "peft": "peft",
-    "tensorboard": '"contrastile[log]"',
-    "wandb": '"contrastile[log]"',
-    "timm": "timm",
     "open_clip": "open_clip_torch",
-    "torchvision": "torchvision",
 }
 VERBS = (train, evaluate, encode, search, compare, bench, doctor)
 
@@ -47,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """The parser with every verb's own part."""
+    """Build the parser, to which every verb adds its own."""
     parser = Parser(prog="contrastile", description="Contrastive training with batches of any size.")
     parser.add_argument("--version", action="version", version=f"contrastile {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
@@ -58,36 +54,41 @@ def build_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
-    chosen = _parsed(build_parser(), arguments)
+    """Run the command; return the exit code."""
+    options = _parsed(build_parser(), arguments)
     try:
-        code = int(chosen.verb(chosen))
+        code = int(options.verb(options))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as stop:
         # a second signal is raised with its number
-        return _fail("stopped", 128 + next(iter(stop.args), signal.SIGINT))
-    except ModuleNotFoundError as error:
-        if chosen.traceback or (error.name or "").startswith("contrastile"):
-            raise
-        package = PACKAGES.get(error.name or "", '"contrastile[train]"')
-        return _fail(f"`{error.name}` is not installed; run: pip install {package}", 2)
-    except (ValueError, FileNotFoundError) as error:
-        if chosen.traceback:
-            raise
-        return _fail(str(error), 2)
+        sentence, code = "stopped", 128 + next(iter(stop.args), signal.SIGINT)
     except BrokenPipeError as error:
         if _reader_has_gone():
             return 141
-        return _fail(str(error), 1)
-    except (OSError, FloatingPointError) as error:
-        if chosen.traceback:
+        sentence, code = str(error), 1
+    except Exception as error:
+        sentence, code = _explained(error)
+        if options.traceback or not code:
             raise
-        return _fail(str(error), 1)
-    except (RuntimeError, MemoryError) as error:
-        if chosen.traceback or not _is_out_of_memory(error):
-            raise
-        return _fail(f"memory ran out: {' '.join(str(error).split())}", 1)
+    print(sentence, file=sys.stderr)
+    return code
+
+
+def _explained(error: Exception) -> tuple[str, int]:
+    """One line for an error that a user or the machine caused, and the exit code; 0 for any other error."""
+    if isinstance(error, ModuleNotFoundError):
+        package = PACKAGES.get(error.name or "", '"contrastile[train]"')
+        ours = (error.name or "").startswith("contrastile")
+        return f"`{error.name}` is not installed; run: pip install {package}", 0 if ours else 2
+    if isinstance(error, ValueError | FileNotFoundError):
+        return str(error), 2
+    if isinstance(error, OSError | FloatingPointError):
+        return str(error), 1
+    # torch has a class of its own for a GPU without memory, and none for the host
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    full = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+    return f"memory ran out: {' '.join(str(error).split())}", int(full)
 
 
 def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -95,19 +96,13 @@ def _parsed(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespa
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help(sys.stderr)
         parser.exit(2)
-    chosen, more = parser.parse_known_args(arguments)
-    unknown = [word for word in more if word.startswith("-") or "=" not in word or not hasattr(chosen, "overrides")]
+    options, more = parser.parse_known_args(arguments)
+    unknown = [word for word in more if word.startswith("-") or "=" not in word or not hasattr(options, "overrides")]
     if unknown:
-        chosen.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if more:
-        chosen.overrides = [*chosen.overrides, *more]
-    return chosen
-
-
-def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """True where memory ran out, on the host or on a GPU; torch has its own class of error for the GPU only."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+        options.overrides = [*options.overrides, *more]
+    return options
 
 
 def _reader_has_gone() -> bool:
@@ -122,12 +117,6 @@ def _reader_has_gone() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     return True
-
-
-def _fail(sentence: str, code: int) -> int:
-    """Print the sentence; the exit code."""
-    print(sentence, file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

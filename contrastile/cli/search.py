@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from contrastile._errors import invalid
+from contrastile.cli.options import add_device, at_least, finished_retriever
+
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
     parser = verbs.add_parser("search", help="find the passages that answer a question; without one, ask for some")
-    parser.add_argument("run", help="a retriever's run folder, such as runs/docstrings")
-    parser.add_argument("question", nargs="?", help='such as "how do I bracket a minimum"')
-    parser.add_argument("-k", type=int, default=5, metavar="N", help="number of passages to show (default: 5)")
-    parser.add_argument("--index", metavar="FOLDER", help="index that `contrastile encode` wrote (default: RUN/index)")
-    parser.add_argument("--engine", default="torch", help="torch, or faiss where it is installed (default: torch)")
-    parser.add_argument("--lines", type=int, default=4, metavar="N", help="lines of each passage (default: 4)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add = parser.add_argument
+    add("run", help="a retriever's run folder, such as runs/docstrings")
+    add("question", nargs="?", help='such as "how do I bracket a minimum"')
+    add("-k", type=int, default=5, metavar="N", help="number of passages to show (default: 5)")
+    add("--index", metavar="FOLDER", help="index that `contrastile encode` wrote (default: RUN/index)")
+    add("--engine", default="torch", help="torch, or faiss where it is installed (default: torch)")
+    add("--lines", type=int, default=4, metavar="N", help="lines of each passage (default: 4)")
+    add_device(parser)
     parser.set_defaults(verb=run)
 
 
@@ -23,25 +27,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer one question, or each line that is typed until an empty one."""
     from pathlib import Path
 
-    from contrastile._errors import invalid
-    from contrastile.train.config.base import known_device
-    from contrastile.train.folder import INDEX, RECIPE, finished_run
-    from contrastile.train.recipe import load_retriever_recipe
+    from contrastile.train.folder import INDEX
 
-    known_device(arguments.device)
-    folder = finished_run(arguments.run)
-    load_retriever_recipe(folder / RECIPE, files=False)
+    folder = finished_retriever(arguments.run, arguments.device)
     index = Path(arguments.index) if arguments.index else folder / "index"
-    for name, got, least in (("-k", arguments.k, 1), ("--lines", arguments.lines, 0)):
-        if got < least:
-            raise invalid(name, f"be at least {least}", got, "Leave it out for the default.")
+    at_least("-k", arguments.k)
+    at_least("lines", arguments.lines, 0)
     if arguments.question is not None and not arguments.question.strip():
         raise invalid("question", "have words", "none", "Leave it out to be asked for some.")
     if not (index / INDEX).is_file():
-        made = f"contrastile encode {arguments.run}" + (f" --out {index}" if arguments.index else "")
-        raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: {made}")
+        command = f"contrastile encode {arguments.run}" + (f" --out {index}" if arguments.index else "")
+        raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: {command}")
 
-    from contrastile.retrieval.search import open_search
+    from contrastile.retrieval.index import open_search
 
     search = open_search(folder, index, engine=arguments.engine, device=arguments.device)
     if arguments.question is not None:

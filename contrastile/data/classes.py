@@ -1,6 +1,6 @@
 """Names of classes and prompts, read from files in the usual formats.
 
-Stands below `class_folder.py`, which gives each image its class; `evaluate/zeroshot.py` makes features of names and
+Stands below `class_folder.py`, which gives each image its class; `evaluate/retrieval.py` makes features of names and
 prompts.
 """
 

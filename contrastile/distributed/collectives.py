@@ -1,6 +1,6 @@
 """Collectives: operations that all ranks of a process group carry out together.
 
-Stands on the ground of the house, on `group.py` and `failure.py`; `exchange/`, `consistency.py`, `ddp_fsdp.py` and
+Stands on the ground of the house, on `failure.py`; `exchange/`, `consistency.py`, `ddp_fsdp.py` and
 `train/` use it. The transport is torch.distributed's. A tensor without elements is not sent: sender and receiver both
 know that it is empty. A collective that fails raises `LostRankError`, with the rank, the step and the operation.
 """
@@ -21,11 +21,10 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile._torch import nccl_options, post_together
 from contrastile._types import Gradient
-from contrastile.distributed.failure import LostRankError, lost, progress
-from contrastile.distributed.group import rank as rank
-from contrastile.distributed.group import resolved as resolved
-from contrastile.distributed.group import size as size
-from contrastile.distributed.group import state_of
+from contrastile.distributed.failure import LostRankError, lost, progress, state_of
+from contrastile.distributed.failure import rank as rank
+from contrastile.distributed.failure import resolved as resolved
+from contrastile.distributed.failure import size as size
 
 # torch 2.13 renamed both, and warns at the former names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -133,8 +132,12 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
     sent = [_padded(_as_bytes(x), largest) for x in tensors]
     received = [x.new_empty((len(sizes) * largest, *x.shape[1:])) for x in sent]
 
-    def rows(arrived: list[Tensor]) -> list[Tensor]:
-        return [_from_bytes(_unpadded(all_rows, sizes), x.dtype) for all_rows, x in zip(arrived, tensors, strict=True)]
+    def unpacked(arrived: list[Tensor]) -> list[Tensor]:
+        # not copied where there is no padding
+        if any(n != largest for n in sizes):
+            arrived = [torch.cat([rows[:n] for rows, n in zip(x.split(largest), sizes, strict=True)]) for x in arrived]
+        pairs = zip(arrived, tensors, strict=True)
+        return [all_rows if all_rows.dtype == x.dtype else all_rows.view(x.dtype).squeeze(-1) for all_rows, x in pairs]
 
     with collective(operation, group):
         works = [
@@ -142,24 +145,24 @@ def begin_gather(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) ->
             for all_rows, x in zip(received, sent, strict=True)
             if all_rows.numel()
         ]
-    return Transfer(group, operation, works, received, sent, rows)
+    return Transfer(group, operation, works, received, sent, unpacked)
 
 
 def begin_scatter_sum(x: Tensor, sizes: Sequence[int], group: Any) -> Transfer:
     """Start the sum over ranks of x [Σ sizes, ...], of which each rank receives its own rows."""
     group, largest, operation = resolved(group), max(sizes), "sum of the ranks' parts"
     even = all(n == largest for n in sizes)
-    parts = x if even else torch.cat([_padded(part, largest) for part in x.split(list(sizes))])
+    padded = x if even else torch.cat([_padded(rows, largest) for rows in x.split(list(sizes))])
     own, rows = x.new_empty((largest, *x.shape[1:])), sizes[rank(group)]
     with collective(operation, group):
-        works = [_reduce_scatter(own, parts, group=group, async_op=True)] if own.numel() else []
-    return Transfer(group, operation, works, [own], [parts], lambda arrived: [arrived[0][:rows]])
+        works = [_reduce_scatter(own, padded, group=group, async_op=True)] if own.numel() else []
+    return Transfer(group, operation, works, [own], [padded], lambda arrived: [arrived[0][:rows]])
 
 
 def exchange_rows(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
-    """From the rows x [Σ sizes of the others, ...] meant for each other rank, those meant for this one.
+    """Send rows to every other rank, and return the rows [W − 1, sizes[rank], ...] received, in rank order.
 
-    [W − 1, sizes[rank], ...], in rank order; no rows are meant for the rank itself.
+    x [Σ sizes of the others, ...]: the rows for each other rank.
     """
     me, W = rank(group), len(sizes)
     leaving = [0 if other == me else n for other, n in enumerate(sizes)]
@@ -231,21 +234,9 @@ def _as_bytes(x: Tensor) -> Tensor:
     return x if x.dtype in SENDABLE else x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.view(dtype).squeeze(-1)
-
-
 def _padded(x: Tensor, rows: int) -> Tensor:
     if len(x) == rows:
         return x.contiguous()
     padded = x.new_zeros((rows, *x.shape[1:]))
     padded[: len(x)] = x
     return padded
-
-
-def _unpadded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The rows of all ranks without padding; not copied where there is none."""
-    largest = max(sizes)
-    if all(n == largest for n in sizes):
-        return rows
-    return torch.cat([part[:n] for part, n in zip(rows.split(largest), sizes, strict=True)])

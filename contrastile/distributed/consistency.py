@@ -20,14 +20,13 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile._torch import nccl_timeout
 from contrastile.distributed.collectives import all_gather, collective
-from contrastile.distributed.failure import progress
-from contrastile.distributed.group import resolved, size, state_of
+from contrastile.distributed.failure import progress, resolved, size, state_of
 
 # bytes of a rank's full statement, letters of a sentence in it, and letters of any other value
 STATEMENT = 2048
 SENTENCE = 320
 VALUE = 160
-# in place of a statement's digest: request the full statements
+# value in place of a statement's digest that requests the full statements
 IN_FULL = 0
 
 
@@ -74,25 +73,14 @@ def _compare(group: Any, statement: dict[str, Any], free: Sequence[str]) -> list
         values = [other.get(name) for other in statements]
         if name not in free and any(value != values[0] for value in values):
             odd = next(rank for rank, value in enumerate(values) if value != values[0])
-            raise invalid(
-                name,
-                "be the same on all ranks",
-                f"{values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}",
-                "Build the loss and its inputs alike everywhere.",
-            )
+            got = f"{values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}"
+            raise invalid(name, "be the same on all ranks", got, "Build the loss and its inputs alike everywhere.")
     return statements
 
 
 def most(number: int, group: Any) -> int:
     """The largest of the ranks' whole numbers; like `tally`, it does not wait for this rank's device."""
-    if size(group) == 1:
-        return number
-    carrier, device = _carrier(group)
-    with _own_stream(device):
-        largest = torch.tensor(number, device=device)
-        with collective("agreement on a number", group, carrier):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=carrier)
-        return int(largest)
+    return number if size(group) == 1 else int(_gather(torch.tensor([number]), group).max())
 
 
 def _gather(own: Tensor, group: Any) -> Tensor:
@@ -145,7 +133,7 @@ def _short(value: Any) -> Any:
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """On a GPU, a stream that waits for nothing which the device still has to do."""
+    """Compute on a stream of its own on a GPU, which does not wait for earlier kernels."""
     return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
 
 

@@ -1,6 +1,9 @@
-"""Rank failure: errors that name the missing rank, and errors of one rank that become errors on all.
+"""Process groups: what this process remembers of each, and the failure of a rank, which becomes an error on all.
 
-Stands on the ground of the house; `collectives.py` calls `lost` where a backend raises. A backend reports an address,
+Stands on the ground of the house, under the other files of `distributed/`. None means the default group; without
+torch.distributed there is one rank. Ranks are counted within the group.
+
+`collectives.py` calls `lost` where a backend raises. A backend reports an address,
 or a time-out. The ranks that see the failure sign in the store in which the processes met; the ranks that do not are
 missing, or have not looked yet. Where a connection is closed, the rank behind it is the missing one. A rank that leaves
 by an error of its own writes that error there. Nothing is written or read while all goes well.
@@ -18,20 +21,70 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from contrastile._errors import invalid
 from contrastile._torch import default_store
-from contrastile.distributed.group import resolved, state_of
 
 # seconds that the others have for signing, twice as many where several have not; and seconds between two looks
 PATIENCE, LOOK = 1.5, 0.05
 # letters of an error that a rank leaves by
 LETTERS = 200
+# keys of the store, by rank: the error by which it left, and its signature
+REASON, SIGNATURE = "contrastile/has left by/{}", "contrastile/sees the failure/{}"
 # tag of a message that no rank sends, see `hang_up`
 UNUSED_TAG = 31337
+
+
+@dataclass
+class GroupState:
+    """The state of one process group in this process."""
+
+    # transfer that was posted and not waited for; it keeps its buffers alive, whatever becomes of the caller
+    in_flight: Any = None
+    # operations that this rank has begun
+    operations: int = 0
+    # error of its own by which this rank left the group
+    left_by: str | None = None
+    # Gloo group of the same ranks, through which they compare numbers on the host
+    host_group: Any = None
+
+
+_states: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
+
+
+def state_of(group: Any) -> GroupState:
+    """The state of a group, made when it is first asked for."""
+    return _states.setdefault(resolved(group), GroupState())
+
+
+def resolved(group: Any) -> Any:
+    """The group itself: the default one for None."""
+    return dist.group.WORLD if group is None else group
+
+
+def size(group: Any) -> int:
+    """The number of ranks in the group; 1 without torch.distributed."""
+    if not dist.is_available():
+        return 1
+    if group is not None and not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
+        remedy = "Pass what torch.distributed.new_group gives."
+        raise invalid("group", "be a process group", type(group).__name__, remedy)
+    if not dist.is_initialized():
+        return 1
+    ranks = dist.get_world_size(group)
+    if ranks < 1:
+        got = f"a group without rank {dist.get_rank()}"
+        raise invalid("group", "have this rank in it", got, "Pass the rank's own.")
+    return ranks
+
+
+def rank(group: Any) -> int:
+    """This rank's number within the group; 0 without torch.distributed."""
+    return dist.get_rank(group) if size(group) > 1 else 0
 
 
 class LostRankError(ConnectionError, RuntimeError):
@@ -118,7 +171,7 @@ def _close(group: Any) -> None:
 
 
 def _receives(group: Any) -> dict[int, dist.Work | None]:
-    """For each other rank a receive that nobody serves; None where Gloo refuses it: the connection is closed."""
+    """A receive from each other rank that nobody serves; None where Gloo refuses it: the connection is closed."""
     receives: dict[int, dist.Work | None] = {}
     if "cpu:gloo" in dist.get_backend_config(group):
         for other in dist.get_process_group_ranks(group):
@@ -132,7 +185,7 @@ def _receives(group: Any) -> dict[int, dist.Work | None]:
 def farewell(error: BaseException) -> str:
     """Write into the store the error of its own by which this rank leaves; return the text."""
     text = f"{type(error).__name__}: {error}".strip().split("\n")[0][:LETTERS].rstrip(".: ")
-    _with_store(lambda store: store.set(_reason_key(dist.get_rank()), text)).join(PATIENCE)
+    _with_store(lambda store: store.set(REASON.format(dist.get_rank()), text)).join(PATIENCE)
     return text
 
 
@@ -204,13 +257,13 @@ def _missing(group: Any) -> tuple[list[int] | None, dict[int, str]]:
 
     def sign(store: Any) -> None:
         absent = dist.get_process_group_ranks(group)
-        store.set(_signature_key(dist.get_rank()), "")
+        store.set(SIGNATURE.format(dist.get_rank()), "")
         signed.set()
         began = time.monotonic()
         while set(absent) - set(reasons) and time.monotonic() - began < PATIENCE * (1 if len(absent) == 1 else 2):
-            absent = [rank for rank in absent if not store.check([_signature_key(rank)])]
-            left = [rank for rank in absent if store.check([_reason_key(rank)])]
-            reasons.update((rank, store.get(_reason_key(rank)).decode()) for rank in left)
+            absent = [rank for rank in absent if not store.check([SIGNATURE.format(rank)])]
+            left = [rank for rank in absent if store.check([REASON.format(rank)])]
+            reasons.update((rank, store.get(REASON.format(rank)).decode()) for rank in left)
             looks.append(absent)
             time.sleep(LOOK)
 
@@ -222,9 +275,8 @@ def _missing(group: Any) -> tuple[list[int] | None, dict[int, str]]:
     if not looks:
         return None, {}
     absent = looks[-1]
-    return [rank for rank in absent if rank in reasons] or [
-        rank for rank in absent if rank in closed
-    ] or absent, reasons
+    left = [rank for rank in absent if rank in reasons]
+    return left or [rank for rank in absent if rank in closed] or absent, reasons
 
 
 def _named(missing: list[int] | None, reasons: dict[int, str]) -> tuple[str, str]:
@@ -239,11 +291,3 @@ def _named(missing: list[int] | None, reasons: dict[int, str]) -> tuple[str, str
     left = ", which left by {1}" if len(missing) == 1 else "; rank {0} left by {1}"
     errors = "".join(left.format(rank, reasons[rank]) for rank in missing if rank in reasons)
     return f"no answer from {names}{errors}", f"See what {names} said last, and start all ranks again."
-
-
-def _reason_key(rank: int) -> str:
-    return f"contrastile/has left by/{rank}"
-
-
-def _signature_key(rank: int) -> str:
-    return f"contrastile/sees the failure/{rank}"

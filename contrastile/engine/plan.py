@@ -33,6 +33,8 @@ from contrastile.tiles.scored import Scored, Scorer, fitting_side
 MOST_PLANS = 256
 # types of scale and bias that need no collective
 NUMBERS = (*PLAIN, float, int, type(None))
+# tensors of a shard in a call that needs no further check
+PARTS = ("features", "labels", "ids")
 # the tensors beside features that a call may have without being checked again: names in a shard, of queries, of keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense": the whole block
@@ -116,15 +118,14 @@ def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
 
 
 def _emptied(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
-    """The call without the values of its tensors, whose memory is not its own."""
-    rows, cols = (
-        changed(
-            shard, **{name: x[:0] for name in ("features", "labels", "ids") if (x := getattr(shard, name)) is not None}
-        )
-        for shard in (problem.rows, problem.cols)
-    )
-    weights = None if problem.weights is None else problem.weights[:0]
-    return _call(replace(problem, rows=rows, cols=cols, weights=weights), plan, exchange)
+    """The call with tensors of no rows and of memory of their own, so that it keeps none of the user's alive."""
+    shards = (problem.rows, problem.cols)
+    rows, cols = (changed(x, **{name: _no_rows(getattr(x, name)) for name in PARTS}) for x in shards)
+    return _call(replace(problem, rows=rows, cols=cols, weights=_no_rows(problem.weights)), plan, exchange)
+
+
+def _no_rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.new_empty((0, *x.shape[1:]))
 
 
 def _again(call: Call, arguments: Arguments) -> tuple[Any, ...]:
@@ -154,6 +155,10 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     tiles: MakeTiles
     if scorer is None:
         tiles = choose_tiles(options.backend, loss, problem.rows, problem.cols)
+        alone = len(exchange.layout.rows) == 1 and options.reduction != "none"
+        number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
+        if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
+            at_once = with_gradients
         if wants and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
             at_once = replayed
     else:

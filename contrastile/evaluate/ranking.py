@@ -1,14 +1,18 @@
-"""Measures of rankings as trec_eval computes them: nDCG, MRR, MAP, recall, precision and hits.
+"""Measures of rankings: by judged passages as trec_eval computes them, by answers as DPR does; and their files.
 
-Beside `retrieval.py`, which counts ranks of features, this takes the run of any search engine. A run holds the scores
-of the passages retrieved for each query; judgements hold the grade of a passage, 0 or below for a wrong one. Passages
-are ordered by score, those of equal score (in float32, trec_eval's type) by descending id.
+Beside `retrieval.py`, which ranks features, this takes the run of any search engine. A run holds the scores of the
+passages retrieved for each query; judgements hold the grade of a passage, 0 or below for a wrong one. Passages are
+ordered by score, those of equal score (in float32, trec_eval's type) by descending id.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +22,7 @@ Run = Mapping[str, Mapping[str, float]]
 Judgements = Mapping[str, Mapping[str, int]]
 
 USUAL = ("hit@1", "hit@5", "hit@20", "hit@100", "nDCG@10", "MRR@10", "MAP", "recall@100")
+MATCHES = ("string", "regex")
 
 
 def ranking(scores: Mapping[str, float]) -> list[str]:
@@ -63,27 +68,28 @@ def means(measured: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {name: math.fsum(values[name] for values in measured.values()) / len(measured) for name in names}
 
 
-# of the retrieved grades, best first, up to the cutoff; of all positive grades, highest first; and of the cutoff
+def judged_of(run: Run, judgements: Judgements) -> int:
+    """The number of judged queries that are in the run."""
+    return sum(query in run for query in judgements)
+
+
+# arguments: the retrieved grades up to the cutoff, best first; all positive grades, highest first; the cutoff
 Formula = Callable[[Sequence[int], Sequence[int], int | None], float]
-
-
-def _ndcg(grades: Sequence[int], ideal: Sequence[int], cutoff: int | None) -> float:
-    return _gain(grades) / _gain(ideal[:cutoff])
 
 
 def _gain(grades: Sequence[int]) -> float:
     return math.fsum(grade / math.log2(rank + 2) for rank, grade in enumerate(grades) if grade)
 
 
-def _map(grades: Sequence[int], ideal: Sequence[int], _: int | None) -> float:
+def _average_precision(grades: Sequence[int], ideal: Sequence[int], _: int | None) -> float:
     ranks = [rank for rank, grade in enumerate(grades) if grade]
     return math.fsum((number + 1) / (rank + 1) for number, rank in enumerate(ranks)) / len(ideal)
 
 
 FORMULAS: dict[str, Formula] = {
-    "nDCG": _ndcg,
+    "nDCG": lambda grades, ideal, cutoff: _gain(grades) / _gain(ideal[:cutoff]),
     "MRR": lambda grades, *_: next((1 / (rank + 1) for rank, grade in enumerate(grades) if grade), 0.0),
-    "MAP": _map,
+    "MAP": _average_precision,
     "recall": lambda grades, ideal, _: sum(grade > 0 for grade in grades) / len(ideal),
     "precision": lambda grades, _, cutoff: sum(grade > 0 for grade in grades) / (cutoff or max(len(grades), 1)),
     "hit": lambda grades, *_: float(any(grades)),
@@ -96,3 +102,155 @@ def _parsed(name: str) -> tuple[Formula, int | None]:
         remedy = "With a cut or without: nDCG@10, MAP."
         raise invalid("names", f"be measures among {', '.join(FORMULAS)}", f'"{name}"', remedy)
     return FORMULAS[kind], int(cutoff) if at else None
+
+
+def answer_recall(
+    passages: Sequence[Sequence[str]],
+    answers: Sequence[Sequence[str]],
+    *,
+    match: str = "string",
+    ks: Sequence[int] = (1, 5, 20, 100),
+) -> dict[int, float]:
+    """The share of questions with an answer in one of their first k passages, for each k (Karpukhin et al. 2020, 5).
+
+    passages: the ranked texts of each question, the best first. answers: those of each question. match: as in
+    `has_answer`. Raises ValueError for lists of unequal or zero length.
+
+    >>> answer_recall([["no", "yes it is"], ["no", "no"]], [["yes"], ["yes"]], ks=[1, 2])
+    {1: 0.0, 2: 0.5}
+    """
+    if len(passages) != len(answers) or not passages:
+        got = f"{len(passages)} and {len(answers)}"
+        raise invalid("answers", "be as many as the questions, one at least", got, "Give a list for each.")
+    depth = max(ks)
+    ranks = [
+        next((rank for rank, text in enumerate(texts[:depth]) if has_answer(text, right, match)), depth)
+        for texts, right in zip(passages, answers, strict=True)
+    ]
+    return {k: sum(rank < k for rank in ranks) / len(ranks) for k in ks}
+
+
+def has_answer(text: str, answers: Sequence[str], match: str = "string") -> bool:
+    """True where `text` contains one of `answers`, as a sequence of words ("string") or as a pattern ("regex").
+
+    False for an invalid pattern, and for an answer without words, which DPR's own code finds in every text. Raises
+    ValueError for another `match`.
+
+    >>> has_answer("He was born in Ulm, Germany.", ["ulm"]), has_answer("He was born in Ulmenhof.", ["ulm"])
+    (True, False)
+    """
+    if match not in MATCHES:
+        raise invalid("match", f"be one of {', '.join(MATCHES)}", f'"{match}"', "DPR's question sets use string.")
+    if match == "regex":
+        normalised = unicodedata.normalize("NFD", text)
+        return any(_has_pattern(unicodedata.normalize("NFD", answer), normalised) for answer in answers)
+    passage = words(text)
+    return any(
+        passage[start : start + len(answer)] == answer
+        for answer in filter(None, map(words, answers))
+        for start in range(len(passage) - len(answer) + 1)
+    )
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters, digits and combining marks, and every other visible sign alone; decomposed, in lower case.
+
+    >>> words("Ulm, No. 5")
+    ['ulm', ',', 'no', '.', '5']
+    """
+    return [word.lower() for word in _word_pattern().findall(unicodedata.normalize("NFD", text))]
+
+
+@lru_cache(maxsize=1)
+def _word_pattern() -> Any:
+    import regex
+
+    # letters, numbers and marks; else one character that is neither a separator nor a control character
+    return regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]", regex.UNICODE | regex.IGNORECASE | regex.MULTILINE)
+
+
+def _has_pattern(pattern: str, text: str) -> bool:
+    import regex
+
+    try:
+        return regex.search(pattern, text, regex.IGNORECASE | regex.UNICODE | regex.MULTILINE) is not None
+    except regex.error:
+        return False
+
+
+def write_run(path: Path, run: Run, *, tag: str = "contrastile") -> None:
+    """Write lines of `query Q0 passage rank score tag`, the best first; scores read back as the same float64.
+
+    Raises ValueError for ids with blanks, because blanks separate the fields.
+    """
+    ranked = ((query, enumerate(ranking(scores), start=1)) for query, scores in run.items())
+    _write(path, ((q, "Q0", p, rank, repr(run[q][p]), tag) for q, passages in ranked for rank, p in passages))
+
+
+def write_judgements(path: Path, judgements: Judgements) -> None:
+    """Write lines of `query 0 passage grade`. Raises ValueError for ids with blanks."""
+    _write(path, ((query, 0, p, grade) for query, grades in judgements.items() for p, grade in grades.items()))
+
+
+def _write(path: Path, lines: Iterable[Sequence[object]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for line in lines:
+            fields = [str(field) for field in line]
+            for name in fields:
+                if len(name.split()) != 1:
+                    remedy = "The file separates its fields by blanks; rename the id."
+                    raise invalid("run", "have ids without blanks", f'"{name}"', remedy)
+            file.write(" ".join(fields) + "\n")
+
+
+def read_run(path: str | Path) -> dict[str, dict[str, float]]:
+    """Read a run file; its ranks are ignored, as trec_eval does.
+
+    Raises ValueError with file and line for a malformed line, and for a passage that a query has twice.
+    """
+    run: dict[str, dict[str, float]] = {}
+    for quoted, fields in _fields(Path(path), "run"):
+        score = _number(fields[4]) if len(fields) == 6 else math.nan
+        if math.isnan(score):
+            raise invalid("run", 'have lines of "query Q0 passage rank score tag"', quoted, "Mend the file.")
+        scores = run.setdefault(fields[0], {})
+        if fields[2] in scores:
+            raise invalid("run", "have each passage once per query", quoted, "Leave one of them out.")
+        scores[fields[2]] = score
+    return run
+
+
+def read_judgements(path: str | Path) -> dict[str, dict[str, int]]:
+    """Read judgements of TREC (`query 0 passage grade`) or BEIR (`query passage grade` after a line of names).
+
+    Raises ValueError with file and line for a malformed line.
+    """
+    judgements: dict[str, dict[str, int]] = {}
+    for number, (quoted, fields) in enumerate(_fields(Path(path), "judgements")):
+        grade = _number(fields[-1])
+        if number == 0 and math.isnan(grade) and len(fields) == 3:
+            continue
+        if len(fields) not in (3, 4) or not grade.is_integer():
+            raise invalid("judgements", 'have lines of "query 0 passage grade"', quoted, "Mend the file.")
+        judgements.setdefault(fields[0], {})[fields[-2]] = int(grade)
+    return judgements
+
+
+def _fields(path: Path, name: str) -> Iterator[tuple[str, list[str]]]:
+    """The fields of each line that has some, behind a quotation of the line with its place."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                if fields := text.split():
+                    yield f'"{" ".join(fields)[:60]}" at {path}:{number}', fields
+    except UnicodeDecodeError:
+        raise invalid(name, "be a text in UTF-8", path, "Convert the file.") from None
+    except OSError as error:
+        raise invalid(name, "be a file that can be read", path, f"{error.strerror}.") from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

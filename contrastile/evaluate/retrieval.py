@@ -1,33 +1,96 @@
-"""Recall: the share of queries with a right key among their first k, counted in tiles.
+"""Retrieval by features: the best keys of each query, and recall, the share of queries with a right one among them.
 
-On the tiles of `scores`, beside `topk`. A key is right for a query when their ids are equal; a query with several right
-keys is answered as soon as one of them is among the first k.
+Scores are computed in tiles, so that the whole score matrix is never in memory. A query with several right keys is
+answered as soon as one of them is among the first k. Zero-shot classification is retrieval among classes, each of which
+is represented by the features of its names in prompts.
 
 **Ties** count against the model: a wrong key with exactly the score of the best right one ranks before it. So a
-collapsed model, all of whose features are equal, has a recall of 0 and not of 1. Scores are dot products in float64,
-rounded to float32: keys with equal features, such as equal captions of two images, have equal scores. trec_eval, which
-compares float32 scores too, counts the same where wrong keys are named so that ties rank them first.
+collapsed model, all of whose features are equal, has a recall of 0 and not of 1. Recall rounds dot products in float64
+to float32: keys with equal features, such as equal captions of two images, have equal scores. trec_eval, which compares
+float32 scores too, counts the same where wrong keys are named so that ties rank them first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from contrastile._errors import invalid
-from contrastile.evaluate.scores import check_features, row_tiles, score_tiles
+from contrastile._errors import invalid, whole_number
 
+# a tile of 1024 × 4096 scores has 16 MiB in float32, and twice that where it is computed in float64
+ROWS, COLUMNS = 1024, 4096
 # marks the right keys of a tile: slices of queries and keys to booleans [rows, columns]
 Right = Callable[[slice, slice], Tensor]
+
+
+def check_features(query: Tensor, key: Tensor) -> None:
+    """Raise ValueError unless both are floating-point `[rows, D]` with the same D and on the same device."""
+    for name, features in (("query", query), ("key", key)):
+        if features.ndim != 2 or not features.is_floating_point():
+            got = f"{features.dtype} of shape {list(features.shape)}"
+            raise invalid(name, "be floating-point features of shape [rows, D]", got, "Encode the examples first.")
+    if query.shape[1] != key.shape[1]:
+        got = f"{query.shape[1]} and {key.shape[1]}"
+        raise invalid("key", "have the same feature size as `query`", got, "Project one side first.")
+    if query.device != key.device:
+        raise invalid("key", "be on the device of `query`", f"{query.device} and {key.device}", "Move one of them.")
+
+
+def _row_tiles(query: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Tiles of queries in `dtype`, with their slice of rows."""
+    for start in range(0, len(query), ROWS):
+        rows = slice(start, min(start + ROWS, len(query)))
+        yield rows, query[rows].to(dtype)
+
+
+def _score_tiles(tile: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Dot products of a tile of queries with all keys in float32, tile by tile, with the slice of keys.
+
+    Products are computed in the dtype of `tile`, then rounded: in float64, equal keys have equal scores in every tile.
+    The same inputs give the same bits at every sweep.
+    """
+    for start in range(0, len(key), COLUMNS):
+        columns = slice(start, min(start + COLUMNS, len(key)))
+        yield columns, (tile @ key[columns].to(tile.dtype).T).float()
+
+
+@torch.no_grad()
+def topk(query: Tensor, key: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` best keys of each query by dot product: scores float32 and indices int64, both `[N, k]`, best first.
+
+    The first `k` of `(query @ key.T).sort(descending=True, stable=True)`: among equal scores the key with the lower
+    index comes first. NaN scores come last.
+
+    query `[N, D]`, key `[M, D]`, floating point. Raises ValueError for features that do not fit and for `k` over M.
+
+    >>> topk(torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), k=2)[1]
+    tensor([[1, 2],
+            [0, 1]])
+    """
+    check_features(query, key)
+    rule = f"be between 1 and the {len(key)} keys"
+    k = whole_number("k", k, 1, "Ask for fewer, or give more keys.", rule=rule, most=len(key))
+    values = query.new_empty((len(query), k), dtype=torch.float32)
+    indices = torch.empty((len(query), k), dtype=torch.int64, device=query.device)
+    for rows, tile in _row_tiles(query, torch.float32):
+        best, best_keys = tile.new_empty((len(tile), 0)), indices.new_empty((len(tile), 0))
+        for columns, scores in _score_tiles(tile, key):
+            keys = torch.arange(columns.start, columns.stop, device=query.device).expand(len(tile), -1)
+            candidates = torch.cat([best, scores.nan_to_num(nan=float("-inf"), posinf=None, neginf=None)], dim=1)
+            order = candidates.sort(dim=1, descending=True, stable=True).indices[:, :k]
+            best, best_keys = candidates.gather(1, order), torch.cat([best_keys, keys], dim=1).gather(1, order)
+        values[rows], indices[rows] = best, best_keys
+    return values, indices
 
 
 def recall(
     query: Tensor, key: Tensor, query_ids: Tensor, key_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)
 ) -> dict[int, float]:
-    """The share of queries with a right key among their first k by dot product, for each k.
+    """The share of queries with a right key, one of equal id, among their first k by dot product, for each k.
 
     query `[N, D]`, key `[M, D]`: floating point. query_ids `[N]`, key_ids `[M]`: integers. A query without right keys
     counts as not answered; ties as described above. Raises ValueError for shapes that do not fit, for no queries or
@@ -37,29 +100,13 @@ def recall(
     >>> recall(features, features.roll(1, dims=0), torch.arange(3), torch.tensor([2, 0, 0]), ks=[1])
     {1: 0.6666666666666666}
     """
-    return _shares(ranks(query, key, query_ids, key_ids), len(key), ks)
-
-
-def _shares(ranks: Tensor, keys: int, ks: Sequence[int]) -> dict[int, float]:
-    """The share of ranks below each k; the rank of a query without right keys is the number of keys."""
-    return {k: (ranks < min(k, keys)).double().mean().item() for k in _checked(ks)}
-
-
-def ranks(query: Tensor, key: Tensor, query_ids: Tensor, key_ids: Tensor) -> Tensor:
-    """The number of wrong keys that score at least as high as the best right one, int64 `[N]`; M where none is right.
-
-    NaN scores count as high on wrong keys and as low on right ones. Arguments and errors as of `recall`.
-
-    >>> ranks(torch.eye(2), torch.eye(2), torch.tensor([0, 1]), torch.tensor([0, 0]))
-    tensor([0, 2])
-    """
     check_features(query, key)
     for name, features, ids in (("query", query, query_ids), ("key", key, key_ids)):
         if ids.shape != features.shape[:1] or ids.is_floating_point():
             got = f"{ids.dtype} of shape {list(ids.shape)} for {len(features)} rows"
             raise invalid(f"{name}_ids", "be integers, one per row", got, "Give every row its id.")
-        _check_not_empty(name, features)
-    return ranks_where(query, key, lambda rows, columns: query_ids[rows, None] == key_ids[columns])
+    _check_not_empty(query=query, key=key)
+    return recall_where(query, key, lambda rows, columns: query_ids[rows, None] == key_ids[columns], ks=ks)
 
 
 def recall_where(
@@ -74,23 +121,29 @@ def recall_where(
     >>> recall_where(torch.eye(2), torch.eye(2), **options, aside=lambda rows, columns: own[rows, columns])
     {1: 1.0}
     """
-    return _shares(ranks_where(query, key, right, aside), len(key), ks)
+    return _shares(ranks(query, key, right, aside), len(key), ks)
 
 
 @torch.no_grad()
-def ranks_where(query: Tensor, key: Tensor, right: Right, aside: Right | None = None) -> Tensor:
-    """`ranks` with right keys marked by `right`; keys marked by `aside` count as neither right nor wrong."""
+def ranks(query: Tensor, key: Tensor, right: Right, aside: Right | None = None) -> Tensor:
+    """The number of wrong keys that score at least as high as the best right one, int64 `[N]`; M where none is right.
+
+    `right` and `aside` as of `recall_where`. NaN scores count as high on wrong keys and as low on right ones.
+
+    >>> ranks(torch.eye(2), torch.eye(2), lambda rows, columns: torch.tensor([[True, True], [False, False]]))
+    tensor([0, 2])
+    """
     result = torch.empty(len(query), dtype=torch.int64, device=query.device)
-    for rows, tile in row_tiles(query, torch.float64):
+    for rows, tile in _row_tiles(query, torch.float64):
         best = torch.full((len(tile), 1), float("-inf"), device=query.device)
         any_right = torch.zeros((len(tile), 1), dtype=torch.bool, device=query.device)
-        for columns, scores in score_tiles(tile, key):
+        for columns, scores in _score_tiles(tile, key):
             hits = right(rows, columns)
             any_right |= hits.any(dim=1, keepdim=True)
             scores = scores.masked_fill(~hits | scores.isnan(), float("-inf"))
             best = torch.maximum(best, scores.amax(dim=1, keepdim=True))
         rank = torch.zeros((len(tile), 1), dtype=torch.int64, device=query.device)
-        for columns, scores in score_tiles(tile, key):
+        for columns, scores in _score_tiles(tile, key):
             # not `scores >= best`, which is false for NaN
             ahead = ~right(rows, columns) & ~(scores < best)
             if aside is not None:
@@ -119,15 +172,14 @@ def both_ways(
     """
     check_features(image, text)
     caption = torch.arange(len(text), device=text.device) if caption is None else caption
-    for name, features in (("image", image), ("text", text)):
-        _check_not_empty(name, features)
+    _check_not_empty(image=image, text=text)
     if owner.shape != caption.shape or owner.is_floating_point():
         got = f"{owner.dtype} of shape {list(owner.shape)} for {len(caption)}"
         raise invalid("owner", "be integers, one per caption", got, "Give every caption the row of its picture.")
     measures: dict[str, float] = {}
     ways = {"image_to_text": (image, text, owner, caption), "text_to_image": (text, image, caption, owner)}
     for way, (query, key, query_rows, key_rows) in ways.items():
-        rank = ranks_where(query, key, _right_pairs(query_rows, key_rows))
+        rank = ranks(query, key, _right_pairs(query_rows, key_rows))
         measures[f"{way}_mean_rank"] = rank.double().mean().item() + 1
         middle = rank.sort().values[[(len(rank) - 1) // 2, len(rank) // 2]]
         measures[f"{way}_median_rank"] = middle.sum().item() // 2 + 1.0
@@ -137,15 +189,11 @@ def both_ways(
 
 def _right_pairs(query_rows: Tensor, key_rows: Tensor) -> Right:
     """Marks the pairs (`query_rows[p]`, `key_rows[p]`), both `[P]`, as right."""
-    query_rows, order = query_rows.sort()
-    key_rows = key_rows[order]
 
     def right(rows: slice, columns: slice) -> Tensor:
-        bounds = torch.tensor([rows.start, rows.stop], device=query_rows.device)
-        first, last = torch.searchsorted(query_rows, bounds).tolist()
-        row, column = query_rows[first:last] - rows.start, key_rows[first:last] - columns.start
-        tile = torch.zeros(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.bool, device=column.device)
-        inside = (column >= 0) & (column < tile.shape[1])
+        tile = query_rows.new_zeros((rows.stop - rows.start, columns.stop - columns.start), dtype=torch.bool)
+        row, column = query_rows - rows.start, key_rows - columns.start
+        inside = (row >= 0) & (row < tile.shape[0]) & (column >= 0) & (column < tile.shape[1])
         tile[row[inside], column[inside]] = True
         return tile
 
@@ -159,8 +207,8 @@ def chance(query_ids: Tensor, key_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)
     {1: 0.25, 4: 1.0}
     """
     ids, inverse = torch.cat([query_ids, key_ids]).unique(return_inverse=True)
-    of_query, of_key = inverse.split([len(query_ids), len(key_ids)])
-    return chance_among(of_key.bincount(minlength=len(ids))[of_query], len(key_ids), ks=ks)
+    query_inverse, key_inverse = inverse.split([len(query_ids), len(key_ids)])
+    return chance_among(key_inverse.bincount(minlength=len(ids))[query_inverse], len(key_ids), ks=ks)
 
 
 def chance_among(right: Tensor, total: int, *, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
@@ -182,12 +230,72 @@ def chance_among(right: Tensor, total: int, *, ks: Sequence[int] = (1, 5, 10)) -
     return result
 
 
+@torch.no_grad()
+def class_features(
+    names: Sequence[str | Sequence[str]], *, encode: Callable[[list[str]], Tensor], prompts: Sequence[str] = ("{}",)
+) -> Tensor:
+    """Unit features `[classes, D]` of class names: the normalised mean over prompts and names of unit features.
+
+    `encode(texts)` returns `[len(texts), D]`; each prompt has one `{}` for the name. A class with several names has a
+    text for each of them in every prompt. Raises ValueError for a prompt without exactly one `{}`, and for a class
+    without names.
+
+    >>> class_features(["ZERO", "ONE"], encode=lambda texts: torch.ones(len(texts), 4), prompts=["{}", "DIGIT {}"])
+    tensor([[0.5000, 0.5000, 0.5000, 0.5000],
+            [0.5000, 0.5000, 0.5000, 0.5000]])
+    """
+    if not prompts or any(prompt.count("{}") != 1 for prompt in prompts):
+        remedy = 'For example "a photo of {}".'
+        raise invalid("prompts", "have one {} each, the place of the name", list(prompts), remedy)
+    synonyms = [(name,) if isinstance(name, str) else name for name in names]
+    if not synonyms or not all(synonyms):
+        raise invalid("names", "not be empty", "no names", "Give every class its name.")
+    owner = torch.tensor([row for row, several in enumerate(synonyms) for _ in several])
+    sums: list[Tensor] = []
+    for prompt in prompts:
+        texts = [prompt.replace("{}", name) for several in synonyms for name in several]
+        unit = F.normalize(encode(texts).float(), dim=-1)
+        zeros = unit.new_zeros(len(synonyms), unit.shape[1])
+        sums.append(zeros.index_add_(0, owner.to(unit.device), unit))
+    return F.normalize(torch.stack(sums).sum(dim=0), dim=-1)
+
+
+def classified(
+    image: Tensor, classes: Tensor, labels: Tensor, right: Tensor, *, ks: Sequence[int] = (1, 5)
+) -> dict[str, float]:
+    """Accuracies `top1`, `top5` of images, and `mean-per-class-recall`, the mean of top 1 over labels with images.
+
+    image `[n, D]`, classes `[C, D]`; labels `[n]`: the label of each image; right `[L, C]`, booleans: the right classes
+    of each label. A k that is not below the number of classes is left out. Raises ValueError for features that do not
+    fit and for no images.
+
+    >>> features, labels = torch.eye(3), torch.tensor([0, 1, 1])
+    >>> classified(features, features, labels, torch.eye(3, dtype=torch.bool), ks=[1])
+    {'top1': 0.6666666666666666, 'mean-per-class-recall': 0.75}
+    """
+    check_features(image, classes)
+    if len(image) == 0:
+        raise invalid("image", "not be empty", "no pictures", "There is nothing to measure.")
+    rank = ranks(image, classes, lambda rows, columns: right[labels[rows], columns])
+    accuracies = {f"top{k}": (rank < k).double().mean().item() for k in ks if k == 1 or k < len(classes)}
+    images = torch.bincount(labels, minlength=len(right)).double()
+    hits = torch.bincount(labels, weights=(rank < 1).double(), minlength=len(right))
+    present = images > 0
+    return {**accuracies, "mean-per-class-recall": (hits[present] / images[present]).mean().item()}
+
+
+def _shares(rank: Tensor, keys: int, ks: Sequence[int]) -> dict[int, float]:
+    """The share of ranks below each k; the rank of a query without right keys is the number of keys."""
+    return {k: (rank < min(k, keys)).double().mean().item() for k in _checked(ks)}
+
+
 def _checked(ks: Sequence[int]) -> Sequence[int]:
     if not ks or any(k < 1 for k in ks):
         raise invalid("ks", "be numbers of at least 1", list(ks), "Recall at 1, 5 and 10 is usual.")
     return ks
 
 
-def _check_not_empty(name: str, features: Tensor) -> None:
-    if len(features) == 0:
-        raise invalid(name, "not be empty", "no rows", "There is nothing to measure.")
+def _check_not_empty(**features: Tensor) -> None:
+    for name, rows in features.items():
+        if len(rows) == 0:
+            raise invalid(name, "not be empty", "no rows", "There is nothing to measure.")

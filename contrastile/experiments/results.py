@@ -1,7 +1,4 @@
-"""Results of a comparison: one value for each trial, and their text as CSV and as Markdown.
-
-Below `sweep.py`, which collects results, and below the studies, which lay out the tables of compare.md.
-"""
+"""Results of a comparison: one value for each trial, and their text as CSV and as Markdown."""
 
 from __future__ import annotations
 

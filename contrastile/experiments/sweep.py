@@ -1,8 +1,8 @@
 """The sweep runner of `contrastile compare`: the trials of a study, one after the other or several at a time.
 
-Above `workers.py`, which runs several at a time, and `results.py`, which writes compare.csv. A study is one file of
-this folder for a table or figure of the papers: it lists trials and lays out their results. Each trial is one training
-by `train/loop.py`.
+Above `workers.py`, which runs several trials at a time, and `results.py`. A study is one file of this folder for a
+table or figure of the papers: it lists trials and lays out their results. Each trial is one training by
+`train/loop.py`.
 """
 
 from __future__ import annotations
@@ -102,14 +102,12 @@ class Study(ABC):
     def table(self, results: Sequence[Result]) -> str:
         """Write the tables in Markdown."""
 
-    def prepared(self, data: Any, folder: RunFolder) -> Study:
+    def prepared(self, _data: Any, _folder: RunFolder) -> Study:
         """Measure quantities that the trials depend on; return the study that has them."""
-        del data, folder
         return self
 
-    def ready(self, trial: Trial, results: Sequence[Result]) -> Trial:
+    def ready(self, trial: Trial, _results: Sequence[Result]) -> Trial:
         """Complete a trial that depends on earlier results, directly before it starts."""
-        del results
         return trial
 
     @property
@@ -130,9 +128,8 @@ class Study(ABC):
         run = build_run(recipe, data.tokenizer)
         return ImageText(run, with_cached_features(run, training_share(data, share)))
 
-    def costs(self, trial: Trial, trained: TrainResult) -> dict[str, float]:
+    def costs(self, _trial: Trial, trained: TrainResult) -> dict[str, float]:
         """List the costs of a training, by columns of compare.csv."""
-        del trial
         return {"examples": trained.examples, "steps": trained.steps, "seconds": round(trained.seconds, 1)}
 
     def measures(self, job: Any, data: Any) -> dict[str, float]:
@@ -147,12 +144,11 @@ class Study(ABC):
         """
         trained, failed = TrainResult(ranks=ranks.size), ""
         job = self.job(overridden(self.recipe, {**trial.overrides, "seed": trial.seed}), data, trial.share)
-        name = "-".join([*trial.labels.values(), str(trial.seed)]).replace(" ", "_")
-        path = folder / f"{name}.jsonl" if ranks.rank == 0 else None
-        if path is not None:
+        path = folder / "-".join([*trial.labels.values(), f"{trial.seed}.jsonl"]).replace(" ", "_")
+        if ranks.rank == 0:
             # an interrupted trial starts again from its beginning
             path.unlink(missing_ok=True)
-        with Metrics(path) as metrics, job.joined(ranks):
+        with Metrics(path if ranks.rank == 0 else None) as metrics, job.joined(ranks):
             try:
                 train(job, metrics, trained, ranks=ranks)
             except FloatingPointError as error:
@@ -199,7 +195,7 @@ def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparis
             sys.stderr.write(f"{len(trials)} runs: about {clock(expected)} one after the other\n")
         if results:
             study.write(folder, results)
-        outcomes = (_parallel if processes > 1 else _serial)(study, trials, data, results, folder)
+        outcomes = _outcomes(study, trials, data, results, folder)
         # worker processes have their own copy
         del data
         with progress(len(trials), "comparing", "runs") as bar, closing(outcomes):
@@ -227,22 +223,20 @@ def _folder(study: Study, runs: str | Path, *, resume: bool) -> Iterator[RunFold
         yield folder
 
 
-Outcomes = Generator[Result | int, None, None]
-
-
-def _serial(study: Study, trials: Sequence[Trial], data: Any, results: Sequence[Result], folder: RunFolder) -> Outcomes:
-    for trial in trials:
-        outcome = study.run(study.ready(trial, results), data, Ranks(), folder)
-        assert outcome is not None
-        yield outcome
-
-
-def _parallel(
+def _outcomes(
     study: Study, trials: Sequence[Trial], data: Any, results: Sequence[Result], folder: RunFolder
-) -> Outcomes:
-    del results
+) -> Generator[Result | int, None, None]:
+    """Run the trials in this process or in several; yield a result or the signal that stopped it."""
+    if study.jobs * study.ranks == 1:
+        for trial in trials:
+            if (outcome := study.run(study.ready(trial, results), data, Ranks(), folder)) is not None:
+                yield outcome
+        return
     work, opening = partial(study.run, folder=folder), partial(_same, data) if study.pickles_data else study.open
-    return run_parallel(work, trials, opening, folder, jobs=study.jobs, ranks=study.ranks, device=study.recipe.device)
+    del data
+    yield from run_parallel(
+        work, trials, opening, folder, jobs=study.jobs, ranks=study.ranks, device=study.recipe.device
+    )
 
 
 def _same(data: T) -> T:

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -64,20 +64,21 @@ def run_parallel(
         open_in_place(log, "a").close()
     groups = [
         [
-            ProcessPoolExecutor(1, spawn, _start, (work, opening, log, device, jobs, ranks, group, rank))
+            ProcessPoolExecutor(1, spawn, _start, (work, opening, log, device, group * ranks + rank, ranks, jobs))
             for rank in range(ranks)
         ]
         for group, log in enumerate(logs)
     ]
     waiting, running = iter(tasks), dict[Future[Any], int]()
 
-    def submit(group: int, task: Any) -> None:
-        port = str(get_free_port())
-        running.update((executor.submit(_run, task, port), group) for executor in groups[group])
+    def submit(group: int) -> None:
+        for task in islice(waiting, 1):
+            port = str(get_free_port())
+            running.update((executor.submit(_run, task, port), group) for executor in groups[group])
 
     try:
-        for group, task in zip(range(len(groups)), waiting, strict=False):
-            submit(group, task)
+        for group in range(len(groups)):
+            submit(group)
         with StopRequest() as stop:
             while running and stop.signal is None:
                 for future in wait(running, POLL, FIRST_COMPLETED).done:
@@ -89,8 +90,8 @@ def run_parallel(
                         raise RuntimeError(f"a process of {logs[group]} ended: {_last_line(logs[group])}") from error
                     if future.result() is not None:
                         yield future.result()
-                    if group not in running.values() and (task := next(waiting, None)) is not None:
-                        submit(group, task)
+                    if group not in running.values():
+                        submit(group)
             if stop.signal is not None:
                 yield stop.signal
     finally:
@@ -115,30 +116,28 @@ def assigned_gpu(process: int, ranks: int, processes: int) -> tuple[int, int]:
     return process % gpus, math.ceil(processes / gpus)
 
 
-# of a worker process, set by `_start`
-_work: Work
-_data: Any
-_ranks: Ranks
+# work, opened data and rank of a worker process, set by `_start`
+_worker: tuple[Work, Any, Ranks]
 
 
-def _start(
-    work: Work, opening: Callable[[], Any], log: Path, device: str, jobs: int, ranks: int, group: int, rank: int
-) -> None:
+def _start(work: Work, opening: Callable[[], Any], log: Path, device: str, process: int, ranks: int, jobs: int) -> None:
     """Make this process a rank: environment as torchrun sets it, standard error, threads, GPU, data."""
-    global _work, _data, _ranks
-    gpu, sharing = assigned_gpu(group * ranks + rank, ranks, jobs * ranks)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
+    global _worker
+    processes = jobs * ranks
+    gpu, sharing = assigned_gpu(process, ranks, processes)
+    os.environ |= {"RANK": str(process % ranks), "LOCAL_RANK": str(gpu), "WORLD_SIZE": str(ranks)}
     # all processes share the cores: each decodes images with its part, and a tokenizer's threads would be more
-    os.environ |= {"LOCAL_WORLD_SIZE": str(jobs * ranks), "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "TOKENIZERS_PARALLELISM": "false", "MASTER_ADDR": "localhost"}
     with open_in_place(log, "a") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, int(usable_cpus()) // (jobs * ranks)))))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, int(usable_cpus()) // processes))))
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu and ":" not in device:
         # a group of one rank takes any GPU; `Ranks` checks the numbers of several
         torch.cuda.set_device(gpu % torch.cuda.device_count())
-    _work, _ranks, _data = work, Ranks.of_environment(device), opening()
+    rank = Ranks.of_environment(device)
+    _worker = work, opening(), rank
     if on_gpu:
         # at this limit torch's allocator gives back cached blocks of other sizes, which it never does otherwise
         torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE / (jobs if ":" in device else sharing))
@@ -153,8 +152,9 @@ def _end_with_parent() -> None:
 
 def _run(task: Any, port: str) -> Any:
     os.environ["MASTER_PORT"] = port
+    work, data, rank = _worker
     try:
-        return _work(task, _data, _ranks)
+        return work(task, data, rank)
     except BaseException:
         traceback.print_exc()
         raise

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from contrastile.distributed import consistency
-from contrastile.gradcache.forward import Job, OutputForm, differentiable
+from contrastile.gradcache.forward import Job, OutputForm, detached, differentiable
 from contrastile.gradcache.introspect import without_partials
 from contrastile.gradcache.memory import bytes_per_example, footprint, kept_bytes, later_bytes, spare_bytes
 from contrastile.gradcache.modes import back_propagated, silent
@@ -34,7 +34,7 @@ BACKWARD, BACKWARD_TRIED = 2.0, 1.25
 
 logger = logging.getLogger("contrastile")
 
-# by an object that stands for the encoder: sizes for inputs of several kinds
+# sizes for inputs of several kinds, by an object that stands for the encoder
 _sizes = WeakIdKeyDictionary()
 
 
@@ -60,16 +60,16 @@ def agreed_size(
     # do not: a search runs the encoder, which is a collective among them
     size = agreed(0 if size == measured < batch else size)
     if size == 0:
-        error = None
+        failure = torch.OutOfMemoryError("encode: another rank has no room for a single example")
         try:
             size = search()
             known[kind] = size, batch
-        except torch.OutOfMemoryError as failed:
+        except torch.OutOfMemoryError as error:
             # raised below: the other ranks wait for an answer
-            error = failed
+            failure = error
         size = agreed(size)
         if size == 0:
-            raise error or torch.OutOfMemoryError("encode: another rank has no room for a single example")
+            raise failure
         logger.info("encode: sub-batches of %d", size)
     return size
 
@@ -101,8 +101,11 @@ def with_fitting_size(
     """run(size) with the largest sub-batch that fits into memory, or with half of it where it did not after all."""
     key = next(iter((*job.reached.modules, *job.reached.parameters)), None)
     shapes = tuple(None if leaf is None else (leaf.shape[1:], leaf.dtype) for leaf in leaves)
-    # two towers may be methods of one module; more fits without a graph, and less where more is trained
-    kind = _identity(job.encoder), job.differentiates(leaves), len(job.reached.parameters), shapes
+    # two towers may be methods of one module, which are made anew for each call; a wrapped function has the name of the
+    # one inside, so the code tells them apart; more fits without a graph, and less where more is trained
+    function = without_partials(job.encoder)
+    identity = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
+    kind = identity, job.differentiates(leaves), len(job.reached.parameters), shapes
     most = job.sharding.most if wrapper is None else partial(consistency.most, group=wrapper.process_group)
     known: dict[Any, tuple[int, int]] = _sizes.setdefault(key, {}) if key is not None else {}
     size = agreed_size(known, kind, max(batch, 1), partial(search, job, leaves, batch), most)
@@ -121,20 +124,12 @@ def with_fitting_size(
     return result
 
 
-def _identity(encoder: Callable[..., Any]) -> tuple[str, Any]:
-    """Name and code of a method or function: the same for one that is made anew for each call."""
-    function = without_partials(encoder)
-    # the code too: a wrapped function has the name of the one inside
-    return getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
-
-
 def search(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:
     """The largest sub-batch whose forward fits, and whose backward, if there will be one.
 
     The size follows from the bytes that an example adds; on a CUDA device it is then tried.
     """
-    wanted = [leaf is not None and leaf.requires_grad for leaf in leaves]
-    values = [None if leaf is None else leaf.detach() for leaf in leaves]
+    values, wanted = detached(leaves)
     parameters, differentiates = job.reached.parameters, job.differentiates(leaves)
 
     def encoded(n: int, backward: bool = False) -> object:
@@ -151,7 +146,7 @@ def search(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:
             return outputs
 
     measure = kept_bytes if differentiates else footprint
-    with job.reached.keeping_random(), job.sharding.gathered(), silent(parameters):
+    with job.reached.random().restoring(), job.sharding.gathered(), silent(parameters):
         few, each = halving(lambda n: bytes_per_example(encoded, n, measure) if n > 1 else 1, min(batch, FEW))
         most = batch if few == min(batch, FEW) else few
         factor = BACKWARD_TRIED if tries(job.device) else BACKWARD

@@ -37,8 +37,7 @@ class SubBatches:
 
     def extended(self, count: int) -> SubBatches:
         """`count` sub-batches, with empty ones at the end."""
-        more = count - len(self.bounds)
-        end = self.bounds[-1][1]
+        more, end = count - len(self.bounds), self.bounds[-1][1]
         widths = [*self.widths, *list(self.widths[-1:]) * more]
         return replace(self, bounds=[*self.bounds, *[(end, end)] * more], widths=widths)
 
@@ -92,12 +91,10 @@ def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None) -> SubBatch
     """Longest texts first; as many together as `tokens` allow at the width of the longest of them."""
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
-        raise invalid(
-            "sub_batch_tokens",
-            f"come with inputs that hold an {MASK} of shape [batch, length]",
-            type(inputs).__name__ if mask is None else f"shape {list(mask.shape)}",
-            "Pass a tokenizer's whole output, or cut by examples with sub_batch.",
-        )
+        rule = f"come with inputs that hold an {MASK} of shape [batch, length]"
+        got = type(inputs).__name__ if mask is None else f"shape {list(mask.shape)}"
+        remedy = "Pass a tokenizer's whole output, or cut by examples with sub_batch."
+        raise invalid("sub_batch_tokens", rule, got, remedy)
     batch, length = mask.shape
     if batch == 0 or length == 0:
         return split(batch, 1)
@@ -106,20 +103,17 @@ def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None) -> SubBatch
         raise invalid(MASK, "be 0 at padding and more at tokens", "numbers below 0", remedy)
     # up to the last token, so that padding on the left stays in place
     lengths = ((mask != 0) * torch.arange(1, length + 1, device=mask.device)).amax(1).cpu()
-    # without any token attention sees all positions, so none may be left out
+    # a text without any token keeps all positions, because attention then sees all of them
     lengths[lengths == 0] = length
     order = lengths.argsort(descending=True, stable=True)
     wide = lengths[order].tolist()
     # the first sub-batch keeps its padding: it shows which outputs have an axis of tokens
     wide[0] = length
-    bounds, widths = [], []
-    start = 0
-    while start < batch:
+    bounds, widths = list[Bounds](), list[int]()
+    while (start := bounds[-1][1] if bounds else 0) < batch:
         fit = max(1, tokens // wide[start])
-        stop = min(batch, start + (fit if sub_batch is None else min(fit, sub_batch)))
-        bounds.append((start, stop))
+        bounds.append((start, min(batch, start + min(fit, sub_batch or fit))))
         widths.append(wide[start])
-        start = stop
     return SubBatches(bounds, order, widths, length)
 
 
@@ -130,12 +124,12 @@ def stand_ins(leaves: Sequence[Tensor | None], inputs: Any) -> list[Tensor | Non
     encoder might divide by its norm, and none is all padding.
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
-    return [None if leaf is None else torch.cat([leaf, _stand_in(leaf, text=leaf is mask)]) for leaf in leaves]
 
+    def extended(leaf: Tensor) -> Tensor:
+        rows = leaf.new_full((STAND_INS, *leaf.shape[1:]), leaf is mask)
+        if leaf is not mask and rows.is_floating_point():
+            # an even count of evenly spaced numbers from -1 to 1 does not contain 0
+            rows = torch.linspace(-1, 1, rows.numel()).view(rows.shape).to(rows)
+        return torch.cat([leaf, rows])
 
-def _stand_in(leaf: Tensor, *, text: bool) -> Tensor:
-    rows = (leaf.new_ones if text else leaf.new_zeros)(STAND_INS, *leaf.shape[1:])
-    if text or not rows.is_floating_point():
-        return rows
-    # an even count of evenly spaced numbers from -1 to 1 does not contain 0
-    return torch.linspace(-1, 1, rows.numel()).view(rows.shape).to(rows)
+    return [None if leaf is None else extended(leaf) for leaf in leaves]

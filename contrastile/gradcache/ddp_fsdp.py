@@ -85,7 +85,7 @@ class _StandIn(nn.Module):
 
     def __init__(self, wrapped: nn.Module) -> None:
         super().__init__()
-        # in a tuple, so that it is no submodule: the wrapper excludes buffers by their names
+        # a tuple keeps it from being a submodule: the wrapper excludes buffers by their names
         self.wrapped = (wrapped,)
 
     def named_buffers(self, *how: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:
@@ -117,12 +117,9 @@ def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequen
     # a wrapper is part of reference cycles: a discarded one may still be alive
     gc.collect()
     if _unreduced(parameters):
-        raise invalid(
-            "encoder",
-            "be reached through its DistributedDataParallel",
-            "the module inside, whose gradients would not be reduced",
-            "Pass the wrapper, or (wrapper, 'method'), or call encode in the forward of the wrapped module.",
-        )
+        got = "the module inside, whose gradients would not be reduced"
+        remedy = "Pass the wrapper, or (wrapper, 'method'), or call encode in the forward of the wrapped module."
+        raise invalid("encoder", "be reached through its DistributedDataParallel", got, remedy)
 
 
 def _unreduced(parameters: Sequence[Tensor]) -> bool:
@@ -130,8 +127,7 @@ def _unreduced(parameters: Sequence[Tensor]) -> bool:
     if not _wrappers:
         return False
     wanted = {id(parameter) for parameter in parameters}
-    running = running_ddp()
-    if running is not None:
+    if (running := running_ddp()) is not None:
         wanted -= {id(parameter) for parameter in running.module.parameters()}
     return any(
         id(parameter) in wanted
@@ -142,7 +138,7 @@ def _unreduced(parameters: Sequence[Tensor]) -> bool:
 
 
 def _gathers(module: nn.Module, name: str) -> bool:
-    """Return whether the method gathers the parameters: FSDP2 then wraps it and puts it on the instance."""
+    # FSDP2 wraps a method that gathers the parameters, and puts it on the instance
     return hasattr(vars(module).get(name), "__wrapped__")
 
 

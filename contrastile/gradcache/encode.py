@@ -1,36 +1,46 @@
-"""encode(): the gradient cache as one autograd operation (Gao et al. 2021, section 3.3).
+"""encode(): the gradient cache as one autograd operation of three acts (Gao et al. 2021, section 3.3).
 
-First and last station of the features. Act 1 (`forward.py`): the encoder runs over the batch sub-batch by sub-batch and
-keeps no graph; its features go on to the loss. Act 2 is the loss's, which returns the features' gradients: they are the
-cache. Act 3 (`backward.py`): each sub-batch is encoded again, with the random numbers and the autocast of the first
-time, and back-propagated. The parameters' gradients are summed in float32 and handed to autograd once, as if the whole
-batch had been encoded at once; so any loss, any number of towers and any training loop work with it.
+Act 1, `first_pass`: the encoder runs over the batch sub-batch by sub-batch and keeps no graph; its features go on to
+the loss. Act 2 is the loss's, which returns the features' gradients: they are the cache. Act 3, `second_pass`: each
+sub-batch is encoded again, with the random numbers and the autocast of the first time, and back-propagated. The
+parameters' gradients are summed in float32 and handed to autograd once, as if the whole batch had been encoded at once;
+so any loss, any number of towers and any training loop work with it.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, one_of, whole_number
-from contrastile._torch import pytree, version
+from contrastile._torch import add_each, add_each_, pytree, version
+from contrastile._types import accumulator
 from contrastile.gradcache.auto import with_fitting_size
-from contrastile.gradcache.backward import second_pass
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
 from contrastile.gradcache.ddp_fsdp import Sharding, as_forward_of, refuse_bypass, unwrap
 from contrastile.gradcache.first_order import first_order
-from contrastile.gradcache.forward import Job, OutputForm, differentiable, first_pass
-from contrastile.gradcache.introspect import has_other_path, reach
+from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
+from contrastile.gradcache.introspect import (
+    graph_leaves,
+    has_other_path,
+    not_owned,
+    reach,
+    refusing_batch_norm,
+    refusing_changes,
+    refusing_state,
+)
 from contrastile.gradcache.memory import AUTO
-from contrastile.gradcache.modes import Autocast
-from contrastile.gradcache.refusals import refusing_batch_norm
-from contrastile.gradcache.replay_check import poll
-from contrastile.offload import numbered, present_device
+from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, sharing_casts, silent
+from contrastile.gradcache.replay_check import ReplayCheck, poll
+from contrastile.offload import Bounds, numbered, present_device, settle, stream
 
 
 def encode(
@@ -94,60 +104,47 @@ def encode(
     poll()
     function, wrapper = unwrap(encoder)
     if not callable(function):
-        raise invalid(
-            "encoder", "be callable", type(function).__name__, "Pass a module, a method of one, or a function."
-        )
+        remedy = "Pass a module, a method of one, or a function."
+        raise invalid("encoder", "be callable", type(function).__name__, remedy)
     if sub_batch is None and sub_batch_tokens is None:
         raise invalid("sub_batch", "be given, or sub_batch_tokens", None, 'Say how much is encoded at once, or "auto".')
     examples, retain = _count("sub_batch", sub_batch, 1), _count("retain", retain, 0, (AUTO,))
     tokens = _count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
     one_of("features", features, ("device", "host"), "The host has room for more.")
-    leaves, structure = pytree.tree_flatten(_arguments(inputs))
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    leaves, structure = pytree.tree_flatten(((), dict(inputs)) if isinstance(inputs, Mapping) else (args, {}))
     batch = _batch_size(leaves)
     if batch == 0:
         leaves = stand_ins(leaves, inputs)
     target = None if device is None else numbered(present_device(device, "where the encoder is"))
-    job = _job(function, wrapper, leaves, structure, batch, retain, target, features == "host")
-    parameters = job.reached.parameters
+    reached = reach(function, leaves, structure, target)
+    refuse_bypass(wrapper, reached.modules, reached.parameters)
+    sharding = Sharding.of(function, reached.modules)
+    parameters = sharding.wholes_of(reached.parameters, reached.modules)
+    # the batch is one sub-batch until its size is known
+    job = Job(
+        function, structure, SubBatches([(0, batch)]), retain, features == "host",
+        replace(reached, parameters=parameters), Autocast.current(reached.device), sharding,
+        has_other_path(function, reached.modules),
+    )  # fmt: skip
     form = OutputForm()
     # evaluation reduces nothing, so it needs no forward of the wrapper
     wrapper = wrapper if parameters else None
 
     def run(size: int | None = examples) -> list[Tensor | None]:
         batches = split(batch, size or batch) if tokens is None else split_by_tokens(inputs, tokens, size)
-        batches = batches.extended(job.sharding.most(len(batches.bounds)))
+        batches = batches.extended(sharding.most(len(batches.bounds)))
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)
         if not planned.differentiates(ordered):
             return batches.unsort(first_pass(planned, ordered, form, grad=False)[0])
-        with job.sharding.in_step():
+        with sharding.in_step():
             return batches.unsort(_Encode.apply(planned, form, ordered, *parameters, *differentiable(ordered)))
 
     # a search for the size deals with its own errors, outside of `in_step`
     encoded = partial(with_fitting_size, job, leaves, batch, wrapper, run) if examples == AUTO else run
-    with refusing_batch_norm(job.reached.modules):
+    with refusing_batch_norm(reached.modules):
         outputs = encoded() if wrapper is None else as_forward_of(wrapper, encoded)
     return pytree.tree_unflatten(outputs, form.structure)
-
-
-def _job(
-    function: Callable[..., Any],
-    wrapper: Any,
-    leaves: Sequence[Tensor | None],
-    structure: Any,
-    batch: int,
-    retain: int | Literal["auto"],
-    device: torch.device | None,
-    to_host: bool,
-) -> Job:
-    """The call as a value: everything that the encoder uses, with the batch as one sub-batch for now."""
-    reached = reach(function, leaves, structure, device)
-    refuse_bypass(wrapper, reached.modules, reached.parameters)
-    sharding = Sharding.of(function, reached.modules)
-    reached = replace(reached, parameters=sharding.wholes_of(reached.parameters, reached.modules))
-    return Job(
-        function, structure, SubBatches([(0, batch)]), retain, to_host, reached,
-        Autocast.current(reached.device), sharding, has_other_path(function, reached.modules),
-    )  # fmt: skip
 
 
 class _Encode(torch.autograd.Function):
@@ -176,6 +173,179 @@ class _Encode(torch.autograd.Function):
         return None, None, None, *second_pass(ctx.job, ctx.record, ctx.parameters, leaves, upstream)
 
 
+def first_pass(job: Job, leaves: Sequence[Tensor | None], form: OutputForm, *, grad: bool) -> tuple[list[Any], Record]:
+    """Act 1: features of the whole batch, and the record for act 3; without `grad` nothing will be back-propagated."""
+    values, wanted = detached(leaves)
+    record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules])
+    with_graph = wanted if grad and job.other_path else None
+    features = Features(job, form)
+    # grad mode stays as the caller set it: without `grad`, an output with a graph shows a parameter that was missed
+    with refusing_state(job.reached.modules), refusing_changes(leaves):
+        for index, rows in enumerate(stream(values, job.batches.encoded, job.device)):
+            random = job.reached.random(last=record.random[-1] if record.random else None)
+            record.random.append(random)
+            outputs = job.run_retaining(record, index, rows, wanted)
+            if outputs is None:
+                outputs, _ = job.with_room(partial(job.run, index, rows, form, with_graph), random)
+            if grad:
+                record.sketches.add(outputs)
+            else:
+                refuse_gradients(outputs)
+            form.shared = form.shared or job.shared(outputs, values, form, random)
+            features.add(index, outputs)
+            # free the graph before the next one is built
+            del outputs
+    states = [*record.random, job.reached.random(last=record.random[-1])]
+    record.random = [state.drawn(following) for state, following in pairwise(states)]
+    return features.finish(), record
+
+
+def second_pass(
+    job: Job,
+    record: Record,
+    parameters: Sequence[Tensor],
+    leaves: Sequence[Tensor | None],
+    upstream: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Act 3: gradients of the parameters, and of the leaves that want one.
+
+    `upstream`: gradients of the features, the cache. Sub-batches whose graph was kept need no second forward, and come
+    first.
+    """
+    values, wanted = detached(leaves)
+    sums = GradientSums(job.bounds, parameters, differentiable(leaves), upstream, record.form.shared)
+    check = ReplayCheck(record.sketches, [*job.reached.dtypes, *job.autocast.dtypes])
+    after = job.reached.random(process={name for state in record.random for name in state.process})
+
+    def replay(index: int, rows: Sequence[Tensor | None]) -> None:
+        with job.autocast.entered():
+            outputs, inputs = job.run(index, rows, record.form, wanted)
+        check.compare(index, outputs, upstream)
+        sums.add(index, outputs, inputs)
+        job.sharding.settle()
+
+    modes = in_modes(job.reached.modules, record.training)
+    with after.restoring(), job.sharding.in_step(), silent(parameters), job.sharding.holding_back(), modes:
+        done = _consume_graphs(job, record, sums)
+        replayed = [index for index in range(len(job.bounds)) if index not in done]
+        bounds = [job.batches.encoded[index] for index in replayed]
+        with sharing_casts(job.device):
+            for index, rows in zip(replayed, stream(values, bounds, job.device), strict=True):
+                record.random[index].restore()
+                job.with_room(partial(replay, index, rows), record.random[index])
+    check.report(job.name)
+    if job.to_host:
+        # autograd takes this operation for one of the CPU, and would not let the parameters' stream wait for it
+        settle(job.device)
+    return sums.finish()
+
+
+@dataclass
+class GradientSums:
+    """Sums of gradients over sub-batches. `upstream`: gradients of each output of the encoder, for the whole batch.
+
+    The first sub-batch's gradients stay as autograd returned them, the second's sum allocates the accumulator, and all
+    others are added to it in place: a few kernels for all parameters, and nothing copied. `leaves`: inputs that want a
+    gradient. `shared`: outputs that are one number for all examples.
+    """
+
+    bounds: Sequence[Bounds]
+    parameters: Sequence[Tensor]
+    leaves: Sequence[Tensor]
+    upstream: Sequence[Tensor | None]
+    shared: Sequence[bool]
+    # sums by position of the parameter
+    totals: dict[int, Tensor] = field(default_factory=dict)
+    # totals that may be added to in place; the first gradient is autograd's, and may be shared
+    owned: set[int] = field(default_factory=set)
+    # gradients of the leaves, by position
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    # graph leaves that are no known parameter; dead by now if the encoder made them
+    strangers: list[ReferenceType[Tensor]] = field(default_factory=list)
+
+    def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
+        """Back-propagate one sub-batch from its part of the cached gradients."""
+        start, stop = self.bounds[index]
+        pairs = [
+            # gradients that wait on the host are copied now; that of a shared number counts once
+            (out, (whole if shared else whole[start:stop]).to(out.device, non_blocking=True))
+            for out, whole, shared in zip(outputs, self.upstream, self.shared, strict=True)
+            if out is not None and out.requires_grad and whole is not None and (index == 0 or not shared)
+        ]
+        # a parameter that was frozen after the first pass gets no gradient, as in plain autograd
+        trained = [position for position, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        if not pairs or not (trained or inputs):
+            return
+        outs, gradients = zip(*pairs, strict=True)
+        results = back_propagated(outs, [*(self.parameters[position] for position in trained), *inputs], gradients)
+        # while the device still computes
+        self._refuse_strangers(outs, inputs)
+        self._accumulate({at: x for at, x in zip(trained, results, strict=False) if x is not None})
+        for position, gradient in enumerate(results[len(trained) :]):
+            if gradient is not None:
+                if position not in self.inputs:
+                    self.inputs[position] = torch.zeros_like(self.leaves[position])
+                # an empty sub-batch ran on a row of another
+                self.inputs[position][start:stop] = gradient[: stop - start]
+
+    def _accumulate(self, gradients: Mapping[int, Tensor]) -> None:
+        """Add gradients by position of the parameter."""
+        first = {at: x.to(accumulator(x.dtype)) for at, x in gradients.items() if at not in self.totals}
+        second = [at for at in gradients if at in self.totals and at not in self.owned]
+        later = [at for at in gradients if at in self.owned]
+        # whatever may run out of memory comes before any addition: a sub-batch that runs again counts once
+        sums = add_each([self.totals[at] for at in second], [gradients[at] for at in second]) if second else ()
+        self.totals |= {**first, **dict(zip(second, sums, strict=True))}
+        self.owned.update(second)
+        if later:
+            add_each_([self.totals[at] for at in later], [gradients[at] for at in later])
+
+    def _refuse_strangers(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Refuse a parameter that is not the encoder's, which would get no gradient.
+
+        A tensor that the encoder made and wants a gradient of, such as features behind frozen embeddings
+        (`enable_input_require_grads` of transformers), needs none.
+        """
+        known = {id(x) for x in (*self.parameters, *inputs)}
+        for leaf in graph_leaves(outs):
+            if id(leaf) not in known:
+                if isinstance(leaf, nn.Parameter):
+                    raise not_owned(leaf)
+                self.strangers.append(ref(leaf))
+
+    def finish(self) -> list[Tensor | None]:
+        """The sums in their parameters' types, None for an unused one, and the inputs' gradients."""
+        if any(stranger() is not None for stranger in self.strangers):
+            # a reference cycle may keep a dead one
+            gc.collect()
+        for stranger in self.strangers:
+            if (leaf := stranger()) is not None:
+                raise not_owned(leaf)
+        totals = [
+            self.totals[position].to(parameter.dtype) if position in self.totals else None
+            for position, parameter in enumerate(self.parameters)
+        ]
+        return [*totals, *(self.inputs.get(position) for position in range(len(self.leaves)))]
+
+
+def _consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:
+    """Back-propagate the sub-batches that still have their graph, the last first; return those that succeeded."""
+    graphs, done = record.graphs, set()
+    while graphs:
+        index = max(graphs)
+        try:
+            # taken out first, so that no other call gives it up
+            sums.add(index, *graphs.pop(index))
+        except torch.OutOfMemoryError:
+            if not graphs.yielding:
+                raise
+            graphs.give_up(index)
+        else:
+            job.sharding.settle()
+            done.add(index)
+    return done
+
+
 def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> None:
     """Raise ValueError where a parameter was written over since the first pass began."""
     for parameter, before in zip(ctx.job.sharding.shards_of(ctx.parameters), ctx.versions, strict=True):
@@ -191,25 +361,17 @@ def _count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AU
     return whole_number(name, value, least, remedy)
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
 def _batch_size(leaves: Sequence[Any]) -> int:
-    sizes = []
-    for leaf in leaves:
-        if leaf is not None and (not isinstance(leaf, Tensor) or leaf.ndim == 0):
+    present = [leaf for leaf in leaves if leaf is not None]
+    for leaf in present:
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0:
             got = "a tensor without axes" if isinstance(leaf, Tensor) else type(leaf).__name__
-            remedy = "Convert arrays with torch.as_tensor; bind other arguments with functools.partial."
-            if isinstance(leaf, str):
-                remedy = "Tokenise texts first; bind other arguments with functools.partial."
+            first = "Tokenise texts first" if isinstance(leaf, str) else "Convert arrays with torch.as_tensor"
+            remedy = f"{first}; bind other arguments with functools.partial."
             raise invalid("inputs", "be tensors whose first axis is the batch", got, remedy)
-        if leaf is not None:
-            sizes.append(len(leaf))
-    if not sizes:
+    if not present:
         raise invalid("inputs", "contain a tensor", "none", "Pass what the encoder takes.")
-    if len(set(sizes)) > 1:
-        raise invalid("inputs", "have the same first axis, the batch", sorted(set(sizes)), "Check each tensor's shape.")
+    sizes = sorted({len(leaf) for leaf in present})
+    if len(sizes) > 1:
+        raise invalid("inputs", "have the same first axis, the batch", sizes, "Check each tensor's shape.")
     return sizes[0]

@@ -1,4 +1,4 @@
-"""Introspection: the modules, the parameters and the device that an encoder uses.
+"""Introspection: what an encoder uses, and refusals of one that cannot be computed in parts.
 
 First station of `encode`, used by `tiles/scored.py` too. A module, and the owner of a method, list their parts; of any
 other function a probe on two rows shows the modules that run and the parameters that its graph reaches.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -21,10 +22,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from contrastile._errors import invalid
-from contrastile._torch import is_compiled, pytree, uncompiled, without_parametrization_cache
+from contrastile._torch import BatchNorm, is_compiled, pytree, uncompiled, version, without_parametrization_cache
 from contrastile.gradcache.memory import as_written
-from contrastile.gradcache.refusals import normalises_over_rows, refuse_batch_norm, refusing_batch_norm
-from contrastile.gradcache.rng import PROCESS, ModuleGenerator, ProcessGenerator, RandomState, own_generators, restoring
+from contrastile.gradcache.rng import Generator, RandomState, own_generators
 from contrastile.offload import stream
 
 # rows of a probe
@@ -56,23 +56,18 @@ class Reached:
         """All devices that compute: a model may be spread over several."""
         return list(dict.fromkeys([self.device, *(x.device for x in self.resident)]))
 
-    @cached_property
+    @property
     def dtypes(self) -> set[torch.dtype]:
         """Types of all parameters."""
         return {x.dtype for module in self.modules for x in module.parameters(recurse=False)}
 
     @cached_property
-    def generators(self) -> list[ModuleGenerator]:
-        """Random generators that are attributes of the modules."""
+    def _generators(self) -> list[Generator]:
         return own_generators(self.modules)
 
-    def random(self, last: RandomState | None = None, process: Iterable[ProcessGenerator] = PROCESS) -> RandomState:
+    def random(self, last: RandomState | None = None, process: Iterable[str] | None = None) -> RandomState:
         """State of all generators that running the encoder may use."""
-        return RandomState.capture(*self.devices, own=self.generators, process=process, last=last)
-
-    def keeping_random(self) -> AbstractContextManager[None]:
-        """Restore all generators at the end."""
-        return restoring(self.random())
+        return RandomState.capture(*self.devices, own=self._generators, process=process, last=last)
 
 
 def without_partials(function: Any) -> Any:
@@ -93,14 +88,15 @@ def reach(
     while not isinstance(owner, nn.Module) and (inner := uncompiled(owner)) is not None:
         owner = without_partials(inner)
     owner = getattr(owner, "__self__", owner)
-    of_inputs = next((leaf.device for leaf in leaves if leaf is not None), None)
+    input_device = next((leaf.device for leaf in leaves if leaf is not None), None)
     if isinstance(owner, nn.Module):
-        modules, parameters = list(owner.modules()), list[Tensor](owner.parameters())
+        modules, parameters, differentiable = list(owner.modules()), list[Tensor](owner.parameters()), True
         first = next(iter(parameters), None)
     else:
-        modules, parameters, differentiable = _probe_function(encoder, leaves, structure, device or of_inputs)
+        probe = partial(_probe, encoder, leaves, structure, device or input_device)
+        modules, parameters, differentiable = _probe_function(probe)
         first = next((parameter for parameter in parameters if parameter.requires_grad), None)
-    device = device or (of_inputs if first is None else first.device)
+    device = device or (input_device if first is None else first.device)
     if not torch.is_grad_enabled():
         return Reached(modules, [], device)
     if any(map(is_lazy, parameters)):
@@ -108,35 +104,30 @@ def reach(
         raise invalid("encoder", "know the shapes of its parameters", "one that is made when it runs", remedy)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     partly_frozen = 0 < len(trained) < len(parameters)
-    if isinstance(owner, nn.Module):
-        differentiable = True
-        if partly_frozen:
-            with refusing_batch_norm(modules):
-                outputs = _probe(encoder, leaves, structure, device, own_generators(modules))
-            differentiable = any(out.requires_grad for out in outputs)
-    # where the part that is used is frozen, nothing will ever be back-propagated
+    if partly_frozen and isinstance(owner, nn.Module):
+        with refusing_batch_norm(modules):
+            outputs = _probe(encoder, leaves, structure, device, own_generators(modules))
+        differentiable = any(out.requires_grad for out in outputs)
+    # an encoder whose outputs want no gradient has no parameters to train
     return Reached(modules, trained if differentiable else [], device, partly_frozen)
 
 
-def _probe_function(
-    encoder: Callable[..., Any], leaves: Sequence[Tensor | None], structure: Any, device: torch.device | None
-) -> tuple[list[nn.Module], list[Tensor], bool]:
-    """Modules that run, parameters reached, and whether the outputs want gradients."""
-    ran: dict[int, nn.Module] = {}
-    before: list[tuple[ModuleGenerator, Any]] = []
+def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module], list[Tensor], bool]:
+    """Modules that run in a probe, parameters reached, and whether the outputs want gradients."""
+    modules: dict[int, nn.Module] = {}
+    before: list[tuple[Generator, Any]] = []
 
     def note(module: nn.Module, _: Any) -> None:
-        if normalises_over_rows(module):
-            refuse_batch_norm(module, "encoder")
-        if id(module) not in ran:
-            ran[id(module)] = module
+        _refuse_batch_norm(module)
+        if id(module) not in modules:
+            modules[id(module)] = module
             # before the module draws from them
             before.extend((generator, generator.read()) for generator in own_generators([module]))
 
     hook = register_module_forward_pre_hook(note)
     try:
         with _without_hook_warning():
-            outputs = _probe(encoder, leaves, structure, device)
+            outputs = probe()
     finally:
         hook.remove()
         for generator, state in reversed(before):
@@ -145,10 +136,10 @@ def _probe_function(
     # a tensor that the encoder made itself is gone with its graph
     met = [ref(leaf) for leaf in graph_leaves(outputs)]
     del outputs
-    reached = {id(leaf): leaf for each in met if (leaf := each()) is not None}
-    for module in ran.values():
-        reached |= {id(p): p for p in module.parameters()}
-    return list(ran.values()), list(reached.values()), differentiable
+    parameters = {id(leaf): leaf for each in met if (leaf := each()) is not None}
+    for module in modules.values():
+        parameters |= {id(p): p for p in module.parameters()}
+    return list(modules.values()), list(parameters.values()), differentiable
 
 
 def _probe(
@@ -156,25 +147,24 @@ def _probe(
     leaves: Sequence[Tensor | None],
     structure: Any,
     device: torch.device | None,
-    own: Sequence[ModuleGenerator] = (),
+    own: Sequence[Generator] = (),
 ) -> list[Tensor]:
     """The encoder's outputs for two rows, not compiled; random generators are restored."""
     # clones, in case the encoder writes over its inputs
     few = [None if leaf is None else leaf.detach()[:PROBE_ROWS].clone() for leaf in leaves]
     (rows,) = stream(few, [(0, PROBE_ROWS)], device)
     args, kwargs = pytree.tree_unflatten(rows, structure)
-    with restoring(RandomState.capture(device, own=own)), without_parametrization_cache(), as_written():
+    with RandomState.capture(device, own=own).restoring(), without_parametrization_cache(), as_written():
         return [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
 
 
 @contextmanager
 def _without_hook_warning() -> Iterator[None]:
     """Suppress torch.compile's warning that a global hook runs for a compiled module and for the modules in it."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
         yield
 
 
@@ -194,25 +184,88 @@ def graph_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
                 pending.append(following)
 
 
+def not_owned(leaf: Tensor, owner: str = "elsewhere") -> ValueError:
+    """The error for a parameter that would get no gradient."""
+    got, remedy = f"one of shape {list(leaf.shape)} {owner}", "Pass the module that holds them, or its method."
+    return invalid("encoder", "own every parameter that it uses", got, remedy)
+
+
 def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
     """Return whether the encoder may compute other bits, or draw other random numbers, where no graph is wanted.
 
     Compiled code does, and so do torch's attention modules in eval mode. Attention with a learned bias takes another
-    kernel where the bias wants a gradient; the bias is known by its name.
+    kernel where the bias wants a gradient.
     """
+    attention = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
     return uncompiled(without_partials(encoder)) is not None or any(
-        is_compiled(module)
-        or (isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) and not module.training)
-        or _learns_a_bias(module)
+        is_compiled(module) or (isinstance(module, attention) and not module.training) or _learns_a_bias(module)
         for module in modules
     )
 
 
 def _learns_a_bias(module: nn.Module) -> bool:
     """Return whether a trained parameter or child of the module is named as a relative position bias is."""
-    children = [(name, child.parameters()) for name, child in module.named_children()]
-    own = [(name, iter([parameter])) for name, parameter in module.named_parameters(recurse=False)]
+    own = ((name, [parameter]) for name, parameter in module.named_parameters(recurse=False))
+    children = ((name, child.parameters()) for name, child in module.named_children())
     return any(
         any(word in name for word in RELATIVE) and any(p.requires_grad for p in parameters)
-        for name, parameters in (*own, *children)
+        for name, parameters in chain[tuple[str, Iterable[Tensor]]](own, children)
     )
+
+
+def _normalises_over_rows(module: nn.Module) -> bool:
+    """Return whether the module is a batch normalisation that takes its statistics from the rows it sees."""
+    return isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
+
+
+def _refuse_batch_norm(module: nn.Module, name: str = "encoder") -> None:
+    """Raise ValueError for a batch normalisation whose statistics over a part are not those of the batch."""
+    # the encoder itself may have put it in eval mode by now
+    if _normalises_over_rows(module):
+        got = f"{type(module).__name__} in training mode, whose statistics over a sub-batch are not those of the batch"
+        remedy = "Put it in eval mode, or take GroupNorm or LayerNorm."
+        if name == "encoder":
+            remedy += " Or call the encoder itself, or cache only the part before it."
+        raise invalid(name, "treat examples one by one", got, remedy)
+
+
+@contextmanager
+def refusing_batch_norm(modules: Sequence[nn.Module], name: str = "encoder") -> Iterator[None]:
+    """Raise when one of the modules normalises over the examples of its sub-batch."""
+    normalising = [module for module in modules if _normalises_over_rows(module)]
+    hooks = [m.register_forward_pre_hook(lambda module, _: _refuse_batch_norm(module, name)) for m in normalising]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def refusing_state(modules: Sequence[nn.Module], name: str = "encoder", parts: str = "examples") -> Iterator[None]:
+    """Raise when a module changes one of its buffers: its output depends on the calls before."""
+    before = [(m, key, x, _version(x)) for m in modules for key, x in m.named_buffers(recurse=False)]
+    yield
+    for module, key, x, counted in before:
+        now = dict(module.named_buffers(recurse=False)).get(key)
+        # a buffer of another shape is a table that has grown
+        replaced = now is not None and now is not x and now.shape == x.shape and not torch.equal(now.to(x.device), x)
+        if _version(x) != counted or replaced:
+            got = f"{type(module).__name__}, which changes a buffer when it runs"
+            raise invalid(name, f"treat {parts} one by one", got, "Put it in eval mode.")
+
+
+@contextmanager
+def refusing_changes(leaves: Sequence[Tensor | None], name: str = "inputs", by: str = "encoder") -> Iterator[None]:
+    """Raise when an input is written over: computed again, the result would be another."""
+    before = [(leaf, _version(leaf)) for leaf in leaves if leaf is not None]
+    yield
+    for leaf, counted in before:
+        if _version(leaf) != counted:
+            got = f"one of shape {list(leaf.shape)} that it writes over"
+            raise invalid(name, f"be left as it is by the {by}", got, "Clone it there, or work out of place.")
+
+
+def _version(x: Tensor) -> int | None:
+    """Count of a tensor's changes; None for one made in inference mode, which counts none."""
+    return None if x.is_inference() else version(x)

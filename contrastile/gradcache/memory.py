@@ -12,7 +12,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -32,8 +32,8 @@ MARGIN = 0.06
 WORKSPACE = 1 / 64
 # a CPU's memory has other users too: more is left alone, and a share of the rest is used
 MARGIN_CPU, SHARE_CPU = 0.1, 0.6
-# beside the graphs that are kept, room for one more, at most this share of the memory: for the backward of a graph
-# that is still there, and for another tower's sub-batch
+# room beside the graphs that are kept, for one more, at most this share of the memory: the backward of a graph that is
+# still there needs it, and another tower's sub-batch
 BESIDE = 1 / 10
 # size of the graph of a trained head behind a frozen trunk, in features: the trunk's, and a hidden layer or two
 HEAD = 16
@@ -55,15 +55,10 @@ def footprint(run: Callable[[], object]) -> int:
     return allocations.most
 
 
-@contextmanager
-def as_written() -> Iterator[None]:
+def as_written() -> AbstractContextManager[Any]:
     """Run functions uncompiled: compiling for a trial of a few rows does not pay, and would fail under observation."""
     # importing torch._dynamo takes seconds; where it was not imported, nothing is compiled
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Allocations(DispatchMode):

@@ -32,13 +32,9 @@ class Autocast:
     def current(cls, device: torch.device | None) -> Autocast:
         """The settings now, on the CPU and on the device."""
         kinds = {"cpu"} if device is None or device.type == "meta" else {"cpu", device.type}
+        cache, dtype, enabled = torch.is_autocast_cache_enabled(), torch.get_autocast_dtype, torch.is_autocast_enabled
         return cls([
-            {
-                "device_type": kind,
-                "dtype": torch.get_autocast_dtype(kind),
-                "enabled": torch.is_autocast_enabled(kind),
-                "cache_enabled": torch.is_autocast_cache_enabled(),
-            }
+            {"device_type": kind, "dtype": dtype(kind), "enabled": enabled(kind), "cache_enabled": cache}
             for kind in sorted(kinds)
         ])  # fmt: skip
 
@@ -88,31 +84,30 @@ def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator
 @contextmanager
 def silent(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Suspend the parameters' hooks, which autograd would call for each sub-batch; they get the sum, once."""
-    hooks = [hooks for parameter in parameters if (hooks := backward_hooks(parameter))]
-    saved = [dict(hook) for hook in hooks]
-    for hook in hooks:
-        hook.clear()
+    suspended = [(hooks, dict(hooks)) for parameter in parameters if (hooks := backward_hooks(parameter))]
+    for hooks, _ in suspended:
+        hooks.clear()
     try:
         yield
     finally:
-        for hook, items in zip(hooks, saved, strict=True):
-            hook.update(items)
+        for hooks, saved in suspended:
+            hooks.update(saved)
 
 
 def back_propagated(
     outs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor], name: str = "encoder"
 ) -> Sequence[Tensor | None]:
     """Gradients of inputs and parameters of one part, without touching any `.grad`; None for unused ones."""
-    passed = "an input" if name == "encoder" else "a feature"
     try:
         return torch.autograd.grad(outs, inputs, gradients, allow_unused=True)
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             rule, got = "compute in each call all that it differentiates", "a part of the graph that was made before"
+            passed = "an input" if name == "encoder" else "a feature"
             remedy = f"Compute that inside too, or pass it as {passed}, a row for each example."
-            raise invalid(name, rule, got, remedy) from error
-        if "use_reentrant" not in str(error):
+        elif "use_reentrant" in str(error):
+            rule, got = "checkpoint activations without entering autograd again", "use_reentrant=True"
+            remedy = "Pass use_reentrant=False to torch.utils.checkpoint."
+        else:
             raise
-        rule = "checkpoint activations without entering autograd again"
-        remedy = "Pass use_reentrant=False to torch.utils.checkpoint."
-        raise invalid(name, rule, "use_reentrant=True", remedy) from error
+        raise invalid(name, rule, got, remedy) from error

@@ -10,8 +10,9 @@ result; the next call of `encode` reports it.
 from __future__ import annotations
 
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Sketches:
         self._signs: dict[Any, Tensor] = {}
 
     def add(self, outputs: Sequence[Tensor | None]) -> None:
-        """Sketch the outputs of the next sub-batch."""
+        """Sketch the outputs of the next sub-batch that are rows of floating-point numbers on this rank."""
         self.sub_batches.append([self.of(out) if _is_compared(out) else None for out in outputs])
 
     @torch.no_grad()
@@ -60,10 +61,9 @@ class Sketches:
         rows = out.detach()
         rows = rows[:, None] if rows.ndim == 1 else rows.reshape(-1, rows.shape[-1]) if rows.ndim > 2 else rows
         signs = self._of_width(rows.shape[1], rows.dtype, rows.device)
-        if not torch.is_autocast_enabled(rows.device.type):
-            return rows @ signs
-        # in the features' own type
-        with torch.autocast(rows.device.type, enabled=False):
+        kind = rows.device.type
+        # products in the features' own type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             return rows @ signs
 
     def _of_width(self, width: int, *kind: Any) -> Tensor:
@@ -82,8 +82,8 @@ class ReplayCheck:
 
     def __init__(self, first: Sketches, dtypes: Iterable[torch.dtype]) -> None:
         self.first, self.dtypes = first, list(dtypes)
-        # by output: length of each sub-batch's difference, and its rows
-        self.gaps: dict[int, list[tuple[Tensor, int]]] = {}
+        # length of each sub-batch's difference, and its rows, by output
+        self.gaps: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
 
     def compare(self, index: int, outputs: Sequence[Any], upstream: Sequence[Tensor | None]) -> None:
         """Compare those outputs of a sub-batch that have a gradient."""
@@ -94,7 +94,7 @@ class ReplayCheck:
             now = self.first.of(out)
             if now.shape == before.shape:
                 gap = torch.linalg.vector_norm(now - before, dtype=accumulator(out.dtype))
-                self.gaps.setdefault(output, []).append((gap, len(before)))
+                self.gaps[output].append((gap, len(before)))
 
     def report(self, name: str) -> None:
         """Warn if a sub-batch's features differ; on a GPU, at the call after the result has arrived."""
@@ -120,8 +120,7 @@ class ReplayCheck:
 
     def _excess(self, output: int, gaps: Sequence[tuple[Tensor, int]]) -> Tensor:
         """The largest difference of a sub-batch, divided by the one allowed for features of this size."""
-        parts = [each for sketches in self.first.sub_batches if (each := sketches[output]) is not None]
-        rows = torch.cat(parts)
+        rows = torch.cat([each for sketches in self.first.sub_batches if (each := sketches[output]) is not None])
         size = torch.linalg.vector_norm(rows, dtype=accumulator(rows.dtype)) / len(rows) ** 0.5
         allowed = tolerance([rows.dtype, *self.dtypes], accelerated=rows.device.type != "cpu")
         scaled = multiply_each([gap for gap, _ in gaps], [n**-0.5 for _, n in gaps])
@@ -129,7 +128,7 @@ class ReplayCheck:
 
 
 def _is_compared(out: Any) -> bool:
-    """Return whether these are rows of floating-point numbers on this rank; sharded tensors are not compared."""
+    # sharded tensors are not
     plain = type(out) in (Tensor, nn.Parameter) and out.layout == torch.strided and out.device.type != "meta"
     return plain and out.dtype in FEATURES and out.ndim > 0
 

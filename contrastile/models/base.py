@@ -1,15 +1,18 @@
-"""The common form of a tower, and checks that a recipe fits it.
+"""The common form of a tower, its layers that are frozen or checkpointed, and checks that a recipe fits it.
 
-Below `pretrained.py`, `timm_tower.py` and `openclip.py`, which build the towers of their libraries, and below
-`towers.py` and `retriever.py`, which combine them.
+Below `pretrained.py` and `timm_openclip.py`, which build the towers of libraries, and below `towers.py`, which combines
+them. A recipe asks for frozen weights (LiT, Zhai et al. 2022) with `model.locked` and `model.unlocked`, and for
+activations that are computed again with `model.checkpointing`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -32,18 +35,20 @@ class Tower:
 
 @dataclass(frozen=True)
 class TowerPair:
-    """The two towers of one CLIP or SigLIP with their projections.
-
-    `scale` and `bias` are those of its weights; None where these are random.
-    """
+    """Two towers with their projections; `scale` and `bias` are those of loaded weights, None for random ones."""
 
     image: Tower
     text: Tower
     image_projection: nn.Module
     text_projection: nn.Module
-    scale: float | None
-    bias: float | None
     settings: dict[str, Any]
+    scale: float | None = None
+    bias: float | None = None
+
+    def with_scale_of(self, model: Any) -> TowerPair:
+        """The pair with the scale and the bias, if there is one, of a model with loaded weights."""
+        bias = getattr(model, "logit_bias", None)
+        return replace(self, scale=math.exp(model.logit_scale.item()), bias=None if bias is None else bias.item())
 
 
 class PixelTower(nn.Module):
@@ -134,9 +139,78 @@ def repeated_modules(tower: nn.Module) -> list[nn.Module]:
     repeated: list[nn.Module] = []
     for row in tower.modules():
         if isinstance(row, (nn.ModuleList, nn.Sequential)):
-            types = Counter(type(part) for part in row)
-            repeated += [part for part in row if types[type(part)] > 1 and next(part.children(), None) is not None]
+            types = Counter(type(module) for module in row)
+            repeated += [
+                module for module in row if types[type(module)] > 1 and next(module.children(), None) is not None
+            ]
     return repeated
+
+
+def freeze(tower: nn.Module, side: str, unlocked: int = 0) -> None:
+    """Freeze the tower's weights, except its last `unlocked` layers and all modules behind them.
+
+    Raises ValueError where it has fewer layers.
+
+    >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    >>> tower = nn.Sequential(nn.Linear(3, 4), nn.ModuleList([block(), block()]), nn.LayerNorm(4))
+    >>> freeze(tower, "image", unlocked=1)
+    >>> [name for name, weight in tower.named_parameters() if weight.requires_grad]
+    ['1.1.0.weight', '1.1.0.bias', '2.weight', '2.bias']
+    """
+    layers = layers_of(tower)
+    if unlocked > len(layers):
+        remedy = "Leave the side out of model.locked to train all of it."
+        raise invalid(f"model.unlocked.{side}", f"be at most the {len(layers)} layers of the tower", unlocked, remedy)
+    tower.requires_grad_(False)
+    if unlocked:
+        first = layers[-unlocked]
+        # modules are listed in order of construction, which is the order of use except for embeddings
+        for module in dropwhile(lambda module: module is not first, tower.modules()):
+            if not isinstance(module, nn.Embedding):
+                for weight in module.parameters(recurse=False):
+                    weight.requires_grad_()
+
+
+def layers_of(tower: nn.Module) -> list[nn.Module]:
+    """The innermost repeated blocks in order, such as attention or convolution blocks; a stage of blocks is none."""
+    blocks = set(repeated_modules(tower))
+    stages = {block for block in blocks if any(inner in blocks for inner in block.modules() if inner is not block)}
+    return [module for module in tower.modules() if module in blocks - stages]
+
+
+def eval_frozen(module: nn.Module) -> None:
+    """Set every module whose weights are all frozen to eval mode: no dropout, no batch statistics."""
+    weights = list(module.parameters())
+    if weights and not any(weight.requires_grad for weight in weights):
+        module.eval()
+        return
+    for child in module.children():
+        eval_frozen(child)
+
+
+def checkpoint_activations(tower: nn.Module, side: str) -> None:
+    """Let the tower's backward recompute the activations of its layers instead of storing them.
+
+    Uses the switch of transformers, or `set_grad_checkpointing` of open_clip and timm; raises ValueError for a tower
+    with neither.
+    """
+    switched = False
+    module: Any
+    for module in tower.modules():
+        if getattr(module, "supports_gradient_checkpointing", False):
+            # older versions of transformers have the second name
+            switches = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+            name = next(name for name in switches if hasattr(module, name))
+            # the reentrant variant returns no gradients where no input requires one
+            getattr(module, name)({"use_reentrant": False})
+            switched = True
+        elif callable(getattr(module, "set_grad_checkpointing", None)):
+            module.set_grad_checkpointing(True)
+            switched = True
+    if not switched:
+        kind = type(getattr(tower, "tower", tower)).__name__
+        remedy = "Leave it out: the gradient cache keeps one sub-batch of activations anyway."
+        raise invalid("model.checkpointing", "name towers that have it", f"{side}, a {kind}", remedy)
 
 
 def check_image_input(
@@ -160,3 +234,17 @@ def check_text_input(tokenizer: Tokenizer, *, vocabulary: int, longest: int | No
     if longest is not None and tokenizer.length > longest:
         remedy = "Set model.tokenizer.length to it."
         raise invalid("length", f"be at most the {longest} tokens of the text tower", tokenizer.length, remedy)
+
+
+def differences(*, lacking: Set[str], besides: Set[str] = frozenset(), reshaped: Set[str] = frozenset()) -> str:
+    """A description of weights that differ from a model's, the first three names of each kind; empty for none.
+
+    >>> differences(lacking={"bias", "gain"}, besides={"head"})
+    'it lacks bias, gain; it has besides head'
+    """
+    kinds = {"lacks": lacking, "has besides": besides, "has of another shape": reshaped}
+    return "; ".join(
+        f"it {kind} {', '.join(sorted(names)[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for kind, names in kinds.items()
+        if names
+    )

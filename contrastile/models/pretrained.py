@@ -1,7 +1,7 @@
 """Towers of the library transformers: any vision or text model, from a configuration or a local folder.
 
-Below `towers.py` and `retriever.py`. Nothing is downloaded: a configuration gives random weights, a folder its own. A
-CLIP or SigLIP is split into its two towers and their projections, so that it trains like any other pair.
+Below `towers.py`. Nothing is downloaded: a configuration gives random weights, a folder its own. A CLIP or SigLIP is
+split into its two towers and their projections, so that it trains like any other pair.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,12 +26,12 @@ from contrastile.models.base import (
     TowerPair,
     check_image_input,
     check_text_input,
+    differences,
     evaluating,
     feature_size,
 )
 from contrastile.models.remote_code import RULE, read_table, refuse_remote_code, remote_code
 from contrastile.models.text import Tokenizer
-from contrastile.models.weights import differences
 
 logger = logging.getLogger("contrastile")
 
@@ -41,8 +40,6 @@ TRIAL_LENGTH = 4
 TRIAL_TEXT = "a small red fox in the snow"
 # weights are float32, because half precision loses small updates; `train.precision` sets the precision of products
 DTYPE = torch.float32
-# the key of a configuration in this version of transformers, and in older ones
-DTYPE_NAMES = ("dtype", "torch_dtype")
 # code in a folder is not run, nor is the user asked to allow it
 LOCAL_ONLY = {"local_files_only": True, "trust_remote_code": False}
 # nothing is unpickled; weights that differ from the model's are reported
@@ -107,7 +104,11 @@ class Library:
         # or a run, and may hold keys that other classes read
         if "transformers_version" not in entries:
             _refuse_unknown_keys({key: value for key, value in entries.items() if key not in defaults}, config)
-            _refuse_half_precision(entries)
+            # the key in this version of transformers, and in older ones
+            for name in ("dtype", "torch_dtype"):
+                if (got := entries.get(name)) is not None and str(got).removeprefix("torch.") != "float32":
+                    remedy = "Leave it out, and set train.precision."
+                    raise invalid("config", "have weights of float32", f'{name} = "{got}"', remedy)
         return config
 
     def normalisation(self) -> tuple[list[float], list[float]]:
@@ -199,14 +200,6 @@ def _refuse_unknown_keys(entries: Mapping[str, Any], config: Any, path: str = "c
             _refuse_unknown_keys(value, getattr(config, key), f"{path}.{key}")
 
 
-def _refuse_half_precision(entries: Mapping[str, Any]) -> None:
-    """Raise ValueError for weights of another precision than float32."""
-    for name in DTYPE_NAMES:
-        if (got := entries.get(name)) is not None and str(got).removeprefix("torch.") != "float32":
-            remedy = "Leave it out, and set train.precision."
-            raise invalid("config", "have weights of float32", f'{name} = "{got}"', remedy)
-
-
 def _mean(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if states.ndim == 4:
@@ -218,10 +211,6 @@ def _mean(output: Any, mask: Tensor | None) -> Tensor:
     return (states * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1)
 
 
-def _cls(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
-    return output.last_hidden_state[:, 0]
-
-
 def _last(output: Any, mask: Tensor | None) -> Tensor:
     states = output.last_hidden_state
     if mask is None or mask.shape[1] != states.shape[1]:
@@ -231,14 +220,19 @@ def _last(output: Any, mask: Tensor | None) -> Tensor:
     return states[torch.arange(len(states), device=states.device), last]
 
 
-def _pooler(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
+def _pooler(output: Any, _: Tensor | None) -> Tensor:
     pooled = getattr(output, "pooler_output", None)
     if pooled is None:
         raise invalid("pooling", "be one that the model has", "pooler", 'This model has none: take "mean" or "cls".')
     return pooled.flatten(1)
 
 
-POOLINGS = {"mean": _mean, "cls": _cls, "last": _last, "pooler": _pooler}
+POOLINGS: dict[str, Callable[[Any, Tensor | None], Tensor]] = {
+    "mean": _mean,
+    "cls": lambda output, _: output.last_hidden_state[:, 0],
+    "last": _last,
+    "pooler": _pooler,
+}
 
 
 class ImageTower(PixelTower):
@@ -326,7 +320,8 @@ def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
     other[0, 1] = next(token for token in range(tokenizer.vocabulary_size - 2, -1, -1) if token not in ends)
     with evaluating(model):
         outputs = [model(input_ids=one, attention_mask=mask) for one in (ids, other)]
-    states, pooled, last = ([pool(one, mask) for one in outputs] for pool in (_states, _pooler, _last))
+    states = [one.last_hidden_state for one in outputs]
+    pooled, last = ([pool(one, mask) for one in outputs] for pool in (_pooler, _last))
     causal = torch.equal(states[0][:, 0], states[1][:, 0])
     takes_one = pooled[0].shape == last[0].shape and bool((states[0] == pooled[0][:, None]).all(dim=2).any())
     return "last" if causal and takes_one and not all(map(torch.equal, pooled, last)) else "pooler"
@@ -342,10 +337,6 @@ def _sees_padding(tower: TextTower, tokenizer: Tokenizer) -> bool:
     return bool((padded - short).norm() > 1e-2 * padded.norm())
 
 
-def _states(output: Any, mask: Tensor | None) -> Tensor:  # noqa: ARG001
-    return output.last_hidden_state
-
-
 def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: Tokenizer) -> TowerPair:
     """The two towers and projections of a CLIP or SigLIP, with its own pooling."""
     model: Any = library.build()
@@ -355,13 +346,8 @@ def whole_model(library: Library, *, image_size: int, channels: int, tokenizer: 
     pooled = replace(library, pooling="pooler")
     image = image_tower(pooled, image_size=image_size, channels=channels, model=model.vision_model)
     text = text_tower(pooled, tokenizer=tokenizer, model=model.text_model)
-    trained = library.folder is not None
-    return TowerPair(
-        image=image,
-        text=text,
-        image_projection=getattr(model, "visual_projection", nn.Identity()),
-        text_projection=getattr(model, "text_projection", nn.Identity()),
-        scale=math.exp(model.logit_scale.item()) if trained else None,
-        bias=model.logit_bias.item() if trained and hasattr(model, "logit_bias") else None,
-        settings={"config": _plain(model.config), "mean": image.settings["mean"], "std": image.settings["std"]},
-    )
+    image_projection = getattr(model, "visual_projection", nn.Identity())
+    text_projection = getattr(model, "text_projection", nn.Identity())
+    settings = {"config": _plain(model.config), "mean": image.settings["mean"], "std": image.settings["std"]}
+    pair = TowerPair(image, text, image_projection, text_projection, settings)
+    return pair if library.folder is None else pair.with_scale_of(model)

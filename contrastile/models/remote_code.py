@@ -18,15 +18,9 @@ from contrastile._errors import invalid
 RULE = "ask for no code but that of torch and transformers"
 # entries that name modules, kernels, or a quantiser with kernels of its own
 CODE = {
-    "auto_map",
-    "compression_config",
-    "custom_generate",
-    "custom_pipelines",
-    "kernel_config",
-    "quantization_config",
-    "trust_remote_code",
-    "use_kernels",
-}
+    "auto_map", "compression_config", "custom_generate", "custom_pipelines", "kernel_config", "quantization_config",
+    "trust_remote_code", "use_kernels",
+}  # fmt: skip
 # implementations that torch and transformers ship, by the entry that selects one
 OWN = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
@@ -71,8 +65,8 @@ def _is_remote(key: str, value: Any, entries: Mapping[Any, Any]) -> bool:
 def _leaves(value: Any) -> Iterator[Any]:
     """The values of nested tables; an implementation may be given for each part of a model."""
     if isinstance(value, Mapping):
-        for part in value.values():
-            yield from _leaves(part)
+        for nested in value.values():
+            yield from _leaves(nested)
     else:
         yield value
 

@@ -1,8 +1,8 @@
 """Small towers for the demos, fast on two cores and sufficient for glyphs with their names and for code search.
 
-Below `towers.py` and `retriever.py`, which add the projection. Measured at equal training time: one residual block on
-the coarsest map learns more than two on different maps, and 4 × 4 positions more than 2 × 2 or one, because glyphs
-differ in where their strokes are.
+Below `towers.py`, which adds the projection. Measured at equal training time: one residual block on the coarsest map
+learns more than two on different maps, and 4 × 4 positions more than 2 × 2 or one, because glyphs differ in where their
+strokes are.
 """
 
 from __future__ import annotations

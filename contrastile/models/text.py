@@ -29,14 +29,9 @@ class Tokenizer(Protocol):
     """The interface that text towers and training need."""
 
     length: int
-
-    @property
-    def vocabulary_size(self) -> int:
-        """The number of different tokens."""
-
-    @property
-    def pad(self) -> int:
-        """The padding token."""
+    # the padding token, and the number of tokens, those for padding and other purposes included
+    pad: int
+    vocabulary_size: int
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask`, int64 `[B, length]`, by default its own; longer texts are truncated."""
@@ -63,25 +58,16 @@ class WordTokenizer:
         pad = padding.get("pad_id", self._engine.get_vocab().get(PAD))
         if pad is None:
             raise invalid("tokenizer", "have a padding token", "none", f"Add {PAD} to its words, or turn padding on.")
-        self._pad = int(pad)
-        self._engine.enable_padding(length=length, pad_id=self._pad, pad_token=padding.get("pad_token", PAD))
-
-    @property
-    def vocabulary_size(self) -> int:
-        """The number of tokens, `[PAD]` and `[UNK]` included."""
-        return int(self._engine.get_vocab_size())
-
-    @property
-    def pad(self) -> int:
-        """The padding token."""
-        return self._pad
+        self.pad, self.vocabulary_size = int(pad), int(self._engine.get_vocab_size())
+        self._engine.enable_padding(length=length, pad_id=self.pad, pad_token=padding.get("pad_token", PAD))
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
-        """`input_ids` and `attention_mask`, int64 `[B, length]`; longer texts are truncated."""
         encoded = self._engine.encode_batch(list(texts))
-        ids = torch.tensor([text.ids for text in encoded]).view(len(encoded), self.length)
-        mask = torch.tensor([text.attention_mask for text in encoded]).view(len(encoded), self.length)
-        return {"input_ids": ids[:, :length], "attention_mask": mask[:, :length]}
+        rows = {
+            "input_ids": [text.ids for text in encoded],
+            "attention_mask": [text.attention_mask for text in encoded],
+        }
+        return {name: torch.tensor(ids).view(len(encoded), self.length)[:, :length] for name, ids in rows.items()}
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, which includes the length."""
@@ -105,30 +91,15 @@ class FolderTokenizer:
         self._engine = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if self._engine.pad_token_id is None:
             raise invalid("tokenizer", "have a padding token", folder, "Set one and save the tokenizer again.")
-
-    @property
-    def vocabulary_size(self) -> int:
-        """The number of tokens, added ones included."""
-        return len(self._engine)
-
-    @property
-    def pad(self) -> int:
-        """The padding token."""
-        return int(self._engine.pad_token_id)
+        self.pad, self.vocabulary_size = int(self._engine.pad_token_id), len(self._engine)
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
-        """`input_ids` and `attention_mask`, int64 `[B, length]`; longer texts are truncated.
-
-        A model whose tokenizer returns no mask (SigLIP) was trained on its padding, so the mask is all ones.
-        """
+        """A model whose tokenizer returns no mask (SigLIP) was trained on its padding, so the mask is all ones."""
         options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
         with self._lock:
             encoded = self._engine(list(texts), max_length=length or self.length, **options)
-        mask = encoded.get("attention_mask")
-        return {
-            "input_ids": encoded["input_ids"],
-            "attention_mask": torch.ones_like(encoded["input_ids"]) if mask is None else mask,
-        }
+        ids, mask = encoded["input_ids"], encoded.get("attention_mask")
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
 
     def save(self, folder: Path) -> None:
         """Write the files of transformers, which include the length."""
@@ -179,11 +150,9 @@ def bpe_as_clip(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> st
     blanks = normalizers.Replace(Regex(r"\s+"), " ")
     engine.normalizer = normalizers.Sequence([normalizers.NFC(), *straight, blanks, normalizers.Lowercase()])
     words = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")
+    split = pre_tokenizers.Split(words, behavior="removed", invert=True)
     engine.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(words, behavior="removed", invert=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     ends = [(token, vocabulary[token]) for token in CLIP_ENDS]
     engine.post_processor = processors.TemplateProcessing(single=f"{begin} $A {end}", special_tokens=ends)
@@ -196,9 +165,17 @@ def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:
 
     `length` is the folder's own by default. Raises ValueError for a folder with no tokenizer, or a damaged one.
     """
+    serialised, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     # the libraries raise errors of many types, tokenizers a bare Exception
     try:
-        return _load(folder, length)
+        if config.is_file():
+            own = json.loads(config.read_text(encoding="utf-8")).get("model_max_length")
+            return FolderTokenizer(folder, length=_checked_length(length or own, folder))
+        if not serialised.is_file():
+            raise invalid("folder", "hold a tokenizer.json", folder, "Point to a run or to a saved tokenizer.")
+        text = serialised.read_text(encoding="utf-8")
+        own = (json.loads(text).get("truncation") or {}).get("max_length")
+        return WordTokenizer(text, length=_checked_length(length or own, folder))
     except Exception as error:
         # a sentence of ours
         if isinstance(error, ValueError) and str(error).startswith("`"):
@@ -206,18 +183,6 @@ def load_tokenizer(folder: Path, *, length: int | None = None) -> Tokenizer:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         got = f"{folder} ({reason})"
         raise invalid("tokenizer", "be one that can be read", got, "Restore or replace it.") from error
-
-
-def _load(folder: Path, length: int | None) -> Tokenizer:
-    serialised, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    if config.is_file():
-        own = json.loads(config.read_text(encoding="utf-8")).get("model_max_length")
-        return FolderTokenizer(folder, length=_checked_length(length or own, folder))
-    if not serialised.is_file():
-        raise invalid("folder", "hold a tokenizer.json", folder, "Point to a run or to a saved tokenizer.")
-    text = serialised.read_text(encoding="utf-8")
-    own = (json.loads(text).get("truncation") or {}).get("max_length")
-    return WordTokenizer(text, length=_checked_length(length or own, folder))
 
 
 def _checked_length(length: int | None, folder: Path) -> int:

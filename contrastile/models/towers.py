@@ -1,19 +1,22 @@
-"""The model of images and texts: two towers, their projections, and the scale and bias of the comparison.
+"""The two models: image and text towers with their projections, and the encoders of a retriever.
 
-Built from a recipe's settings. A tower is any module that maps its inputs to `[B, features]`: one of `small.py`, or one
-of the libraries transformers (`pretrained.py`), timm (`timm_tower.py`) and open_clip (`openclip.py`).
+Built from a recipe's settings; each has the scale of its comparison. A tower is any module that maps its inputs to
+`[B, features]`: one of `small.py`, or one of the libraries transformers (`pretrained.py`), timm and open_clip
+(`timm_openclip.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, whole_number
 from contrastile.models.base import (
     ProjectedTower,
     Settings,
@@ -22,13 +25,12 @@ from contrastile.models.base import (
     TowerPair,
     build_tower,
     completed,
+    eval_frozen,
 )
-from contrastile.models.freezing import eval_frozen
-from contrastile.models.openclip import OpenClip, openclip_image, openclip_text, openclip_whole
 from contrastile.models.pretrained import Library, image_tower, text_tower, whole_model
-from contrastile.models.small import ConvTower, WordsTower
+from contrastile.models.small import BagTower, ConvTower, WordsTower
 from contrastile.models.text import Tokenizer
-from contrastile.models.timm_tower import Timm, timm_tower
+from contrastile.models.timm_openclip import OpenClip, timm_tower
 
 
 class DualEncoder(nn.Module):
@@ -76,16 +78,10 @@ class Projected(ProjectedTower):
 
 
 SCALE = 1 / 0.07
-DEFAULTS: dict[str, Any] = {
-    "features": 256,
-    "image_size": 32,
-    "channels": 1,
-    "image": {"kind": "conv"},
-    "text": {"kind": "words"},
-    "both": None,
-    "scale": None,
-    "bias": None,
-}
+PAIR_DEFAULTS: dict[str, Any] = {
+    "features": 256, "image_size": 32, "channels": 1, "image": {"kind": "conv"}, "text": {"kind": "words"},
+    "both": None, "scale": None, "bias": None,
+}  # fmt: skip
 
 
 def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
@@ -101,78 +97,176 @@ def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
     >>> model.encode_text(**tokenizer.tokenise(["LETTER A", "LETTER B"])).shape
     torch.Size([2, 64])
     """
-    complete = completed(settings, DEFAULTS)
-    return (_build_separate if complete["both"] is None else _build_pair)(complete, tokenizer)
-
-
-def _build_separate(settings: Settings, tokenizer: Tokenizer) -> DualEncoder:
-    """One tower per side, each with a projection of its own."""
-    image = build_tower("image", IMAGE_TOWERS, settings, tokenizer)
-    text = build_tower("text", TEXT_TOWERS, settings, tokenizer)
+    complete = completed(settings, PAIR_DEFAULTS)
+    pair = (_separate_towers if complete["both"] is None else _whole_model)(complete, tokenizer)
     return DualEncoder(
-        Projected(image.module, nn.Linear(image.features, settings["features"], bias=False)),
-        Projected(text.module, nn.Linear(text.features, settings["features"], bias=False)),
-        scale=_first_given(settings["scale"], SCALE),
-        bias=settings["bias"],
-        settings={**settings, "image": image.settings, "text": text.settings},
+        Projected(pair.image.module, pair.image_projection),
+        Projected(pair.text.module, pair.text_projection),
+        scale=next(scale for scale in (complete["scale"], pair.scale, SCALE) if scale is not None),
+        bias=pair.bias if complete["bias"] is None else complete["bias"],
+        settings={**complete, **pair.settings},
     )
 
 
-def _build_pair(settings: Settings, tokenizer: Tokenizer) -> DualEncoder:
-    """Both towers of one model, with its scale and bias where the settings have none."""
+def _separate_towers(settings: Settings, tokenizer: Tokenizer) -> TowerPair:
+    """One tower per side, each with a projection of its own."""
+    image = build_tower("image", IMAGE_TOWERS, settings, tokenizer)
+    text = build_tower("text", TEXT_TOWERS, settings, tokenizer)
+    image_projection, text_projection = (
+        nn.Linear(tower.features, settings["features"], bias=False) for tower in (image, text)
+    )
+    return TowerPair(
+        image, text, image_projection, text_projection, settings={"image": image.settings, "text": text.settings}
+    )
+
+
+def _whole_model(settings: Settings, tokenizer: Tokenizer) -> TowerPair:
+    """Both towers of one model."""
     own = dict(settings["both"])
     kind = own.pop("kind", "transformers")
     if kind not in WHOLE:
         raise invalid("both.kind", f"be one of {', '.join(WHOLE)}", kind, "See the recipes for examples.")
     origin, build = WHOLE[kind]
     pair = build(origin(**own), **_image_input(settings), tokenizer=tokenizer)
-    return DualEncoder(
-        Projected(pair.image.module, pair.image_projection),
-        Projected(pair.text.module, pair.text_projection),
-        scale=_first_given(settings["scale"], pair.scale, SCALE),
-        bias=_first_given(settings["bias"], pair.bias, None),
-        settings={**settings, "both": {"kind": kind, **pair.settings}},
-    )
-
-
-def _first_given(*candidates: float | None) -> Any:
-    """The first candidate that is not None, else the last."""
-    return next((value for value in candidates if value is not None), candidates[-1])
+    return replace(pair, settings={"both": {"kind": kind, **pair.settings}})
 
 
 def _image_input(settings: Settings) -> dict[str, Any]:
     return {"image_size": settings["image_size"], "channels": settings["channels"]}
 
 
-def _conv(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    tower = ConvTower(channels=settings["channels"], **own)
+def small_tower(tower: ConvTower | WordsTower | BagTower, own: dict[str, Any]) -> Tower:
+    """A tower of `small.py` with its own settings."""
     return Tower(tower, tower.features, own)
-
-
-def words_tower(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    """The small text tower."""
-    tower = WordsTower(vocabulary=tokenizer.vocabulary_size, length=tokenizer.length, **own)
-    return Tower(tower, tower.features, own)
-
-
-def transformers_text(own: dict[str, Any], settings: Settings, tokenizer: Tokenizer) -> Tower:  # noqa: ARG001
-    """A text tower of the library transformers."""
-    return text_tower(Library(**own), tokenizer=tokenizer)
 
 
 IMAGE_TOWERS: dict[str, TowerBuilder] = {
-    "conv": _conv,
+    "conv": lambda own, settings, _: small_tower(ConvTower(channels=settings["channels"], **own), own),
     "transformers": lambda own, settings, _: image_tower(Library(**own), **_image_input(settings)),
-    "timm": lambda own, settings, _: timm_tower(Timm(**own), **_image_input(settings)),
-    "open_clip": lambda own, settings, _: openclip_image(OpenClip(**own), **_image_input(settings)),
+    "timm": lambda own, settings, _: timm_tower(**own, **_image_input(settings)),
+    "open_clip": lambda own, settings, _: OpenClip(**own).image(**_image_input(settings)),
 }
 TEXT_TOWERS: dict[str, TowerBuilder] = {
-    "words": words_tower,
-    "transformers": transformers_text,
-    "open_clip": lambda own, _, tokenizer: openclip_text(OpenClip(**own), tokenizer=tokenizer),
+    "words": lambda own, _, tokenizer: small_tower(
+        WordsTower(vocabulary=tokenizer.vocabulary_size, length=tokenizer.length, **own), own
+    ),
+    "transformers": lambda own, _, tokenizer: text_tower(Library(**own), tokenizer=tokenizer),
+    "open_clip": lambda own, _, tokenizer: OpenClip(**own).text(tokenizer=tokenizer),
 }
 # the settings of a model with both towers, and the function that builds its towers
 WHOLE: dict[str, tuple[Callable[..., Any], Callable[..., TowerPair]]] = {
     "transformers": (Library, whole_model),
-    "open_clip": (OpenClip, openclip_whole),
+    "open_clip": (OpenClip, OpenClip.pair),
 }
+
+
+class Retriever(nn.Module):
+    """Features of queries and of passages, not normalised, and the scale of their comparison.
+
+    `logit_scale` is the logarithm of the scale, shape `[]`. `features`: their number. `build_retriever(settings)`
+    rebuilds the same shapes without any folder.
+    """
+
+    def __init__(self, encoders: Mapping[str, nn.Module], *, features: int, settings: dict[str, Any]) -> None:
+        super().__init__()
+        scale = settings["scale"]
+        if not scale > 0:
+            raise invalid("scale", "be above 0", scale, "Dot products have a scale of 1, cosines one of about 20.")
+        # "both", or "query" and "passage"
+        self.encoders = nn.ModuleDict(dict(encoders))
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(scale)), requires_grad=settings["learn_scale"])
+        self.normalise: bool = settings["normalise"]
+        self.features, self.settings = features, settings
+
+    def encode_query(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Tokens `[B, L]` to features `[B, D]`."""
+        return self._encode("query", input_ids, attention_mask)
+
+    def encode_passage(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Tokens `[B, L]` to features `[B, D]`."""
+        return self._encode("passage", input_ids, attention_mask)
+
+    def _encode(self, side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        encoder = self.encoders[side if side in self.encoders else "both"]
+        if attention_mask.is_cuda:
+            # reading the mask would synchronise with the GPU; `encode` has trimmed the tokens before the transfer
+            return encoder(input_ids, attention_mask)
+        # trim columns of padding, which cost as much as tokens
+        longest = max(int(attention_mask.sum(dim=1).max()), 1)
+        return encoder(input_ids[:, :longest], attention_mask[:, :longest])
+
+    def comparable(self, features: Tensor, dimensions: int | None = None) -> Tensor:
+        """Features as they are compared: float32, the first `dimensions`, of length 1 where `normalise` is set.
+
+        Raises ValueError for more dimensions than there are features.
+        """
+        if dimensions is not None:
+            most, remedy = features.shape[1], "The first so many are kept."
+            rule = f"be between 1 and the {most} features"
+            dimensions = whole_number("dimensions", dimensions, 1, remedy, rule=rule, most=most)
+        features = features[:, :dimensions].float()
+        return F.normalize(features, dim=-1) if self.normalise else features
+
+
+RETRIEVER_DEFAULTS: dict[str, Any] = {
+    "both": None, "query": None, "passage": None, "features": None, "normalise": True, "lora": None, "scale": 20.0,
+    "learn_scale": False,
+}  # fmt: skip
+
+
+def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
+    """The encoders that `settings` describe, with random weights or those of the local folders that they name.
+
+    `both`, or `query` and `passage`: a table each, its `kind` one of `ENCODERS`, the rest that encoder's own settings.
+    `features`: the size to project to, None for the encoder's own. `lora`: rank, alpha, dropout, targets of adapters.
+
+    >>> from contrastile.models.text import train_tokenizer
+    >>> tokenizer = train_tokenizer(["bracket the minimum of a function"], kind="bpe", length=8)
+    >>> model = build_retriever({"both": {"kind": "words", "width": 16}, "features": 8}, tokenizer=tokenizer)
+    >>> model.encode_query(**tokenizer.tokenise(["a minimum", "a function"])).shape
+    torch.Size([2, 8])
+    """
+    complete = completed(settings, RETRIEVER_DEFAULTS)
+    sides = [side for side in ("both", "query", "passage") if complete[side] is not None]
+    if sides not in (["both"], ["query", "passage"]):
+        remedy = "One encoder for both sides, or one for each."
+        raise invalid("settings", "have both, or query and passage", ", ".join(sides) or "none", remedy)
+    towers: dict[str, Tower] = {}
+    for side in sides:
+        towers[side] = build_tower(side, ENCODERS, complete, tokenizer)
+        if complete["lora"] is not None:
+            add_adapters(towers[side].module, **complete["lora"])
+    common = complete["features"]
+    sizes = {common or tower.features for tower in towers.values()}
+    if len(sizes) > 1:
+        raise invalid("features", "be given for encoders of unequal sizes", sorted(sizes), "Set model.features.")
+    encoders = {side: tower.module for side, tower in towers.items()}
+    if common is not None:
+        projections = {side: nn.Linear(tower.features, common, bias=False) for side, tower in towers.items()}
+        encoders = {side: ProjectedTower(encoder, projections[side]) for side, encoder in encoders.items()}
+    rebuilding = {**complete, **{side: tower.settings for side, tower in towers.items()}}
+    return Retriever(encoders, features=sizes.pop(), settings=rebuilding)
+
+
+ENCODERS: dict[str, TowerBuilder] = {
+    "bag": lambda own, _, tokenizer: small_tower(BagTower(vocabulary=tokenizer.vocabulary_size, **own), own),
+    "words": TEXT_TOWERS["words"],
+    "transformers": TEXT_TOWERS["transformers"],
+}
+
+
+def add_adapters(module: nn.Module, *, rank: int, alpha: float, dropout: float, targets: tuple[str, ...]) -> None:
+    """Freeze `module` and add low-rank adapters to its layers whose names end in one of `targets` (Hu et al. 2021).
+
+    A layer W x becomes W x + alpha / rank · B A x; only A and B are trained.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets))
+    try:
+        inject_adapter_in_model(config, module)
+    except ValueError as error:
+        layers = (name for name, layer in module.named_modules() if isinstance(layer, nn.Linear))
+        names = sorted({name.rpartition(".")[2] for name in layers})
+        remedy = f"This encoder has {', '.join(names)}."
+        raise invalid("lora.targets", "be layers of the encoder", ", ".join(targets), remedy) from error

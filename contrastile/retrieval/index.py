@@ -1,7 +1,7 @@
 """An index: the features of all passages of a corpus on disk, and exact search over them.
 
-Stands after a retriever's training: `contrastile encode` writes an index, `contrastile search` reads it. An index is a
-folder of shards, each written completely or not at all: `00000.npy` holds the features in float16 and is memory-mapped,
+Stands after a retriever's training: the bodies of `contrastile encode` and `contrastile search`. An index is a folder
+of shards, each written completely or not at all: `00000.npy` holds the features in float16 and is memory-mapped,
 `00000.ids` one id per line, `00000.jsonl` the passages, `00000.offsets.npy` the byte at which each of their lines
 begins. `index.json` lists the finished shards with checksums, so that an interrupted call is continued after the last
 of them, once features and passages are verified to be the same.
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
-from itertools import islice
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid, whole_number
+from contrastile.data.passages import read_passages
+from contrastile.data.skipped import SkipCounter
 from contrastile.data.texts import Passage
-from contrastile.evaluate.topk import topk
+from contrastile.evaluate.retrieval import topk
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder
-from contrastile.train.retriever.batches import passage_tokens
-from contrastile.train.retriever.run import RetrieverRun
+from contrastile.train.retriever.batches import open_run_texts, passage_tokens
+from contrastile.train.retriever.run import RetrieverRun, load_retriever
 
 FORMAT = 2
 
@@ -34,6 +37,39 @@ FORMAT = 2
 def run_checksums(run_folder: RunFolder) -> dict[str, str]:
     """Checksums of the files that decide a run's features: its weights, and the recipe with prefixes and lengths."""
     return {name: run_folder.checksum(name) for name in (WEIGHTS, RECIPE)}
+
+
+def encode_source(
+    folder: RunFolder,
+    corpus: str | None,
+    out: Path,
+    *,
+    shard: int,
+    dimensions: int | None,
+    device: str,
+    bad_rows: float | None = None,
+) -> Index:
+    """The index of `corpus`, or of the run's own passages where it is None.
+
+    `bad_rows`: the share of unusable rows that is allowed, the recipe's by default.
+    """
+    run = load_retriever(folder.path, device=device)
+    if corpus is None:
+        passages: Iterable[Passage] = open_run_texts(run.recipe).passages
+        name = run.recipe.data.source
+    else:
+        passages = _read_passages(Path(corpus), run.recipe.data.bad_rows if bad_rows is None else bad_rows)
+        name = str(Path(corpus).resolve())
+    made_by = run_checksums(folder)
+    return encode_corpus(run, passages, out, corpus=name, made_by=made_by, shard=shard, dimensions=dimensions)
+
+
+def _read_passages(source: Path, bad_rows: float) -> Iterator[Passage]:
+    if not source.exists():
+        raise invalid("corpus", "be a file or folder", f'"{source}"', "Check its path.")
+    tally = SkipCounter()
+    yield from read_passages(source, tally)
+    tally.close(source, bad_rows, allowed_by="--bad-rows")
 
 
 def encode_corpus(
@@ -170,49 +206,45 @@ class Index:
             return Passage(**json.loads(file.readline()))
 
 
-class TorchSearch:
+def _torch_search(shards: Sequence[Any]) -> SearchEngine:
     """Search shard by shard in tiles; among equal scores the passage of the lower row comes first."""
+    starts = accumulate(map(len, shards[:-1]), initial=0)
+    numbered = list(zip(starts, shards, strict=True))
 
-    def __init__(self, shards: Sequence[Any]) -> None:
-        self._shards = shards
-
-    def __call__(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Scores and rows of the `k` best passages, `[n, k]`."""
+    def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         scores = queries.new_empty((len(queries), 0), dtype=torch.float32)
         rows = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
-        for start, features in self._shards_on(queries.device):
-            shard_scores, shard_rows = topk(queries, features, min(k, len(features)))
+        for start, shard in numbered:
+            # a copy, because torch warns about tensors over read-only memory; a shard has 65,536 rows by default
+            features = torch.from_numpy(np.array(shard)).to(queries.device)
+            shard_scores, shard_rows = topk(queries, features, min(k, len(shard)))
             scores, rows = torch.cat([scores, shard_scores], dim=1), torch.cat([rows, shard_rows + start], dim=1)
             order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
             scores, rows = scores.gather(1, order), rows.gather(1, order)
         return scores, rows
 
-    def _shards_on(self, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-        start = 0
-        for shard in self._shards:
-            # a copy, because torch warns about tensors over read-only memory; a shard has 65,536 rows by default
-            yield start, torch.from_numpy(np.array(shard)).to(device)
-            start += len(shard)
+    return search
 
 
-class FaissSearch:
+def _faiss_search(shards: Sequence[Any]) -> SearchEngine:
     """Search in one flat faiss index of float16 on the CPU."""
+    import faiss
 
-    def __init__(self, shards: Sequence[Any]) -> None:
-        import faiss
+    width = int(shards[0].shape[1])
+    index = faiss.IndexScalarQuantizer(width, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT)
+    for shard in shards:
+        index.add(np.asarray(shard, dtype=np.float32))
 
-        width = int(shards[0].shape[1])
-        self._index = faiss.IndexScalarQuantizer(width, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT)
-        for shard in shards:
-            self._index.add(np.asarray(shard, dtype=np.float32))
-
-    def __call__(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Scores and rows of the `k` best passages, `[n, k]`."""
-        scores, rows = self._index.search(queries.float().cpu().numpy(), k)
+    def search(queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        scores, rows = index.search(queries.float().cpu().numpy(), k)
         return torch.from_numpy(scores).to(queries.device), torch.from_numpy(rows).to(queries.device)
 
+    return search
 
-ENGINES: dict[str, Any] = {"torch": TorchSearch, "faiss": FaissSearch}
+
+# scores float32 and rows int64 of the k best passages of each query, both [n, k]
+SearchEngine = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+ENGINES: dict[str, Callable[[Sequence[Any]], SearchEngine]] = {"torch": _torch_search, "faiss": _faiss_search}
 
 
 def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch") -> Index:
@@ -222,3 +254,31 @@ def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch") -
         remedy = f"Encode the corpus again: contrastile encode {folder.path}"
         raise invalid("index", "be made by this run", f'"{index}", made by another', remedy)
     return opened
+
+
+@dataclass(frozen=True)
+class Search:
+    """A retriever and an index of its features."""
+
+    run: RetrieverRun
+    index: Index
+
+    def results_text(self, question: str, k: int, *, lines: int) -> str:
+        """The `k` best passages for a terminal: score, name, source, and the first `lines` lines of each."""
+        features = self.run.encode_query([question], dimensions=self.index.dimensions)
+        scores, rows = self.index.search(features, k)
+        blocks = []
+        for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
+            passage = self.index[row]
+            name = f"{passage.title} ({passage.id})" if passage.title else passage.id
+            source = f"\n        {passage.source}" if passage.source else ""
+            text = passage.text.splitlines()
+            body = [textwrap.shorten(line, 160) if len(line) > 160 else line for line in text[:lines]]
+            joined = "\n".join([*body, "…"] if len(text) > lines else body)
+            blocks.append(f"{score:6.3f}  {name}{source}\n{textwrap.indent(joined, ' ' * 10)}")
+        return "\n\n".join(blocks)
+
+
+def open_search(folder: RunFolder, index: Path, *, engine: str = "torch", device: str = "auto") -> Search:
+    """A run with its index; raises ValueError where another run, or other weights, made the index."""
+    return Search(index=open_index(folder, index, engine=engine), run=load_retriever(folder.path, device=device))

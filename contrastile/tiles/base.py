@@ -68,6 +68,10 @@ class ForwardResult(NamedTuple):
     coefficients: list[Tensor]
 
 
+# of a strip's results, its rows first, and its place among the rows: ∂(loss)/∂(loss of each row) of each direction
+Weigh = Callable[[Sequence[Finished], slice], Sequence[Tensor]]
+
+
 class Accumulated(NamedTuple):
     """Gradient sums of a backward, all without the factor `scale`."""
 
@@ -127,6 +131,20 @@ class Tiles(ABC):
         Returns Σ_ij g_ij, and behind it Σ_ij g_ij · ⟨q_i, k_j⟩ where `sums_products`. For a learned score its
         derivatives stand in place of k_j and q_i, and its parameters' gradients follow the two sums (`scored.py`).
         """
+
+    def strip(self, rows: Shard, cols: Shard) -> int:
+        """Rows of a strip over all columns whose loss and gradient come from one product; 0 where that is not done."""
+        del rows, cols
+        return 0
+
+    def strips(
+        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh
+    ) -> tuple[list[list[Finished]], Tensor]:
+        """Add the gradients of all pairs to u and v, strip by strip, as `backward`: 6·N·M·D operations with the loss.
+
+        Returns what the loss finished of each strip, rows first, and the sums of `backward`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from contrastile._types import accumulator
-from contrastile.losses.base import PairLoss, Shard, Tile, fill, mark, target
-from contrastile.tiles.base import InFlight, Tiles
+from contrastile.losses.base import Finished, PairLoss, Shard, Tile, changed, fill, mark, target
+from contrastile.tiles.base import InFlight, Tiles, Weigh
 
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
 # a tile, its exponentials, its gradient, one temporary, and the masks
 TILES_HELD = 5
+# rows of a strip over all columns on a CPU: products of fewer are slow, and two sweeps as fast as those of the fewest
+STRIP_CPU, LEAST_STRIP = 512, 32
 
 
 @dataclass
@@ -51,6 +53,41 @@ class Eager(Tiles):
         sums = self.no_pairs()
         self._sweep(rows, cols, None if row_stats is None else [row_stats, None], u, v, sums)
         return sums
+
+    def strip(self, rows: Shard, cols: Shard) -> int:
+        return self._height(len(rows), len(cols), rows.features.dtype)
+
+    def _height(self, N: int, M: int, dtype: torch.dtype) -> int:
+        side = self._side(dtype)
+        if max(N, M) <= side:
+            return N * (M > 0)
+        if self.loss.symmetric:
+            # the columns have their statistics only after all rows
+            return 0
+        fit = self.workspace // (TILES_HELD * self.scale.dtype.itemsize * M)
+        height = min(N, fit, STRIP_CPU if self.scale.device.type == "cpu" else side)
+        return height if height >= LEAST_STRIP else 0
+
+    def strips(
+        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, weigh: Weigh
+    ) -> tuple[list[list[Finished]], Tensor]:
+        height, sums, finished = self.strip(rows, cols), self.no_pairs(), []
+        room = self.scale.new_empty(height * len(cols))
+        for along, strip in self._tiles(rows, height):
+            x, graph = self._logits(strip, cols, room, with_graph=True)
+            tile = self._tile(x, strip, cols)
+            # the statistics use their tile up
+            ends = [self.loss.finish(side) for side in self.loss.absorb(tile._replace(x=x.clone()))]
+            coefficients = weigh(ends, along)
+            sides = [
+                changed(side, state=end.state, coefficient=coefficient)
+                for side, end, coefficient in zip((strip, cols), ends, coefficients, strict=False)
+            ]
+            strip, met = (*sides, cols)[:2]
+            g_IJ = self.loss.pair_grad(tile, strip, met)
+            self._propagate(g_IJ, graph, strip, met, None if u is None else u[along], v, sums)
+            finished.append(ends)
+        return finished, sums
 
     def _sweep(
         self,
@@ -122,7 +159,8 @@ class Eager(Tiles):
 
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         side = self._side(dtype)
-        rows, cols = min(N, side), min(M, side)
+        height = self._height(N, M, dtype)
+        rows, cols = (height, M) if height else (min(N, side), min(M, side))
         return accumulator(dtype).itemsize * (TILES_HELD * rows * cols + 2 * (rows + cols) * D)
 
     def _tile(self, x: Tensor, rows: Shard, cols: Shard) -> Tile:

@@ -28,11 +28,16 @@ from torch.nn.parallel import DistributedDataParallel
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
 from contrastile._types import accumulator
-from contrastile.gradcache.introspect import graph_leaves, has_other_path
+from contrastile.gradcache.introspect import (
+    graph_leaves,
+    has_other_path,
+    refusing_batch_norm,
+    refusing_changes,
+    refusing_state,
+)
 from contrastile.gradcache.memory import as_written, footprint
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, silent
-from contrastile.gradcache.refusals import refusing_batch_norm, refusing_changes, refusing_state
-from contrastile.gradcache.rng import ProcessGenerator, RandomState, begin_random, own_generators
+from contrastile.gradcache.rng import RandomState, begin_random, own_generators
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import Accumulated, InFlight, as_given
 from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD, Eager
@@ -112,7 +117,7 @@ class Scorer:
     # what is computed without a graph may differ: statistics then come from scores with one
     other_path: bool
     # beside torch's generators, those that it draws from
-    process: tuple[ProcessGenerator, ...] = ()
+    process: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]]) -> Scorer:
@@ -241,6 +246,11 @@ class Scored(Eager):
         # features may be anything: whatever is not finite shows in the scores
         del rows, cols
         return self.scale * 0
+
+    def strip(self, rows: Shard, cols: Shard) -> int:
+        # scores with their graph take more memory than tiles of products
+        del rows, cols
+        return 0
 
     def no_pairs(self) -> Tensor:
         return self.scale.new_zeros(2 + sum(parameter.numel() for parameter in self.scorer.parameters))

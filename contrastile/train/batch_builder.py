@@ -32,8 +32,8 @@ from contrastile.data.registry import open_pairs
 from contrastile.data.skipped import check_bad
 from contrastile.data.stream import Stream
 from contrastile.gradcache.encode import encode
-from contrastile.models.openclip import clip_tokenizer
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
+from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.offload import free_memory
 from contrastile.train.config import Recipe
 from contrastile.train.config.towers import TokenizerSettings

@@ -28,8 +28,7 @@ from contrastile.data.loader import read_chunks
 from contrastile.data.pairs import Images, Indices, PairSet
 from contrastile.data.skipped import counted
 from contrastile.distributed import collectives, consistency
-from contrastile.evaluate.retrieval import both_ways, chance, chance_among, recall
-from contrastile.evaluate.zeroshot import class_features, classified
+from contrastile.evaluate.retrieval import both_ways, chance, chance_among, class_features, classified, recall
 from contrastile.models.base import evaluating
 from contrastile.offload import settle
 from contrastile.train.config.evaluate import EvaluateSettings, RetrievalSettings, ZeroShotSettings

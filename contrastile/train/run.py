@@ -22,8 +22,7 @@ from contrastile._errors import invalid
 from contrastile.data.images import squared
 from contrastile.data.pairs import PairSet
 from contrastile.gradcache.encode import encode
-from contrastile.models.activation_checkpointing import checkpoint_activations
-from contrastile.models.freezing import freeze
+from contrastile.models.base import checkpoint_activations, freeze
 from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.models.towers import DualEncoder, build_model
 from contrastile.train.config import AnyRecipe, Recipe

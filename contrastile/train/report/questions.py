@@ -15,8 +15,7 @@ import numpy as np
 
 from contrastile.data.bm25 import WORD, words
 from contrastile.data.texts import Passage, Query, TextSet
-from contrastile.evaluate.answer_recall import has_answer
-from contrastile.evaluate.trec import write_judgements, write_run
+from contrastile.evaluate.ranking import has_answer, write_judgements, write_run
 from contrastile.train.folder import EVALUATION, QUESTIONS, RunFolder
 from contrastile.train.report.page import Samples, Wording, counted, percent, stored_samples, table_text, write_report
 from contrastile.train.retriever.batches import TokenStore

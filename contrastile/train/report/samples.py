@@ -13,7 +13,7 @@ import io
 import numpy as np
 
 from contrastile.data.pairs import Images, Indices, PairSet
-from contrastile.evaluate.topk import topk
+from contrastile.evaluate.retrieval import topk
 from contrastile.train.evaluation import PARTS, Encoded, HeldOut
 from contrastile.train.report.page import Samples
 

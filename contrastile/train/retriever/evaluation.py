@@ -19,10 +19,8 @@ from contrastile._errors import invalid
 from contrastile.data.bm25 import BM25
 from contrastile.data.pairs import Indices
 from contrastile.data.texts import Passage, TextSet
-from contrastile.evaluate.answer_recall import answer_recall
-from contrastile.evaluate.ranking import means, measure
-from contrastile.evaluate.retrieval import Right, recall_where
-from contrastile.evaluate.topk import topk
+from contrastile.evaluate.ranking import answer_recall, means, measure
+from contrastile.evaluate.retrieval import Right, recall_where, topk
 from contrastile.train.log import progress
 from contrastile.train.retriever.batches import TextMaterials, TokenStore
 from contrastile.train.retriever.config import RetrieverRecipe

@@ -20,8 +20,8 @@ from contrastile.data.pairs import silent
 from contrastile.data.texts import Passage
 from contrastile.gradcache.encode import encode
 from contrastile.models.base import evaluating
-from contrastile.models.retriever import Retriever, build_retriever
 from contrastile.models.text import Tokenizer, load_tokenizer
+from contrastile.models.towers import Retriever, build_retriever
 from contrastile.train.folder import RECIPE, finished_run
 from contrastile.train.loaded import LoadedRun
 from contrastile.train.log import progress

@@ -1,0 +1,68 @@
+"""Options that several verbs have, and their checks before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+from contrastile._errors import invalid
+
+if TYPE_CHECKING:
+    from contrastile.train.folder import RunFolder
+
+UNITS = {"": 1, "k": 2**10, "M": 2**20, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+OVERRIDES: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "key=value"}
+DEFAULT = "Leave it out for the default."
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+
+
+def flag(name: str) -> str:
+    return name if name.startswith("-") else f"--{name.replace('_', '-')}"
+
+
+def at_least(name: str, number: int | None, least: int = 1, reason: str = DEFAULT) -> None:
+    """Raise ValueError for a number of this option that is too small."""
+    if number is not None and number < least:
+        raise invalid(flag(name), f"be at least {least}", number, reason)
+
+
+def number(name: str, text: str) -> int:
+    """Return a size written with a unit.
+
+    >>> number("sizes", "64k"), number("workspace", "2GiB")
+    (65536, 2147483648)
+    """
+    digits = text.rstrip("kMGKiB")
+    unit = text[len(digits) :]
+    if not digits.isdecimal() or int(digits) == 0 or unit not in UNITS:
+        remedy = "Such as 4096, 64k, 1M, 192MiB or 2GiB."
+        raise invalid(name, "be whole numbers above 0, perhaps with a unit", repr(text), remedy)
+    return int(digits) * UNITS[unit]
+
+
+def check_bad_rows(fraction: float | None) -> None:
+    """Raise ValueError where --bad-rows is no fraction of rows."""
+    if fraction is not None and not 0 <= fraction < 1:
+        raise invalid("--bad-rows", "be a share from 0 to below 1", fraction, "0.01 is one row of a hundred.")
+
+
+def check_source(name: str, path: str | None) -> None:
+    """Raise ValueError where a file or folder of texts is missing."""
+    if path is not None and not os.path.exists(path):
+        raise invalid(name, "be a file or folder", f'"{path}"', "Check its path.")
+
+
+def finished_retriever(run: str, device: str) -> RunFolder:
+    """Return the folder of a retriever's finished run, after a check of the device."""
+    from contrastile.train.config.base import known_device
+    from contrastile.train.folder import RECIPE, finished_run
+    from contrastile.train.recipe import load_retriever_recipe
+
+    known_device(device)
+    folder = finished_run(run)
+    load_retriever_recipe(folder / RECIPE, files=False)
+    return folder

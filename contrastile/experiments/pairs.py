@@ -1,0 +1,277 @@
+"""Studies of images and texts: tables and figures of the papers on a recipe's own pairs.
+
+Studies of `sweep.py`. `FourWays` is table 1 of the gradient cache's paper (Gao et al. 2021): four ways to spend the
+memory of one sub-batch. `Losses` is table 3 of the Inf-CL paper (Cheng et al. 2024): one loss computed in five ways.
+`BatchSizes` is its figure 5 and appendix A.3: accuracy against batch size.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from contrastile.experiments.arguments import RATES, large_and_small
+from contrastile.experiments.results import Result, by_labels, markdown, mean_cost, measures_of, seeds_of, spread
+from contrastile.experiments.sweep import Study, Trial
+from contrastile.train.batch_builder import DataBundle
+from contrastile.train.folder import RunFolder
+from contrastile.train.report.figures import COLOURS, as_svg
+from contrastile.train.run import choose_device
+
+# a run of so many examples is ended by the clock alone
+ENDLESS = 10**12
+BUDGETS = ("examples", "time")
+MEMORY_WAYS = ("sequential", "accumulated", "cached", "schedule")
+# of each way the exchange, and the computation of a block; the first way is the baseline
+LOSS_WAYS = {
+    "dense": ("replicate", "dense"),
+    "OpenCLIP local": ("gather", "dense"),
+    "gather": ("gather", "tiles"),
+    "ring": ("ring", "dense"),
+    "tiled": ("ring", "tiles"),
+}
+BASELINE = "dense"
+# points of recall; a difference is shown to be none by an interval narrower than this either way
+NARROW = 1.0
+FIGURE = "compare.svg"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FourWays(Study):
+    """Sequential, accumulated and cached batches, and the recipe's schedule, for equal examples and equal time.
+
+    Each way is trained twice: for equal examples, and for the time that the sequential way took.
+    """
+
+    title = "the same memory in four ways"
+
+    def ways(self) -> dict[str, dict[str, Any]]:
+        """Overrides of `[train]`: the small batch is a sub-batch of images, the large one the recipe's largest."""
+        large, small = large_and_small(self.recipe)
+        batches = {
+            "sequential": (((0.0, small),), 1),
+            "accumulated": (((0.0, large),), -(-large // small)),
+            "cached": (((0.0, large),), 1),
+            "schedule": (self.recipe.train.batch, 1),
+        }
+        # retain = 1 keeps the activations of one sub-batch, even where the recipe has room for more
+        return {
+            way: {"batch": batch, "accumulate": count, "epochs": None, "retain": 1}
+            for way, (batch, count) in batches.items()
+        }
+
+    def trials(self, data: DataBundle) -> list[Trial]:
+        lengths = {"examples": self.examples(data), "time": ENDLESS}
+        return [
+            Trial(
+                {"budget": budget, "way": way}, seed, {"train": {**train, "examples": lengths[budget], "minutes": None}}
+            )
+            for budget in BUDGETS
+            for way, train in self.ways().items()
+            for seed in self.all_seeds
+        ]
+
+    def ready(self, trial: Trial, results: Sequence[Result]) -> Trial:
+        """Equal time is the mean over the seeds of the sequential way."""
+        if trial.labels["budget"] == "examples":
+            return trial
+        sequential = by_labels(results)["examples", "sequential"]
+        minutes = statistics.mean(result.costs["seconds"] for result in sequential) / 60
+        return replace(trial, overrides={"train": {**trial.overrides["train"], "minutes": minutes}})
+
+    def order(self, result: Result) -> tuple[int, int, int | None]:
+        return BUDGETS.index(result.labels["budget"]), MEMORY_WAYS.index(result.labels["way"]), result.seed
+
+    def table(self, results: Sequence[Result]) -> str:
+        tests = measures_of(results)
+        costs = ("steps", "examples", "seconds")
+        rows = [
+            [*labels, *(mean_cost(group, name) for name in costs), *(spread(group, test) for test in tests)]
+            for labels, group in by_labels(results).items()
+        ]
+        return markdown(["equal", "way", "steps", "pairs", "seconds", *(f"{test}, @1" for test in tests)], rows)
+
+    def introduction(self, results: Sequence[Result]) -> str:
+        large, small = large_and_small(self.recipe)
+        return f"""\
+Every way keeps the activations of one sub-batch of {small}. *Sequential*: batches of that size. *Accumulated*: large
+batches of {large:,} in parts of that size, each with its own negatives only. *Cached*: the same large batches with all
+their negatives, by the gradient cache. *Schedule*: the recipe's own. Learning rate and everything else are the
+recipe's. Equal time: the mean time of the sequential way. Mean and standard deviation over {seeds_of(results)}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses(Study):
+    """Every way with every seed, seed by seed, on several ranks.
+
+    All ways are exact: runs of equal seed differ by rounding only, and the table shows how far rounding grows over a
+    run. Differences are taken seed by seed.
+    """
+
+    suffix = "losses"
+    title = "one loss in five ways"
+
+    def trials(self, _data: Any) -> list[Trial]:
+        """Exchange and backend of the loss are overridden; tiles are fused kernels where they can be."""
+        fused = choose_device(self.recipe.device).type == "cuda" and self.recipe.train.precision != "float64"
+        backends = {"dense": "dense", "tiles": "triton" if fused else "eager"}
+        unlimited = {"train": {"minutes": None}}
+        return [
+            Trial({"way": way}, seed, {"loss": {"exchange": exchange, "backend": backends[block]}, **unlimited})
+            for seed, (way, (exchange, block)) in product(self.all_seeds, LOSS_WAYS.items())
+        ]
+
+    def order(self, result: Result) -> tuple[int | None, int]:
+        return result.seed, [*LOSS_WAYS].index(result.labels["way"])
+
+    def table(self, results: Sequence[Result]) -> str:
+        """Recall at 1 of every way over the seeds, and its difference from the baseline in points."""
+        tests, groups = measures_of(results), by_labels(results)
+        columns = (head for test in tests for head in (f"{test}, @1", f"from {BASELINE}, points"))
+        heads = ["way", "exchange", "block", "seconds", *columns]
+        rows = [
+            [way, *words, mean_cost(groups[way,], "seconds"),
+             *(cell for test in tests for cell in (spread(groups[way,], test), _gap(results, way, test)))]
+            for way, words in LOSS_WAYS.items()
+            if (way,) in groups
+        ]  # fmt: skip
+        return markdown(heads, rows)
+
+    def introduction(self, results: Sequence[Result]) -> str:
+        batches = ", ".join(f"{batch:,}" for _, batch in self.recipe.train.batch)
+        return f"""\
+Batches of {batches} pairs on {self.ranks} ranks, {results[0].costs["examples"]:,} pairs a run, {seeds_of(results)};
+recall at 1, mean and standard deviation. *Dense* is CLIP's: every rank has all features and computes the whole matrix.
+*OpenCLIP local*: its own rows against all columns, with gathered gradients. *Gather*: the same in tiles. *Ring*:
+columns travel, blocks are dense. *Tiled*: columns travel, blocks in tiles, Inf-CL's way. Differences from {BASELINE}
+are taken seed by seed, mean and 95 % interval in points; (!) where 0 lies outside or the interval is wider than
+{NARROW:g} point either way."""
+
+
+def _gap(results: Sequence[Result], way: str, test: str) -> str:
+    gap = difference(results, way, test) if way != BASELINE else None
+    return f"{gap[0]:+.2f} ± {gap[1]:.2f}{'' if negligible(*gap) else ' (!)'}" if gap else ""
+
+
+def difference(results: Sequence[Result], way: str, test: str) -> tuple[float, float] | None:
+    """Return the mean difference from the baseline in points, and half the width of its 95 % interval.
+
+    mean ± t · s / √n, with t of n − 1 degrees of freedom, over the n seeds that both have; None for fewer than two.
+    """
+    from scipy.stats import t  # type: ignore[import-untyped]
+
+    recalls = {(one.labels["way"], one.seed): one.measures[test] for one in results if test in one.measures}
+    seeds = [seed for name, seed in recalls if name == way and (BASELINE, seed) in recalls]
+    gaps = [100 * (recalls[way, seed] - recalls[BASELINE, seed]) for seed in seeds]
+    if len(gaps) < 2:
+        return None
+    return statistics.mean(gaps), float(t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+
+
+def negligible(mean: float, half: float) -> bool:
+    """Return True where 0 lies in the interval, and the interval is narrow."""
+    return abs(mean) <= half < NARROW or mean == half == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizes(Study):
+    """Every batch size on every share of the pairs by every rule of the learning rate, for equal examples."""
+
+    batches: Sequence[int]
+    shares: Sequence[float] = (1.0,)
+    rates: Sequence[str] = ("fixed",)
+    suffix = "batches"
+    title = "accuracy against batch size"
+
+    def trials(self, data: DataBundle) -> list[Trial]:
+        """Seed by seed, and the longest first; at the smallest batch all rules are the same."""
+        examples, smallest = self.examples(data), min(self.batches)
+        return [
+            Trial(
+                {"data": f"{share:g}", "batch": str(batch), "rate": rule},
+                seed,
+                {
+                    "train": {"batch": ((0.0, batch),), "epochs": None, "examples": examples, "minutes": None},
+                    "optim": {"rate_scaling": RATES[rule], "base_batch": None if rule == "fixed" else smallest},
+                },
+                share,
+            )
+            for seed, batch, share in product(self.all_seeds, sorted({*self.batches}), self.shares)
+            for rule in (self.rates if batch > smallest else self.rates[:1])
+        ]
+
+    def order(self, result: Result) -> tuple[float, int, int, int | None]:
+        labels = result.labels
+        return float(labels["data"]), int(labels["batch"]), [*RATES].index(labels["rate"]), result.seed
+
+    def table(self, results: Sequence[Result]) -> str:
+        """A table for each test: a line for each share and batch, a column for each rule."""
+        rules, points = _rules(results), _points(results)
+        blocks = []
+        for test in measures_of(results):
+            rows = [
+                [share, batch, next(iter(groups.values()))[0].costs["steps"],
+                 *(spread(groups.get(rule, []), test) for rule in rules)]
+                for (share, batch), groups in points.items()
+            ]  # fmt: skip
+            heads = ["data", "batch", "steps", *(f"{rule} rate" for rule in rules)]
+            blocks.append(f"{test}, recall at 1\n\n{markdown(heads, rows)}")
+        return "\n\n".join(blocks)
+
+    def introduction(self, results: Sequence[Result]) -> str:
+        return f"""\
+{results[0].costs["examples"]:,} pairs seen in every run, on a share of the pairs to train on; recall at 1, mean and
+standard deviation over {seeds_of(results)}. *Fixed* rate: {self.recipe.optim.learning_rate:g} at every batch size.
+*sqrt* and *linear*: so much at the smallest one, and more with the root of the batch size or in proportion to it."""
+
+    def write(self, folder: RunFolder, results: Sequence[Result]) -> None:
+        super().write(folder, results)
+        folder.write_text(FIGURE, draw(results))
+
+
+def draw(results: Sequence[Result]) -> str:
+    """Draw recall at 1 against batch size as SVG: a panel per test, a colour per share, a dash per rule."""
+    from matplotlib.figure import Figure
+
+    tests, points = measures_of(results), _points(results)
+    colours = zip(dict.fromkeys(share for share, _ in points), COLOURS, strict=False)
+    lines = [*product(colours, zip(_rules(results), ("-", "--", ":"), strict=False))]
+    figure = Figure(figsize=(5.0 * max(len(tests), 1), 3.6), layout="constrained")
+    for panel, test in zip(figure.subplots(1, max(len(tests), 1), squeeze=False)[0], tests, strict=False):
+        for (share, colour), (rule, dash) in lines:
+            groups = {int(batch): rules.get(rule, []) for (data, batch), rules in points.items() if data == share}
+            percents = {batch: [100 * one.measures[test] for one in groups[batch] if test in one.measures]
+                        for batch in sorted(groups)}  # fmt: skip
+            measured = {batch: values for batch, values in percents.items() if values}
+            means = [statistics.mean(values) for values in measured.values()]
+            deviations = [statistics.stdev(values) if len(values) > 1 else 0 for values in measured.values()]
+            label = f"{float(share):.0%} of the pairs, {rule} rate"
+            panel.errorbar([*measured], means, deviations, ls=dash, color=colour, marker="o", ms=3, lw=1.4, label=label)
+        panel.set_title(test, loc="left", fontsize=10)
+        panel.set_xscale("log", base=2)
+        panel.set(xlabel="pairs per batch", ylim=(0, None))
+        panel.yaxis.set_major_formatter("{x:.0f}%")
+        panel.grid(alpha=0.3)
+        if test == tests[-1]:
+            panel.legend(fontsize=7, frameon=False)
+    return as_svg(figure)
+
+
+def _rules(results: Sequence[Result]) -> list[str]:
+    return [rule for rule in RATES if any(result.labels["rate"] == rule for result in results)]
+
+
+def _points(results: Sequence[Result]) -> dict[tuple[str, str], dict[str, list[Result]]]:
+    """Group results by share and batch, then by rule; those at the smallest batch count for every rule."""
+    smallest, rules = min((one.labels["batch"] for one in results), key=int), _rules(results)
+    points: dict[tuple[str, str], dict[str, list[Result]]] = {}
+    for result in results:
+        share, batch, rule = result.labels.values()
+        groups = points.setdefault((share, batch), {})
+        for each in rules if batch == smallest else [rule]:
+            groups.setdefault(each, []).append(result)
+    return points

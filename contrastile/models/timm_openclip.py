@@ -1,0 +1,257 @@
+"""Towers of timm and open_clip by name or configuration, with random weights or those of a local file.
+
+Below `towers.py`. A name gives shapes that the library ships, and downloads nothing. Of timm, the adapter uses
+`timm.create_model(name, pretrained=False, num_classes=0, ...)`, which pools, and `timm.data.resolve_model_data_config`
+for the normalisation of pixels; of open_clip `get_model_config`, `CustomTextCLIP`, whose two sides are separate
+modules, and `SimpleTokenizer`. Both need torchvision, open_clip timm as well. Tested with timm 1.0.31, open_clip 3.3.0
+and an empty stand-in for torchvision: forward, backward, weights from files in both layouts of open_clip, whose
+features and tokens are equal. Weights that the libraries publish were not tested. Nothing but tensors is unpickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from contrastile._errors import invalid
+from contrastile.models.base import (
+    PixelTower,
+    Settings,
+    Tower,
+    TowerPair,
+    check_image_input,
+    check_text_input,
+    differences,
+    feature_size,
+)
+from contrastile.models.text import CLIP_ENDS, Tokenizer, WordTokenizer, bpe_as_clip
+
+# keys under which training scripts store the weights, and prefixes of wrappers
+ENVELOPES = ("state_dict", "model")
+WRAPPERS = ("module.", "_orig_mod.")
+# the weights of a model's file that belong to neither side
+SCALES = ("logit_scale", "logit_bias")
+# keys of models that are not an image tower with a text tower
+OTHERS = ("multimodal_cfg", "audio_cfg", "genlip_cfg", "genlap_cfg")
+CONTEXT, IMAGE_SIZE = 77, 224
+
+
+def read_weights(checkpoint: str | Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, without prefixes of wrappers; raises ValueError for a file of anything else."""
+    path = Path(checkpoint)
+    if not path.is_file():
+        remedy = "Weights are read from this machine and from nowhere else."
+        raise invalid("checkpoint", "be a file", f'"{path}"', remedy)
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        # torch's message about a pickle explains how to allow it
+        pickled = reason.startswith("Weights only load failed")
+        remedy = "Anything else is not unpickled." if pickled else f"It cannot be read: {reason}"
+        rule = "be safetensors, or tensors that torch.save wrote"
+        raise invalid("checkpoint", rule, f'"{path}"', remedy) from error
+    for envelope in ENVELOPES:
+        if isinstance(content, dict) and isinstance(content.get(envelope), dict):
+            content = content[envelope]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise invalid("checkpoint", "hold tensors by name", f'"{path}"', "Save the model's state_dict alone.")
+    # several wrappers may be around the model
+    while any(name.startswith(WRAPPERS) for name in content):
+        content = {name.partition(".")[2] if name.startswith(WRAPPERS) else name: x for name, x in content.items()}
+    return content
+
+
+def load_weights_into(module: nn.Module, weights: dict[str, Tensor], checkpoint: str | Path) -> None:
+    """Load exactly the module's weights; raises ValueError with the names that are missing, extra or of other shape."""
+    own = module.state_dict()
+    shared = own.keys() & weights.keys()
+    text = differences(
+        lacking=own.keys() - weights.keys(),
+        besides=weights.keys() - own.keys(),
+        reshaped={name for name in shared if own[name].shape != weights[name].shape},
+    )
+    if text:
+        remedy = "Name the model that it is of, and the size of its pictures."
+        raise invalid("checkpoint", "hold the weights of this model", f'"{checkpoint}": {text}', remedy)
+    module.load_state_dict(weights)
+
+
+def timm_tower(
+    name: str,
+    checkpoint: str | None = None,
+    config: Settings | None = None,
+    mean: list[float] | None = None,
+    std: list[float] | None = None,
+    *,
+    image_size: int,
+    channels: int,
+) -> Tower:
+    """A model of timm without its classifier; `config` holds further arguments of timm.create_model.
+
+    With random weights, a model of fixed image size is built for the recipe's images. With a checkpoint, it keeps its
+    own image size and three channels. `mean` and `std` normalise the pixels, by default the model's own.
+    """
+    config = dict(config or {})
+    # timm would unpickle or download the weights that these name
+    if refused := [key for key in config if key.startswith(("checkpoint", "pretrained", "cache_dir"))]:
+        raise invalid("config", "leave weights to checkpoint", ", ".join(refused), "Name a file of tensors there.")
+
+    import timm
+
+    bare = name.partition(".")[0]
+    if not timm.is_model(bare):
+        raise invalid("name", "be a model of timm", f'"{name}"', "timm.list_models() names them; none is fetched.")
+    known = timm.models.get_pretrained_cfg(bare)
+    config.setdefault("in_chans", channels if checkpoint is None else 3)
+    if known is not None and known.fixed_input_size and "img_size" not in config:
+        config["img_size"] = image_size if checkpoint is None else known.input_size[-1]
+    check_image_input(image_size, channels, size=config.get("img_size"), colours=config["in_chans"])
+    model = timm.create_model(name, pretrained=False, num_classes=0, **config)
+    if checkpoint is not None:
+        names = model.pretrained_cfg.get("classifier") or ()
+        classifier = tuple(f"{layer}." for layer in ((names,) if isinstance(names, str) else names))
+        weights = {key: value for key, value in read_weights(checkpoint).items() if not key.startswith(classifier)}
+        load_weights_into(model, weights, checkpoint)
+    own = timm.data.resolve_model_data_config(model)
+    mean, std = list(mean or own["mean"]), list(std or own["std"])
+    tower = PixelTower(model, config["in_chans"], mean, std)
+    features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
+    return Tower(tower, features, {"name": name, "config": config, "mean": mean, "std": std})
+
+
+@dataclass(frozen=True)
+class OpenClip:
+    """A model's `name` in open_clip or its `config`, and a `checkpoint` with its weights.
+
+    `mean` and `std` normalise the pixels, OpenAI's by default.
+    """
+
+    name: str | None = None
+    config: dict[str, Any] | None = None
+    checkpoint: str | None = None
+    mean: list[float] | None = None
+    std: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.name is None) == (self.config is None):
+            remedy = "A name has the shapes that open_clip ships."
+            raise invalid("config", "be given, or name, not both", f"{self.config} and {self.name}", remedy)
+
+    @cached_property
+    def shapes(self) -> dict[str, Any]:
+        """The configuration in the format of open_clip's own files."""
+        import open_clip
+
+        config = self.config if self.name is None else open_clip.get_model_config(self.name)
+        if config is None or ":" in (self.name or ""):
+            remedy = "open_clip.list_models() names them; none is fetched."
+            raise invalid("name", "be a model of open_clip", f'"{self.name}"', remedy)
+        required = ("embed_dim", "vision_cfg", "text_cfg")
+        if wrong := [key for key in OTHERS if key in config] or [key for key in required if key not in config]:
+            remedy = "It needs embed_dim, vision_cfg and text_cfg."
+            raise invalid("config", "be a model of one image tower and one text tower", ", ".join(wrong), remedy)
+        if ":" in (timm_name := config["vision_cfg"].get("timm_model_name", "")):
+            remedy = "timm.list_models() names them; none is fetched."
+            raise invalid("timm_model_name", "be a model of timm", f'"{timm_name}"', remedy)
+        if "hf_model_name" in config["text_cfg"]:
+            # open_clip downloads such a text tower
+            remedy = 'Give the image side alone and a text tower of kind "transformers".'
+            raise invalid("text_cfg", "be a text tower of open_clip's own", "hf_model_name", remedy)
+        return {key: value for key, value in config.items() if key != "custom_text"}
+
+    @cached_property
+    def model(self) -> Any:
+        """The whole model."""
+        import open_clip
+
+        vision = dict(self.shapes["vision_cfg"])
+        if "timm_model_name" in vision:
+            vision["timm_model_pretrained"] = False
+        try:
+            model = open_clip.CustomTextCLIP(**{**self.shapes, "vision_cfg": vision})
+        except TypeError as error:
+            raise invalid("config", "describe a model of open_clip", sorted(self.shapes), f"{error}.") from error
+        if self.checkpoint is not None:
+            # the old layout has the parts of the module `text` at the top level
+            current = ("visual.", "text.", *SCALES)
+            weights = {
+                name if name.startswith(current) else f"text.{name}": value
+                for name, value in read_weights(self.checkpoint).items()
+            }
+            for name in SCALES:
+                # some versions write shape [], others [1]
+                if name in weights and getattr(model, name, None) is not None:
+                    weights[name] = weights[name].reshape(getattr(model, name).shape)
+            load_weights_into(model, weights, self.checkpoint)
+        return model
+
+    def image(self, *, image_size: int, channels: int) -> Tower:
+        """The image side with its projection."""
+        import open_clip
+
+        size = self.shapes["vision_cfg"].get("image_size", IMAGE_SIZE)
+        check_image_input(image_size, channels, size=size)
+        mean = list(self.mean or open_clip.OPENAI_DATASET_MEAN)
+        std = list(self.std or open_clip.OPENAI_DATASET_STD)
+        tower = PixelTower(self.model.visual, 3, mean, std)
+        features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
+        return Tower(tower, features, {"config": self.shapes, "mean": mean, "std": std})
+
+    def text(self, *, tokenizer: Tokenizer) -> Tower:
+        """The text side with its projection."""
+        vocabulary = self.shapes["text_cfg"].get("vocab_size", len(_clip_words()[0]))
+        context = self.shapes["text_cfg"].get("context_length", CONTEXT)
+        check_text_input(tokenizer, vocabulary=vocabulary, longest=context)
+        tower = OpenClipText(self.model.text, context, tokenizer.pad)
+        trial = torch.full((1, 1), tokenizer.pad)
+        return Tower(tower, feature_size(tower, trial, torch.ones_like(trial)), {"config": self.shapes})
+
+    def pair(self, *, image_size: int, channels: int, tokenizer: Tokenizer) -> TowerPair:
+        """Both sides, with the scale and bias of the checkpoint."""
+        image = self.image(image_size=image_size, channels=channels)
+        pair = TowerPair(image, self.text(tokenizer=tokenizer), nn.Identity(), nn.Identity(), image.settings)
+        return pair if self.checkpoint is None else pair.with_scale_of(self.model)
+
+
+class OpenClipText(nn.Module):
+    """A text side. It has no mask and was trained on padded texts, so every text is padded to its full length."""
+
+    def __init__(self, model: nn.Module, context: int, pad: int) -> None:
+        super().__init__()
+        self.model, self.context, self.pad = model, context, pad
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """`[B, L]` twice to `[B, features]`."""
+        del attention_mask
+        return self.model(F.pad(input_ids, (0, self.context - input_ids.shape[1]), value=self.pad))
+
+
+def clip_tokenizer(length: int = CONTEXT) -> WordTokenizer:
+    """CLIP's tokenizer, from the vocabulary that open_clip ships; a run saves it and then works without open_clip.
+
+    Equal to `open_clip.SimpleTokenizer` except for the repairs of ftfy (wrongly decoded text, HTML entities).
+    """
+    return WordTokenizer(bpe_as_clip(*_clip_words()), length=length)
+
+
+def _clip_words() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    import open_clip
+
+    engine = open_clip.SimpleTokenizer()
+    absent = [end for end in CLIP_ENDS if end not in engine.encoder]
+    if absent:
+        remedy = "Another version of open_clip has them."
+        raise invalid("open_clip", f"have the tokens {', '.join(CLIP_ENDS)}", ", ".join(absent), remedy)
+    return dict(engine.encoder), sorted(engine.bpe_ranks, key=engine.bpe_ranks.__getitem__)
