@@ -15,14 +15,14 @@ from tiny_tests import class_folder, karpathy
 from contrastile.cli.main import main
 from contrastile.data.images import decode
 from contrastile.data.loader import read_chunks
-from contrastile.train import transfer
+from contrastile.train import evaluation
 from contrastile.train.config.evaluate import RetrievalSettings, ZeroShotSettings
+from contrastile.train.evaluation import open_test
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.recipe import RecipeError, load_recipe
 from contrastile.train.run import load
-from contrastile.train.transfer import open_test
 
 LETTERS = {f"n{number:08}": letter for number, letter in enumerate("ABCDEFGH")}
 NAMES = {folder: f"letter {letter}" for folder, letter in LETTERS.items()}
@@ -269,7 +269,7 @@ def test_classes_with_equal_features_are_logged(finished, tmp_path, caplog):
     run = load(finished[1].folder, device="cpu")
     (tmp_path / "names.json").write_text(json.dumps({**NAMES, "n00000001": "letter A", "n00000004": "letter A"}))
     settings = ZeroShotSettings(folder=finished[0].evaluate.zero_shot[0].folder, classes=str(tmp_path / "names.json"))
-    (row,) = transfer.ZeroShot("x", open_test(settings).folder, ["{}"]).measure(run)
+    (row,) = evaluation.ZeroShot("x", open_test(settings).folder, ["{}"]).measure(run)
     assert "x: 2 classes have the very features of others: names that are equal, or cut at 4 tokens" in caplog.text
     # ties count against the model
     assert row["metrics"]["x-zeroshot-val-mean-per-class-recall"] <= 5 / 8
@@ -308,7 +308,7 @@ def test_pictures_are_encoded_in_chunks(tmp_path, apart):
 
 def test_pictures_are_held_until_the_device_has_copied_them(tmp_path, monkeypatch):
     """Whose memory the next but one stretch is decoded into."""
-    told, real = [], transfer.read_chunks
+    told, real = [], evaluation.read_chunks
 
     def chunks_told(*arguments, **words):
         for one in real(*arguments, **{**words, "chunk": 3}):
@@ -319,9 +319,9 @@ def test_pictures_are_held_until_the_device_has_copied_them(tmp_path, monkeypatc
         told.append("encoded")
         return torch.zeros(len(pictures), 2)
 
-    monkeypatch.setattr(transfer, "read_chunks", chunks_told)
-    monkeypatch.setattr(transfer, "settle", lambda device: told.append(f"there, {device}"))
+    monkeypatch.setattr(evaluation, "read_chunks", chunks_told)
+    monkeypatch.setattr(evaluation, "settle", lambda device: told.append(f"there, {device}"))
     root = class_folder(tmp_path, {"a": "A", "b": "B"}, each=3)
     run = SimpleNamespace(recipe=tiny_recipe(tmp_path), device=torch.device("cpu"), encode_image=encode_image)
-    transfer._encode(run, sorted(map(str, root.glob("[ab]/*.png"))), "x")
+    evaluation._encode(run, sorted(map(str, root.glob("[ab]/*.png"))), "x")
     assert told == ["decoded", "encoded", "there, cpu"] * 2

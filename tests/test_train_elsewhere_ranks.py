@@ -18,7 +18,7 @@ from test_train_ranks import Launched, _main, _trained, _words
 from tiny_runs import same_run, tiny_recipe
 
 from contrastile.cli.main import main
-from contrastile.train import loop, transfer
+from contrastile.train import evaluation, loop
 from contrastile.train.config import Recipe
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import read_metrics
@@ -35,7 +35,7 @@ def _rows(job: ImageText, most: int | None) -> list[Any]:
     """24 and 6 pictures, in chunks of four, the last one short, and in one, where three of four ranks have none."""
     found = []
     for stretch in (4, 100):
-        with patch.object(transfer, "CHUNK", stretch):
+        with patch.object(evaluation, "FILES", stretch):
             found += [row for test in job._tests for row in test.measure(job.run, most)]
     return found
 
@@ -64,7 +64,7 @@ def test_measures_are_those_of_one_process_exactly(
 
 def _fails_on_one(rank: int, group: Any, recipe: Recipe) -> list[str]:
     job, told = ImageText.open(recipe), []
-    real = transfer.read_chunks
+    real = evaluation.read_chunks
 
     def read_chunks(*arguments: Any, **words: Any) -> Any:
         if rank == 2:
@@ -72,7 +72,7 @@ def _fails_on_one(rank: int, group: Any, recipe: Recipe) -> list[str]:
         return real(*arguments, **words)
 
     for test in job._tests:
-        with patch.object(transfer, "read_chunks", read_chunks):
+        with patch.object(evaluation, "read_chunks", read_chunks):
             try:
                 test.measure(job.run)
             except (ValueError, MemoryError) as error:
@@ -88,7 +88,7 @@ def test_a_test_that_fails_on_one_rank_fails_on_all(pool: Pool, tmp_path: Path) 
 
 def _fails_on(rank: int, words: list[str], who: tuple[int, ...]) -> int:
     """Some ranks have no room for pictures where they look at them first."""
-    real, calls = transfer.read_chunks, []
+    real, calls = evaluation.read_chunks, []
 
     def read_chunks(*arguments: Any, **more: Any) -> Any:
         calls.append(1)
@@ -96,7 +96,7 @@ def _fails_on(rank: int, words: list[str], who: tuple[int, ...]) -> int:
             raise MemoryError("no room for pictures")
         return real(*arguments, **more)
 
-    transfer.read_chunks = read_chunks
+    evaluation.read_chunks = read_chunks
     try:
         return main(words)
     except MemoryError as error:
@@ -128,7 +128,7 @@ def _tests(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_at_the_end_all_ranks_measure_all_pictures(tmp_path: Path, parallel: str) -> None:
     words = (*overrides(tmp_path), *SHORT, "evaluate.probe=5", f"train.parallel={parallel}", "optim.ema=0.9")
-    with patch.object(transfer, "CHUNK", 4):
+    with patch.object(evaluation, "FILES", 4):
         folder = _trained(tmp_path, 3, *words, "train.sub_batch=4")
         recipe = tiny_recipe(tmp_path, *words)
         run = load(folder, device="cpu")

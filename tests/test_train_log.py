@@ -6,12 +6,12 @@ import json
 import pytest
 
 from contrastile.train import log
-from contrastile.train.log import LineBar, Metrics, clock, progress, read_metrics, size
+from contrastile.train.log import Bar, Metrics, clock, progress, read_metrics, size
 
 
 def test_a_log_gets_a_line_at_the_end():
     stream = io.StringIO()
-    bar = LineBar(1000, "training", "pairs", stream=stream)
+    bar = Bar(1000, "training", "pairs", stream=stream)
     bar.update(600)
     bar.update(400, loss="1.5")
     bar.close()
@@ -23,7 +23,7 @@ def test_a_log_gets_a_line_at_the_end():
 def test_a_log_gets_a_line_every_interval(monkeypatch):
     monkeypatch.setattr(log, "LINE_EVERY", 0.0)
     stream = io.StringIO()
-    bar = LineBar(1000, "training", "pairs", stream=stream)
+    bar = Bar(1000, "training", "pairs", stream=stream)
     bar.update(250)
     (line,) = stream.getvalue().splitlines()
     assert line.startswith("training  25% · 250 pairs · ")
@@ -32,7 +32,7 @@ def test_a_log_gets_a_line_every_interval(monkeypatch):
 
 def test_a_slow_rate_is_shown_in_seconds_each():
     stream = io.StringIO()
-    bar = LineBar(10, "comparing", "runs", stream=stream)
+    bar = Bar(10, "comparing", "runs", stream=stream)
     bar._began -= 9
     bar.update(3)
     bar.close()
@@ -41,12 +41,12 @@ def test_a_slow_rate_is_shown_in_seconds_each():
 
 def test_resumed_units_do_not_count_for_the_rate():
     stream = io.StringIO()
-    bar = LineBar(10, "training", "pairs", 5, stream)
+    bar = Bar(10, "training", "pairs", 5, stream)
     bar._began -= 2
     bar.update(1)
     bar.close()
     assert stream.getvalue() == "training  60% · 6 pairs · 2 s each · 0:08 left\n"
-    bar = LineBar(10, "training", "pairs", 10, stream)
+    bar = Bar(10, "training", "pairs", 10, stream)
     bar.close()
     assert stream.getvalue().endswith("training 100% · 10 pairs · 0 pairs/s · 0:00 taken\n")
 
@@ -54,7 +54,7 @@ def test_resumed_units_do_not_count_for_the_rate():
 def test_the_total_may_change(monkeypatch):
     monkeypatch.setattr(log, "LINE_EVERY", 0.0)
     stream = io.StringIO()
-    LineBar(1000, "training", "pairs", stream=stream).update(250, total=500)
+    Bar(1000, "training", "pairs", stream=stream).update(250, total=500)
     assert stream.getvalue().startswith("training  50%")
 
 

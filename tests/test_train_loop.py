@@ -21,11 +21,11 @@ from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, step
 from contrastile.train.metadata import TrainResult
 from contrastile.train.optim import build_optimizer
-from contrastile.train.progress import Progress
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 from contrastile.train.report import figures
 from contrastile.train.report.page import full
+from contrastile.train.state import Progress
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,24 @@ import pytest
 import torch
 from torch import nn
 
-from contrastile.train.adafactor import Adafactor
 from contrastile.train.checkpoints import join_tensors, split_tensors
 from contrastile.train.config import TrainSettings
 from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings
-from contrastile.train.ema import Ema
-from contrastile.train.muon import CombinedOptimizer, Muon, matrices
 from contrastile.train.optim import (
+    Adafactor,
+    CombinedOptimizer,
+    Muon,
     build_optimizer,
     clamp_scale,
     clip_gradients,
     learning_rate,
+    matrices,
     parameter_groups,
     rate_factor,
     set_learning_rate,
     with_warmup,
 )
+from contrastile.train.state import Ema
 
 
 def small_model():

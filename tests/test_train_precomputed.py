@@ -12,9 +12,9 @@ from tiny_runs import tiny_recipe, weights, write_shards
 import contrastile
 from contrastile.models.small import ConvTower
 from contrastile.models.towers import Projected
-from contrastile.train import feature_cache as module
+from contrastile.train import batch_builder as module
 from contrastile.train import loop
-from contrastile.train.feature_cache import FeatureTable
+from contrastile.train.batch_builder import FeatureTable
 from contrastile.train.image_text import ImageText
 from contrastile.train.loop import run_recipe
 

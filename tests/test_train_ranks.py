@@ -31,10 +31,9 @@ from contrastile.cli.main import main
 from contrastile.distributed import failure
 from contrastile.train import image_text, loop
 from contrastile.train.batch_builder import BatchBuilder, open_data_bundle
-from contrastile.train.heartbeat import Heartbeat
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
-from contrastile.train.ranks import Ranks
+from contrastile.train.ranks import Heartbeat, Ranks
 
 # what ranks would else load each for itself, for seconds, once they are forked
 LOADED = (
@@ -281,7 +280,7 @@ def test_the_shares_of_all_ranks_make_the_whole_batch(tmp_path: Path, size: int)
             mine = [each[place] for each in parts]
             assert {one.whole for one in mine} == {part.whole}
             found = torch.cat([one.pixels for one in mine])
-            order = torch.cat([torch.arange(part.whole)[one.places.start :: size] for one in mine])
+            order = torch.cat([torch.arange(part.whole)[one.positions.start :: size] for one in mine])
             assert torch.equal(found, part.pixels[order])
 
 

@@ -375,7 +375,7 @@ def test_resumed_steps_do_not_count_for_the_rate_and_a_large_batch_is_logged(tmp
     assert "train.batch is 48, of 18 pairs to train on: they come several times in a step" in caplog.text
     capsys.readouterr()
     begun = []
-    monkeypatch.setattr(log.LineBar, "close", lambda bar: begun.append((bar._label, bar._begun)))
+    monkeypatch.setattr(log.Bar, "close", lambda bar: begun.append((bar._label, bar._begun)))
     run_recipe(recipe, tmp_path, resume=True)
     assert ("training", 48) in begun
 

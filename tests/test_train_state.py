@@ -14,8 +14,7 @@ from torch import nn
 from contrastile.train.batch_builder import Batch
 from contrastile.train.checkpoints import Checkpoints, join_tensors, split_tensors, step_seed
 from contrastile.train.config import SaveSettings
-from contrastile.train.nonfinite import NonFiniteGuard
-from contrastile.train.progress import Progress
+from contrastile.train.state import NonFiniteGuard, Progress
 
 
 class Numbers:

@@ -19,7 +19,7 @@ from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.recipe import RecipeError
 from contrastile.train.stopwatch import DeviceTimer, Stopwatch, shares_text
-from contrastile.train.trackers import FailSafe, scalars
+from contrastile.train.trackers import scalars
 
 SHORT = ("train.examples=96", "train.batch=16", "save.steps=2")
 
@@ -151,7 +151,7 @@ class Raising:
 
 def test_a_failing_listener_is_logged_once_and_the_file_is_complete(tmp_path, caplog):
     listener = Raising(at=2)
-    with Metrics(tmp_path / "metrics.jsonl", [FailSafe(listener, "it")]) as metrics:
+    with Metrics(tmp_path / "metrics.jsonl", {"it": listener}) as metrics:
         for step in range(5):
             metrics.write("step", examples=step)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
@@ -162,7 +162,7 @@ def test_a_failing_listener_is_logged_once_and_the_file_is_complete(tmp_path, ca
 
 
 def test_a_listener_that_fails_at_its_close_is_logged(tmp_path, caplog):
-    with Metrics(tmp_path / "metrics.jsonl", [FailSafe(Raising(at=9), "it")]) as metrics:
+    with Metrics(tmp_path / "metrics.jsonl", {"it": Raising(at=9)}) as metrics:
         metrics.write("step", examples=1)
     assert "OSError('nor back')" in caplog.text
 

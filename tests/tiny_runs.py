@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from contrastile.train import loop, progress
+from contrastile.train import loop, state
 from contrastile.train.config import Recipe
 from contrastile.train.log import MEASURED, read_metrics
 from contrastile.train.recipe import load_recipe
@@ -100,7 +100,7 @@ def timed(seconds: Callable[[int], float]) -> Iterator[None]:
         return real(job, optimizer, parts, *others)
 
     with (
-        patch.object(progress, "time", SimpleNamespace(monotonic=lambda: now[0])),
+        patch.object(state, "time", SimpleNamespace(monotonic=lambda: now[0])),
         patch.object(loop, "step", step),
     ):
         yield

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(RetrieverJob.of_run(folder, device=arguments.device, index=index).report(folder))
     elif tests:
-        from contrastile.train.transfer import evaluate_transfer
+        from contrastile.train.evaluation import evaluate_transfer
 
         print(evaluate_transfer(folder.path, tests, device=arguments.device))
     else:

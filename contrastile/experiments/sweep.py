@@ -20,9 +20,8 @@ import numpy as np
 
 from contrastile.experiments.results import PAGE, RESULTS, Result, read_results, to_csv
 from contrastile.experiments.workers import run_parallel
-from contrastile.train.batch_builder import DataBundle, open_data_bundle
+from contrastile.train.batch_builder import DataBundle, open_data_bundle, with_cached_features
 from contrastile.train.evaluation import encode_held_out, evaluate
-from contrastile.train.feature_cache import with_cached_features
 from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resumed_run
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, clock, progress

@@ -1,5 +1,4 @@
-"""The story of a run, from a recipe to its report: config, recipe, loop, optim, checkpoint, log, report, compare.
+"""Training: recipes, the loop and its two tasks, checkpoints, reports.
 
-Above everything but `cli`. Importing this package, or its `config` and `recipe`, loads neither torch nor transformers,
-so that a mistake in a recipe is answered at once.
+Neither this import nor that of `config` and `recipe` loads torch: a mistake in a recipe is answered at once.
 """

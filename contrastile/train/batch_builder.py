@@ -1,16 +1,20 @@
 """Data bundle and batch builder: from the rows that `data/batches.py` samples to pixels, tokens and ids.
 
-Titles are tokenised once for the run; pictures are augmented anew every time. Batches stay in host memory, and `encode`
-copies them to the device sub-batch by sub-batch; but a data set that takes little of a GPU's memory stays there for the
-whole run and is augmented there.
+Titles are tokenised once for the run; pictures are augmented anew every time, in host memory, from where `encode`
+copies them; pictures that take little of a GPU's memory stay and are augmented there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +23,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from contrastile.data.base import Indices
+from contrastile._errors import invalid
+from contrastile.data.base import Indices, check_bad
+from contrastile.data.files import cached_folder
 from contrastile.data.images import augment, draw_parameters, prepare
 from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.registry import open_pairs
+from contrastile.gradcache.encode import encode
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.offload import free_memory
 from contrastile.train.config import Recipe
 from contrastile.train.config.towers import TokenizerSettings
 from contrastile.train.log import progress
-from contrastile.train.run import choose_device
+from contrastile.train.run import Run, choose_device
 
 Tokens = dict[str, Tensor]
 
@@ -39,6 +46,9 @@ SLICE = 512
 SLICE_ON_DEVICE, SHARE_OF_DEVICE = 8192, 1 / 64
 # titles of a collection that train a tokenizer
 MOST_TITLES = 1_000_000
+# precomputed features: pictures of one part, and those that are read and encoded at once
+PART, CHUNK = 16_384, 512
+FEATURES, SKIPPED = "features.npy", "skipped.json"
 
 
 @dataclass(frozen=True)
@@ -75,18 +85,9 @@ class DataBundle:
 def open_data_bundle(recipe: Recipe, tokenizer: Tokenizer | None = None) -> DataBundle:
     """Open the data of a recipe; without a `tokenizer`, train one on the titles of the training split."""
     data = recipe.data
-    pairs = open_pairs(
-        data.source,
-        image_size=data.image_size,
-        channels=data.channels,
-        held_out=data.held_out,
-        cache=Path(data.cache).expanduser(),
-        weights=data.weights,
-        most_bad=data.max_bad_fraction,
-        copies=data.copies,
-        seed=recipe.seed,
-        progress=progress,
-    )
+    settings = data.model_dump(include={"image_size", "channels", "held_out", "weights", "copies"})
+    cache, most_bad = Path(data.cache).expanduser(), data.max_bad_fraction
+    pairs = open_pairs(data.source, **settings, cache=cache, most_bad=most_bad, seed=recipe.seed, progress=progress)
     tokenizer = tokenizer or _build_tokenizer(pairs, recipe.model.tokenizer)
     return DataBundle(pairs, tokenizer, tokenizer.tokenise(pairs.captions), _home(pairs, choose_device(recipe.device)))
 
@@ -111,18 +112,115 @@ def _build_tokenizer(pairs: PairSet, settings: TokenizerSettings) -> Tokenizer:
     return train_tokenizer(titles, kind=settings.kind, size=settings.size, length=settings.length)
 
 
+def with_cached_features(run: Run, bundle: DataBundle) -> DataBundle:
+    """The bundle with a frozen image tower's output for every picture, computed once, on disk (LiT, arXiv:2111.07991).
+
+    For recipes with `model.precompute`: a step then encodes no picture, only the projection runs. Pairs whose picture
+    cannot be read are left out. Features are made in parts, each whole or not at all; an interrupted run, other ranks
+    and other runs go on with the parts that exist.
+
+    Raises ValueError where that leaves out more than `data.max_bad_fraction`.
+    """
+    if not run.recipe.model.precompute:
+        return bundle
+    pairs = bundle.pairs
+    folders = _make_parts(run, pairs)
+    skipped = Counter[str]()
+    for folder in folders:
+        skipped.update(json.loads((folder / SKIPPED).read_text(encoding="utf-8")))
+    table = FeatureTable([np.load(one / FEATURES, mmap_mode="r", allow_pickle=False) for one in folders], PART)
+    good = np.concatenate([~np.isnan(part[:, 0]) for part in table.parts])
+    check_bad(skipped, len(good), run.recipe.data.max_bad_fraction)
+    rows = pairs.splits["train"]
+    splits = {**pairs.splits, "train": rows[good[rows if pairs.stream is None else rows - len(pairs)]]}
+    pairs = replace(pairs, splits=splits, skipped=dict(skipped + Counter(pairs.skipped)))
+    return replace(bundle, pairs=pairs, home=None, features=table)
+
+
+def _make_parts(run: Run, pairs: PairSet) -> list[Path]:
+    """Make the parts that the cache lacks; the folders of all parts in order."""
+    cache, digest = Path(run.recipe.data.cache).expanduser(), _digest(run, pairs)
+    count = len(pairs.images) if pairs.stream is None else len(pairs.stream)
+    parts = list(enumerate(range(start, min(start + PART, count)) for start in range(0, count, PART)))
+    # ranks start at different parts, and take from the cache the parts that others have made
+    first = len(parts) * int(os.environ.get("RANK", "0")) // int(os.environ.get("WORLD_SIZE", "1"))
+    folders: dict[int, Path] = {}
+    with progress(count, "encoding the pictures once", "pictures") as bar:
+        for number, rows in (*parts[first:], *parts[:first]):
+            key, make = {"of": digest, "part": number}, partial(_write, run, pairs, rows)
+            folders[number] = cached_folder(cache, "features", key, files=(FEATURES, SKIPPED), make=make)
+            bar.update(len(rows))
+    if pairs.stream is not None:
+        pairs.stream.close()
+    return [folders[number] for number in range(len(parts))]
+
+
+def _digest(run: Run, pairs: PairSet) -> str:
+    """A digest of all that features depend on: the tower's weights and settings, the precision, the pictures."""
+    digest = hashlib.sha256()
+    tower: Any = run.model.image.tower
+    for name, weight in tower.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    settings = run.model.settings
+    key = [settings["image"], settings["both"], run.recipe.train.precision]
+    digest.update(json.dumps(key, sort_keys=True, default=str).encode())
+    if pairs.stream is None:
+        digest.update(str(pairs.images.shape).encode())
+        digest.update(np.ascontiguousarray(pairs.images).data)
+    else:
+        digest.update(pairs.stream.fingerprint.encode())
+    return digest.hexdigest()
+
+
+def _write(run: Run, pairs: PairSet, rows: range, folder: Path) -> None:
+    """Write the features of `rows`, NaN for unreadable pictures, and the reasons for these."""
+    skipped, chunks = Counter[str](), []
+    if pairs.stream is not None:
+        pairs.stream.apart = run.device.type == "cuda"
+    ranges = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
+    for chunk, following in zip_longest(ranges, ranges[1:]):
+        if pairs.stream is None:
+            pictures = torch.from_numpy(np.array(pairs.images[chunk.start : chunk.stop]))
+            bad = np.zeros(len(pictures), bool)
+        else:
+            pictures, reasons = pairs.stream.look(chunk, following or ())
+            skipped.update(reason for reason in reasons if reason is not None)
+            bad = np.array([reason is not None for reason in reasons])
+        features = _encode(run, pictures)
+        # non-finite features of good pictures would pass for unreadable ones
+        if (lost := (~np.isfinite(features[~bad])).any(1).sum()) > 0:
+            got, remedy = f"others for {lost:,} of {len(pictures):,} pictures", "Check its weights and train.precision."
+            raise invalid("model.image", "give finite features", got, remedy)
+        features[bad] = np.nan
+        chunks.append(features)
+    np.save(folder / FEATURES, np.concatenate(chunks))
+    (folder / SKIPPED).write_text(json.dumps(skipped), encoding="utf-8")
+
+
+@torch.no_grad()
+def _encode(run: Run, pictures: Tensor) -> npt.NDArray[np.floating]:
+    """The tower's output for uint8 pictures, in evaluation mode, as a frozen tower is in a step too."""
+    tower: Any = run.model.image.tower
+    pixels = prepare(pictures).to(run.model.logit_scale.dtype)
+    with run.autocast():
+        features = encode(tower.eval(), pixels, sub_batch=run.recipe.train.sub_batch.image)
+    # NumPy has no bfloat16
+    return (features.float() if features.dtype == torch.bfloat16 else features).cpu().numpy()
+
+
 @dataclass(frozen=True)
 class Batch:
     """pixels `[b, C, S, S]`, tokens with `[b, L]` int64 each, ids `[b]` int64: one rank's share of a batch.
 
     Pixels are float32 in [0, 1]; those of a collection uint8, converted on the device; precomputed features are
-    `[b, F]`. places: the positions of these pairs in the batch of all ranks, whose size is the range's end; None: all.
+    `[b, F]`. positions: those of these pairs in the batch of all ranks, whose size is the range's end; None: all.
     """
 
     pixels: Tensor
     tokens: Tokens
     ids: Tensor
-    places: range | None = None
+    positions: range | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -130,7 +228,7 @@ class Batch:
     @property
     def whole(self) -> int:
         """The pairs of all ranks."""
-        return len(self) if self.places is None else self.places.stop
+        return len(self) if self.positions is None else self.positions.stop
 
     @property
     def floats(self) -> dict[str, Tensor]:
@@ -139,24 +237,19 @@ class Batch:
 
     def parts(self, count: int) -> Iterator[Batch]:
         """Split the batch of all ranks into at most `count` nearly equal parts; this rank's share of each."""
-        places = range(len(self)) if self.places is None else self.places
+        positions = range(len(self)) if self.positions is None else self.positions
         count = min(count, self.whole)
         for part in range(count):
             # the first parts are one pair longer where the division leaves a remainder
             low, high = (self.whole // count * end + min(end, self.whole % count) for end in (part, part + 1))
-            own = slice(*(len(range(places.start, end, places.step)) for end in (low, high)))
-            within = range(places.start + own.start * places.step - low, high - low, places.step)
+            own = slice(*(len(range(positions.start, end, positions.step)) for end in (low, high)))
+            within = range(positions.start + own.start * positions.step - low, high - low, positions.step)
             tokens = {name: ids[own] for name, ids in self.tokens.items()}
             yield Batch(self.pixels[own], tokens, self.ids[own], within)
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """Tokens and ids of some titles of a collection; `index`: the position of a row's title among them."""
-
-    index: dict[int, int]
-    ids: Tensor
-    tokens: Tokens
+# of some titles of a collection: the position of each row's title among them, their ids and tokens
+_Texts = tuple[dict[int, int], Tensor, Tokens]
 
 
 class BatchBuilder:
@@ -173,8 +266,8 @@ class BatchBuilder:
         self._images_on_device = None if home is None else torch.from_numpy(np.array(images)).to(home)
         self._ids = torch.from_numpy(bundle.pairs.ids)
         self._generator = torch.Generator().manual_seed(seed)
-        bent = self._stream is not None and self._stream.augmented
-        self._crop_seed = seed if augment and not bent else None
+        augmented = self._stream is not None and self._stream.augmented
+        self._crop_seed = seed if augment and not augmented else None
         self._served = 0
         # a thread that reads the texts of a collection's next batch while the present step computes
         self._reader: ThreadPoolExecutor | None = None
@@ -187,7 +280,6 @@ class BatchBuilder:
         return {"generator": self._generator.get_state(), "served": self._served, **skipped}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore both."""
         self._generator.set_state(state_dict["generator"])
         self._served = state_dict["served"]
         if self._stream is not None:
@@ -212,12 +304,12 @@ class BatchBuilder:
 
     def batch(self, rows: Tensor, share: slice = slice(None)) -> Batch:
         """The pairs at `rows`, or a share of them, augmented as they would be in the whole batch."""
-        places = range(*share.indices(len(rows)))
+        positions = range(*share.indices(len(rows)))
         if self._stream is not None:
-            return self._streamed(self._stream, rows, share, places)
-        lots = self._lots(len(rows)) if self._augment else None
+            return self._streamed(self._stream, rows, share, positions)
+        drawn = self._draw(len(rows))[share] if self._augment else None
         rows = rows[share]
-        texts = {name: ids[rows] for name, ids in self._bundle.tokens.items()}, self._ids[rows], places
+        texts = {name: ids[rows] for name, ids in self._bundle.tokens.items()}, self._ids[rows], positions
         if self._bundle.features is not None:
             return Batch(self._bundle.features[rows.numpy()], *texts)
         if self._images_on_device is None:
@@ -225,11 +317,16 @@ class BatchBuilder:
         else:
             images, count = self._images_on_device[rows.to(self._images_on_device.device)], SLICE_ON_DEVICE
         # in slices, because augmentation needs several times the memory of its pictures
-        slices = [slice(start, start + count) for start in range(0, max(len(rows), 1), count)]
-        pixels = torch.cat([_pixels(images[some], None if lots is None else lots[share][some]) for some in slices])
-        return Batch(pixels, *texts)
+        pixels = []
+        for start in range(0, max(len(rows), 1), count):
+            part = images[start : start + count]
+            if drawn is None or not len(part):
+                pixels.append(prepare(part))
+            else:
+                pixels.append(augment(part, drawn[start : start + count].to(part.device)))
+        return Batch(torch.cat(pixels), *texts)
 
-    def _streamed(self, stream: Stream, rows: Tensor, share: slice, places: range) -> Batch:
+    def _streamed(self, stream: Stream, rows: Tensor, share: slice, positions: range) -> Batch:
         own, examples = self._stream_rows(rows, share)
         if self._bundle.features is None:
             pixels, chosen = stream.read(own, examples, self._crop_seed)
@@ -237,10 +334,11 @@ class BatchBuilder:
             pixels, chosen = self._bundle.features[np.array(own, np.int64)], own
         self._served += len(rows)
         texts = self._texts.result() if self._texts is not None else None
-        if texts is None or not texts.index.keys() >= set(chosen):
+        if texts is None or not texts[0].keys() >= set(chosen):
             texts = self._read_texts(stream, chosen)
-        at = torch.tensor([texts.index[row] for row in chosen], dtype=torch.int64)
-        return Batch(pixels, {name: tokens[at] for name, tokens in texts.tokens.items()}, texts.ids[at], places)
+        index, ids, tokens = texts
+        at = torch.tensor([index[row] for row in chosen], dtype=torch.int64)
+        return Batch(pixels, {name: numbers[at] for name, numbers in tokens.items()}, ids[at], positions)
 
     def _stream_rows(self, rows: Tensor, share: slice) -> tuple[list[int], range]:
         """The rows of the stream, and their numbers among the run's examples, which seed their crops."""
@@ -249,16 +347,12 @@ class BatchBuilder:
 
     def _read_texts(self, stream: Stream, rows: list[int]) -> _Texts:
         """Titles of rows, each row once. A share without pairs gets the tokens of one empty text, for their shape."""
-        index = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+        index = {row: position for position, row in enumerate(dict.fromkeys(rows))}
         titles = stream.captions(index)
         ids = torch.tensor(stream.identities(titles), dtype=torch.int64)
-        return _Texts(index, ids, self._bundle.tokenizer.tokenise(titles or [""]))
+        return index, ids, self._bundle.tokenizer.tokenise(titles or [""])
 
-    def _lots(self, count: int) -> Tensor:
+    def _draw(self, count: int) -> Tensor:
         """The random numbers of all ranks: neither the number of ranks nor the device may change an augmentation."""
         sizes = (min(SLICE, count - start) for start in range(0, count, SLICE))
         return torch.cat([draw_parameters(size, self._generator) for size in sizes])
-
-
-def _pixels(images: Tensor, lots: Tensor | None) -> Tensor:
-    return prepare(images) if lots is None or not len(images) else augment(images, lots.to(images.device))

@@ -1,8 +1,7 @@
 """Checkpoints: everything that a step changes, on disk, so that a run that was killed resumes bit for bit.
 
-Beside `loop.py`, which names the parts, restores them before its first step and saves them between two. A checkpoint is
-a folder `step-<number>` that exists whole or not at all: written under another name, every file synced, a manifest of
-sizes and SHA-256 last, then renamed. Tensors are safetensors, everything else is JSON; nothing is unpickled.
+A checkpoint is a folder `step-<number>` that exists whole or not at all: written under another name, every file synced,
+a manifest of sizes and SHA-256 last, then renamed. Tensors are safetensors, all else is JSON; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -20,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.files import own_folder, sync, write_text
+from contrastile.data.files import checksum, own_folder, sync, write_text
 from contrastile.train.config import SaveSettings
 from contrastile.train.folder import RUN_ID, RunFolder, free_name, run_id
 
@@ -36,13 +34,11 @@ LEFT = re.compile(rf"{re.escape(PART)}\d+|{re.escape(SPENT)}({WHOLE.pattern}|{AS
 
 
 class Stateful(Protocol):
-    """A module, an optimizer, or anything else with their two methods."""
+    """A module, an optimizer, or anything else with these methods; states are made of tensors and plain values."""
 
-    def state_dict(self) -> Any:
-        """Mappings and lists of tensors, numbers, texts and None."""
+    def state_dict(self) -> Any: ...
 
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Restore the state."""
+    def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 Parts = Mapping[str, Stateful]
@@ -82,15 +78,13 @@ class Checkpoints:
     def save(self, step: int, seconds: float, parts: Parts, *, must: bool = False) -> bool:
         """Save `parts` as they are after `step`; True on success.
 
-        A full or broken disk is logged and does not end the run, unless this checkpoint `must` be saved: then OSError.
+        A full or broken disk is logged, unless this checkpoint `must` be saved: then OSError.
         """
         # safetensors raises an error of its own for a full disk
         from safetensors import SafetensorError
 
-        if self._folder is None:
-            return False
         self._saved = seconds
-        if not self._writes:
+        if self._folder is None or not self._writes:
             return False
         try:
             self._write(self._folder, step, parts)
@@ -103,13 +97,14 @@ class Checkpoints:
         return True
 
     def _write(self, folder: Path, step: int, parts: Parts) -> None:
+        from safetensors.torch import save_file
+
         self._check_run()
-        target = folder / f"{STEP}{step:09}"
+        target, temporary = folder / f"{STEP}{step:09}", folder / f"{PART}{step}"
         if target.exists():
             return
         folder.mkdir(exist_ok=True)
-        self._sweep(folder)
-        temporary = folder / f"{PART}{step}"
+        _sweep(folder)
         temporary.mkdir()
         try:
             plain: dict[str, Any] = {"data": self._data, "origin": self._origin, "parts": {}}
@@ -117,7 +112,11 @@ class Checkpoints:
                 tensors: dict[str, Tensor] = {}
                 plain["parts"][name] = split_tensors(part.state_dict(), name, tensors)
                 if tensors:
-                    _save_tensors(tensors, temporary / f"{name}.safetensors")
+                    path = temporary / f"{name}.safetensors"
+                    save_file(tensors, path)
+                    # safetensors makes files that only their owner may read
+                    path.chmod(0o644)
+                    sync(path)
             write_text(temporary / PLAIN, json.dumps(plain))
             files = {path.name: _size_and_checksum(path) for path in sorted(temporary.iterdir())}
             write_text(temporary / MANIFEST, _manifest(files))
@@ -134,14 +133,13 @@ class Checkpoints:
     def restore(self, parts: Parts) -> int:
         """Restore `parts` from the newest checkpoint that is whole; its step, 0 where there is none.
 
-        A damaged one is logged and renamed, and the one before is used.
-
-        Raises ValueError where all are damaged, or the newest belongs to another run or other data.
+        A damaged one is logged and renamed, and the one before is used. Raises ValueError where all are damaged, or the
+        newest belongs to another run or other data.
         """
         if self._folder is None or not self._folder.exists():
             return 0
         self._check_run()
-        self._sweep(self._folder)
+        _sweep(self._folder)
         checkpoints = _checkpoints(self._folder)
         for checkpoint in reversed(checkpoints):
             try:
@@ -151,10 +149,8 @@ class Checkpoints:
                 checkpoint.rename(free_name(checkpoint.with_name(f"{DAMAGED}{checkpoint.name}")))
                 continue
             if "origin" not in plain:
-                logger.warning(
-                    "the checkpoint %s was written before checkpoints said whose they are; it is taken for this run's",
-                    checkpoint,
-                )
+                message = "the checkpoint %s was written before checkpoints said whose they are;"
+                logger.warning(f"{message} it is taken for this run's", checkpoint)
             self._load(checkpoint, parts, plain, tensors)
             return _step(checkpoint)
         if checkpoints:
@@ -193,22 +189,21 @@ class Checkpoints:
             (self._run / RUN_ID).unlink(missing_ok=True)
         if self._folder is None or not self._folder.exists():
             return
-        self._sweep(self._folder)
-        for spent in [*_checkpoints(self._folder), *_folders(self._folder, ASIDE)]:
+        _sweep(self._folder)
+        for spent in _folders(self._folder, WHOLE) + _folders(self._folder, ASIDE):
             _remove(spent)
         if not any(self._folder.iterdir()):
             self._folder.rmdir()
 
     def _check_run(self) -> None:
-        """Raise ValueError where the run's folder was moved."""
         if self._run is not None:
             self._run.check_in_place()
 
-    def _sweep(self, folder: Path) -> None:
-        """Remove the remains of a killed process. The lock on the run's folder makes sure that nobody writes them."""
-        own_folder(folder)
-        for left in _folders(folder, LEFT):
-            shutil.rmtree(left, ignore_errors=True)
+
+def _sweep(folder: Path) -> None:
+    """Remove the remains of a killed process. The lock on the run's folder makes sure that nobody writes them."""
+    for left in _folders(own_folder(folder), LEFT):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _folders(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -302,17 +297,7 @@ def _manifest(files: Mapping[str, Any]) -> str:
 
 
 def _size_and_checksum(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, path)
-    # safetensors makes files that only their owner may read
-    path.chmod(0o644)
-    sync(path)
+    return {"bytes": path.stat().st_size, "sha256": checksum(path)}
 
 
 def step_seed(seed: int, step: int, rank: int = 0) -> int:

@@ -1,25 +1,43 @@
-"""Evaluation of towers: recall in both directions on every held-out part, zero-shot by prompts, handwritten digits.
+"""Evaluation of towers: on held-out parts of a run's pairs, and by tests on other pictures (transfer).
 
-Run after the steps, and on samples (`probe`) between them. The arithmetic is that of `evaluate/`, which never holds the
-whole score matrix; this file selects queries and keys. Other data are evaluated by `transfer.py`.
+Held-out parts: recall in both directions, zero-shot by prompts, handwritten digits. Tests: zero-shot classification and
+caption retrieval, measured on samples at each probe, and whole at the end of a run and by `contrastile evaluate`.
+`evaluate/` has the arithmetic; this file selects queries and keys. Ranks share the pictures of a test out.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile.data.base import Images, Indices
+from contrastile._errors import invalid
+from contrastile.data.base import Images, Indices, counted
+from contrastile.data.evaluation_sets import Captioned, ClassFolder, open_captions, open_class_folder, read_prompts
 from contrastile.data.glyphs import DIGIT_NAMES, handwritten_digits
+from contrastile.data.loader import read_chunks
 from contrastile.data.pairs import PairSet
-from contrastile.evaluate.retrieval import chance, class_features, recall
+from contrastile.distributed import collectives, consistency
+from contrastile.evaluate.retrieval import both_ways, chance, chance_among, class_features, classified, recall
 from contrastile.models.base import evaluating
-from contrastile.train.log import progress
-from contrastile.train.run import Run
+from contrastile.offload import settle
+from contrastile.train.config.evaluate import EvaluateSettings, RetrievalSettings, ZeroShotSettings
+from contrastile.train.folder import EVALUATION, METADATA, METRICS, RunFolder, finished_run
+from contrastile.train.log import Metrics, progress
+from contrastile.train.report.page import table_text, write_report
+from contrastile.train.run import Run, load
+from contrastile.train.sharded import is_sharded
+from contrastile.train.task import Measure
+
+logger = logging.getLogger("contrastile")
 
 Row = dict[str, Any]
 
@@ -28,62 +46,51 @@ KS = (1, 5, 10)
 CHUNK = 2048
 # the names of the held-out parts in tables
 PARTS = {"faces": "held-out faces", "names": "held-out names", "held_out": "held-out pairs"}
+# of a test: features, the rows of their pictures, and the reasons why the others have none
+Gathered = tuple[Tensor, Indices, Counter[str]]
+AnyTest = ZeroShotSettings | RetrievalSettings
+# picture files of one rank that are read and encoded at once, at least a sub-batch
+FILES = 256
+# with fewer files threads have finished before decoding processes have started
+MANY = 4000
 
 
 @dataclass(frozen=True)
-class Names:
-    """Distinct texts with features `[m, D]` and ids `[m]`."""
+class Encoded:
+    """Pictures or names of a pair set: their rows, features `[n, D]` and ids `[n]`. Of equal names the first row."""
 
-    texts: list[str]
-    features: Tensor
-    ids: Tensor
-
-
-@dataclass(frozen=True)
-class Part:
-    """An encoded held-out part: rows of the pair set, features and ids of their pictures, and their names."""
-
-    name: str
     rows: Indices
     features: Tensor
     ids: Tensor
-    names: Names
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The features of an evaluation: the held-out parts, and prompted names of the whole pair set as classes."""
+    """Pictures and names of each held-out part, and the prompted names of the whole pair set as classes."""
 
-    parts: list[Part]
-    classes: Names
+    parts: dict[str, tuple[Encoded, Encoded]]
+    classes: Encoded
 
 
 def encode_held_out(run: Run, pairs: PairSet) -> HeldOut:
     """Encode the held-out pictures and every name."""
-    parts = []
+    parts = {}
     with evaluating(run.model):
         for name, rows in held_out(pairs).items():
             features = encode_pictures(run, pairs.images, rows, f"encoding {PARTS.get(name, name)}")
-            names = encode_names(run, pairs, rows)
-            parts.append(Part(name, rows, features, ids_of(run, pairs, rows), names))
-        first = first_rows(pairs, np.arange(len(pairs)))
-        texts = [pairs.captions[row] for row in first]
-        prompted = class_features(texts, encode=run.encode_text, prompts=run.recipe.evaluate.prompts)
-    return HeldOut(parts, Names(texts, prompted, ids_of(run, pairs, first)))
+            parts[name] = Encoded(rows, features, ids_of(run, pairs, rows)), encode_names(run, pairs, rows)
+        classes = encode_names(run, pairs, np.arange(len(pairs)), prompts=run.recipe.evaluate.prompts)
+    return HeldOut(parts, classes)
 
 
 def evaluate(run: Run, encoded: HeldOut) -> list[Row]:
     """Every test as a row: name, queries, choices, recall at `KS`, chance; a `headline` leads the report."""
     rows = []
-    classes = encoded.classes.features, encoded.classes.ids
-    for part in encoded.parts:
-        label = PARTS.get(part.name, part.name)
-        pictures, names = (part.features, part.ids), (part.names.features, part.names.ids)
+    labelled = [(PARTS.get(name, name), *sides) for name, sides in encoded.parts.items()]
+    for label, pictures, names in labelled:
         rows.append(_compare(f"{label}, picture → name", pictures, names, headline=True))
         rows.append(_compare(f"{label}, name → picture", names, pictures))
-    for part in encoded.parts:
-        label = PARTS.get(part.name, part.name)
-        rows.append(_compare(f"{label}, zero-shot among all names", (part.features, part.ids), classes))
+    rows += [_compare(f"{label}, zero-shot among all names", part, encoded.classes) for label, part, _ in labelled]
     glyphs = run.recipe.data.source == "glyphs"
     return [*rows, digits(run)] if glyphs and run.recipe.evaluate.digits else rows
 
@@ -95,8 +102,9 @@ def digits(run: Run) -> Row:
     with evaluating(run.model):
         features = encode_pictures(run, pictures, np.arange(len(pictures)), "encoding handwritten digits")
         names = class_features(DIGIT_NAMES, encode=run.encode_text, prompts=run.recipe.evaluate.prompts)
-    ids = torch.from_numpy(labels).to(run.device), torch.arange(len(DIGIT_NAMES), device=run.device)
-    return _compare("handwritten digits, zero-shot", (features, ids[0]), (names, ids[1]), headline=True)
+    images = Encoded(np.arange(len(pictures)), features, torch.from_numpy(labels).to(run.device))
+    classes = Encoded(np.arange(len(names)), names, torch.arange(len(names), device=run.device))
+    return _compare("handwritten digits, zero-shot", images, classes, headline=True)
 
 
 def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
@@ -112,11 +120,11 @@ def probe(run: Run, pairs: PairSet) -> dict[str, dict[str, float]]:
     return recalls
 
 
-def _compare(test: str, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], *, headline: bool = False) -> Row:
-    """The row of one test: features and ids of queries and keys."""
-    counts = len(queries[0]), len(keys[0])
-    shares = recall(queries[0], keys[0], queries[1], keys[1], ks=ranks_below(counts[1]))
-    guessed = chance(queries[1], keys[1], ks=(1,))[1]
+def _compare(test: str, queries: Encoded, keys: Encoded, *, headline: bool = False) -> Row:
+    """The row of one test."""
+    counts = len(queries.ids), len(keys.ids)
+    shares = recall(queries.features, keys.features, queries.ids, keys.ids, ks=ranks_below(counts[1]))
+    guessed = chance(queries.ids, keys.ids, ks=(1,))[1]
     return result_row(test, counts, {str(k): share for k, share in shares.items()}, guessed, headline=headline)
 
 
@@ -126,18 +134,11 @@ def ranks_below(choices: int) -> tuple[int, ...]:
 
 
 def result_row(
-    test: str, counts: tuple[int, int], shares: dict[str, float], guessed: float | None, *, headline: bool
+    test: str, counts: tuple[int, int], shares: dict[str, float], guessed: float | None, *, headline: bool, **more: Any
 ) -> Row:
     """A test's row in evaluation.json; counts: queries and choices."""
-    queries, choices = counts
-    return {
-        "test": test,
-        "queries": queries,
-        "choices": choices,
-        "recall": shares,
-        "chance": guessed,
-        "headline": headline,
-    }
+    sizes = dict(zip(("queries", "choices"), counts, strict=True))
+    return {"test": test, **sizes, "recall": shares, "chance": guessed, "headline": headline, **more}
 
 
 def held_out(pairs: PairSet) -> dict[str, Indices]:
@@ -145,17 +146,14 @@ def held_out(pairs: PairSet) -> dict[str, Indices]:
     return {name: rows for name, rows in pairs.splits.items() if name != "train" and len(rows)}
 
 
-def first_rows(pairs: PairSet, rows: Indices) -> Indices:
-    """The first of `rows` for each distinct title."""
+def encode_names(run: Run, pairs: PairSet, rows: Indices, prompts: Sequence[str] | None = None) -> Encoded:
+    """Encode each distinct title of `rows`, alone or in `prompts`."""
     _, first = np.unique([pairs.captions[row] for row in rows], return_index=True)
-    return rows[np.sort(first)]
-
-
-def encode_names(run: Run, pairs: PairSet, rows: Indices) -> Names:
-    """Encode each distinct title of `rows`."""
-    first = first_rows(pairs, rows)
-    texts = [pairs.captions[row] for row in first]
-    return Names(texts, run.encode_text(texts), ids_of(run, pairs, first))
+    rows = rows[np.sort(first)]
+    titles = [pairs.captions[row] for row in rows]
+    encode = run.encode_text
+    features = encode(titles) if prompts is None else class_features(titles, encode=encode, prompts=prompts)
+    return Encoded(rows, features, ids_of(run, pairs, rows))
 
 
 def encode_pictures(run: Run, images: Images, rows: Indices, label: str) -> Tensor:
@@ -172,3 +170,207 @@ def encode_pictures(run: Run, images: Images, rows: Indices, label: str) -> Tens
 def ids_of(run: Run, pairs: PairSet, rows: Indices) -> Tensor:
     """The ids of `rows`, on the device of the features."""
     return torch.from_numpy(pairs.ids[rows]).to(run.device)
+
+
+@dataclass(frozen=True)
+class ZeroShot:
+    """A test: images by class, and the prompts for the classes' names. `name` begins the names of its measures."""
+
+    name: str
+    folder: ClassFolder
+    templates: Sequence[str]
+
+    def measure(self, run: Run, most: int | None = None) -> list[Row]:
+        """Top 1, top 5 and the mean per class, of all pictures or of a sample of at most `most`."""
+        rows = _sample(len(self.folder.paths), most)
+        with evaluating(run.model):
+            pictures, readable, skipped = _encode(run, [self.folder.paths[row] for row in rows], self.name)
+            names = class_features(self.folder.names, encode=run.encode_text, prompts=self.templates)
+        if (alike := len(names) - len(names.unique(dim=0))) > 0:
+            # ties count as wrong, so these classes cannot be recognised
+            message = "%s: %d classes have the very features of others: names that are equal, or cut at %d tokens"
+            logger.warning(message, self.name, alike, run.tokenizer.length)
+        labels = torch.from_numpy(self.folder.labels[rows][readable]).to(run.device)
+        right = torch.from_numpy(self.folder.right).to(run.device)
+        measured = classified(pictures, names, labels, right)
+        guessed = right.double().mean(dim=1)[labels].mean().item()
+        metrics = {f"{self.name}-zeroshot-val-{name}": value for name, value in measured.items()}
+        shares = {name.removeprefix("top"): value for name, value in measured.items() if name.startswith("top")}
+        counts = len(pictures), len(names)
+        test = f"{self.name}, zero-shot"
+        return [result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)]
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """A test: images with their captions. `name` begins the names of its measures."""
+
+    name: str
+    captioned: Captioned
+
+    def measure(self, run: Run, most: int | None = None) -> list[Row]:
+        """Recall and ranks of the first right answer, in both directions, of all pictures or of a sample."""
+        paths, owner = self.captioned.paths, self.captioned.owner
+        rows = _sample(len(paths), most)
+        with evaluating(run.model):
+            pictures, readable, skipped = _encode(run, [paths[row] for row in rows], self.name)
+            # the position of each picture among the encoded ones, −1 for those without features
+            number = np.full(len(paths), -1)
+            number[rows[readable]] = np.arange(len(readable))
+            chosen = np.flatnonzero(number[owner] >= 0)
+            # equal captions are one query and one answer
+            distinct: dict[str, int] = {}
+            caption = [distinct.setdefault(self.captioned.texts[row], len(distinct)) for row in chosen]
+            texts = run.encode_text(list(distinct))
+        matches = torch.from_numpy(np.unique([number[owner[chosen]], caption], axis=1)).to(run.device)
+        measured = both_ways(pictures, texts, *matches)
+        results, sizes = [], (len(pictures), len(texts))
+        directions = (
+            ("image_to_text", "picture → caption", sizes),
+            ("text_to_image", "caption → picture", sizes[::-1]),
+        )
+        for (direction, label, counts), queries in zip(directions, matches, strict=True):
+            shares = {str(k): measured[f"{direction}_R@{k}"] for k in ranks_below(counts[1])}
+            guessed = chance_among(queries.bincount(minlength=counts[0]), counts[1], ks=(1,))[1]
+            metrics = {name: value for name, value in measured.items() if name.startswith(direction)}
+            test = f"{self.name}, {label}"
+            row = result_row(test, counts, shares, guessed, headline=True, metrics=metrics, skipped=skipped)
+            results.append(row)
+        return results
+
+
+Test = ZeroShot | Retrieval
+
+
+def _sample(count: int, most: int | None) -> Indices:
+    """All rows, or a random sample of at most `most`, the same every time, in ascending order."""
+    return np.sort(np.random.default_rng(0).permutation(count)[:most])
+
+
+def _encode(run: Run, paths: Sequence[str], name: str) -> Gathered:
+    """Encode the readable pictures; raises ValueError where more than `data.max_bad_fraction` are not."""
+    most_bad = run.recipe.data.max_bad_fraction
+    features, readable, skipped = _gather(run, paths, name)
+    if skipped.total() > most_bad * len(paths) or not len(readable):
+        bad = paths[np.setdiff1d(np.arange(len(paths)), readable)[0]]
+        got = f"{skipped.total():,} of {len(paths):,} that cannot ({counted(skipped)}), the first being {bad}"
+        remedy = "Mend or remove them, or raise data.max_bad_fraction in the recipe of the run."
+        raise invalid(name, f"be pictures that can be read, but for {most_bad:.1%}", got, remedy)
+    if skipped:
+        logger.warning("%s: %d of %d pictures are left out (%s)", name, skipped.total(), len(paths), counted(skipped))
+    return features, readable, skipped
+
+
+def _gather(run: Run, paths: Sequence[str], name: str) -> Gathered:
+    """Gather the features of all ranks in the order of the pictures; if one rank fails, all do."""
+    if collectives.size(None) == 1:
+        return _encode_own(run, paths, name)
+    try:
+        features, readable, skipped = _encode_own(run, paths, name)
+    except Exception as failure:
+        # ranks that wait for this one's shards of the towers notice when this rank leaves
+        if not is_sharded(run.model):
+            consistency.agree(None, {"error": str(failure) or repr(failure)})
+        raise
+    statements = consistency.agree(None, {"count": len(readable), "skipped": skipped}, free=("count", "skipped"))
+    counts = [statement["count"] for statement in statements]
+    own_rows = torch.from_numpy(readable).to(features.device)
+    features, rows = collectives.begin_gather([features, own_rows], counts, None).wait()
+    order = rows.argsort()
+    skipped = sum((Counter(statement["skipped"]) for statement in statements), Counter())
+    return features[order], rows[order].cpu().numpy(), skipped
+
+
+def _encode_own(run: Run, paths: Sequence[str], name: str) -> Gathered:
+    """Encode this rank's pictures: every W-th chunk, whose content does not depend on the number of ranks W."""
+    data, size = run.recipe.data, max(FILES, run.recipe.train.sub_batch.image)
+    own = np.flatnonzero(np.arange(len(paths)) // size % collectives.size(None) == collectives.rank(None))
+    shape, features, readable, skipped = (data.channels, data.image_size, data.image_size), [], [], Counter[str]()
+    files, apart = [paths[row] for row in own.tolist()], run.device.type == "cuda" and len(own) >= MANY
+    with progress(len(own), f"encoding {name}", "pictures") as bar:
+        for part, pictures, reasons in read_chunks(files, shape, chunk=size, apart=apart):
+            good = [index for index, reason in enumerate(reasons) if reason is None]
+            skipped.update(filter(None, reasons))
+            readable += [part.start + index for index in good]
+            features.append(run.encode_image(pictures[good] if len(good) < len(part) else pictures))
+            # the next pictures are decoded into the same memory, from which a GPU may still be copying
+            settle(run.device)
+            bar.update(len(part))
+    if len(features) < -(-len(paths) // (size * collectives.size(None))):
+        # sharded towers run on all ranks together, as often as the first rank needs them
+        features.append(run.encode_image(torch.empty((0, *shape), dtype=torch.uint8)))
+    return torch.cat(features), own[np.array(readable, np.int64)], skipped
+
+
+def settings_of(settings: EvaluateSettings) -> tuple[AnyTest, ...]:
+    """The settings of all tests of a recipe."""
+    return (*settings.zero_shot, *settings.retrieval)
+
+
+def open_test(test: AnyTest) -> Test:
+    """Open a test: read its lists, no picture yet; raises ValueError where the lists do not fit together."""
+    if isinstance(test, RetrievalSettings):
+        return Retrieval(test.called, open_captions(test.captions, images=test.images, split=test.split))
+    folder = open_class_folder(test.folder, classes=test.classes, mapping=test.mapping, among=test.among)
+    if folder.left_out:
+        logger.warning("%s: %d folders have no class and are left out", test.called, folder.left_out)
+    return ZeroShot(test.called, folder, read_prompts(test.templates))
+
+
+def measures(run: Run, tests: Sequence[Test], results: dict[int, list[Row]] | None = None) -> list[Measure]:
+    """A measurement of each test for metrics.jsonl: on a sample, or on all pictures where `results` takes the rows.
+
+    results: rows of each test by its index.
+    """
+
+    def measure(index: int, test: Test) -> list[dict[str, Any]]:
+        if results is None:
+            return [_line(row) for row in test.measure(run, run.recipe.evaluate.probe)]
+        results[index] = test.measure(run)
+        return [_line(row, whole=True) for row in results[index]]
+
+    return [(test.name, partial(measure, index, test)) for index, test in enumerate(tests)]
+
+
+def _line(row: Row, **more: Any) -> dict[str, Any]:
+    """A row for metrics.jsonl."""
+    return {"test": row["test"], "queries": row["queries"], "choices": row["choices"], **row["metrics"], **more}
+
+
+def measure_all(run: Run, folder: RunFolder, results: Mapping[int, list[Row]]) -> list[Row]:
+    """The rows of every test of the run's recipe on all pictures; failures go into the log and metrics.jsonl.
+
+    results: rows that ranks have measured already, by the index of their test.
+    """
+    rows: list[Row] = []
+    tests, examples = settings_of(run.recipe.evaluate), folder.read_json(METADATA)["examples"]
+    with Metrics(folder / METRICS if tests else None) as metrics:
+        for index, test in enumerate(tests):
+            if index in results:
+                rows += results[index]
+                continue
+            try:
+                measured = open_test(test).measure(run)
+            except Exception as failure:
+                logger.warning("the test %s failed, the others go on: %r", test.called, failure)
+                metrics.write("failure", examples=examples, what=test.called, why=repr(failure))
+                label = f"{test.called}, failed: {failure}"
+                measured = [result_row(label, (0, 0), {}, None, headline=False, metrics={}, skipped={})]
+            for row in measured:
+                if row["metrics"]:
+                    metrics.write("test", examples=examples, **_line(row, whole=True))
+            rows += measured
+    return rows
+
+
+def evaluate_transfer(path: str | Path, tests: Sequence[AnyTest], *, device: str = "auto") -> str:
+    """Measure a finished run on `tests` alone, add their rows to its results and its report; a table of them."""
+    folder = finished_run(path)
+    opened = [open_test(test) for test in tests]
+    run = load(folder.path, device=device)
+    rows = [row for test in opened for row in test.measure(run)]
+    tested = {row["test"] for row in rows}
+    before = folder.read_json(EVALUATION) if (folder / EVALUATION).is_file() else []
+    folder.write_json(EVALUATION, [*(row for row in before if row["test"] not in tested), *rows])
+    write_report(folder)
+    return table_text(rows)

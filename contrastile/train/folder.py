@@ -16,13 +16,12 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import file_digest
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from contrastile._errors import invalid
-from contrastile.data.files import new_file
+from contrastile.data.files import checksum, new_file
 
 logger = logging.getLogger("contrastile")
 
@@ -100,8 +99,7 @@ class RunFolder:
 
     def checksum(self, name: str) -> str:
         """The SHA-256 of the file `name`."""
-        with (self.path / name).open("rb") as file:
-            return file_digest(file, "sha256").hexdigest()
+        return checksum(self / name)
 
 
 def finished_run(path: str | Path) -> RunFolder:
@@ -131,7 +129,7 @@ def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
 
 
 def make_folder(option: str, path: str | Path) -> None:
-    """Make the folder that `option` names, with its parents; raises ValueError where it cannot be written to.
+    """Make the folder that `option` names; raises ValueError where it cannot be written to.
 
     Every verb calls this, or `make_way`, before anything is loaded, so that no result is lost for want of a place.
     """
@@ -167,12 +165,10 @@ def begun_run(runs: str | Path, name: str) -> RunFolder | None:
 def resumed_run(folder: RunFolder) -> Iterator[RunFolder]:
     """The same folder, locked by this process; remains of a killed process are removed by their temporary names."""
     with _locked(folder.path) as status:
-        for left in folder.path.glob(".*"):
-            if left.is_dir() and not left.is_symlink():
-                if FOLDERS_LEFT.fullmatch(left.name):
-                    shutil.rmtree(left)
-            elif UNFINISHED.fullmatch(left.name):
-                left.unlink()
+        for remains in folder.path.glob(".*"):
+            is_folder = remains.is_dir() and not remains.is_symlink()
+            if (FOLDERS_LEFT if is_folder else UNFINISHED).fullmatch(remains.name):
+                (shutil.rmtree if is_folder else os.unlink)(remains)
         yield RunFolder(folder.path, status)
 
 

@@ -1,7 +1,4 @@
-"""Task of pictures and texts: its data, its loss, its evaluation; one of the two tasks of `loop.py`.
-
-A step encodes both sides, each sub-batch by sub-batch, and compares every picture with every text.
-"""
+"""Task of pictures and texts: its data, its loss, its evaluation; one of the two tasks of `loop.py`."""
 
 from __future__ import annotations
 
@@ -19,10 +16,19 @@ from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import ClipLoss, SigLipLoss
-from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle
+from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
 from contrastile.train.config import Recipe
-from contrastile.train.evaluation import Row, encode_held_out, evaluate, probe
-from contrastile.train.feature_cache import with_cached_features
+from contrastile.train.evaluation import (
+    Row,
+    Test,
+    encode_held_out,
+    evaluate,
+    measure_all,
+    measures,
+    open_test,
+    probe,
+    settings_of,
+)
 from contrastile.train.folder import EVALUATION, RunFolder
 from contrastile.train.memory import dense_need
 from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
@@ -31,7 +37,6 @@ from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report
 from contrastile.train.report.samples import picture_samples
 from contrastile.train.run import Run, build_run, choose_device, fingerprint, load
 from contrastile.train.task import Measure, Task
-from contrastile.train.transfer import Test, measure_all, measures, open_test, settings_of
 
 LOSSES: dict[str, type[ClipLoss | SigLipLoss]] = {"clip": ClipLoss, "siglip": SigLipLoss}
 
@@ -55,7 +60,6 @@ class ImageText(Task[Batch]):
 
     @classmethod
     def open(cls, recipe: Recipe, begun: RunFolder | None = None) -> Self:
-        """The untrained task of a recipe; a tokenizer is trained unless the run `begun` has one."""
         # cheap checks first: a missing device, a model that does not fit, mistakes in the tests' files
         choose_device(recipe.device)
         tests = [open_test(test) for test in settings_of(recipe.evaluate)]
@@ -65,23 +69,19 @@ class ImageText(Task[Batch]):
 
     @classmethod
     def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
-        """The task of a finished run."""
         run = load(folder.path, device=device)
         return cls(run, open_data_bundle(run.recipe, run.tokenizer))
 
     @property
     def rows(self) -> Indices:
-        """The pairs to train on."""
         return self.bundle.pairs.splits["train"]
 
     @property
     def stream(self) -> Stream | None:
-        """The reader of a collection."""
         return self.bundle.pairs.stream
 
     @property
     def data(self) -> str:
-        """The fingerprint of pairs and tokens."""
         return fingerprint(self.bundle.pairs, self.bundle.tokens)
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[Batch]:  # noqa: ARG002
@@ -89,11 +89,9 @@ class ImageText(Task[Batch]):
         return list(self.builder.batch(rows, ranks.share).parts(self.run.recipe.train.accumulate))
 
     def expect(self, rows: Tensor, ranks: Ranks) -> None:
-        """Prefetch pictures of a collection while a step computes."""
         self.builder.expect(rows, ranks.share)
 
     def close(self) -> None:
-        """Stop prefetching."""
         self.builder.close()
 
     def loss(self, part: Batch) -> Tensor:
@@ -108,7 +106,6 @@ class ImageText(Task[Batch]):
             return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=part.ids.to(self.run.device))
 
     def probe(self) -> dict[str, dict[str, float]]:
-        """Recall from picture to name."""
         return probe(self.run, self.bundle.pairs)
 
     def tests(self, *, whole: bool = False) -> list[Measure]:
@@ -116,26 +113,20 @@ class ImageText(Task[Batch]):
         return measures(self.run, self._tests, self._results if whole else None)
 
     def metadata(self, result: TrainResult) -> dict[str, Any]:
-        """The contents of run.json."""
         train, largest = self.run.recipe.train, max(result.largest_batch, 1)
         retained = examples_retained(train.retain, train.sub_batch.image, largest)
         need = dense_need(activations_per_pair(self.run, self.bundle), largest, retained)
         return {**self.metadata_so_far(result), "memory": need}
 
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
-        """The metadata without the memory of plain autograd, which takes the towers to measure."""
         pairs, recipe = self.bundle.pairs, self.run.recipe
-        return {
-            **base_metadata(self.run, result),
-            "pairs": len(pairs.splits["train"]),
-            # by reason: skipped at opening, and while reading
-            "skipped": dict(Counter(pairs.skipped) + Counter(pairs.stream.skipped if pairs.stream is not None else {})),
-            "loss": recipe.loss.kind,
-            "batch": [batch for _, batch in recipe.train.batch],
-        }
+        # by reason: skipped at opening, and while reading
+        skipped = Counter(pairs.skipped) + Counter(pairs.stream.skipped if pairs.stream is not None else {})
+        batch = [batch for _, batch in recipe.train.batch]
+        own = {"pairs": len(self.rows), "skipped": dict(skipped), "loss": recipe.loss.kind, "batch": batch}
+        return {**base_metadata(self.run, result), **own}
 
     def report(self, folder: RunFolder) -> str:
-        """Evaluate, write evaluation.json and report.html; the table of results as text."""
         encoded = encode_held_out(self.run, self.bundle.pairs)
         results = [*evaluate(self.run, encoded), *measure_all(self.run, folder, self._results)]
         folder.write_json(EVALUATION, results)

@@ -1,7 +1,6 @@
-"""`contrastile.load`: a finished run of either job, ready to encode.
+"""`contrastile.load`: a finished run of either kind, ready to encode.
 
-Above `run.py` and `retriever/run.py`: the recipe says which of them loads the run. Optional packages are imported when
-a run is loaded, so that the library without extras has this name too.
+Optional packages are imported when a run is loaded, so that the library without extras has this name too.
 """
 
 from __future__ import annotations

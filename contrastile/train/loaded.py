@@ -1,7 +1,6 @@
-"""The type that `contrastile.load` returns: one for finished runs of either kind, with the methods of both.
+"""The type that `contrastile.load` returns, for finished runs of either kind, with the methods of both.
 
-Below `load.py`. `Run` of `run.py` and `RetrieverRun` of `retriever/run.py` derive from it. A type checker cannot know
-which kind a folder holds, so the type has all methods; a method of the other kind raises and says what the run has.
+A type checker cannot know which kind a folder holds; a method of the other kind raises and says what the run has.
 """
 
 # arguments are those of the methods that override these
@@ -29,10 +28,7 @@ RETRIEVER = "a retriever's", "encode_query and encode_passage"
 
 
 class LoadedRun:
-    """The encoders of a run with tokenizer, device and, of pictures, transform.
-
-    Raises ValueError at a method of the other kind.
-    """
+    """The encoders of a run with tokenizer and device; raises ValueError at a method of the other kind."""
 
     recipe: Recipe | RetrieverRecipe
     model: Any

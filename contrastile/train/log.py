@@ -1,8 +1,4 @@
-"""Progress bars and metrics: a bar on every long wait, and one line of JSON per step in `metrics.jsonl`.
-
-Used by all of `train/` and the command line. On a terminal a bar is tqdm's; in a file or a CI log it is a line every
-ten seconds.
-"""
+"""Progress bars and metrics: a bar on every long wait, and one line of JSON per step in `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -12,10 +8,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from contrastile.data.files import open_in_place
 
@@ -25,103 +21,81 @@ logger = logging.getLogger("contrastile")
 LINE_EVERY = 10.0
 
 
-class Bar(Protocol):
-    """A long wait under way."""
+class Bar:
+    """A long wait: tqdm's bar on a terminal, elsewhere a line every `LINE_EVERY` seconds and one at the end.
 
-    def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
-        """Add `n` finished units; `total`: a new estimate; `facts` are shown behind the bar."""
-
-
-class TerminalBar:
-    """A tqdm bar."""
-
-    def __init__(self, total: int, label: str, unit: str, begun: int = 0) -> None:
-        from tqdm import tqdm
-
-        # tqdm shows nothing on a terminal of unknown size, which here counts as 80 × 24
-        columns, lines = shutil.get_terminal_size()
-        self._bar = tqdm(
-            total=total, desc=label, unit=f" {unit}", unit_scale=True, ncols=columns - 1, nrows=lines, initial=begun
-        )
-
-    def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
-        if total is not None:
-            self._bar.total = total
-        if facts:
-            self._bar.set_postfix(facts, refresh=False)
-        self._bar.update(n)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class LineBar:
-    """One line every `LINE_EVERY` seconds of a wait, and one at its end."""
+    begun: units done before, which do not count for the speed. Without a `stream`, and from the moment that its reader
+    has gone, as in `| head`, nothing is shown.
+    """
 
     def __init__(self, total: int, label: str, unit: str, begun: int = 0, stream: TextIO | None = None) -> None:
-        self._total, self._label, self._unit = total, label, unit
-        self._stream = stream if stream is not None else sys.stderr
+        self._total, self._label, self._unit, self._stream = total, label, unit, stream
         self._done = self._begun = begun
         self._facts: dict[str, str] = {}
         self._began = self._printed = time.monotonic()
+        self._tqdm: Any = None
+        if stream is not None and stream.isatty():
+            from tqdm import tqdm
+
+            # tqdm shows nothing on a terminal of unknown size, which here counts as 80 × 24
+            size = shutil.get_terminal_size()
+            scale: dict[str, Any] = {
+                "unit": f" {unit}",
+                "unit_scale": True,
+                "ncols": size.columns - 1,
+                "nrows": size.lines,
+            }
+            self._tqdm = tqdm(total=total, desc=label, initial=begun, file=stream, **scale)
 
     def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
+        """Add `n` finished units; `total`: a new estimate; `facts` are shown behind the bar."""
         self._done += n
-        self._total = total if total is not None else self._total
+        self._total = self._total if total is None else total
         self._facts.update(facts)
-        if time.monotonic() - self._printed >= LINE_EVERY:
-            self._print()
+        if self._tqdm is not None or time.monotonic() - self._printed >= LINE_EVERY:
+            self._show(n)
 
     def close(self) -> None:
-        self._print()
+        """Show the end."""
+        self._show(0, last=True)
 
-    def _print(self) -> None:
+    def _show(self, n: int, *, last: bool = False) -> None:
+        try:
+            if self._tqdm is not None:
+                self._tqdm.total = self._total
+                self._tqdm.set_postfix(self._facts, refresh=False)
+                self._tqdm.update(n)
+                if last:
+                    self._tqdm.close()
+            elif self._stream is not None:
+                print(self._line(), file=self._stream, flush=True)
+        # writing to a closed file raises ValueError
+        except (OSError, ValueError):
+            self._stream = self._tqdm = None
+
+    def _line(self) -> str:
         self._printed = time.monotonic()
         seconds = max(self._printed - self._began, 1e-9)
         share = self._done / max(self._total, 1)
         # units of an earlier process took none of this one's time
         rate = (self._done - self._begun) / seconds
-        left = f"{clock((self._total - self._done) / rate)} left" if rate and share < 1 else f"{clock(seconds)} taken"
-        facts = [f"{name} {value}" for name, value in self._facts.items()]
-        line = [
+        parts = [
             f"{self._label} {share:4.0%}",
             f"{self._done:,} {self._unit}",
             f"{rate:,.0f} {self._unit}/s" if rate >= 1 or not rate else f"{1 / rate:,.0f} s each",
-            left,
-            *facts,
+            f"{clock((self._total - self._done) / rate)} left" if rate and share < 1 else f"{clock(seconds)} taken",
+            *(f"{name} {value}" for name, value in self._facts.items()),
         ]
-        print(" · ".join(line), file=self._stream, flush=True)
-
-
-class SafeBar:
-    """A bar that stops showing when its output is closed, such as by `| head`; without a bar it shows nothing."""
-
-    def __init__(self, bar: TerminalBar | LineBar | None) -> None:
-        self._bar = bar
-
-    def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
-        self._try(lambda bar: bar.update(n, total=total, **facts))
-
-    def close(self) -> None:
-        self._try(lambda bar: bar.close())
-
-    def _try(self, call: Callable[[TerminalBar | LineBar], None]) -> None:
-        if self._bar is not None:
-            try:
-                call(self._bar)
-            # writing to a closed file raises ValueError
-            except (OSError, ValueError):
-                self._bar = None
+        return " · ".join(parts)
 
 
 @contextmanager
 def progress(total: int, what: str, unit: str, begun: int = 0) -> Iterator[Bar]:
     """Show a wait of `total` units: `with progress(54_000, "rendering", "pictures") as bar: ... bar.update(1)`.
 
-    begun: units done before, which do not count for the speed. Of several ranks only the first shows the bar.
+    Of several ranks only the first shows the bar.
     """
-    first = os.environ.get("RANK", "0") == "0"
-    bar = SafeBar((TerminalBar if sys.stderr.isatty() else LineBar)(total, what, unit, begun) if first else None)
+    bar = Bar(total, what, unit, begun, sys.stderr if os.environ.get("RANK", "0") == "0" else None)
     try:
         yield bar
     finally:
@@ -144,11 +118,12 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-class Listener(Protocol):
+class Listener:
     """A receiver of the lines of `metrics.jsonl`."""
 
     def log(self, kind: str, values: Mapping[str, Any]) -> None:
         """Receive one line; its `examples` are those seen so far."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Finish after the last line."""
@@ -161,11 +136,12 @@ MEASURED = ("seconds", "speed", "shares", "peak_bytes")
 class Metrics:
     """`metrics.jsonl`: one JSON object per line, on disk as soon as it is written; without a path, no file.
 
-    A line that cannot be written is logged and never ends a run. The `listeners` receive each line afterwards.
+    A line that cannot be written is logged and never ends a run. The `listeners`, by name, receive each line
+    afterwards; the first failure of one is logged and is its last.
     """
 
-    def __init__(self, path: Path | None, listeners: Sequence[Listener] = ()) -> None:
-        self._listeners = listeners
+    def __init__(self, path: Path | None, listeners: Mapping[str, Listener] | None = None) -> None:
+        self._listeners = dict(listeners or {})
         self._discarded = path is None
         self._file = open_in_place(path or Path(os.devnull), "ab", buffering=0)
         self._lost = 0
@@ -184,8 +160,15 @@ class Metrics:
             if not self._lost:
                 logger.warning("%s cannot be written (%s); the run goes on", self._file.name, failure)
             self._lost += 1
-        for listener in self._listeners:
-            listener.log(kind, values)
+        self._notify(lambda listener: listener.log(kind, values))
+
+    def _notify(self, call: Callable[[Listener], None]) -> None:
+        for name, listener in list(self._listeners.items()):
+            try:
+                call(listener)
+            except Exception as failure:
+                del self._listeners[name]
+                logger.warning("%s failed and is told nothing more; the run goes on: %r", name, failure)
 
     def state_dict(self) -> dict[str, int]:
         """The length of the file, synced to disk: lines behind it belong to steps after the checkpoint."""
@@ -208,8 +191,7 @@ class Metrics:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        for listener in self._listeners:
-            listener.close()
+        self._notify(lambda listener: listener.close())
         if self._lost:
             logger.warning("%d lines of %s were lost", self._lost, self._file.name)
 

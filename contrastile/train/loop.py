@@ -1,8 +1,7 @@
 """The outer loop of a run: data, model, optimizer, steps, evaluation, report.
 
-`run_recipe` is the whole of it, for the command line; `train` is the part between model and weights, which comparisons
-call many times. A `Task` says what is trained. Under torchrun every rank runs this file, on its share of each batch;
-see `ranks.py`.
+`run_recipe` is the whole of it, for the command line; `train`, the part between model and weights, is also called by
+comparisons. A `Task` says what is trained. Every rank runs this file on its share of each batch; see `ranks.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from contrastile.distributed.failure import all_failed
 from contrastile.gradcache.rng import begin_random
 from contrastile.train.checkpoints import Checkpoints, Parts, step_seed
 from contrastile.train.config import Recipe
-from contrastile.train.ema import Ema
 from contrastile.train.folder import (
     CHECKPOINTS,
     METRICS,
@@ -40,7 +38,6 @@ from contrastile.train.load import load
 from contrastile.train.log import Bar, Metrics, progress, size
 from contrastile.train.memory import PeakMemory
 from contrastile.train.metadata import TrainResult, finished_result
-from contrastile.train.nonfinite import NonFiniteGuard
 from contrastile.train.optim import (
     build_optimizer,
     clamp_scale,
@@ -49,7 +46,6 @@ from contrastile.train.optim import (
     set_learning_rate,
     with_warmup,
 )
-from contrastile.train.progress import Progress
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.config import RetrieverRecipe
@@ -57,7 +53,8 @@ from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.run import begin_run, learned_by, same_recipe, save_run
 from contrastile.train.sharded import is_sharded
 from contrastile.train.signals import StopRequest
-from contrastile.train.stopwatch import Stopwatch, shares_text
+from contrastile.train.state import Ema, NonFiniteGuard, Progress
+from contrastile.train.stopwatch import DeviceTimer, HostTimer, Stopwatch, shares_text
 from contrastile.train.task import BatchPart, Task
 from contrastile.train.trackers import listeners, write_stopped_report
 
@@ -69,10 +66,7 @@ TASKS: dict[str, type[Task[Any]]] = {"image-text": ImageText, "retriever": Retri
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a run: its folder (on the first rank), its table, and the signal that ended it early.
-
-    unit: that of `examples`.
-    """
+    """Result of a run: its folder (on the first rank), its table, the signal that ended it, the unit of `examples`."""
 
     folder: Path | None
     examples: int
@@ -97,7 +91,7 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
     )
     if ranks.rank > 0:
         result = finished_result(begun) if begun is not None else None
-        result = result or run_other_rank(task, checkpoints_of(writes=False), ranks)
+        result = result or train_run(None, task, checkpoints_of(writes=False), ranks)
         return Outcome(None, result.examples, "", result.stopped_by, task.unit)
     with resumed_run(begun) if begun is not None else new_run(runs, recipe.name) as folder:
         if begun is None:
@@ -105,7 +99,7 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
         checkpoints = checkpoints_of(run=folder)
         result = finished_result(folder)
         if result is None:
-            result = run_first_rank(folder, task, checkpoints, ranks)
+            result = train_run(folder, task, checkpoints, ranks)
             if result.finished and result.examples < result.planned:
                 message = "train.minutes=%g ended the training after %d of %d %s"
                 logger.warning(message, recipe.train.minutes, result.examples, result.planned, task.unit)
@@ -126,38 +120,24 @@ def evaluate_run(path: str | Path, *, device: str = "auto") -> str:
     return TASKS[recipe.kind].of_run(folder, device=device).report(folder)
 
 
-def run_first_rank(folder: RunFolder, task: Task[Any], checkpoints: Checkpoints, ranks: Ranks) -> TrainResult:
-    """Train, and save the weights after the last whole step, whatever ended the training."""
+def train_run(folder: RunFolder | None, task: Task[Any], checkpoints: Checkpoints, ranks: Ranks) -> TrainResult:
+    """Train. With a folder, which the first rank has, write metrics and report, and save the weights at the end."""
     result = TrainResult(ranks=ranks.size)
-    receivers = listeners(task.run.recipe, folder, lambda: task.metadata_so_far(result), task.wording)
-    with (
-        saved_at_end(result, lambda: save_weights(folder, task, result)),
-        Metrics(folder / METRICS, receivers) as metrics,
-        task.joined(ranks),
-    ):
+    with ExitStack() as at_end:
+        path, receivers = None, {}
+        if folder is not None:
+            at_end.enter_context(saved_at_end(folder, task, result))
+            path = folder / METRICS
+            receivers = listeners(task.run.recipe, folder, lambda: task.metadata_so_far(result), task.wording)
+        metrics = at_end.enter_context(Metrics(path, receivers))
+        at_end.enter_context(task.joined(ranks))
         train(task, metrics, result, checkpoints, ranks)
     return result
-
-
-def run_other_rank(task: Task[Any], checkpoints: Checkpoints, ranks: Ranks) -> TrainResult:
-    """Train as one of the ranks that write nothing."""
-    result = TrainResult(ranks=ranks.size)
-    with Metrics(None) as metrics, task.joined(ranks):
-        train(task, metrics, result, checkpoints, ranks)
-    return result
-
-
-def save_weights(folder: RunFolder, task: Task[Any], result: TrainResult) -> None:
-    """Save weights and metadata; not those of a sharded model, of which a lost rank had a part."""
-    if is_sharded(task.run.model):
-        logger.warning("the weights were in shards, of which some are lost; resume from the newest checkpoint")
-    else:
-        save_run(folder, task.run, task.metadata(result))
 
 
 @contextmanager
-def saved_at_end(result: TrainResult, save: Callable[[], None]) -> Iterator[None]:
-    """Call `save` when the training within has ended or failed after a whole step."""
+def saved_at_end(folder: RunFolder, task: Task[Any], result: TrainResult) -> Iterator[None]:
+    """Save weights and metadata when the training within has ended, or has failed after a whole step."""
     whole = True
     try:
         yield
@@ -172,23 +152,23 @@ def saved_at_end(result: TrainResult, save: Callable[[], None]) -> Iterator[None
     finally:
         # torchrun sends SIGTERM when another rank has ended; it must not interrupt the saving
         with StopRequest(patient=True) if result.ranks > 1 else nullcontext():
-            if whole:
-                save()
+            if whole and is_sharded(task.run.model):
+                logger.warning("the weights were in shards, of which some are lost; resume from the newest checkpoint")
+            elif whole:
+                save_run(folder, task.run, task.metadata(result))
 
 
 def train(
-    task: Task[Any],
-    metrics: Metrics,
-    result: TrainResult,
-    checkpoints: Checkpoints | None = None,
-    ranks: Ranks = ALONE,
+    task: Task[Any], metrics: Metrics, result: TrainResult, checkpoints: Checkpoints | None = None, ranks: Ranks = ALONE
 ) -> None:
     """Take all steps of the task's recipe. The model is trained in place; `result` is updated after every step."""
     trainer = Trainer(task, metrics, result, ranks)
     checkpoints = checkpoints or Checkpoints(None, trainer.recipe.save)
     trainer.begin(checkpoints)
     stopping = StopRequest(patient=ranks.size > 1)
-    with trainer.bar() as bar, stopping as stop, ExitStack() as at_end, closing(task):
+    now = trainer.progress
+    bar_at = progress(now.examples, "training", task.unit, now.seen)
+    with bar_at as bar, stopping as stop, ExitStack() as at_end, closing(task):
         # a run saves the weights that it measures
         at_end.callback(trainer.ema.settle)
         while trainer.agree_to_continue(stop.signal):
@@ -199,7 +179,7 @@ def train(
         trainer.end(checkpoints)
         if result.stopped_by is None:
             # a run that train.minutes ended is complete, too
-            bar.update(0, total=trainer.progress.seen)
+            bar.update(0, total=now.seen)
     if result.stopped_by is None:
         result.finished = True
         trainer.probe()
@@ -217,7 +197,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, self.optim)
         self.scaler = torch.amp.GradScaler(task.run.device.type, enabled=recipe.train.precision == "fp16")
         self.ema = Ema(self.model, recipe.optim.ema)
-        self.stopwatch = Stopwatch.of(task.run.device)
+        self.stopwatch = Stopwatch(DeviceTimer() if task.run.device.type == "cuda" else HostTimer())
         self.stopwatch.follow(self.optimizer)
         task.timed(self.stopwatch)
         self.memory = PeakMemory(task.run.device)
@@ -245,16 +225,10 @@ class Trainer:
         self.progress.start()
         most, rows = max(size for _, size in self.recipe.train.batch), len(self.task.rows)
         if most > rows and self.ranks.rank == 0:
-            message = (
-                "train.batch is %d, of %d %s to train on: they come several times in a step. Less makes more steps"
-            )
-            logger.warning(message, most, rows, self.task.unit)
+            message = "train.batch is %d, of %d %s to train on: they come several times in a step."
+            logger.warning(f"{message} Less makes more steps", most, rows, self.task.unit)
         self.result.update(self.progress, self.guard.skipped)
         self.model.train()
-
-    def bar(self) -> AbstractContextManager[Bar]:
-        """A bar at the run's progress."""
-        return progress(self.progress.examples, "training", self.task.unit, self.progress.seen)
 
     def agree_to_continue(self, signal: int | None) -> bool:
         """True if another step follows: all ranks ask together and get the same answer."""

@@ -1,13 +1,13 @@
-"""Memory of a run, and of the same step in plain autograd: the two bars of the report.
-
-Beside `loop.py`, which reads the peak at every step. Comparisons and the bench weigh single updates with `Weighed`.
-"""
+"""Memory: the peak of a run, the peak of single updates, and the additional memory of plain autograd."""
 
 from __future__ import annotations
 
 import gc
 import os
 import resource
+from contextlib import suppress
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,18 +30,16 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return torch.cuda.memory_allocated(self.device)
-        try:
+        # containers may forbid the reset; the mark of the whole process is then an upper bound
+        entry = "VmHWM"
+        with suppress(OSError):
             MARK.write_text("5")
-        except OSError:
-            # containers may forbid the reset; the mark of the whole process is then an upper bound
-            return self.bytes()
-        return _status("VmRSS")
+            entry = "VmRSS"
+        return _status(entry)
 
     def bytes(self) -> int:
         """The mark now."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return _status("VmHWM")
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _status("VmHWM")
 
 
 class Weighed:
@@ -86,11 +84,8 @@ def _highest(profiled: profile) -> int:
     """The peak of the running sum of allocations and frees."""
     results: Any = profiled.profiler.kineto_results  # type: ignore[union-attr]
     moves = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
-    held = highest = 0
-    for _, count in sorted(moves, key=lambda move: move[0]):
-        held += count
-        highest = max(highest, held)
-    return highest
+    ordered = (count for _, count in sorted(moves, key=itemgetter(0)))
+    return max(accumulate(ordered, initial=0))
 
 
 def _status(entry: str) -> int:
@@ -108,7 +103,5 @@ def dense_need(per_example: int, batch: int, retained: int) -> dict[str, int]:
     in float32; a real softmax holds it more than once.
     """
     beyond = max(batch - retained, 0)
-    activations, matrix = per_example * beyond, 4 * batch * batch
-    return {
-        "batch": batch, "beyond": beyond, "per_example": per_example, "activations": activations, "matrix": matrix
-    }  # fmt: skip
+    sizes = {"activations": per_example * beyond, "matrix": 4 * batch * batch}
+    return {"batch": batch, "beyond": beyond, "per_example": per_example, **sizes}

@@ -1,7 +1,4 @@
-"""Run metadata: the contents of run.json, which the report reads; what a run took, on which device, with what software.
-
-`loop.py` fills a `TrainResult` while it trains. A task adds the values of its own kind.
-"""
+"""Run metadata: the contents of run.json, which the report reads. A task adds the values of its own kind."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from typing import Any, Literal
 
 from contrastile.train.folder import METADATA, RunFolder
 from contrastile.train.loaded import LoadedRun
-from contrastile.train.progress import Progress
 from contrastile.train.provenance import chip, versions
+from contrastile.train.state import Progress
 
 
 @dataclass

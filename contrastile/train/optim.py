@@ -1,12 +1,14 @@
-"""Optimizer, parameter groups, learning-rate schedule, clipping and the bounds of the scale.
+"""The `[optim]` section of a recipe: optimizers, parameter groups, schedules, clipping, the bounds of the scale.
 
-Used by `loop.py`: functions of the recipe's `[optim]` section.
+Adafactor: Shazeer & Stern (arXiv:1804.04235) in the form of Zhai et al., "Scaling Vision Transformers"
+(arXiv:2106.04560, section 3.4), which Inf-CL uses (arXiv:2410.17243, section 4.1). Muon: Keller Jordan
+(https://kellerjordan.github.io/posts/muon/), with the size of updates after Moonshot (arXiv:2502.16982).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,28 +16,207 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from contrastile._errors import invalid
-from contrastile.train.adafactor import Adafactor
 from contrastile.train.config import Steps
 from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
-from contrastile.train.muon import CombinedOptimizer, Muon, matrices
-from contrastile.train.sharded import full
+from contrastile.train.sharded import full, shard_like
 
 Groups = list[dict[str, Any]]
 
 # CLIP's bounds of the scale, 1 and 100
 LOG_SCALE_BOUNDS = (0.0, math.log(100.0))
+# Adafactor: a matrix with fewer rows or columns keeps its whole second moment
+SMALLEST_FACTORED, EPS = 32, 1e-30
+# Muon: one iteration a x + b x xᵀx + c x xᵀx xᵀx moves every singular value in (0, 1] towards 1; five are enough
+COEFFICIENTS, TIMES, SMALLEST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
+# the usual root mean square of AdamW's updates
+RMS = 0.2
+# the layers from a tower to the common features: heads, which AdamW trains
+HEAD = "projection"
+
+
+class PerParameterOptimizer(Optimizer):
+    """An optimizer defined by its update of one parameter."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Update one parameter in place, by its gradient, its state and its group's settings."""
+        raise NotImplementedError
+
+
+class Adafactor(PerParameterOptimizer):
+    """For a gradient g at step t, with β₂(t) = min(beta2, 1 − t^beta2_decay):
+
+        v ← β₂(t) v + (1 − β₂(t)) (g² + 1e-30)        a matrix keeps only its means by row r and by column c,
+        u = g / √v                                    and v = r cᵀ / mean(r)
+        m ← beta1 m + (1 − beta1) u
+        p ← p − lr m − (lr / peak) weight_decay p
+
+    so that decay follows the schedule of the rate, not its height; `peak` is the initial `lr` of the group. A tensor
+    with more axes is factored over its two longest. State is float32: `m` and two vectors for a matrix. The momentum
+    `m` of sharded weights is sharded; the means, those of the whole matrix, are on every rank.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+    >>> optimizer = Adafactor([weight], lr=0.1, betas=(0.0, 0.95))
+    >>> weight.grad = torch.full((2, 2), 7.0)
+    >>> optimizer.step(); weight
+    Parameter containing:
+    tensor([[0.9000, 0.9000],
+            [0.9000, 0.9000]], requires_grad=True)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        beta2_decay: float = -0.8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "beta2_decay": beta2_decay, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            group["peak"] = group["lr"]
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        gradient = gradient.float()
+        beta1, beta2 = group["betas"]
+        state["step"] = state.get("step", 0) + 1
+        beta2 = min(beta2, 1 - state["step"] ** group["beta2_decay"])
+        update = gradient * _inverse_root(gradient.square() + EPS, state, beta2)
+        if beta1 > 0:
+            momentum = state.setdefault("momentum", torch.zeros_like(gradient))
+            update = momentum.lerp_(update, 1 - beta1)
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] / group["peak"] * group["weight_decay"])
+        parameter.sub_(group["lr"] * update)
+
+
+def _inverse_root(square: Tensor, state: dict[str, Any], beta2: float) -> Tensor:
+    """1/√v for the running mean v of squares: whole, or the product of its means over the two longest axes."""
+    axes = sorted(range(square.ndim), key=lambda axis: square.shape[axis])[-2:]
+    if len(axes) < 2 or square.shape[axes[0]] < SMALLEST_FACTORED:
+        return state.setdefault("square", torch.zeros_like(square)).lerp_(square, 1 - beta2).rsqrt()
+    second, first = axes
+    # the sum over a sharded axis is partial on each rank
+    by_row, by_column = (full(square.sum(axis, keepdim=True)) / square.shape[axis] for axis in (first, second))
+    row = state.setdefault("row", torch.zeros_like(by_row)).lerp_(by_row, 1 - beta2)
+    column = state.setdefault("column", torch.zeros_like(by_column)).lerp_(by_column, 1 - beta2)
+    return shard_like((row / row.mean(second, keepdim=True)).rsqrt() * column.rsqrt(), square)
+
+
+class Muon(PerParameterOptimizer):
+    """For the gradient g [rows, columns] of a matrix:
+
+        m ← momentum m + (1 − momentum) g
+        u = orthogonal((1 − momentum) g + momentum m)
+        p ← p − lr weight_decay p − lr 0.2 √max(rows, columns) u
+
+    which is `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")`, bit for bit; torch's would orthogonalise each
+    shard of a matrix alone. The momentum of sharded weights is sharded; each matrix is gathered on every rank while it
+    is made orthogonal.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
+    >>> optimizer = Muon([weight], lr=1.0, momentum=0.95, weight_decay=0.0)
+    >>> weight.grad = 9 * torch.eye(2)
+    >>> optimizer.step(); weight.abs() > 0.1
+    tensor([[ True, False],
+            [False,  True]])
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        rate, momentum = group["lr"], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        update = orthogonal(full(gradient.lerp(mean, momentum))).to(parameter.dtype)
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.add_(shard_like(update, parameter), alpha=-rate * (RMS * math.sqrt(max(parameter.shape))))
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Approximately the nearest orthogonal matrix [rows, columns], in bfloat16, by Newton-Schulz iterations.
+
+    Singular values end between 0.5 and 1.5, except those a thousand times smaller than the largest.
+    """
+    a, b, c = COEFFICIENTS
+    tall = len(x) > x.shape[1]
+    x = (x.T if tall else x).bfloat16()
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(TIMES):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trained matrices of the layers inside a model's towers, for which Muon is meant.
+
+    Embeddings, tied ones too, position tables and heads are left to AdamW: a matrix counts if its name ends in
+    `weight`, as those of layers do, and it lies outside a `projection`.
+
+    >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 2, 3))
+    >>> [tuple(weight.shape) for weight in matrices(model)]
+    [(4, 4)]
+    """
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and parameter.ndim == 2
+        and name.endswith("weight")
+        and HEAD not in name.split(".")
+        and id(parameter) not in tables
+    ]
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers with disjoint parameters as one: their groups in one list, their states by class name.
+
+    >>> one, other = nn.Linear(2, 2).parameters(), nn.Linear(2, 2).parameters()
+    >>> both = CombinedOptimizer(torch.optim.SGD(one, lr=0.1), torch.optim.AdamW(other, lr=0.2))
+    >>> [group["lr"] for group in both.param_groups], list(both.state_dict())
+    ([0.1, 0.2], ['SGD', 'AdamW'])
+    """
+
+    def __init__(self, *members: Optimizer) -> None:
+        self.members = {type(member).__name__: member for member in members}
+        super().__init__([p for member in members for group in member.param_groups for p in group["params"]], {})
+        self._join_groups()
+
+    def _join_groups(self) -> None:
+        # the members' own group objects, so that a rate set here is theirs
+        self.param_groups = [group for member in self.members.values() for group in member.param_groups]
+
+    def step(self) -> None:  # type: ignore[override]
+        """Step each member."""
+        for member in self.members.values():
+            member.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: member.state_dict() for name, member in self.members.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        # each member makes new group objects
+        for name, member in self.members.items():
+            member.load_state_dict(state_dict[name])
+        self._join_groups()
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> Groups:
-    """Two groups of trained parameters: matrices and filters with decay; gains, biases and the scale without.
-
-    A group without parameters is left out.
-    """
+    """Two groups of trained parameters: matrices and filters with decay; gains, biases and the scale without."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
-    ]
+    decaying, free = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
@@ -93,8 +274,7 @@ def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSetti
 def learning_rate(progress: float, settings: OptimSettings, batch: int | None = None) -> float:
     """The rate after the share `progress` of the run: a linear rise over `warmup`, then the `schedule`.
 
-    The last rate is `final` times the highest, except for a constant schedule. The batch size multiplies all rates by
-    `rate_factor`.
+    The last rate is `final` times the highest, except for a constant schedule; `rate_factor` multiplies all rates.
     """
     highest = settings.learning_rate * rate_factor(settings, batch)
     if progress < settings.warmup:
@@ -113,24 +293,12 @@ def rate_factor(settings: OptimSettings, batch: int | None) -> float:
 POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
-def _cosine(progress: float, settings: OptimSettings) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * (progress - settings.warmup) / (1.0 - settings.warmup)))
-
-
-def _linear(progress: float, settings: OptimSettings) -> float:
-    return (1.0 - progress) / (1.0 - settings.warmup)
-
-
-def _cooldown(progress: float, settings: OptimSettings) -> float:
-    return min(1.0, (1.0 - progress) / settings.cooldown)
-
-
 # from 1 to 0 after the warm-up, by the share of the run that is done
 SCHEDULES: dict[str, Callable[[float, OptimSettings], float]] = {
-    "cosine": _cosine,
-    "linear": _linear,
-    "cooldown": _cooldown,
-    "constant": lambda progress, settings: 1.0,  # noqa: ARG005
+    "cosine": lambda done, how: 0.5 * (1.0 + math.cos(math.pi * (done - how.warmup) / (1.0 - how.warmup))),
+    "linear": lambda done, how: (1.0 - done) / (1.0 - how.warmup),
+    "cooldown": lambda done, how: min(1.0, (1.0 - done) / how.cooldown),
+    "constant": lambda done, how: 1.0,  # noqa: ARG005
 }
 
 

@@ -1,7 +1,4 @@
-"""Provenance of a number: device, software versions, date and commit.
-
-The last columns of every file of results and the last line of every page: of run metadata, comparisons and the bench.
-"""
+"""Provenance of a number: device, software versions, date and commit, the last columns of every file of results."""
 
 from __future__ import annotations
 

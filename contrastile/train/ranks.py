@@ -1,20 +1,22 @@
 """Ranks: processes that train one model together, under torchrun.
 
-Beside `loop.py`, which runs alike on every rank. A batch is shared out among the ranks, the losses exchange features by
-themselves, and after the backward one sum over ranks gives every rank the gradient of the whole batch. Only the first
-rank writes and shows progress. One process is a rank without others, at no cost.
+Beside `loop.py`, which runs alike on every rank. A batch is shared out among the ranks, the losses exchange features,
+and after the backward one sum gives every rank the gradient of the whole batch. Only the first rank writes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -25,9 +27,8 @@ from contrastile._errors import invalid
 from contrastile._types import Gradient
 from contrastile.data.pairs import Stream
 from contrastile.distributed import collectives, consistency
-from contrastile.distributed.failure import progress
+from contrastile.distributed.failure import LostRankError, farewell, hang_up, lost, progress
 from contrastile.train.checkpoints import Checkpoints, Parts
-from contrastile.train.heartbeat import Heartbeat
 from contrastile.train.loaded import LoadedRun
 from contrastile.train.sharded import is_sharded, settle_gradients, sharded_model, sharded_parts
 
@@ -38,6 +39,9 @@ LOADING = timedelta(hours=1)
 # NCCL ends a process without a message at its timeout; the host's timeouts, which name the rank, come first
 LATER = timedelta(seconds=10)
 LOADED = "contrastile/ranks that are loaded"
+# heartbeats: seconds between two, and those left for the main thread to raise the error itself
+EVERY, GRACE = 1.0, 1.0
+ALIVE, GOODBYE = 1, 0
 
 
 @dataclass(frozen=True)
@@ -84,16 +88,16 @@ class Ranks:
             yield
             return
         timeout = timedelta(seconds=settings.timeout)
-        store = self._rendezvous(timeout)
-        on_gpu = run.device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=store,
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timeout + LATER if on_gpu else timeout,
-            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
-        )
+        # the launcher's store, once all ranks have opened their data
+        store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=timeout))
+        if store.add(LOADED, 1) == self.size:
+            store.set(f"{LOADED}: all", "")
+        store.wait([f"{LOADED}: all"], LOADING)
+        how: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
+        if run.device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+            how = {"backend": "nccl", "timeout": timeout + LATER, "device_id": device}
+        dist.init_process_group(store=store, rank=self.rank, world_size=self.size, **how)
         with Heartbeat(timeout):
             consistency.agree(None, {"device": run.device.type, **statement(), "torch": torch.__version__})
             for tensor in run.model.state_dict().values():
@@ -102,14 +106,6 @@ class Ranks:
             with sharded_model(run.model, run.device, self.rank, set_model) if sharded else nullcontext():
                 yield
         dist.destroy_process_group()
-
-    def _rendezvous(self, timeout: timedelta) -> Any:
-        """The launcher's store, once all ranks have opened their data."""
-        store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=timeout))
-        if store.add(LOADED, 1) == self.size:
-            store.set(f"{LOADED}: all", "")
-        store.wait([f"{LOADED}: all"], LOADING)
-        return store
 
     def restore(self, checkpoints: Checkpoints, parts: Parts, stream: Stream | None) -> int:
         """`checkpoints.restore` on every rank, from the checkpoint that the first rank chose; its step, or 0."""
@@ -141,13 +137,10 @@ class Ranks:
     def collect_counts(self, stream: Stream | None) -> None:
         """Add all ranks' counts of skipped pairs to the first rank's; the others start from zero."""
         if self.size > 1 and stream is not None:
-            self._collect(stream, consistency.agree(None, _counts(stream), free=("skipped", "seen")))
+            self._collect(stream, *_totals(consistency.agree(None, _counts(stream), free=("skipped", "seen"))))
 
-    def _collect(self, stream: Stream, statements: Sequence[Mapping[str, Any]]) -> None:
-        stream.skipped, stream.seen = Counter(), 0
-        for statement in statements if self.rank == 0 else ():
-            stream.skipped.update(statement["skipped"])
-            stream.seen += statement["seen"]
+    def _collect(self, stream: Stream, skipped: Counter[str], seen: int) -> None:
+        stream.skipped, stream.seen = (skipped, seen) if self.rank == 0 else (Counter(), 0)
 
     def agree(
         self, step: int, seconds: float, over: bool, signal: int | None, stream: Stream | None = None
@@ -162,12 +155,12 @@ class Ranks:
             progress.begin(step)
             statements = consistency.agree(None, {"step": step, **statements[0]}, free=(*statements[0],))
         if stream is not None:
-            skipped = sum((Counter(statement["skipped"]) for statement in statements), Counter[str]())
+            totals = _totals(statements)
             try:
-                stream.check(skipped, sum(statement["seen"] for statement in statements))
+                stream.check(*totals)
             except ValueError:
                 # the first rank is about to write the run's metadata
-                self._collect(stream, statements)
+                self._collect(stream, *totals)
                 raise
         signals = [statement["signal"] for statement in statements if statement["signal"] is not None]
         return statements[0]["seconds"], statements[0]["over"], signals[0] if signals else None
@@ -201,3 +194,76 @@ ALONE = Ranks()
 def _counts(stream: Stream | None) -> dict[str, Any]:
     """The counts of skipped pairs, by reason, and of all pairs that this rank read."""
     return {"skipped": {}, "seen": 0} if stream is None else {"skipped": stream.skipped, "seen": stream.seen}
+
+
+def _totals(statements: Sequence[Mapping[str, Any]]) -> tuple[Counter[str], int]:
+    """The counts of all ranks together."""
+    skipped = sum((Counter(statement["skipped"]) for statement in statements), Counter[str]())
+    return skipped, sum(statement["seen"] for statement in statements)
+
+
+class Heartbeat:
+    """`with Heartbeat(timeout):` ends this process with a sentence, and exit code 1, when a rank is lost.
+
+    A backend notices a missing rank only when it waits for it, and NCCL only after its timeout. Therefore a thread
+    sends one byte to the next rank every second, and another thread receives the previous rank's: a broken connection
+    is a dead rank, silence for the timeout a hanging one. A main thread that waits for the lost rank through Gloo is
+    woken and raises the error itself.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        # a separate group on the host, so that a collective of the main thread cannot block these threads
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self._next, self._previous = (rank + 1) % size, (rank - 1) % size
+        self._every = min(EVERY, timeout.total_seconds() / 4)
+        self._done = threading.Event()
+        # True where this process ends by an error of its own
+        self._failed = False
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._failed = error is not None
+        self._done.set()
+        if error is None:
+            for thread in self._threads:
+                thread.join()
+        else:
+            # tell the other ranks at once, before this process has ended
+            if not isinstance(error, LostRankError):
+                farewell(error)
+            hang_up(self._group)
+            hang_up(None)
+
+    def _send(self) -> None:
+        # a lost next rank is noticed by the rank that listens to it
+        with suppress(RuntimeError):
+            while not self._done.wait(self._every):
+                dist.send(torch.tensor([ALIVE]), self._next, self._group)
+            if not self._failed:
+                dist.send(torch.tensor([GOODBYE]), self._next, self._group)
+
+    def _receive(self) -> None:
+        beat = torch.tensor([ALIVE])
+        try:
+            while beat.item() == ALIVE:
+                dist.recv(beat, self._previous, self._group)
+        except RuntimeError as error:
+            self._end(error)
+
+    def _end(self, error: RuntimeError) -> None:
+        if self._failed:
+            return
+        # wakes the main thread
+        hang_up(None)
+        failure = lost(progress.operation or "training", self._group, error)
+        time.sleep(GRACE)
+        if not (self._failed or progress.failing):
+            sys.stderr.write(f"{failure}\n")
+            sys.stderr.flush()
+            os._exit(1)

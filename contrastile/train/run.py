@@ -1,7 +1,6 @@
 """A run of pictures and texts: two towers, their tokenizer and transform; built, saved whole, loaded exactly.
 
-`image_text.py` builds a `Run`, the loop trains its model and saves it; `contrastile.load` returns it. Nothing is
-unpickled: weights are safetensors with a checksum, everything else is text.
+Nothing is unpickled: weights are safetensors with a checksum, everything else is text.
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
 
 @dataclass(frozen=True)
 class Run(LoadedRun):
-    """The towers of a run, with transform and tokenizer.
-
-    `encode_image` and `encode_text` return unit rows, so that their product is the cosine of picture and text.
-    """
+    """The towers of a run, with transform and tokenizer; features are unit rows, whose product is the cosine."""
 
     recipe: Recipe
     model: DualEncoder
@@ -78,10 +74,10 @@ class Run(LoadedRun):
 
     def transform(self, images: Sequence[Image]) -> Tensor:
         """Pillow pictures of any size as uint8 `[n, C, S, S]`, in the run's size and number of channels."""
-        data = self.recipe.data
-        shape = (data.channels, data.image_size, data.image_size)
         from PIL.Image import Image as Picture
 
+        data = self.recipe.data
+        shape = (data.channels, data.image_size, data.image_size)
         pictures = checked_list("images", images, "picture", Picture)
         squares = [torch.from_numpy(squared(picture, shape)) for picture in pictures]
         return torch.stack(squares) if squares else torch.empty(0, *shape, dtype=torch.uint8)
@@ -171,14 +167,14 @@ def tower_settings(recipe: Recipe) -> dict[str, Any]:
 
 def choose_device(name: str) -> torch.device:
     """The device of that name; "auto" is the GPU if there is one."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
+        return torch.device("cuda" if gpus else "cpu")
+    if name.startswith("cuda") and not gpus:
         raise invalid("device", "be on this machine", f'"{name}", and torch finds no GPU', 'Use "cpu" or "auto".')
     device = torch.device(name)
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        got = f'"{name}", and torch finds {torch.cuda.device_count()}'
-        raise invalid("device", "be on this machine", got, "They are counted from 0.")
+    if device.index is not None and device.index >= gpus:
+        raise invalid("device", "be on this machine", f'"{name}", and torch finds {gpus}', "They are counted from 0.")
     return device
 
 
@@ -219,14 +215,8 @@ def fingerprint(pairs: PairSet, tokens: Mapping[str, Tensor]) -> str:
 
 # keys that may change when a run is resumed
 FREE = (
-    "device",
-    "save.",
-    "log.",
-    "data.cache",
-    "train.timeout",
-    "train.parallel",
-    "evaluate.zero_shot",
-    "evaluate.retrieval",
+    *("device", "save.", "log.", "data.cache", "train.timeout", "train.parallel"),
+    *("evaluate.zero_shot", "evaluate.retrieval"),
 )
 
 

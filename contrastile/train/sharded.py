@@ -1,11 +1,8 @@
 """Sharded training (FSDP2): each rank holds a part of every parameter, of its gradient and of its optimizer state.
 
-Beside `ranks.py`, for recipes with `train.parallel = "shard"`. torch's `fully_shard` gathers a layer's parameters where
-the layer runs and scatters the mean of their gradients; `encode` supports that. This file does the rest of a run: the
-choice of layers, the scale and bias that every rank holds whole, and full tensors for checkpoints and final weights.
-
-Checkpoints are not those of `torch.distributed.checkpoint`: its metadata file is a pickle, and runs, whose folders are
-shared, never unpickle. Full tensors also let any number of ranks, sharded or not, resume a run.
+Beside `ranks.py`, for recipes with `train.parallel = "shard"`: the choice of layers, the scale and bias that every rank
+holds whole, and full tensors for checkpoints and final weights. Checkpoints are not those of
+`torch.distributed.checkpoint`, whose metadata file is a pickle; full tensors also let any number of ranks resume a run.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -44,8 +42,11 @@ def sharded_model(
 
     A lost rank takes its shards with it: the model then stays sharded, and the run resumes from a checkpoint.
     """
-    # fully_shard cannot be undone, so the first rank fills a copy
-    copy = _copy_on_host(model) if rank == 0 else None
+    # fully_shard cannot be undone, so the first rank fills a copy in host memory
+    copy = None
+    if rank == 0:
+        own = {id(p): nn.Parameter(p.detach().cpu().clone(), p.requires_grad) for p in model.parameters()}
+        copy = deepcopy(model, own)
 
     def unshard() -> None:
         state = gathered(model.state_dict(), keep=copy is not None)
@@ -63,18 +64,11 @@ def sharded_model(
     unshard()
 
 
-def _copy_on_host(model: nn.Module) -> nn.Module:
-    """A copy of the model with its parameters in host memory."""
-    return deepcopy(model, {id(p): nn.Parameter(p.detach().cpu().clone(), p.requires_grad) for p in model.parameters()})
-
-
 def shard(model: nn.Module, device: torch.device) -> None:
     """Shard the towers' parameters; scale and bias stay whole, because all ranks change them alike.
 
-    A tower's layers are gathered one at a time, its other parameters together. The model's `encode_` methods are
-    registered, so that calling them gathers.
-
-    Raises ValueError for towers that share parameters.
+    A tower's layers are gathered one at a time, its other parameters together. Calls of the model's `encode_` methods
+    gather. Raises ValueError for towers that share parameters.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -82,7 +76,9 @@ def shard(model: nn.Module, device: torch.device) -> None:
 
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    towers = _towers(model)
+    # the members of a ModuleDict count as towers themselves
+    children = [one.values() if isinstance(one, nn.ModuleDict) else [one] for one in model.children()]
+    towers = list(chain.from_iterable(children))
     if any(count > 1 for count in Counter(id(p) for tower in towers for p in tower.parameters()).values()):
         remedy = 'Set train.parallel = "replicate".'
         raise invalid("train.parallel", 'be "replicate" for towers that share weights', '"shard"', remedy)
@@ -99,12 +95,6 @@ def shard(model: nn.Module, device: torch.device) -> None:
     for name in dir(model):
         if name.startswith("encode_"):
             register_fsdp_forward_method(model, name)
-
-
-def _towers(model: nn.Module) -> list[nn.Module]:
-    """The model's children; those of a ModuleDict count as towers themselves."""
-    children = list(model.children())
-    return [tower for one in children for tower in (one.values() if isinstance(one, nn.ModuleDict) else [one])]
 
 
 def layers(tower: nn.Module) -> list[nn.Module]:
@@ -152,16 +142,12 @@ def settle_gradients(model: nn.Module, how: Gradient) -> None:
     Sharded gradients are means over ranks already; "sum" multiplies them by the number of ranks. The gradients of scale
     and bias, which the loss has divided according to `how`, are summed.
     """
-    parameters: Any = model.parameters()
+    parameters: Any = [parameter for parameter in model.parameters() if parameter.grad is not None]
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        divided = any(placement.is_shard() for placement in parameter.placements)
-        if divided and how == "sum":
-            gradient.mul_(gradient.device_mesh.size())
-        elif not divided:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if not any(placement.is_shard() for placement in parameter.placements):
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        elif how == "sum":
+            parameter.grad.mul_(parameter.grad.device_mesh.size())
 
 
 def gathered(state: Any, *, keep: bool) -> Any:
@@ -177,7 +163,7 @@ def gathered(state: Any, *, keep: bool) -> Any:
 
 
 class ShardedPart:
-    """A sharded part of a run as checkpoints see it: its state dict has whole tensors, gathered beforehand."""
+    """A sharded part of a run as checkpoints see it: its state dict has the whole tensors that `gather` fetched."""
 
     def __init__(self, part: Stateful) -> None:
         self._part, self._full = part, None
@@ -188,7 +174,6 @@ class ShardedPart:
         return self
 
     def state_dict(self) -> Any:
-        """The gathered state."""
         return self._full
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -211,14 +196,12 @@ def _parameters_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[
     if members := getattr(optimizer, "members", None):
         return {name: _parameters_of(member, state_dict[name]) for name, member in members.items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        index: {
-            name: parameters[index] if name != "step" and value.shape == parameters[index].shape else None
-            for name, value in values.items()
-        }
-        for index, values in state_dict["state"].items()
-    }
-    return {"state": state}
+
+    def own(index: int, name: str, value: Any) -> Any:
+        return parameters[index] if name != "step" and value.shape == parameters[index].shape else None
+
+    states = state_dict["state"].items()
+    return {"state": {index: {name: own(index, name, x) for name, x in values.items()} for index, values in states}}
 
 
 def _shards(state: Any, own: Any) -> Any:

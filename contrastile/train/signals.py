@@ -1,7 +1,7 @@
 """Graceful stop: the first Ctrl-C or SIGTERM lets the present step finish; the run saves its weights and ends.
 
-Used by `loop.py` around its steps. A second signal stops at once, except under a launcher of several ranks: it passes
-on a Ctrl-C that the terminal has sent to each rank already, so there a second signal means nothing.
+A second signal stops at once, except under a launcher of several ranks: it passes on a Ctrl-C that the terminal has
+sent to each rank already.
 """
 
 from __future__ import annotations

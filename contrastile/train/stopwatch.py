@@ -1,7 +1,6 @@
 """Shares of a step's time: towers, loss, optimizer, and waiting for data.
 
-Beside `loop.py`, which marks the start of a step and the arrival of its batch; hooks mark the rest. On a GPU the marks
-are CUDA events, so that no measurement makes the host wait.
+On a GPU the marks are CUDA events, so that no measurement makes the host wait.
 """
 
 from __future__ import annotations
@@ -10,35 +9,25 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 
-class Timer(Protocol):
-    """A source of marks and of the seconds between two of them."""
+class HostTimer:
+    """Marks, and the seconds between two of them, on a device that computes synchronously."""
 
     def mark(self) -> Any:
-        """The present moment."""
-
-    def between(self, start: Any, end: Any) -> float:
-        """Seconds."""
-
-
-class HostTimer:
-    """Timer for devices that compute synchronously."""
-
-    def mark(self) -> float:
         return time.perf_counter()
 
-    def between(self, start: float, end: float) -> float:
-        return end - start
+    def between(self, start: Any, end: Any) -> float:
+        return float(end - start)
 
 
-class DeviceTimer:
-    """Timer for a CUDA device, whose marks are the moments at which its queue reaches them."""
+class DeviceTimer(HostTimer):
+    """The same on a CUDA device; a mark is the moment at which the device's queue reaches it."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -58,16 +47,11 @@ class Stopwatch:
     The sum of gradients over ranks counts as towers.
     """
 
-    def __init__(self, timer: Timer) -> None:
+    def __init__(self, timer: HostTimer) -> None:
         self._timer = timer
         # None: outside any step
         self._marks: list[tuple[str | None, Any]] = []
         self._began = time.perf_counter()
-
-    @classmethod
-    def of(cls, device: torch.device) -> Stopwatch:
-        """The stopwatch for computations on `device`."""
-        return cls(DeviceTimer() if device.type == "cuda" else HostTimer())
 
     def start(self) -> None:
         """Begin a step, which waits for its data first."""
@@ -105,7 +89,7 @@ class Stopwatch:
         """Values of the finished step for `metrics.jsonl`: host seconds, examples per second, shares that sum to 1."""
         spent: dict[str, float] = defaultdict(float)
         # the time of this step's optimizer belongs to the next step
-        marks = self._marks[:-1] if self._marks and self._marks[-1][0] is None else self._marks
+        marks = self._marks[:-1] if self._marks[-1][0] is None else self._marks
         for (part, start), (_, end) in pairwise(marks):
             if part is not None:
                 spent[part] += self._timer.between(start, end)

@@ -1,7 +1,6 @@
 """Task: everything that `loop.py` needs to know of the model and data that it trains, as one value.
 
-There are two: towers of pictures and texts (`image_text.py`), and retrievers (`retriever/job.py`). The loop owns
-progress, optimizer, checkpoints and ranks; a task draws batches, computes their loss and evaluates the model.
+There are two: towers of pictures and texts (`image_text.py`), and retrievers (`retriever/job.py`).
 """
 
 from __future__ import annotations

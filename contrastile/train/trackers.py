@@ -1,7 +1,6 @@
 """Listeners of a run's metrics: the report that is rewritten at each probe, TensorBoard, and Weights & Biases.
 
-Beside `log.py`, whose `Metrics` passes every line on after writing it. The x-axis of all curves is the number of
-examples seen, which steps, probes and resumed runs share. No listener can end a run, or see a repeated step twice.
+The x-axis of all curves is the number of examples seen. No listener can end a run, or see a repeated step twice.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from contrastile.data.files import own_folder
@@ -28,30 +27,7 @@ LOGIN_SECONDS, REACH_SECONDS = 15.0, 30.0
 TENSORBOARD, WANDB = "tensorboard", "wandb.json"
 
 
-class FailSafe:
-    """A listener whose first failure is logged and is its last: the run goes on without it."""
-
-    def __init__(self, listener: Listener, name: str) -> None:
-        self._listener: Listener | None = listener
-        self._name = name
-
-    def log(self, kind: str, values: Mapping[str, Any]) -> None:
-        self._try(lambda listener: listener.log(kind, values))
-
-    def close(self) -> None:
-        self._try(lambda listener: listener.close())
-
-    def _try(self, call: Callable[[Listener], None]) -> None:
-        if self._listener is None:
-            return
-        try:
-            call(self._listener)
-        except Exception as failure:
-            self._listener = None
-            logger.warning("%s failed and is told nothing more; the run goes on: %r", self._name, failure)
-
-
-class LiveReport:
+class LiveReport(Listener):
     """The report of a run that still trains, written after each probe from the folder and from `metadata()`.
 
     A probe writes none where reports would take more than the share `MOST` of the time since the run started.
@@ -72,9 +48,6 @@ class LiveReport:
         self._last = time.monotonic() - now
         self._spent += self._last
 
-    def close(self) -> None:
-        """Write nothing: the finished run writes its own report."""
-
 
 def write_stopped_report(folder: RunFolder, metadata: Mapping[str, Any], wording: Wording) -> None:
     """Write the report of a run that a signal stopped; a failure is logged, because the run can be resumed."""
@@ -84,7 +57,7 @@ def write_stopped_report(folder: RunFolder, metadata: Mapping[str, Any], wording
         logger.warning("the report failed, the run is kept: %r", failure)
 
 
-class TensorBoard:
+class TensorBoard(Listener):
     """Scalars in the run's folder. A resumed run hides the steps that it repeats."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -106,7 +79,7 @@ class TensorBoard:
             self._writer.close()
 
 
-class WandB:
+class WandB(Listener):
     """Scalars in a project of wandb. A resumed run continues under its id, and wandb drops the steps that it repeats.
 
     wandb's own settings, such as WANDB_MODE=offline, say where it writes and if it sends anything.
@@ -159,11 +132,11 @@ def scalars(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]
 
 def listeners(
     recipe: AnyRecipe, folder: RunFolder, metadata: Callable[[], Mapping[str, Any]], wording: Wording
-) -> Sequence[Listener]:
+) -> dict[str, Listener]:
     """The report and the trackers that the recipe names."""
-    chosen: list[Listener] = [FailSafe(LiveReport(folder, metadata, wording), "the report")]
+    chosen: dict[str, Listener] = {"the report": LiveReport(folder, metadata, wording)}
     if recipe.log.tensorboard:
-        chosen.append(FailSafe(TensorBoard(folder), "TensorBoard"))
+        chosen["TensorBoard"] = TensorBoard(folder)
     if recipe.log.wandb is not None:
-        chosen.append(FailSafe(WandB(folder, recipe.log.wandb, recipe), "wandb"))
+        chosen["wandb"] = WandB(folder, recipe.log.wandb, recipe)
     return chosen

@@ -1,7 +1,6 @@
-"""Curves of the report, drawn with matplotlib as SVG that takes its colours from the page.
+"""Curves of the report, drawn with matplotlib as SVG.
 
-Used by `page.py`. Text stays text and colours are variables of the page's style, so a figure fits light and dark
-screens. Comparisons use the same colours in figures of their own.
+Text stays text and colours are variables of the page's style, so a figure fits light and dark screens.
 """
 
 from __future__ import annotations
@@ -41,7 +40,11 @@ def curves(
         axes.plot(seen, values, color=colour, linewidth=1.6, label=name, marker=marker, markersize=3.5)
     # the name of the first stage stands at 0, which a run of few steps would not show
     axes.set_xlim(left=0)
-    _mark_stages(axes, stages)
+    above = ("data", "axes fraction")
+    for index, (begin, name) in enumerate(stages):
+        if index:
+            axes.axvline(begin, color=FAINT, linewidth=1.0)
+        axes.annotate(name, (begin, 1.02), xycoords=above, va="bottom", fontsize=8, color=INK, alpha=0.7)
     if percent:
         axes.set_ylim(0, 100)
         axes.yaxis.set_major_formatter("{x:.0f}%")
@@ -65,16 +68,6 @@ def _canvas(title: str, unit: str) -> tuple[Figure, Axes]:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
     return figure, axes
-
-
-def _mark_stages(axes: Axes, stages: Sequence[tuple[float, str]]) -> None:
-    """Draw a thin vertical line at the begin of each stage, with its name above."""
-    for index, (seen, name) in enumerate(stages):
-        if index:
-            axes.axvline(seen, color=FAINT, linewidth=1.0)
-        axes.annotate(
-            name, (seen, 1.02), xycoords=("data", "axes fraction"), va="bottom", fontsize=8, color=INK, alpha=0.7
-        )
 
 
 def as_svg(figure: Figure, *, transparent: bool = False) -> str:

@@ -1,8 +1,4 @@
-"""The page: `report.html`, one file that needs nothing beside it.
-
-`write_report` reads metrics, metadata and results from the folder of a run, takes samples of pictures or questions from
-the evaluation, and fills `page.html.jinja`.
-"""
+"""The page: `report.html`, one file that needs nothing beside it, made of metrics, metadata, results and samples."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
-from pathlib import Path
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from contrastile.train.folder import EVALUATION, GALLERIES, METADATA, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
@@ -44,8 +40,8 @@ def write_report(
     questions: Samples | None = None,
     wording: Wording | None = None,
     so_far: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write `report.html`; its path. The `wording` is that of pictures and texts unless another is passed.
+) -> None:
+    """Write `report.html`. The `wording` is that of pictures and texts unless another is passed.
 
     so_far: the metadata of a run that still trains, which has no results yet. Samples are stored in the folder; those
     stored before are shown where none are passed.
@@ -54,27 +50,18 @@ def write_report(
     metadata = folder.read_json(METADATA) if so_far is None else so_far
     results = folder.read_json(EVALUATION) if so_far is None else []
     page = _template().render(
-        name=metadata["name"],
-        subtitle=_subtitle(metadata, wording.unit),
+        run=metadata,
+        results=results,
         so_far=so_far is not None,
-        stopped=metadata.get("stopped_by") is not None,
-        cards=_cards(metadata, results),
-        legend=wording.legend,
-        table={"heads": wording.heads, "rows": [wording.row(row) for row in results]},
+        wording=wording,
+        unit=wording.unit,
         measures=measures(results),
         figures=_figures(read_metrics(folder / METRICS), metadata["loss"], wording),
-        learning=_learning(metadata),
-        memory=_memory(metadata) if "memory" in metadata else None,
-        unit=wording.unit,
         galleries=stored_samples(folder, GALLERIES, galleries),
         questions=stored_samples(folder, QUESTIONS, questions),
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
-        footer=" · ".join(
-            (*(f"{name} {version}" for name, version in metadata["versions"].items()), metadata["ended"])
-        ),
     )
     folder.write_text(REPORT, page)
-    return folder / REPORT
 
 
 @cache
@@ -82,9 +69,9 @@ def _template() -> Template:
     """The page's template, compiled once: a run that trains writes its report at every probe."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    pages = Environment(
-        loader=PackageLoader("contrastile.train.report", "."), autoescape=True, undefined=StrictUndefined
-    )
+    loader = PackageLoader("contrastile.train.report", ".")
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    pages.filters.update(percent=percent, clock=clock, size=size, thousands="{:,}".format)
     return pages.get_template("page.html.jinja")
 
 
@@ -106,18 +93,6 @@ def measures(results: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, 
         for row in results
         if row.get("metrics")
     }
-
-
-def _learning(metadata: Mapping[str, Any]) -> str:
-    """The explanation of the marks in the curves."""
-    sentences = []
-    if len(metadata["batch"]) > 1:
-        sentences.append(
-            "Vertical lines mark changes of the batch size. More negatives are harder, so the loss steps up there."
-        )
-    if metadata["loss"] == "clip":
-        sentences.append("The dashed line is the loss of guessing at that batch size.")
-    return " ".join(sentences)
 
 
 def percent(share: float | None) -> str:
@@ -148,78 +123,45 @@ IMAGE_TEXT = Wording(
 def table_text(results: Sequence[Mapping[str, Any]], wording: Wording = IMAGE_TEXT) -> str:
     """The table of results for a terminal."""
     rows = [list(wording.heads), *(wording.row(row) for row in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(wording.heads))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
     named = [f"{name}  {value}" for test in measures(results).values() for name, value in test]
     return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:], *([""] if named else []), *named])
 
 
-def _subtitle(metadata: Mapping[str, Any], unit: str) -> str:
-    batches = " → ".join(f"{batch:,}" for batch in metadata["batch"])
-    each = f"{metadata['ranks']} ranks, each with " if metadata.get("ranks", 1) > 1 else ""
-    took = f"{metadata['examples']:,} seen in {clock(metadata['seconds'])} on {each}{metadata['device']}"
-    millions = metadata["parameters"] / 1e6
-    notes = "".join(f"; skipped: {count:,} × {reason}" for reason, count in metadata["skipped"].items())  # noqa: RUF001
-    if metadata.get("skipped_steps"):
-        notes += f"; {metadata['skipped_steps']:,} steps whose loss or gradient was no finite number"
-    # earlier versions did not write `planned`
-    if metadata.get("finished") and metadata["examples"] < metadata.get("planned", 0):
-        notes += f"; train.minutes ended the run after {metadata['examples']:,} of {metadata['planned']:,} {unit}"
-    return f"{metadata['pairs']:,} training {unit}, {took}; batch {batches}; {millions:.1f} million parameters{notes}"
-
-
-def _cards(metadata: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    headlines = [
-        {"value": percent(row["recall"]["1"]), "label": f"{row['test']}, @1 (chance {percent(row['chance'])})"}
-        for row in results
-        if row.get("headline")
-    ]
-    dense = f"; the dense way: {size(_dense(metadata))}" if "memory" in metadata else ""
-    # no memory is measured before the first step
-    peak = [{"value": size(metadata["peak_bytes"]), "label": f"peak memory{dense}"}] if metadata["peak_bytes"] else []
-    return [*headlines, *peak]
-
-
 def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
+    """The curves of a run as SVG; none before the first step."""
     steps = [line for line in metrics if line["kind"] == "step"]
-    probes = [line for line in metrics if line["kind"] == "probe"]
     if not steps:
         return []
     draw = partial(curves, stages=_stages(steps), unit=wording.unit)
-
-    def draw_one(name: str, title: str, value: Callable[[Line], float]) -> str:
-        return draw({name: averaged(steps, value)}, title=title)
-
-    losses = draw(
-        {"loss": averaged(full(steps), lambda line: line["loss"])},
-        title="Loss",
-        # the loss of a uniform guess among the b texts of a batch is ln b
-        under={"guessing": averaged(steps, lambda line: math.log(line["planned"]))} if loss == "clip" else {},
-    )
-    seen = [line["examples"] for line in probes]
-    recalls = {
-        f"{part} @{k}": (seen, [100 * line["recall"][part][k] for line in probes])
-        for part in (probes[0]["recall"] if probes else ())
-        for k in ("1", "5")
-    }
-    # there are none if every probe failed, or if no question has known right passages
-    recall = [draw(recalls, title=wording.probes, percent=True)] if recalls else []
+    # the loss of a uniform guess among the b texts of a batch is ln b
+    guess = {"guessing": averaged(steps, lambda line: math.log(line["planned"]))} if loss == "clip" else {}
+    figures = [draw({"loss": averaged(full(steps), itemgetter("loss"))}, title="Loss", under=guess)]
+    # there are no recalls if every probe failed, or if no question has known right passages
+    if recalls := _probed(metrics):
+        figures.append(draw(recalls, title=wording.probes, percent=True))
     if tested := _tested(metrics):
-        recall.append(draw(tested, title="Tests on other pictures (a sample)", percent=True))
-    return [
-        losses,
-        *recall,
-        draw_one("scale", "Scale", lambda line: line["scale"]),
-        draw_one("rate", "Learning rate", lambda line: line["learning_rate"]),
-        draw_one("speed", f"{wording.unit.capitalize()} per second", lambda line: line["batch"] / line["seconds"]),
-        *_shares(steps, draw),
-    ]
+        figures.append(draw(tested, title="Tests on other pictures (a sample)", percent=True))
+    single: dict[str, tuple[str, Callable[[Line], float]]] = {
+        "scale": ("Scale", itemgetter("scale")),
+        "rate": ("Learning rate", itemgetter("learning_rate")),
+        "speed": (f"{wording.unit.capitalize()} per second", lambda line: line["batch"] / line["seconds"]),
+    }
+    figures += [draw({name: averaged(steps, value)}, title=title) for name, (title, value) in single.items()]
+    # earlier versions did not write the parts of a step's time
+    if timed := [line for line in steps if line.get("shares")]:
+        parts = sorted({part for line in timed for part in line["shares"]})
+        shares = {part: averaged(timed, partial(_share, part)) for part in parts}
+        figures.append(draw(shares, title="Where a step's time goes, in percent"))
+    return figures
+
+
+def _share(part: str, line: Line) -> float:
+    return 100 * line["shares"].get(part, 0.0)
 
 
 def full(steps: Sequence[Line]) -> Sequence[Line]:
@@ -227,38 +169,33 @@ def full(steps: Sequence[Line]) -> Sequence[Line]:
     return steps[:-1] if len(steps) > 1 and steps[-1]["batch"] < steps[-1]["planned"] else steps
 
 
-def _shares(steps: Sequence[Line], draw: Callable[..., str]) -> list[str]:
-    """The parts of the steps' time. Earlier versions did not write them."""
-    lines = [line for line in steps if line.get("shares")]
-    parts = sorted({part for line in lines for part in line["shares"]})
-    shares = {part: averaged(lines, partial(_percent_of, part)) for part in parts}
-    return [draw(shares, title="Where a step's time goes, in percent")] if lines else []
-
-
-def _percent_of(part: str, line: Line) -> float:
-    return 100 * line["shares"].get(part, 0.0)
+def _probed(metrics: Sequence[Line]) -> dict[str, Curve]:
+    """Recall at 1 and 5 of each held-out part at the probes, in percent."""
+    probes = [line for line in metrics if line["kind"] == "probe"]
+    seen = [line["examples"] for line in probes]
+    return {
+        f"{part} @{k}": (seen, [100 * line["recall"][part][k] for line in probes])
+        for part in (probes[0]["recall"] if probes else ())
+        for k in ("1", "5")
+    }
 
 
 def _tested(metrics: Sequence[Line]) -> dict[str, Curve]:
-    """The first measure of each test on a sample: the share of right first answers."""
-    curves_of: dict[str, Curve] = {}
+    """The first measure of each test on a sample: the share of right first answers, in percent."""
+    tested: dict[str, tuple[list[float], list[float]]] = {}
     for line in metrics:
         if line["kind"] == "test" and not line.get("whole"):
             name = next(name for name in line if name.endswith(("-top1", "_R@1")))
-            seen, values = curves_of.get(f"{line['test']} @1", ((), ()))
-            curves_of[f"{line['test']} @1"] = ([*seen, line["examples"]], [*values, 100 * line[name]])
-    return curves_of
+            seen, values = tested.setdefault(f"{line['test']} @1", ([], []))
+            seen.append(line["examples"])
+            values.append(100 * line[name])
+    return dict(tested)
 
 
 def _stages(steps: Sequence[Line]) -> list[tuple[float, str]]:
-    """The begin of each batch size; a short last step is no stage."""
-    stages: list[tuple[float, str]] = []
-    planned = None
-    for line in steps:
-        if line["planned"] != planned:
-            planned = line["planned"]
-            stages.append((line["examples"] - line["batch"], f"batch {planned:,}"))
-    return stages
+    """The begin of each batch size, and its name; a short last step is no stage."""
+    firsts = [next(group) for _, group in groupby(steps, itemgetter("planned"))]
+    return [(line["examples"] - line["batch"], f"batch {line['planned']:,}") for line in firsts]
 
 
 def averaged(steps: Sequence[Line], value: Callable[[Line], float], points: int = 200) -> Curve:
@@ -276,23 +213,3 @@ def averaged(steps: Sequence[Line], value: Callable[[Line], float], points: int 
         seen.append(sum(line["examples"] for line in lines) / len(lines))
         values.append(sum(map(value, lines)) / len(lines))
     return seen, values
-
-
-def _dense(metadata: Mapping[str, Any]) -> int:
-    return metadata["peak_bytes"] + metadata["memory"]["activations"] + metadata["memory"]["matrix"]
-
-
-def _memory(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Two bars on one scale: the peak of this run, and the memory of plain autograd."""
-    need, peak, dense = metadata["memory"], metadata["peak_bytes"], _dense(metadata)
-    return {
-        "bars": [
-            # 78 % leave room for the label behind the longer bar
-            {"name": name, "label": size(total), "width": 78 * total / dense, "dark": 100 * peak / total}
-            for name, total in {"this run": peak, "the dense way": dense}.items()
-        ],
-        "batch": f"{need['batch']:,}",
-        "beyond": f"{need['beyond']:,}",
-        "base": size(metadata["base_bytes"]),
-        **{name: size(need[name]) for name in ("per_example", "activations", "matrix")},
-    }

@@ -1,6 +1,6 @@
 """Results of a retriever: evaluation, run files for other tools, and samples of questions with the passages found.
 
-Used by `retriever/job.py` and `retriever/elsewhere.py`. Samples are plain JSON: a part has `title`, `sentence` and
+Samples are plain JSON: a part has `title`, `sentence` and
 `asks`; each of these a `question`, the passages `found`, the best first, and the `place` of the first right one, 0 if
 none is right. A passage has `name`, `source`, `score`, `right` and `pieces` of its text, each with a mark.
 """
@@ -17,15 +17,7 @@ from contrastile.data.bm25 import WORD, words
 from contrastile.data.texts import Passage, Query, TextSet
 from contrastile.evaluate.ranking import has_answer, write_judgements, write_run
 from contrastile.train.folder import EVALUATION, QUESTIONS, RunFolder
-from contrastile.train.report.page import (
-    Samples,
-    Wording,
-    counted,
-    percent,
-    stored_samples,
-    table_text,
-    write_report,
-)
+from contrastile.train.report.page import Samples, Wording, counted, percent, stored_samples, table_text, write_report
 from contrastile.train.retriever.batches import TokenStore
 from contrastile.train.retriever.evaluation import (
     KS,
@@ -60,15 +52,15 @@ def evaluate_and_report(
     passages: the tokens of the texts' own, or an index. beside: keep the folder's results on other texts.
     """
     answered = rank_all(run, texts, passages)
-    results = evaluate(run.recipe, texts, answered)
-    questions = [
-        question_samples(one, texts, run.recipe.evaluate.match) for one in answered if one.system == "retriever"
-    ]
-    tested, titles = {row["test"] for row in results}, {one["title"] for one in questions}
+    results, match = evaluate(run.recipe, texts, answered), run.recipe.evaluate.match
+    retrieved = [rankings for rankings in answered if rankings.system == "retriever"]
+    questions = [question_samples(rankings, texts, match) for rankings in retrieved]
+    tested, titles = {row["test"] for row in results}, {sample["title"] for sample in questions}
     before = folder.read_json(EVALUATION) if beside and (folder / EVALUATION).is_file() else []
     folder.write_json(EVALUATION, [*(row for row in before if row["test"] not in tested), *results])
     write_runs(folder, texts, answered)
-    shown = [one for one in stored_samples(folder, QUESTIONS) if one["title"] not in titles] if beside else []
+    stored = stored_samples(folder, QUESTIONS) if beside else []
+    shown = [sample for sample in stored if sample["title"] not in titles]
     write_report(folder, questions=[*shown, *questions], wording=WORDING)
     return table_text(results, WORDING)
 
@@ -76,11 +68,11 @@ def evaluate_and_report(
 def write_runs(folder: RunFolder, texts: TextSet, answered: Sequence[Rankings]) -> None:
     """Write `<part>.<system>.trec` and `<part>.qrels`, the formats of trec_eval."""
     try:
-        for one in answered:
-            with folder.written_whole(f"{one.part}.qrels") as path:
-                write_judgements(path, judgements_of(one.queries, texts))
-            with folder.written_whole(f"{one.part}.{one.system}.trec") as path:
-                write_run(path, run_of(one, texts), tag=one.system)
+        for rankings in answered:
+            with folder.written_whole(f"{rankings.part}.qrels") as path:
+                write_judgements(path, judgements_of(rankings.queries, texts))
+            with folder.written_whole(f"{rankings.part}.{rankings.system}.trec") as path:
+                write_run(path, run_of(rankings, texts), tag=rankings.system)
     except ValueError as reason:
         # these formats have no ids with blanks; all other files are complete
         logger.warning("run files are not written: %s", reason)
@@ -108,16 +100,11 @@ def question_samples(answered: Rankings, texts: TextSet, match: str) -> dict[str
         query = texts.queries[answered.queries[index]]
         ranking = answered.ranking(index)
         right = [is_right(passage, query, texts, match) for passage, _ in ranking]
-        passages = [
-            {
-                "name": passage.title or passage.id,
-                "source": passage.source,
-                "score": score,
-                "pieces": marked(passage.text[:LETTERS], query.text),
-                "right": one_right,
-            }
-            for (passage, score), one_right in zip(ranking[:ANSWERS], right, strict=False)
-        ]
+        passages = []
+        for (passage, score), one_right in zip(ranking[:ANSWERS], right, strict=False):
+            pieces, name = marked(passage.text[:LETTERS], query.text), passage.title or passage.id
+            shown = {"name": name, "source": passage.source, "score": score, "pieces": pieces, "right": one_right}
+            passages.append(shown)
         place = right.index(True) + 1 if any(right) else 0
         samples.append({"question": query.text, "found": passages, "place": place})
     title = f"What it finds: {PARTS.get(answered.part, answered.part)}"

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from contrastile.data.base import Images, Indices
 from contrastile.data.pairs import PairSet
 from contrastile.evaluate.retrieval import topk
-from contrastile.train.evaluation import PARTS, HeldOut, Names, Part
+from contrastile.train.evaluation import PARTS, Encoded, HeldOut
 from contrastile.train.report.page import Samples
 
 # queries shown of each held-out part, and answers shown to each query
@@ -30,67 +26,40 @@ READS = "The right name in bold; below it the five nearest of all {:,} names, th
 FINDS = "Each name with the five nearest of {:,} pictures, the best first. Right ones are marked."
 
 
-@dataclass(frozen=True)
-class _Side:
-    """Queries or keys: features, ids, and functions that give a member's appearance on the page and its name."""
-
-    features: Tensor
-    ids: Tensor
-    shown: Callable[[int], str]
-    truth: Callable[[int], str]
-
-
-def picture_samples(pairs: PairSet, held_out: HeldOut) -> list[dict[str, Any]]:
+def picture_samples(pairs: PairSet, held_out: HeldOut) -> Samples:
     """Galleries in both directions for each held-out part. The queries are random, the same every time."""
-    lot = np.random.default_rng(0)
-    all_names = _names(held_out.classes)
-    galleries: Samples = []
-    for part in held_out.parts:
-        label = PARTS.get(part.name, part.name)
-        pictures, names = _pictures(pairs, part), _names(part.names)
-        galleries.append(
-            {
-                "title": f"What it reads: {label}",
-                "sentence": READS.format(len(held_out.classes.texts)),
-                "by_picture": True,
-                "finds": _finds(pictures, all_names, lot.permutation(len(part.rows))[:PICTURES]),
-            }
-        )
-        galleries.append(
-            {
-                "title": f"What it finds: {label}",
-                "sentence": FINDS.format(len(part.rows)),
-                "by_picture": False,
-                "finds": _finds(names, pictures, lot.permutation(len(part.names.texts))[:NAMES]),
-            }
-        )
+    generator = np.random.default_rng(0)
+    classes, galleries = held_out.classes, []
+    for name, (pictures, names) in held_out.parts.items():
+        sides = {
+            True: (pictures, classes, PICTURES, "What it reads", READS.format(len(classes.rows))),
+            False: (names, pictures, NAMES, "What it finds", FINDS.format(len(pictures.rows))),
+        }
+        for by_picture, (queries, keys, count, title, sentence) in sides.items():
+            chosen = generator.permutation(len(queries.rows))[:count]
+            finds = _finds(pairs, queries, keys, chosen, by_picture=by_picture)
+            title = f"{title}: {PARTS.get(name, name)}"
+            galleries.append({"title": title, "sentence": sentence, "by_picture": by_picture, "finds": finds})
     return galleries
 
 
-def _names(names: Names) -> _Side:
-    return _Side(names.features, names.ids, names.texts.__getitem__, names.texts.__getitem__)
+def _finds(pairs: PairSet, queries: Encoded, keys: Encoded, chosen: Indices, *, by_picture: bool) -> Samples:
+    """The nearest keys of the `chosen` queries. One side is shown as a picture, the other as a name."""
 
+    def shown(row: int, *, as_picture: bool) -> str:
+        return picture_address(pairs.images[row]) if as_picture else pairs.captions[row]
 
-def _pictures(pairs: PairSet, part: Part) -> _Side:
-    return _Side(
-        part.features,
-        part.ids,
-        shown=lambda index: picture_address(pairs.images[part.rows[index]]),
-        truth=lambda index: pairs.captions[part.rows[index]],
-    )
-
-
-def _finds(queries: _Side, keys: _Side, chosen: Indices) -> Samples:
-    """The nearest keys of the `chosen` queries."""
     _, best = topk(queries.features[chosen], keys.features, min(ANSWERS, len(keys.ids)))
     finds = []
-    for query, nearest in zip(chosen.tolist(), best.tolist(), strict=True):
-        right = (keys.ids[nearest] == queries.ids[query]).tolist()
+    for index, nearest in zip(chosen.tolist(), best.tolist(), strict=True):
+        right = (keys.ids[nearest] == queries.ids[index]).tolist()
         answers = [
-            {"shown": keys.shown(key), "truth": keys.truth(key), "right": is_right}
-            for key, is_right in zip(nearest, right, strict=True)
+            {"shown": shown(row, as_picture=not by_picture), "truth": pairs.captions[row], "right": is_right}
+            for row, is_right in zip(keys.rows[nearest], right, strict=True)
         ]
-        finds.append({"query": queries.shown(query), "truth": queries.truth(query), "answers": answers})
+        row = queries.rows[index]
+        find = {"query": shown(row, as_picture=by_picture), "truth": pairs.captions[row], "answers": answers}
+        finds.append(find)
     return finds
 
 

@@ -1,0 +1,194 @@
+"""State of a run beside model and optimizer: its progress, the average of its weights, the guard of its steps.
+
+`loop.py` updates all three after every step, and each is a part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastile.train.sharded import AllRanksError, local
+
+logger = logging.getLogger("contrastile")
+
+# skipped steps in a row that end the run
+MOST_IN_A_ROW = 3
+
+
+@dataclass
+class Progress:
+    """Examples and seconds of a run so far. The share that is done is that of examples or of minutes, if larger.
+
+    examples: those of the whole run. sizes: the batch of every step so far. now: the time, in seconds of the run, at
+    which the present step was planned; the same on all ranks. pace: seconds per example of the last step, 0 before the
+    first. seconds, peak_bytes: at the end of the last step.
+    """
+
+    examples: int
+    minutes: float | None
+    next_probe: float = 1.0
+    sizes: list[int] = field(default_factory=list)
+    seen: int = 0
+    now: float = 0.0
+    pace: float = 0.0
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers. Sizes are stored as runs of equal ones, of which there are few."""
+        sizes = [[size, len(list(same))] for size, same in groupby(self.sizes)]
+        numbers = {name: getattr(self, name) for name in ("next_probe", "seconds", "pace", "peak_bytes")}
+        return {"sizes": sizes, **numbers}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the numbers. The list of sizes stays the same object, because the sampler reads it as it grows."""
+        self.sizes[:] = [size for size, count in state_dict["sizes"] for _ in range(count)]
+        vars(self).update({**state_dict, "sizes": self.sizes})
+
+    def start(self) -> None:
+        """Start the clock at the seconds that a checkpoint restored, or at 0."""
+        self.seen, self.now, self.began = sum(self.sizes), self.seconds, time.monotonic() - self.seconds
+
+    def step_taken(self, count: int) -> None:
+        """Count `count` more examples; the pace is that of the step planned at `now`."""
+        self.seen += count
+        self.pace = (self.elapsed() - self.now) / count
+
+    def has_time_for(self, count: int) -> bool:
+        """Tell if a step of `count` examples, at the pace of the last one, ends within the minutes."""
+        return self.minutes is None or self.now + count * self.pace <= 60 * self.minutes
+
+    def elapsed(self) -> float:
+        """Seconds since the run began, without the time during which it was interrupted."""
+        return time.monotonic() - self.began
+
+    def share(self, ahead: float = 0.0) -> float:
+        """The share of the run that is done, or will be `ahead` examples later."""
+        time_share = self.now / (60 * self.minutes) if self.minutes is not None else 0.0
+        return max((self.seen + ahead) / self.examples, time_share)
+
+    def expected(self) -> int:
+        """The estimated number of examples at the end of the run."""
+        return round(self.seen / min(self.share(), 1.0))
+
+
+class Ema:
+    """Exponential moving average of a model's trained parameters, in float32; without a `decay`, the model itself.
+
+    After step t: mean ← d mean + (1 − d) weights, with d = min(decay, (1 + t) / (10 + t)), so that the average forgets
+    the first steps early. It often measures better than the weights, so measurements and the saved run use it.
+    """
+
+    def __init__(self, model: nn.Module, decay: float | None) -> None:
+        self._decay, self._step = decay, 0
+        trained = {} if decay is None else {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._weights: dict[str, nn.Parameter] = trained
+        self._means = {name: parameter.detach().float().clone() for name, parameter in trained.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "means": self._means}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._step = state_dict["step"]
+        for name, mean in state_dict["means"].items():
+            self._means[name].copy_(mean)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Average in the weights after one more step."""
+        if self._decay is None:
+            return
+        self._step += 1
+        decay = min(self._decay, (1 + self._step) / (10 + self._step))
+        for name, mean in self._means.items():
+            mean.lerp_(self._weights[name].float(), 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the model the means for its weights; restore its weights afterwards."""
+        own = {name: weights.detach().clone() for name, weights in self._weights.items()}
+        self.settle()
+        try:
+            yield
+        finally:
+            self._copy(own)
+
+    def settle(self) -> None:
+        """Give the model the means for good, when its steps have ended or failed."""
+        self._copy(self._means)
+
+    @torch.no_grad()
+    def _copy(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._weights[name].copy_(value)
+
+
+class NonFiniteGuard:
+    """Counts of the steps skipped because loss or gradient were not finite: all, and those in a row up to now."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self.in_a_row = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
+
+    def passes(
+        self,
+        step: int,
+        value: float,
+        norm: float,
+        model: nn.Module,
+        inputs: Iterable[Mapping[str, Tensor]],
+        *,
+        counted: bool = True,
+    ) -> bool:
+        """True where loss and norm are finite; otherwise log the step, and end the run at the third in a row.
+
+        inputs: named floating-point inputs of each part of the batch. A gradient beyond the range of fp16 is not
+        `counted` in the row, because the scaler lowers its factor for the next step. Raises FloatingPointError.
+        """
+        if math.isfinite(value + norm):
+            self.in_a_row = 0
+            return True
+        self.skipped += 1
+        self.in_a_row += counted
+        sentence = f"step {step} is skipped: a loss of {value} with a gradient of norm {norm}, first seen in "
+        sentence += _first_nonfinite(model, inputs)
+        if self.in_a_row >= MOST_IN_A_ROW:
+            raise AllRanksError(
+                f"the loss must stay a finite number; {sentence}, and the {MOST_IN_A_ROW - 1} steps before it too. "
+                "Lower optim.learning_rate or raise optim.warmup; the weights from before these steps are kept."
+            )
+        if counted:
+            logger.warning("%s; its examples are passed over", sentence)
+        return False
+
+
+def _first_nonfinite(model: nn.Module, inputs: Iterable[Mapping[str, Tensor]]) -> str:
+    """The name of the first non-finite tensor among inputs, weights and gradients.
+
+    A rank looks at its own shards only, without a collective: ranks may stop at different tensors.
+    """
+    parameters = list(model.named_parameters())
+    named = chain(
+        (item for part in inputs for item in part.items()),
+        ((f"the weights {name}", parameter) for name, parameter in parameters),
+        ((f"the gradient of {name}", p.grad) for name, p in parameters if p.grad is not None),
+    )
+    nonfinite = (name for name, tensor in named if not local(tensor).isfinite().all())
+    return next(nonfinite, "the loss or the norm alone")
