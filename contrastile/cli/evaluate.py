@@ -155,7 +155,7 @@ def _picture_tests(arguments: argparse.Namespace) -> list[Any]:
     if arguments.texts is not None:
         return []
     from contrastile._errors import invalid
-    from contrastile.train.config.evaluate import RetrievalSettings, ZeroShotSettings
+    from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSettings
 
     tests: list[Any] = []
     kinds = (
@@ -182,7 +182,7 @@ def _check_files(test: Any) -> None:
         type(test).model_validate(test.model_dump(), context={"files": True})
     except ValidationError as error:
         mistake = error.errors()[0]
-        key = str(next(iter(mistake["loc"]), "folder"))
+        key = str(next(iter(mistake["loc"]), getattr(mistake["ctx"]["error"], "key", "") or "folder"))
         option = "--zero-shot" if key == "folder" else _flag(key)
         raise ValueError(f"`{option}` {mistake['ctx']['error']}.") from None
 

@@ -158,7 +158,7 @@ def activations_per_pair(run: Run, bundle: DataBundle) -> int:
     # black pictures must not enter the running statistics of batch norm
     buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
     with run.autocast():
-        texts = sub_batch.texts_at_once(run.recipe.model.tokenizer.length)
+        texts = sub_batch.at_once("text", run.recipe.model.tokenizer.length)
         total = bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts)
     for buffer, value in buffers:
         buffer.copy_(value)

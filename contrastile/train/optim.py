@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from contrastile._errors import invalid
 from contrastile.train.adafactor import Adafactor
 from contrastile.train.config import Steps
-from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
+from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 from contrastile.train.muon import CombinedOptimizer, Muon, matrices
 from contrastile.train.sharded import full
 

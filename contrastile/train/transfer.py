@@ -30,7 +30,7 @@ from contrastile.evaluate.retrieval import both_ways, chance_among
 from contrastile.evaluate.zeroshot import class_features, classified
 from contrastile.models.base import evaluating
 from contrastile.offload import settle
-from contrastile.train.config.evaluate import EvaluateSettings, RetrievalSettings, ZeroShotSettings
+from contrastile.train.config.image_text import EvaluateSettings, RetrievalSettings, ZeroShotSettings
 from contrastile.train.evaluation import Row, ranks_below, result_row
 from contrastile.train.folder import EVALUATION, METADATA, METRICS, RunFolder, finished_run
 from contrastile.train.log import Metrics, progress
