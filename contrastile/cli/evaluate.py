@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         index = open_index(folder, arguments.index)
     if texts:
-        from contrastile.train.retriever.transfer_evaluation import evaluate_texts
+        from contrastile.train.retriever.job import evaluate_texts
 
         print(evaluate_texts(folder, device=arguments.device, index=index, **texts))
     elif index is not None:

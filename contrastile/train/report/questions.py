@@ -1,6 +1,6 @@
 """Results of a retriever: evaluation, run files for other tools, and samples of questions with the passages found.
 
-Used by `retriever/job.py` and `retriever/elsewhere.py`. Samples are plain JSON: a part has `title`, `sentence` and
+Used by `retriever/job.py`. Samples are plain JSON: a part has `title`, `sentence` and
 `asks`; each of these a `question`, the passages `found`, the best first, and the `place` of the first right one, 0 if
 none is right. A passage has `name`, `source`, `score`, `right` and `pieces` of its text, each with a mark.
 """

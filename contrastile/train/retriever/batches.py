@@ -33,23 +33,18 @@ TOKENISED_AT_ONCE = 1024
 
 
 class TokenStore:
-    """Tokenised texts, concatenated without padding."""
+    """Tokenised texts, each truncated to `length` tokens, concatenated without padding."""
 
-    def __init__(self, ids: Tensor, starts: Tensor, pad: int) -> None:
-        self._ids, self._starts, self._pad = ids, starts, pad
-        self.lengths = starts.diff()
-
-    @staticmethod
-    def from_texts(texts: Iterable[str], tokenizer: Tokenizer, length: int) -> TokenStore:
-        """Tokenise `texts`, each truncated to `length` tokens."""
-        stream = iter(texts)
-        ids, lengths = [torch.empty(0, dtype=torch.int32)], [torch.zeros(1, dtype=torch.int64)]
+    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer, length: int) -> None:
+        stream, self._pad = iter(texts), tokenizer.pad
+        ids, lengths = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.int64)]
         while chunk := list(islice(stream, TOKENISED_AT_ONCE)):
             tokens = tokenizer.tokenise(chunk, length)
             mask = tokens["attention_mask"].bool()
             ids.append(tokens["input_ids"][mask].int())
             lengths.append(mask.sum(dim=1))
-        return TokenStore(torch.cat(ids), torch.cat(lengths).cumsum(0), tokenizer.pad)
+        self._ids, self.lengths = torch.cat(ids), torch.cat(lengths)
+        self._starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -98,32 +93,18 @@ def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = N
     if tokenizer is None:
         corpus = training_texts(texts, data)
         tokenizer = train_tokenizer(corpus, kind=settings.kind, size=settings.size, length=settings.length)
-    queries = (query_text(query.text, data) for query in texts.queries)
+    queries = TokenStore((data.query_prefix + query.text for query in texts.queries), tokenizer, settings.query_length)
     first_rows: dict[bytes, int] = {}
     same = [first_rows.setdefault(text_digest(passage), row) for row, passage in enumerate(texts.passages)]
-    return TextMaterials(
-        texts,
-        tokenizer,
-        queries=TokenStore.from_texts(queries, tokenizer, settings.query_length),
-        passages=passage_tokens(texts.passages, tokenizer, recipe),
-        same=np.array(same, dtype=np.int64),
-    )
+    passages = passage_tokens(texts.passages, tokenizer, recipe)
+    return TextMaterials(texts, tokenizer, queries, passages, np.array(same, dtype=np.int64))
 
 
 def open_run_texts(recipe: RetrieverRecipe) -> TextSet:
     """Read the texts that a recipe names; raises ValueError where they have no training queries."""
     data = recipe.data
-    texts = open_texts(
-        data.source,
-        cache=Path(data.cache).expanduser(),
-        corpus=data.corpus,
-        test=data.test,
-        packages=data.packages,
-        held_out=data.held_out,
-        mined=data.mined,
-        bad_rows=data.bad_rows,
-        progress=progress,
-    )
+    options = data.model_dump(include={"corpus", "test", "packages", "held_out", "mined", "bad_rows"})
+    texts = open_texts(data.source, cache=Path(data.cache).expanduser(), progress=progress, **options)
     if len(texts.splits["train"]) == 0:
         got = ", ".join(name for name, rows in texts.splits.items() if len(rows)) or "none"
         remedy = "A BEIR folder has them in qrels/train.tsv."
@@ -135,13 +116,8 @@ def training_texts(texts: TextSet, data: TextDataSettings) -> Iterator[str]:
     """The training queries and their passages, which a tokenizer may be trained on; nothing that is held out."""
     train = [texts.queries[row] for row in texts.splits["train"].tolist()]
     passages = dict.fromkeys(row for query in train for row in (*query.positives, *query.negatives))
-    yield from (query_text(query.text, data) for query in train)
+    yield from (data.query_prefix + query.text for query in train)
     yield from (passage_text(texts.passages[row], data) for row in passages)
-
-
-def query_text(text: str, data: TextDataSettings) -> str:
-    """A query as its encoder reads it."""
-    return data.query_prefix + text
 
 
 def passage_text(passage: Passage, data: TextDataSettings) -> str:
@@ -153,7 +129,7 @@ def passage_text(passage: Passage, data: TextDataSettings) -> str:
 def passage_tokens(passages: Sequence[Passage], tokenizer: Tokenizer, recipe: RetrieverRecipe) -> TokenStore:
     """Tokens of passages as their encoder reads them."""
     texts = (passage_text(passage, recipe.data) for passage in passages)
-    return TokenStore.from_texts(texts, tokenizer, recipe.model.tokenizer.length)
+    return TokenStore(texts, tokenizer, recipe.model.tokenizer.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +178,19 @@ class TextBatchBuilder:
         def choose(passages: Sequence[int], count: int) -> tuple[int, ...]:
             if len(passages) > count:
                 passages = [passages[index] for index in generator.permutation(len(passages))[:count]]
-            return tuple(int(self._materials.same[row]) for row in passages)
+            return tuple(self._materials.same[list(passages)].tolist())
 
-        sampled = []
-        for row in rows.tolist():
-            query = self._materials.texts.queries[row]
-            positives = choose(query.positives, self._data.positives)
-            sampled.append(SampledQuery(row, positives, choose(query.negatives, self._data.negatives)))
-        return sampled
+        queries = ((row, self._materials.texts.queries[row]) for row in rows.tolist())
+        positives, negatives = self._data.positives, self._data.negatives
+        return [
+            SampledQuery(row, choose(query.positives, positives), choose(query.negatives, negatives))
+            for row, query in queries
+        ]
+
+    def parts(self, sampled: Sequence[SampledQuery], count: int, rank: int = 0, size: int = 1) -> list[TextBatch]:
+        """One rank's share of at most `count` nearly equal batches, each with its own negatives only."""
+        splits = np.array_split(np.arange(len(sampled)), min(count, len(sampled)))
+        return [self.batch([sampled[index] for index in split], rank, size) for split in splits]
 
     def batch(self, sampled: Sequence[SampledQuery], rank: int = 0, size: int = 1) -> TextBatch:
         """One rank's share of these queries and their passages, each passage once.
@@ -218,49 +199,37 @@ class TextBatchBuilder:
         together compute the comparisons of one process. A passage sampled as a negative that is listed as right for a
         query is a positive of it.
         """
-        tokens, positives = self._materials, self._positives_of(sampled)
-        query_ranks = assign_ranks(positives, size)
-        passage_ranks: dict[int, int] = {}
-        for rows, owner in zip(positives, query_ranks, strict=True):
-            passage_ranks |= dict.fromkeys(rows, owner)
-        for one, owner in zip(sampled, query_ranks, strict=True):
-            for row in one.negatives:
-                passage_ranks.setdefault(row, owner)
+        materials, queries, same = self._materials, self._materials.texts.queries, self._materials.same
+        drawn = {row for one in sampled for row in (*one.positives, *one.negatives)}
+        # for each query the drawn passages that are listed as right, whichever query they were drawn for
+        listed = [dict.fromkeys(same[list(queries[one.query].positives)].tolist()) for one in sampled]
+        positives = [[row for row in rows if row in drawn] for rows in listed]
+        ranks = assign_ranks(positives, size)
+        # a passage is on the rank of those for which it is right, else on that of the first one that drew it
+        owners = {row: owner for one, owner in reversed([*zip(sampled, ranks, strict=True)]) for row in one.negatives}
+        owners |= {row: owner for rows, owner in zip(positives, ranks, strict=True) for row in rows}
         # longest first: sub-batches then have texts of similar lengths, and the first one needs the most memory
-        local = [index for index, owner in enumerate(query_ranks) if owner == rank]
-        local.sort(key=lambda index: -int(tokens.queries.lengths[sampled[index].query]))
-        keys = torch.tensor(sorted(row for row, owner in passage_ranks.items() if owner == rank), dtype=torch.int64)
-        keys = keys[tokens.passages.lengths[keys].argsort(descending=True, stable=True)]
-        key_indices = {row: index for index, row in enumerate(keys.tolist())}
-        # the width of `positives` is the same on every rank
-        width = max(map(len, positives), default=1)
-        padded = [[key_indices[row] for row in positives[index]] for index in local]
-        padded = [[*indices, *[-1] * (width - len(indices))] for indices in padded]
+        local = [index for index, owner in enumerate(ranks) if owner == rank]
+        local.sort(key=lambda index: -int(materials.queries.lengths[sampled[index].query]))
+        keys = torch.tensor(sorted(row for row, owner in owners.items() if owner == rank), dtype=torch.int64)
+        keys = keys[materials.passages.lengths[keys].argsort(descending=True, stable=True)]
+        columns = {row: column for column, row in enumerate(keys.tolist())}
+        # the width of the positives is the same on every rank
+        padded = np.full((len(local), max(map(len, positives), default=1)), -1)
+        for row, index in enumerate(local):
+            padded[row, : len(positives[index])] = [columns[passage] for passage in positives[index]]
+        rows = torch.tensor([sampled[index].query for index in local], dtype=torch.int64)
+        # the passage that is no negative of a query: its own text where that is a passage, else its positive
+        own = [(sampled[index].positives[0], queries[sampled[index].query].itself) for index in local]
+        ids = [positive if itself is None else int(same[itself]) for positive, itself in own]
         return TextBatch(
-            queries=tokens.queries.rows(torch.tensor([sampled[index].query for index in local], dtype=torch.int64)),
-            passages=tokens.passages.rows(keys),
-            positives=torch.tensor(padded, dtype=torch.int64).view(len(local), width),
-            query_ids=torch.tensor([self._query_id(sampled[index]) for index in local], dtype=torch.int64),
+            queries=materials.queries.rows(rows),
+            passages=materials.passages.rows(keys),
+            positives=torch.from_numpy(padded),
+            query_ids=torch.tensor(ids, dtype=torch.int64),
             key_ids=keys,
             whole=len(sampled),
         )
-
-    def _positives_of(self, sampled: Sequence[SampledQuery]) -> list[list[int]]:
-        """For each query, the passages of the batch that are listed as right, whichever query they were sampled for."""
-        batch = {row for one in sampled for row in (*one.positives, *one.negatives)}
-        queries, same = self._materials.texts.queries, self._materials.same
-        listed = (dict.fromkeys(int(same[row]) for row in queries[one.query].positives) for one in sampled)
-        return [[row for row in rows if row in batch] for rows in listed]
-
-    def _query_id(self, one: SampledQuery) -> int:
-        """The passage that is no negative of a query: its own text where that is a passage, else its positive."""
-        itself = self._materials.texts.queries[one.query].itself
-        return one.positives[0] if itself is None else int(self._materials.same[itself])
-
-    def parts(self, sampled: Sequence[SampledQuery], count: int, rank: int = 0, size: int = 1) -> list[TextBatch]:
-        """One rank's share of at most `count` nearly equal batches, each with its own negatives only."""
-        splits = torch.arange(len(sampled)).tensor_split(min(count, len(sampled)))
-        return [self.batch([sampled[index] for index in split.tolist()], rank, size) for split in splits]
 
 
 def assign_ranks(positives: Sequence[Sequence[int]], size: int) -> list[int]:
@@ -269,25 +238,20 @@ def assign_ranks(positives: Sequence[Sequence[int]], size: int) -> list[int]:
     >>> assign_ranks([[7], [8], [9, 7], [5]], size=2)
     [0, 1, 0, 1]
     """
-    if size == 1:
+    if size == 1 or not positives:
         return [0] * len(positives)
-    # a union-find forest; the root of a group is its first query
-    parent = list(range(len(positives)))
+    from scipy.sparse import coo_array  # type: ignore[import-untyped]
+    from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
 
-    def root(query: int) -> int:
-        while parent[query] != query:
-            parent[query] = parent[parent[query]]
-            query = parent[query]
-        return query
-
-    first_query: dict[int, int] = {}
-    for query, passages in enumerate(positives):
-        for row in passages:
-            one, other = root(query), root(first_query.setdefault(row, query))
-            parent[max(one, other)] = min(one, other)
+    # a graph of queries and passages, whose connected components are the groups that stay together
+    queries = [query for query, passages in enumerate(positives) for _ in passages]
+    _, passages = np.unique([row for rows in positives for row in rows], return_inverse=True)
+    nodes = len(positives) + len(queries)
+    graph = coo_array((np.ones(len(queries)), (queries, len(positives) + passages)), shape=(nodes, nodes))
+    groups = connected_components(graph, directed=False)[1][: len(positives)].tolist()
     load = [0] * size
     ranks: dict[int, int] = {}
-    for group, count in Counter(map(root, range(len(positives)))).items():
+    for group, count in Counter(groups).items():
         ranks[group] = load.index(min(load))
         load[ranks[group]] += count
-    return [ranks[root(query)] for query in range(len(positives))]
+    return [ranks[group] for group in groups]

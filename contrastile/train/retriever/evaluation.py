@@ -6,14 +6,13 @@ the passages and makes the rows of the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data.bm25 import BM25
@@ -36,22 +35,11 @@ MEASURES = ("nDCG@10", "MRR@10", "MAP", f"recall@{KS[-1]}")
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
 
 
-class Searchable(Protocol):
-    """Passages that are encoded already, such as an index on disk."""
-
-    def __len__(self) -> int:
-        """The number of passages."""
-
-    def __getitem__(self, row: int, /) -> Passage:
-        """The passage at a row."""
-
-    def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Scores and rows of the `k` best passages for each query."""
-
-
+# encoded passages that are searched, as `retrieval/index.py` has them: `len`, a passage by its row, and `search`
+Searchable = Any
 Passages = Sequence[Passage] | Searchable
-# scores and rows of the k best passages for each of n questions, both `[n, k]`
-Search = Callable[[Sequence[str], int], tuple[Any, Indices]]
+# scores and rows of the k best passages for each of n questions, both `[n, k]`, as arrays or tensors
+Search = Callable[[Sequence[str], int], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -67,16 +55,6 @@ class Rankings:
     queries: Indices
     rows: Indices
     scores: Any
-
-    @property
-    def title(self) -> str:
-        """The name of the test in a table."""
-        return f"{PARTS.get(self.part, self.part)}, {self.system}"
-
-    @property
-    def ks(self) -> list[int]:
-        """The `KS` within the depth of the rankings."""
-        return [k for k in KS if k <= self.rows.shape[1]]
 
     def ranking(self, query: int) -> list[tuple[Passage, float]]:
         """The passages of the n-th query with scores, the best first."""
@@ -95,16 +73,15 @@ def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchabl
     With BM25's rankings where the recipe wants them and there is no index.
     """
     settings = run.recipe.evaluate
+    corpus: Passages = texts.passages if isinstance(passages, TokenStore) else passages
     searches: dict[str, Search] = {}
     if isinstance(passages, TokenStore):
-        corpus: Passages = texts.passages
         features = run.encode_tokens("passage", passages, title="encoding passages")
-        searches["retriever"] = _text_search(run, lambda queries, k: topk(queries, features, k))
+        searches["retriever"] = lambda questions, k: topk(run.encode_query(questions), features, k)
         if settings.bm25:
             searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
     else:
-        corpus = passages
-        searches["retriever"] = _text_search(run, passages.search)
+        searches["retriever"] = lambda questions, k: passages.search(run.encode_query(questions), k)
     rankings = [
         rank_part(texts, part, system, corpus, search, settings.depth)
         for part in held_out(texts)
@@ -115,22 +92,13 @@ def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchabl
     return rankings
 
 
-def _text_search(run: RetrieverRun, search: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Search:
-    """A search by questions, from a search by their features."""
-
-    def by_text(questions: Sequence[str], k: int) -> tuple[Any, Indices]:
-        scores, rows = search(run.encode_query(questions), k)
-        return scores.cpu().numpy(), rows.cpu().numpy()
-
-    return by_text
-
-
 def rank_part(texts: TextSet, part: str, system: str, passages: Passages, search: Search, depth: int) -> Rankings:
     """Rankings of a part's queries, `depth` passages each; a query's own text is left out of its ranking."""
     queries = [texts.queries[row] for row in texts.splits[part].tolist()]
     # one more passage where a query's own text may be among them
     k = depth + any(query.itself is not None for query in queries)
-    scores, rows = search([query.text for query in queries], min(k, len(passages)))
+    results = search([query.text for query in queries], min(k, len(passages)))
+    scores, rows = (torch.as_tensor(values).numpy(force=True) for values in results)
     if k > depth:
         # compared by id, because an index has rows of its own
         itself = np.array(
@@ -169,14 +137,11 @@ def run_of(rankings: Rankings, texts: TextSet) -> dict[str, dict[str, float]]:
 
 def judgements_of(rows: Indices, texts: TextSet) -> dict[str, dict[str, int]]:
     """Grades by ids of query and passage, of the queries at `rows` that have positives."""
-    return {
-        query.id: {
-            texts.passages[passage].id: grade
-            for passage, grade in zip(query.positives, query.grades or (1,) * len(query.positives), strict=True)
-        }
-        for query in (texts.queries[row] for row in rows.tolist())
-        if query.positives
-    }
+    judgements = {}
+    for query in (texts.queries[row] for row in rows.tolist() if texts.queries[row].positives):
+        ids = [texts.passages[passage].id for passage in query.positives]
+        judgements[query.id] = dict(zip(ids, query.grades or (1,) * len(ids), strict=True))
+    return judgements
 
 
 def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Rankings]) -> list[Row]:
@@ -186,33 +151,33 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Ranking
     passages, not in its title, as in the evaluation of DPR.
     """
     rows = []
+
+    def add(one: Rankings, ending: str, queries: int, hits: dict[int, float], values: dict[str, float]) -> None:
+        row = {
+            "test": f"{PARTS.get(one.part, one.part)}, {one.system}{ending}",
+            "queries": queries,
+            "choices": len(one.passages),
+            "recall": {str(k): share for k, share in hits.items()},
+            "measures": values,
+            "chance": 1 / len(one.passages),
+            "headline": one.system == "retriever",
+        }
+        rows.append(row)
+
     for one in rankings:
-        judgements = judgements_of(one.queries, texts)
-        if judgements:
-            # recalls beyond the depth of the rankings would be too low
-            names = [*(f"hit@{k}" for k in one.ks), *MEASURES[:-1], *(f"recall@{k}" for k in one.ks)]
+        # recalls beyond the depth of the rankings would be too low
+        ks = [k for k in KS if k <= one.rows.shape[1]]
+        if judgements := judgements_of(one.queries, texts):
+            names = [*(f"hit@{k}" for k in ks), *MEASURES[:-1], *(f"recall@{k}" for k in ks)]
             values = means(measure(run_of(one, texts), judgements, names))
-            hits = {k: values.pop(f"hit@{k}") for k in one.ks}
-            rows.append(_row(one, one.title, len(judgements), hits, values))
-        answered = [query for query, row in enumerate(one.queries.tolist()) if texts.queries[row].answers]
-        if answered:
-            passages = [[passage.text for passage, _ in one.ranking(query)] for query in answered]
-            answers = [texts.queries[one.queries[query]].answers for query in answered]
-            hits = answer_recall(passages, answers, match=recipe.evaluate.match, ks=one.ks)
-            rows.append(_row(one, f"{one.title}, answers", len(answered), hits, {}))
+            add(one, "", len(judgements), {k: values.pop(f"hit@{k}") for k in ks}, values)
+        answers = {query: texts.queries[row].answers for query, row in enumerate(one.queries.tolist())}
+        answers = {query: sought for query, sought in answers.items() if sought}
+        if answers:
+            passages = [[passage.text for passage, _ in one.ranking(query)] for query in answers]
+            hits = answer_recall(passages, [*answers.values()], match=recipe.evaluate.match, ks=ks)
+            add(one, ", answers", len(answers), hits, {})
     return rows
-
-
-def _row(one: Rankings, test: str, queries: int, hits: Mapping[int, float], measures: dict[str, float]) -> Row:
-    return {
-        "test": test,
-        "queries": queries,
-        "choices": len(one.passages),
-        "recall": {str(k): share for k, share in hits.items()},
-        "measures": measures,
-        "chance": 1 / len(one.passages),
-        "headline": one.system == "retriever",
-    }
 
 
 def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, float]]:
@@ -239,9 +204,5 @@ def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, fl
 
 def _mask(run: RetrieverRun, materials: TextMaterials, keys: list[int], passages: Sequence[Sequence[int]]) -> Right:
     """Marks the `keys` that are among each query's `passages`."""
-    key_columns = {row: column for column, row in enumerate(keys)}
-    mask = torch.zeros(len(passages), len(keys), dtype=torch.bool)
-    for query, rows in enumerate(passages):
-        mask[query, [key_columns[row] for row in map(int, materials.same[list(rows)]) if row in key_columns]] = True
-    mask = mask.to(run.device)
+    mask = torch.from_numpy(np.stack([np.isin(keys, materials.same[list(rows)]) for rows in passages])).to(run.device)
     return lambda rows, columns: mask[rows, columns]

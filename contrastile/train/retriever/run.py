@@ -26,7 +26,7 @@ from contrastile.train.folder import RECIPE, finished_run
 from contrastile.train.loaded import LoadedRun
 from contrastile.train.log import progress
 from contrastile.train.recipe import load_retriever_recipe
-from contrastile.train.retriever.batches import Tokens, TokenStore, passage_tokens, query_text
+from contrastile.train.retriever.batches import Tokens, TokenStore, passage_tokens
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.run import autocast, checked_list, checked_towers, choose_device, load_weights
 
@@ -59,8 +59,8 @@ class RetrieverRun(LoadedRun):
 
     def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Tensor:
         """Features `[n, D]`, float32, of questions; the first `dimensions` features where that is given."""
-        prefixed = (query_text(text, self.recipe.data) for text in checked_list("texts", texts, "text", str))
-        store = TokenStore.from_texts(prefixed, self.tokenizer, self.recipe.model.tokenizer.query_length)
+        prefixed = (self.recipe.data.query_prefix + text for text in checked_list("texts", texts, "text", str))
+        store = TokenStore(prefixed, self.tokenizer, self.recipe.model.tokenizer.query_length)
         return self.encode_tokens("query", store, dimensions=dimensions)
 
     def encode_passage(self, passages: Sequence[Passage | str], *, dimensions: int | None = None) -> Tensor:
