@@ -12,6 +12,7 @@ import logging
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +206,15 @@ class _Reader:
         except ValidationError as error:
             mistakes = error.errors()
         # unknown keys first: one is often the reason why another is missing
-        mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
-        for mistake in mistakes:
-            key, kind = self._key(mistake), f"{self._key(mistake).rpartition('.')[0]}.kind"
+        first = min(mistakes, key=lambda mistake: mistake["type"] != "extra_forbidden")
+        key = self._key(first)
+        kind = f"{key.rpartition('.')[0]}.kind"
+        of_other_kind = first["type"] == "extra_forbidden" and key in dict(self.known)
+        if of_other_kind and kind in self.overrides and not self._is_overridden(key):
             # a key of the file that belongs to another kind than the one an override asks for
-            of_other_kind = mistake["type"] == "extra_forbidden" and key in dict(self.known) and kind in self.overrides
-            if of_other_kind and not self._is_overridden(key):
-                self._leave_out(key, f"has no effect with {kind} = {_shown(_value_at(kind, self.tables))}")
-                return self.validated(files=files)
-        raise self._error(self._key(mistakes[0]), self._reason(mistakes[0]))
+            self._leave_out(key, f"has no effect with {kind} = {_shown(_value_at(kind, self.tables))}")
+            return self.validated(files=files)
+        raise self._error(key, self._reason(key, first))
 
     def _error(self, key: str, reason: str) -> RecipeError:
         """The error of a key, with the override that touches it, else with the file."""
@@ -246,10 +247,10 @@ class _Reader:
         within = "kind" if mistake["type"] == "union_tag_invalid" else getattr(clash, "key", "")
         return ".".join(filter(None, [*parts, within]))
 
-    def _reason(self, mistake: ErrorDetails) -> str:
+    def _reason(self, key: str, mistake: ErrorDetails) -> str:
         kind, context = mistake["type"], mistake.get("ctx", {})
         if kind == "extra_forbidden":
-            return "unknown key" + self._suggestion(self._key(mistake))
+            return "unknown key" + self._suggestion(key)
         if kind == "missing":
             return "missing"
         if kind == "value_error":
@@ -274,12 +275,11 @@ class _Reader:
 
 def _parse(text: str, override: str) -> Any:
     """The TOML value of an override; a bare word, such as a path, is a text."""
-    try:
+    with suppress(tomllib.TOMLDecodeError):
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        parsed = {}
-    if parsed.keys() == {"value"}:
-        return parsed["value"]
+        # a line break would begin another key
+        if parsed.keys() == {"value"}:
+            return parsed["value"]
     if text.startswith(("[", "{", '"', "'")):
         raise RecipeError(f"{override}: not a TOML value; a text that begins like one needs quotes within: '\"...\"'")
     return text

@@ -45,7 +45,7 @@ from contrastile.train.config.base import (
     refuse,
     same_for,
 )
-from contrastile.train.config.sizes import image_text_clashes
+from contrastile.train.config.sizes import size_clashes
 
 logger = logging.getLogger("contrastile")
 
@@ -447,4 +447,4 @@ class Recipe(AnyRecipe):
 
     def training_clashes(self) -> Iterable[Clash]:
         yield from super().training_clashes()
-        yield from image_text_clashes(self)
+        yield from size_clashes(self)

@@ -25,54 +25,46 @@ GROWTH = {"conv": (378, 64), "words": (3, 2), "bag": (4, 1)}
 WEIGHT_BYTES = 4
 
 
-def image_text_clashes(recipe: Any) -> Iterator[Clash]:
-    """Pictures, texts and towers fit together."""
-    yield from _image_text(recipe.data, recipe.model)
-    defaults = {"image_size": recipe.data.image_size, "num_channels": recipe.data.channels}
-    yield from _image_text(recipe.data, _completed(recipe.model, {"image": defaults}))
+def size_clashes(recipe: Any) -> Iterator[Clash]:
+    """Data and models fit together, by the sizes in the recipe, then by those that transformers knows."""
+    clashes = _image_text if recipe.kind == "image-text" else _retriever
+    yield from clashes(recipe)
+    yield from clashes(_completed(recipe))
 
 
-def _image_text(data: Any, model: Any) -> Iterator[Clash]:
+def _image_text(recipe: Any) -> Iterator[Clash]:
+    data, model, pixels = recipe.data, recipe.model, recipe.data.image_size
     image, text = _described(model.both or model.image, "vision"), _described(model.both or model.text, "text")
     size, patch, channels = (_number(image, name) for name in ("image_size", "patch_size", "num_channels"))
-    pixels = data.image_size
-    reason = f"must be the {size} pixels of the image tower; got {pixels}"
-    yield size not in (None, pixels), "data.image_size", reason
+    yield size not in (None, pixels), "data.image_size", f"must be the {size} pixels of the image tower; got {pixels}"
     reason = f"must be at least a patch of the image tower, {patch} pixels; got {pixels}"
     yield patch is not None and patch > pixels, "data.image_size", reason
     reason = f"must be at most the {channels} of the image tower; got {data.channels}"
     yield channels is not None and data.channels not in (1, channels), "data.channels", reason
-    yield _too_long(text, model.tokenizer.length)
-    for side in ("image", "text"):
-        tower = getattr(model, side)
-        small = tower is not None and tower.kind in GROWTH
-        checkpointed, frozen = side in model.checkpointing, side in model.locked and side not in model.unlocked
-        reason = f'must be left out for a tower of kind "{small and tower.kind}", which has no layers to tell apart'
+    yield _too_long(text, model)
+    for side, tower in (("image", model.image), ("text", model.text)):
+        small = tower.kind if tower is not None and tower.kind in GROWTH else None
+        reason = f'must be left out for a tower of kind "{small}", which has no layers to tell apart'
         yield small and side in model.unlocked, f"model.unlocked.{side}", reason
-        reason = f'must name towers that have it; got "{side}", of kind "{small and tower.kind}"'
-        yield small and checkpointed, "model.checkpointing", reason
-        reason = f'must name towers that learn; got "{side}", which model.locked has'
-        yield frozen and checkpointed, "model.checkpointing", reason
+        if side in model.checkpointing:
+            yield small, "model.checkpointing", f'must name towers that have it; got "{side}", of kind "{small}"'
+            reason = f'must name towers that learn; got "{side}", which model.locked has'
+            yield side in model.locked and side not in model.unlocked, "model.checkpointing", reason
     yield from _too_large(model, "image", "text")
 
 
-def retriever_clashes(recipe: Any) -> Iterator[Clash]:
-    """Texts and a retriever's encoders fit together."""
-    yield from _retriever(recipe.model)
-    yield from _retriever(_completed(recipe.model, {}))
-
-
-def _retriever(model: Any) -> Iterator[Clash]:
+def _retriever(recipe: Any) -> Iterator[Clash]:
+    model = recipe.model
     yield from _too_large(model, "both", "query", "passage")
     encoders = [encoder for encoder in (model.both, model.query, model.passage) if encoder is not None]
     for encoder in encoders:
-        yield _too_long(_described(encoder, "text"), model.tokenizer.length)
+        yield _too_long(_described(encoder, "text"), model)
     widths = sorted({width for encoder in encoders if (width := model.features or _width(encoder)) is not None})
     got = " and ".join(map(str, widths))
     yield len(widths) > 1, "model.features", f"must be given for encoders of unequal sizes; got {got}"
-    largest, width = max(model.dimensions, default=0), min(widths, default=None)
-    reason = f"must be at most the {width} features there are; got {largest}"
-    yield width is not None and largest > width, "model.dimensions", reason
+    largest = max(model.dimensions, default=0)
+    reason = f"must be at most the {got} features there are; got {largest}"
+    yield widths and largest > widths[0], "model.dimensions", reason
 
 
 def _described(model: Any, part: str) -> Mapping[str, Any]:
@@ -100,8 +92,9 @@ def _width(encoder: Any) -> int | None:
     return None if "word_embed_proj_dim" in config else _number(config, *WIDTHS)
 
 
-def _too_long(config: Mapping[str, Any], length: int) -> Clash:
-    longest = _number(config, *LENGTHS)
+def _too_long(config: Mapping[str, Any], model: Any) -> Clash:
+    """Texts are no longer than the model of this configuration can read."""
+    longest, length = _number(config, *LENGTHS), model.tokenizer.length
     reason = f"must be at most the {longest} tokens of the text tower; got {length}"
     return longest is not None and length > longest, "model.tokenizer.length", reason
 
@@ -114,43 +107,44 @@ def host_memory() -> int:
 def _too_large(model: Any, *sides: str) -> Iterator[Clash]:
     """Small towers fit into host memory: more is a slip of the keyboard."""
     memory, features = host_memory(), model.features or 0
-    for side in sides:
-        tower = getattr(model, side)
-        if tower is not None and tower.kind in GROWTH:
-            squares, outputs = GROWTH[tower.kind]
-            sizes = {"features": (features, outputs * tower.width * features)}
-            sizes = {f"{side}.width": (tower.width, squares * tower.width**2), **sizes}
-            for key, (got, weights) in sizes.items():
-                needed = WEIGHT_BYTES * weights
-                reason = f"must make weights that fit into the {memory / 2**30:,.1f} GiB of this machine; got {got}"
-                yield needed > memory, f"model.{key}", f"{reason}, for {needed / 2**30:,.1f} GiB at least"
+    towers = {side: tower for side in sides if (tower := getattr(model, side)) is not None and tower.kind in GROWTH}
+    for side, tower in towers.items():
+        squares, outputs = GROWTH[tower.kind]
+        sizes = ((f"{side}.width", tower.width, squares * tower.width), ("features", features, outputs * tower.width))
+        for key, got, weights_each in sizes:
+            needed = WEIGHT_BYTES * weights_each * got
+            reason = f"must make weights that fit into the {memory / 2**30:,.1f} GiB of this machine; got {got}"
+            yield needed > memory, f"model.{key}", f"{reason}, for {needed / 2**30:,.1f} GiB at least"
 
 
-def _completed(model: Any, defaults: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The model with all that the configurations of transformers say, after those of `defaults` by side."""
-    sides = {side: tower for side, tower in model if getattr(tower, "kind", None) == "transformers"}
+def _completed(recipe: Any) -> Any:
+    """The recipe with the whole configurations of its models of transformers."""
+    sides = {side: tower for side, tower in recipe.model if getattr(tower, "kind", None) == "transformers"}
     if not sides:
-        return model
+        return recipe
     from transformers import CONFIG_MAPPING
 
     from contrastile.models.pretrained import Library
 
     for side, tower in sides.items():
-        origin = "config" if tower.folder is None else "folder"
-        config = tower.config if tower.folder is None else read_table(Path(tower.folder) / "config.json")
+        origin, config = "config", tower.config
+        if tower.folder is not None:
+            origin, config = "folder", read_table(Path(tower.folder) / "config.json")
         kind = str(config["model_type"])
         near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
+        reason = f'must have a model_type that transformers knows; got "{kind}"'
         hint = f" (did you mean {near[0]}?)" if near else ""
-        reason = f'must have a model_type that transformers knows; got "{kind}"{hint}'
-        refuse([(kind not in CONFIG_MAPPING, f"model.{side}.{origin}", reason)])
+        refuse([(kind not in CONFIG_MAPPING, f"model.{side}.{origin}", reason + hint)])
+        # the pictures' size and channels complete a configuration that does not name them
+        pixels = {"image_size": recipe.data.image_size, "num_channels": recipe.data.channels} if side == "image" else {}
         try:
-            described = Library(folder=tower.folder, config=tower.config).described(**defaults.get(side, {}))
+            described = Library(folder=tower.folder, config=tower.config).described(**pixels)
         except ValueError as failure:
             key, _, reason = str(failure).removeprefix("`").partition("` ")
             raise ClashError(f"model.{side}.{key}", reason) from failure
-        if "image" in type(model).model_fields and side == "both":
+        if side == "both" and recipe.kind == "image-text":
             reason = f"must be a model of pictures and texts; got {described.model_type}. "
             reason += "Take a CLIP or a SigLIP, or give the two sides a tower each."
             refuse([(not {"vision_config", "text_config"} <= {*described.sub_configs}, "model.both", reason)])
         sides[side] = tower.model_copy(update={"folder": None, "config": described.to_dict()})
-    return model.model_copy(update=sides)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=sides)})

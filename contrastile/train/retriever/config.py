@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from contrastile.train.config.base import (
     AnyRecipe,
@@ -29,10 +29,8 @@ from contrastile.train.config.base import (
     Width,
     kind_or,
     needs,
-    needs_files,
     not_installed,
     one_of,
-    refuse,
     same_for,
 )
 from contrastile.train.config.image_text import (
@@ -42,7 +40,7 @@ from contrastile.train.config.image_text import (
     WordsTower,
     without_tokenizer,
 )
-from contrastile.train.config.sizes import retriever_clashes
+from contrastile.train.config.sizes import size_clashes
 
 # files of a folder of questions, passages and judgements
 BEIR = ("corpus.jsonl", "queries.jsonl", "qrels/*.tsv")
@@ -80,27 +78,19 @@ class TextDataSettings(Settings):
         remedy = "leave it out, or have some mined: this source has none"
         yield Unused(none, "negatives", ("mined", "source"), remedy)
 
-    @field_validator("source", "corpus", "test")
-    @classmethod
-    def _files_exist(cls, path: str | None, info: ValidationInfo) -> str | None:
-        is_source = info.field_name == "source"
-        if path is None or not needs_files(info) or (path == "docstrings" and is_source):
-            return path
-        folder = Path(path).expanduser()
-        if not folder.exists():
-            kinds = '"docstrings" or a file or folder' if is_source else "a file or folder"
-            raise ValueError(f'must be {kinds}; there is no "{path}"')
-        if folder.suffix == ".parquet":
-            refuse([not_installed("pyarrow", '"contrastile[data]"')])
-        if folder.is_dir() and info.field_name == "test":
-            raise ValueError(f'must be a file of questions; got the folder "{path}"')
-        absent = [name for name in BEIR if next(folder.glob(name), None) is None]
-        if folder.is_dir() and is_source and absent:
-            rule = f"must be a folder in BEIR's format, with {', '.join(BEIR)}"
-            raise ValueError(f'{rule}; "{path}" has no {absent[0]}')
-        return path
-
     def training_clashes(self) -> Iterable[Clash]:
+        for key, path in (("source", self.source), ("corpus", self.corpus), ("test", self.test)):
+            if path is None or (key == "source" and path == "docstrings"):
+                continue
+            folder, named = Path(path).expanduser(), '"docstrings" or ' if key == "source" else ""
+            yield not folder.exists(), key, f'must be {named}a file or folder; there is no "{path}"'
+            if folder.suffix == ".parquet":
+                yield not_installed("pyarrow", '"contrastile[data]"', key)
+            if folder.is_dir():
+                yield key == "test", key, f'must be a file of questions; got the folder "{path}"'
+                for name in BEIR if key == "source" else ():
+                    reason = f'must be a folder in BEIR\'s format, with {", ".join(BEIR)}; "{path}" has no {name}'
+                    yield next(folder.glob(name), None) is None, key, reason
         for name in self.packages if self.source == "docstrings" else ():
             absent = not name.isidentifier() or find_spec(name) is None
             yield absent, "packages", f'must be installed packages; got "{name}"'
@@ -238,4 +228,4 @@ class RetrieverRecipe(AnyRecipe):
         if self.evaluate.bm25:
             # first used after the training
             yield not_installed("bm25s", SEARCH, "evaluate.bm25")
-        yield from retriever_clashes(self)
+        yield from size_clashes(self)
