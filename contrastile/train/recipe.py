@@ -27,8 +27,6 @@ from contrastile.train.retriever.config import RetrieverRecipe
 
 logger = logging.getLogger("contrastile")
 
-Tables = dict[str, Any]
-
 # the recipes by their key `kind`; a file without it has the first
 KINDS: dict[str, type[AnyRecipe]] = {"image-text": Recipe, "retriever": RetrieverRecipe}
 
@@ -100,7 +98,7 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: b
     return recipe
 
 
-def read_tables(origin: str) -> Tables:
+def read_tables(origin: str) -> dict[str, Any]:
     """Read a TOML file as nested dictionaries; raise `RecipeError` where it is none."""
     try:
         return tomllib.loads(Path(origin).read_text(encoding="utf-8"))
@@ -135,7 +133,7 @@ def _within(key: str, table: str) -> bool:
     return f"{key}.".startswith(f"{table}.")
 
 
-def _value_at(key: str, tables: Tables) -> Any:
+def _value_at(key: str, tables: dict[str, Any]) -> Any:
     """The value of a dotted key; None where there is none."""
     value: Any = tables
     for part in filter(None, key.split(".")):

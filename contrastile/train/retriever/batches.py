@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
@@ -75,13 +74,6 @@ class TextMaterials:
     queries: TokenStore
     passages: TokenStore
     same: Indices
-
-    def fingerprint(self) -> str:
-        """SHA-256 of all that training depends on: texts, splits, negatives and tokens."""
-        digest = sha256(self.texts.digest().encode())
-        for store in (self.queries, self.passages):
-            digest.update(store.to_bytes())
-        return digest.hexdigest()
 
 
 def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = None) -> TextMaterials:

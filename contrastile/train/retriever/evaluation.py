@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -118,11 +119,11 @@ def _check_ids(rankings: Sequence[Rankings], texts: TextSet, index: Passages) ->
     if any(texts.queries[row].answers for one in rankings for row in one.queries.tolist()):
         # a passage of any id may contain an answer
         return
-    judged = [(run_of(one, texts), judgements_of(one.queries, texts)) for one in rankings]
-    right = {passage for _, judgements in judged for passages in judgements.values() for passage in passages}
-    hit = any(run[query].keys() & passages for run, judgements in judged for query, passages in judgements.items())
-    # the whole index is read only where no ranking has a hit
-    if right and not hit and not any(index[row].id in right for row in range(len(index))):
+    judged = (query.positives for one in rankings for query in (texts.queries[row] for row in one.queries.tolist()))
+    right = {texts.passages[row].id for positives in judged for row in positives}
+    # the whole index is read only where no ranking has such a passage
+    ranked = (row for one in rankings for row in one.rows.ravel().tolist() if row >= 0)
+    if right and right.isdisjoint(index[row].id for row in chain(ranked, range(len(index)))):
         remedy = "Encode a corpus whose ids are those of the questions' passages."
         raise invalid("--index", "hold passages that are right for a question", f"none of {len(right):,} ids", remedy)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +21,6 @@ from contrastile._errors import invalid
 from contrastile.data.beir import open_beir
 from contrastile.data.pairs import Indices
 from contrastile.data.text_files import open_questions
-from contrastile.data.texts import TextSet
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.text import load_tokenizer
@@ -86,7 +86,10 @@ class RetrieverJob(Task[TextBatch]):
 
     @property
     def data(self) -> str:
-        return self.materials.fingerprint()
+        digest = sha256(self.materials.texts.digest().encode())
+        for store in (self.materials.queries, self.materials.passages):
+            digest.update(store.to_bytes())
+        return digest.hexdigest()
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[TextBatch]:
         """This rank's shares; every rank samples the passages of the whole batch with the same seed."""
@@ -171,26 +174,14 @@ def evaluate_texts(
 ) -> str:
     """Measure a finished retriever on the texts of `source`, add the rows to its results, and return their table.
 
-    The texts are encoded with the run's prefixes and lengths. corpus: further passages beside a file of questions.
-    index: an index to search instead of the passages of `source`. Run files and rows are named after `name`, by default
-    the source's name, and the part: scifact-test. bad_rows: the share of unusable rows that is allowed, the recipe's by
-    default.
+    The texts are those of a file, or of a folder in BEIR's format: its part `split`, or all but the one for training.
+    They are encoded with the run's prefixes and lengths. corpus: further passages beside a file of questions. index: an
+    index to search instead of the passages of `source`. Run files and rows are named after `name`, by default the
+    source's name, and the part: scifact-test. bad_rows: the share of unusable rows allowed, by default the recipe's.
     """
-    run = load_retriever(folder.path, device=device)
-    allowed = run.recipe.data.bad_rows if bad_rows is None else bad_rows
-    texts = _open_other_texts(Path(source), corpus, split, name, allowed)
-    if index is None and not texts.passages:
-        remedy = "Name a --corpus or an --index."
-        raise invalid("--texts", "come with passages to look among", f'"{source}" alone', remedy)
-    passages = passage_tokens(texts.passages, run.tokenizer, run.recipe) if index is None else index
-    return evaluate_and_report(folder, run, texts, passages, beside=True)
-
-
-def _open_other_texts(
-    source: Path, corpus: str | Path | None, split: str | None, name: str | None, bad_rows: float
-) -> TextSet:
-    """The texts of a file, or of a folder in BEIR's format: its part `split`, or all parts but that for training."""
-    options: dict[str, Any] = {"bad_rows": bad_rows, "allowed_by": "--bad-rows", "progress": progress}
+    run, source = load_retriever(folder.path, device=device), Path(source)
+    options: dict[str, Any] = {"allowed_by": "--bad-rows", "progress": progress}
+    options["bad_rows"] = run.recipe.data.bad_rows if bad_rows is None else bad_rows
     if not source.is_dir():
         texts = open_questions(source, corpus=None if corpus is None else Path(corpus), **options)
     elif corpus is not None:
@@ -203,6 +194,11 @@ def _open_other_texts(
         got = "none" if split is None else f'"{split}"'
         rule = f'be one of the parts of "{source}" with questions ({", ".join(available) or "none"})'
         raise invalid("--split", rule, got, "Name one of them.")
+    if index is None and not texts.passages:
+        remedy = "Name a --corpus or an --index."
+        raise invalid("--texts", "come with passages to look among", f'"{source}" alone', remedy)
     prefix = name or source.name.partition(".")[0]
     parts = {f"{prefix}-{part}": texts.splits[part] for part in chosen}
-    return replace(texts, splits={"train": np.array([], dtype=np.int64), **parts})
+    texts = replace(texts, splits={"train": np.array([], dtype=np.int64), **parts})
+    passages = passage_tokens(texts.passages, run.tokenizer, run.recipe) if index is None else index
+    return evaluate_and_report(folder, run, texts, passages, beside=True)
