@@ -31,10 +31,9 @@ from contrastile.train.memory import Weighed
 from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.report.figures import COLOURS, as_svg
-from contrastile.train.retriever.batches import TextMaterials
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.retriever.run import build_retriever_run
+from contrastile.train.retriever.run import TextMaterials, build_retriever_run
 from contrastile.train.run import choose_device
 
 logger = logging.getLogger("contrastile")

@@ -25,8 +25,7 @@ from contrastile._errors import invalid, whole_number
 from contrastile.data.texts import Passage
 from contrastile.evaluate.topk import topk
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder
-from contrastile.train.retriever.batches import passage_tokens
-from contrastile.train.retriever.run import RetrieverRun
+from contrastile.train.retriever.run import RetrieverRun, passage_tokens
 
 FORMAT = 2
 

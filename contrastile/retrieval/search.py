@@ -16,8 +16,7 @@ from contrastile.data.skipped import SkipCounter
 from contrastile.data.texts import Passage
 from contrastile.retrieval.index import Index, encode_corpus, open_index, run_checksums
 from contrastile.train.folder import RunFolder
-from contrastile.train.retriever.batches import open_run_texts
-from contrastile.train.retriever.run import RetrieverRun, load_retriever
+from contrastile.train.retriever.run import RetrieverRun, load_retriever, open_run_texts
 
 
 def encode_source(

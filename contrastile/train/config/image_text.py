@@ -341,9 +341,9 @@ class TrainSettings(Steps):
     def _reduce_to_the_largest_batch(cls, sub_batch: SubBatch, info: ValidationInfo) -> SubBatch:
         largest = max((size for _, size in info.data.get("batch", ())), default=2**53)
         given = {"image": sub_batch.image, "text": sub_batch.text}
-        for side in given.keys() & sub_batch.model_fields_set if needs_files(info) else ():
-            if given[side] > largest:
-                logger.warning("train.sub_batch.%s is %d, the largest batch, instead of %d", side, largest, given[side])
+        for side, size in given.items() if needs_files(info) else ():
+            if side in sub_batch.model_fields_set and size > largest:
+                logger.warning("train.sub_batch.%s is %d, the largest batch, instead of %d", side, largest, size)
         return sub_batch.model_copy(update={side: min(size, largest) for side, size in given.items()})
 
 

@@ -27,7 +27,6 @@ from contrastile.train.report.page import (
     table_text,
     write_report,
 )
-from contrastile.train.retriever.batches import TokenStore
 from contrastile.train.retriever.evaluation import (
     KS,
     MEASURES,
@@ -39,7 +38,7 @@ from contrastile.train.retriever.evaluation import (
     rank_all,
     run_of,
 )
-from contrastile.train.retriever.run import RetrieverRun
+from contrastile.train.retriever.run import RetrieverRun, TokenStore
 
 logger = logging.getLogger("contrastile")
 

@@ -24,9 +24,8 @@ from contrastile.evaluate.ranking import means, measure
 from contrastile.evaluate.retrieval import Right, recall_where
 from contrastile.evaluate.topk import topk
 from contrastile.train.log import progress
-from contrastile.train.retriever.batches import TextMaterials, TokenStore
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.run import RetrieverRun
+from contrastile.train.retriever.run import RetrieverRun, TextMaterials, TokenStore
 
 Row = dict[str, Any]
 

@@ -31,18 +31,21 @@ from contrastile.train.memory import dense_need
 from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.questions import WORDING, evaluate_and_report
-from contrastile.train.retriever.batches import (
+from contrastile.train.retriever.config import RetrieverRecipe
+from contrastile.train.retriever.evaluation import Searchable, probe
+from contrastile.train.retriever.run import (
+    RetrieverRun,
+    Side,
     TextBatch,
     TextBatchBuilder,
     TextMaterials,
     Tokens,
     TokenStore,
+    build_retriever_run,
+    load_retriever,
     open_text_materials,
     passage_tokens,
 )
-from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.evaluation import Searchable, probe
-from contrastile.train.retriever.run import RetrieverRun, Side, build_retriever_run, load_retriever
 from contrastile.train.run import choose_device
 from contrastile.train.task import Task
 
