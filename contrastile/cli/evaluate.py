@@ -182,9 +182,9 @@ def _check_files(test: Any) -> None:
         type(test).model_validate(test.model_dump(), context={"files": True})
     except ValidationError as error:
         mistake = error.errors()[0]
-        key = str(next(iter(mistake["loc"]), getattr(mistake["ctx"]["error"], "key", "") or "folder"))
+        key = str(next(iter(mistake["loc"]), mistake["ctx"].get("key") or "folder"))
         option = "--zero-shot" if key == "folder" else _flag(key)
-        raise ValueError(f"`{option}` {mistake['ctx']['error']}.") from None
+        raise ValueError(f"`{option}` {mistake['msg'].removeprefix('Value error, ')}.") from None
 
 
 def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int:

@@ -102,7 +102,7 @@ class ImageText(Task[Batch]):
         with self.run.autocast():
             # with retain >= 1, a batch of one sub-batch is encoded once, without a replay
             image = encode(model.encode_image, part.pixels, sub_batch=size.image, retain=settings.retain)
-            text = encode(model.encode_text, part.tokens, **size.of_texts(), retain=settings.retain)
+            text = encode(model.encode_text, part.tokens, **size.words("text"), retain=settings.retain)
         image, text = (F.normalize(side.to(model.logit_scale.dtype), dim=-1) for side in (image, text))
         return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=part.ids.to(self.run.device))
 

@@ -241,8 +241,7 @@ class _Reader:
             else:
                 continue
             parts.append(str(part))
-        clash = mistake.get("ctx", {}).get("error")
-        within = "kind" if mistake["type"] == "union_tag_invalid" else getattr(clash, "key", "")
+        within = "kind" if mistake["type"] == "union_tag_invalid" else mistake.get("ctx", {}).get("key")
         return ".".join(filter(None, [*parts, within]))
 
     def _reason(self, key: str, mistake: ErrorDetails) -> str:
@@ -251,8 +250,8 @@ class _Reader:
             return "unknown key" + self._suggestion(key)
         if kind == "missing":
             return "missing"
-        if kind == "value_error":
-            return str(context["error"])
+        if kind in ("value_error", "clash"):
+            return mistake["msg"].removeprefix("Value error, ")
         if kind == "union_tag_invalid":
             return f"must be one of {context['expected_tags']}; got {_shown(context['tag'])}"
         rule = RULES[kind].format(**context) if kind in RULES else re.sub(r"^\w+ should", "must", mistake["msg"])

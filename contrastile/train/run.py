@@ -104,7 +104,7 @@ class Run(LoadedRun):
         if not texts:
             # some tokenizers refuse an empty list
             return self.encode_text([""])[:0]
-        tokens, sub_batch = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.of_texts()
+        tokens, sub_batch = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.words("text")
         return F.normalize(encode(self.model.encode_text, tokens, **sub_batch).float(), dim=-1)
 
 

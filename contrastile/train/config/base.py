@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
 from contrastile._errors import invalid
 
@@ -37,14 +38,6 @@ DEVICE, DEVICE_RULE = re.compile(r"auto|cpu|cuda(:[0-9]+)?"), 'be "auto", "cpu",
 
 # the condition under which a value is refused, its key within the section ("": the section itself), and the sentence
 Clash = tuple[Any, str, str]
-
-
-class ClashError(ValueError):
-    """A value that is wrong only beside another one; `key` as in `Clash`."""
-
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(reason)
-        self.key = key
 
 
 class Unused(NamedTuple):
@@ -92,10 +85,10 @@ class Settings(BaseModel):
 
 
 def refuse(clashes: Iterable[Clash]) -> None:
-    """Raise `ClashError` for the first clash whose condition is true."""
+    """Refuse a recipe by the first clash whose condition is true."""
     for wrong, key, reason in clashes:
         if wrong:
-            raise ClashError(key, reason)
+            raise PydanticCustomError("clash", reason, {"key": key})
 
 
 def one_of(*names: str) -> dict[str, tuple[str, ...]]:
@@ -233,7 +226,6 @@ class OptimSettings(Settings):
     final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     clip_norm: NotNegative = 1.0
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-
     instead: ClassVar = one_of("warmup", "warmup_steps", "warmup_epochs")
 
     def unused(self) -> Iterable[Unused]:
@@ -291,14 +283,21 @@ AnyOptim = Annotated[AdamWSettings | AdafactorSettings | MuonSettings, Field(dis
 class SubBatches(Settings):
     """Examples of each side that its encoder sees at once, or with a key `<side>_tokens` so many tokens of them."""
 
-    def limits(self, side: str) -> tuple[int, int | None]:
-        """The number of examples and of tokens."""
-        return getattr(self, side), getattr(self, f"{side}_tokens", None)
+    def tokens(self, side: str) -> int | None:
+        """The number of tokens, where the key is given."""
+        return getattr(self, f"{side}_tokens", None)
 
     def at_once(self, side: str, length: int) -> int:
         """The number of texts of `length` tokens in a sub-batch."""
-        count, tokens = self.limits(side)
-        return count if tokens is None else max(1, tokens // length)
+        return getattr(self, side) if (tokens := self.tokens(side)) is None else max(1, tokens // length)
+
+    def words(self, side: str, length: int | None = None) -> dict[str, Any]:
+        """The arguments of `encode` that limit a sub-batch, of texts that are padded to `length`."""
+        count, tokens = getattr(self, side), self.tokens(side)
+        if tokens is None and length is None:
+            return {"sub_batch": count}
+        # the most tokens that so many texts have: `encode` then cuts each sub-batch to its longest text beforehand
+        return {"sub_batch_tokens": tokens} if tokens else {"sub_batch": count, "sub_batch_tokens": count * length}
 
 
 def _constant_schedule(batch: Any) -> Any:
@@ -314,10 +313,6 @@ def _constant_schedule(batch: Any) -> Any:
 class Steps(Settings):
     """The length of a run, in examples or epochs, and its batches: a schedule of pairs (fraction of the run, size)."""
 
-    # a pair needs another one for its negatives; a question may have negatives of its own
-    smallest_part: ClassVar[int] = 1
-    instead: ClassVar = one_of("examples", "epochs")
-
     examples: Many | None = None
     epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     minutes: Positive | None = None
@@ -326,6 +321,9 @@ class Steps(Settings):
     accumulate: Count = 1
     timeout: Annotated[float, Field(gt=0.0, le=1e6)] = 100.0
     parallel: Literal["replicate", "shard"] = "replicate"
+    instead: ClassVar = one_of("examples", "epochs")
+    # a pair needs another one for its negatives; a question may have negatives of its own
+    smallest_part: ClassVar[int] = 1
 
     def clashes(self) -> Iterable[Clash]:
         yield self.either("examples", "epochs")
@@ -411,6 +409,6 @@ class AnyRecipe(Settings):
     def too_few_tokens(self, side: str, length: str = "length", noun: str = "text") -> Clash:
         """A sub-batch that is limited by tokens has room for one text; `length` is the key of a text's tokens."""
         recipe: Any = self
-        tokens, least = recipe.train.sub_batch.limits(side)[1], getattr(recipe.model.tokenizer, length)
+        tokens, least = recipe.train.sub_batch.tokens(side), getattr(recipe.model.tokenizer, length)
         reason = f"must be at least model.tokenizer.{length}, the tokens of one {noun}; got {tokens} and {least}"
         return tokens is not None and tokens < least, f"train.sub_batch.{side}_tokens", reason

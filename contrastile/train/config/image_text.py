@@ -21,7 +21,6 @@ from contrastile.models.remote_code import RULE, refuse_remote_code, remote_code
 from contrastile.train.config.base import (
     AnyRecipe,
     Clash,
-    ClashError,
     Count,
     FilePath,
     FolderPath,
@@ -88,7 +87,6 @@ class TransformersModel(Settings):
     kind: Literal["transformers"] = "transformers"
     folder: str | None = None
     config: dict[str, Any] | None = None
-
     instead: ClassVar = one_of("folder", "config")
 
     def clashes(self) -> Iterable[Clash]:
@@ -106,7 +104,7 @@ class TransformersModel(Settings):
                 no_type = "model_type" not in refuse_remote_code(folder)
             except ValueError as failure:
                 # the sentence without its name, which the recipe's key replaces
-                raise ClashError("folder", str(failure).partition("` ")[2]) from failure
+                yield True, "folder", str(failure).partition("` ")[2]
             yield no_type, "folder", f'must be a folder whose config.json has a model_type; got "{folder}"'
 
 
@@ -204,7 +202,6 @@ class ModelSettings(Settings):
     text: AnyTextTower | None = None
     both: AnyWhole | None = None
     tokenizer: TokenizerSettings = TokenizerSettings()
-
     instead: ClassVar = {"both": ("image", "text")}
 
     @model_validator(mode="before")
@@ -312,12 +309,7 @@ class SubBatch(SubBatches):
     image: Count = 256
     text: Count = 256
     text_tokens: Count | None = None
-
     instead: ClassVar = one_of("text", "text_tokens")
-
-    def of_texts(self) -> dict[str, Any]:
-        """The arguments of `encode` that limit a sub-batch of texts."""
-        return {"sub_batch": self.text} if self.text_tokens is None else {"sub_batch_tokens": self.text_tokens}
 
 
 class TrainSettings(Steps):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from contrastile.models.remote_code import read_table
-from contrastile.train.config.base import Clash, ClashError, refuse
+from contrastile.train.config.base import Clash, refuse
 
 # names of the libraries for the size of features, and for the most tokens of a text
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
@@ -141,7 +141,7 @@ def _completed(recipe: Any) -> Any:
             described = Library(folder=tower.folder, config=tower.config).described(**pixels)
         except ValueError as failure:
             key, _, reason = str(failure).removeprefix("`").partition("` ")
-            raise ClashError(f"model.{side}.{key}", reason) from failure
+            refuse([(True, f"model.{side}.{key}", reason)])
         if side == "both" and recipe.kind == "image-text":
             reason = f"must be a model of pictures and texts; got {described.model_type}. "
             reason += "Take a CLIP or a SigLIP, or give the two sides a tower each."

@@ -145,7 +145,6 @@ class RetrieverSettings(Settings):
     dimensions: tuple[Count, ...] = ()
     lora: Annotated[LoraSettings | None, needs("peft", "peft")] = None
     tokenizer: SubwordSettings = SubwordSettings()
-
     instead: ClassVar = {"both": ("query", "passage"), "query": ("both",), "passage": ("both",)}
 
     @model_validator(mode="before")
@@ -184,14 +183,7 @@ class TextSubBatch(SubBatches):
     passage: Count = 64
     query_tokens: Count | None = None
     passage_tokens: Count | None = None
-
     instead: ClassVar = one_of("query", "query_tokens") | one_of("passage", "passage_tokens")
-
-    def words(self, side: str, length: int) -> dict[str, int | None]:
-        """The arguments of `encode` that limit a sub-batch of texts padded to `length`."""
-        count, tokens = self.limits(side)
-        # the most tokens that so many texts have: `encode` then cuts each sub-batch to its longest text beforehand
-        return {"sub_batch_tokens": tokens} if tokens else {"sub_batch": count, "sub_batch_tokens": count * length}
 
 
 class RetrieverSteps(Steps):
