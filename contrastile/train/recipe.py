@@ -246,10 +246,8 @@ class _Reader:
 
     def _reason(self, key: str, mistake: ErrorDetails) -> str:
         kind, context = mistake["type"], mistake.get("ctx", {})
-        if kind == "extra_forbidden":
-            return "unknown key" + self._suggestion(key)
-        if kind == "missing":
-            return "missing"
+        if kind in ("extra_forbidden", "missing"):
+            return "missing" if kind == "missing" else f"unknown key{self._suggestion(key)}"
         if kind in ("value_error", "clash"):
             return mistake["msg"].removeprefix("Value error, ")
         if kind == "union_tag_invalid":

@@ -103,7 +103,7 @@ class TransformersModel(Settings):
             try:
                 no_type = "model_type" not in refuse_remote_code(folder)
             except ValueError as failure:
-                # the sentence without its name, which the recipe's key replaces
+                # the sentence without its name, which the recipe's key replaces; a clash ends the checks
                 yield True, "folder", str(failure).partition("` ")[2]
             yield no_type, "folder", f'must be a folder whose config.json has a model_type; got "{folder}"'
 

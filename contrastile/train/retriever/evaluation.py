@@ -151,32 +151,32 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Ranking
     passages, not in its title, as in the evaluation of DPR.
     """
     rows = []
-
-    def add(one: Rankings, ending: str, queries: int, hits: dict[int, float], values: dict[str, float]) -> None:
-        row = {
-            "test": f"{PARTS.get(one.part, one.part)}, {one.system}{ending}",
-            "queries": queries,
-            "choices": len(one.passages),
-            "recall": {str(k): share for k, share in hits.items()},
-            "measures": values,
-            "chance": 1 / len(one.passages),
-            "headline": one.system == "retriever",
-        }
-        rows.append(row)
-
     for one in rankings:
         # recalls beyond the depth of the rankings would be too low
         ks = [k for k in KS if k <= one.rows.shape[1]]
+        # of each row of the table: the ending of its name, the number of queries, hits and measures
+        results: list[tuple[str, int, dict[int, float], dict[str, float]]] = []
         if judgements := judgements_of(one.queries, texts):
             names = [*(f"hit@{k}" for k in ks), *MEASURES[:-1], *(f"recall@{k}" for k in ks)]
             values = means(measure(run_of(one, texts), judgements, names))
-            add(one, "", len(judgements), {k: values.pop(f"hit@{k}") for k in ks}, values)
+            results.append(("", len(judgements), {k: values.pop(f"hit@{k}") for k in ks}, values))
         answers = {query: texts.queries[row].answers for query, row in enumerate(one.queries.tolist())}
-        answers = {query: sought for query, sought in answers.items() if sought}
-        if answers:
+        if answers := {query: sought for query, sought in answers.items() if sought}:
             passages = [[passage.text for passage, _ in one.ranking(query)] for query in answers]
             hits = answer_recall(passages, [*answers.values()], match=recipe.evaluate.match, ks=ks)
-            add(one, ", answers", len(answers), hits, {})
+            results.append((", answers", len(answers), hits, {}))
+        rows += [
+            {
+                "test": f"{PARTS.get(one.part, one.part)}, {one.system}{ending}",
+                "queries": queries,
+                "choices": len(one.passages),
+                "recall": {str(k): share for k, share in hits.items()},
+                "measures": measures,
+                "chance": 1 / len(one.passages),
+                "headline": one.system == "retriever",
+            }
+            for ending, queries, hits, measures in results
+        ]
     return rows
 
 
