@@ -252,10 +252,10 @@ def test_a_folder_without_a_model_is_one_line(recipe_file, text, reason):
 
 def test_kernels_that_cannot_run_here_are_one_line(recipe_file, monkeypatch):
     recipe_file.write_text(f"{STEPS}[loss]\nbackend = 'triton'\n")
-    monkeypatch.setattr("contrastile.train.config.run.torch_is_cpu_only", lambda: True)
+    monkeypatch.setattr("contrastile.train.config.base.torch_is_cpu_only", lambda: True)
     rule = 'must be "auto", "eager" or "dense": the torch that is installed is for CPUs alone; got "triton"'
     assert refused() == f"x.toml: loss.backend: {rule}"
-    monkeypatch.setattr("contrastile.train.config.run.torch_is_cpu_only", lambda: False)
+    monkeypatch.setattr("contrastile.train.config.base.torch_is_cpu_only", lambda: False)
     monkeypatch.setattr("contrastile.train.config.base.find_spec", lambda name: None)
     rule = "needs the package triton, which is not installed; run: pip install triton"
     assert refused() == f"x.toml: loss.backend: {rule}"

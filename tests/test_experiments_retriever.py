@@ -27,9 +27,8 @@ from contrastile.experiments.sweep import Comparison, compare, overridden
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, train
 from contrastile.train.metadata import TrainResult
-from contrastile.train.retriever.batches import open_text_materials
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.retriever.run import build_retriever_run
+from contrastile.train.retriever.run import build_retriever_run, open_text_materials
 
 MIB = 2**20
 

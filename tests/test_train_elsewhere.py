@@ -16,7 +16,7 @@ from contrastile.cli.main import main
 from contrastile.data.images import decode
 from contrastile.data.loader import read_chunks
 from contrastile.train import evaluation
-from contrastile.train.config.evaluate import RetrievalSettings, ZeroShotSettings
+from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSettings
 from contrastile.train.evaluation import open_test
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import read_metrics

@@ -10,7 +10,7 @@ from torch import nn
 
 from contrastile.train.checkpoints import join_tensors, split_tensors
 from contrastile.train.config import TrainSettings
-from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings
+from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings
 from contrastile.train.optim import (
     Adafactor,
     CombinedOptimizer,

@@ -21,15 +21,15 @@ from contrastile.train.loop import evaluate_run, run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
 from contrastile.train.report.questions import question_samples
-from contrastile.train.retriever.batches import (
+from contrastile.train.retriever.evaluation import Rankings, evaluate
+from contrastile.train.retriever.job import RetrieverJob, retriever_loss
+from contrastile.train.retriever.run import (
     SampledQuery,
     TextBatchBuilder,
     TokenStore,
     open_text_materials,
     training_texts,
 )
-from contrastile.train.retriever.evaluation import Rankings, evaluate
-from contrastile.train.retriever.job import RetrieverJob, retriever_loss
 
 BERT = (
     "{kind='transformers', pooling='%s', config={model_type='bert', hidden_size=16, num_hidden_layers=2, "
@@ -217,14 +217,14 @@ def test_stored_tokens_equal_those_of_the_tokenizer(finished):
     _, outcome = finished
     tokenizer = contrastile.load(outcome.folder, device="cpu").tokenizer
     texts = ["red fox", "", "a red cat returns house forest", "blue"]
-    store, plain = TokenStore.from_texts(texts, tokenizer, 5), tokenizer.tokenise(texts, 5)
+    store, plain = TokenStore(texts, tokenizer, 5), tokenizer.tokenise(texts, 5)
     rows = torch.tensor([2, 1, 0, 2, 3])
     got = store.rows(rows)
     width = got["input_ids"].shape[1]
     assert torch.equal(got["attention_mask"], plain["attention_mask"][rows][:, :width])
     assert torch.equal(got["input_ids"], plain["input_ids"][rows][:, :width])
     assert store.rows(torch.tensor([1]))["attention_mask"].tolist() == [[0]]
-    assert len(TokenStore.from_texts([], tokenizer, 5)) == 0
+    assert len(TokenStore([], tokenizer, 5)) == 0
 
 
 def test_a_source_without_training_questions_and_too_many_dimensions_are_refused(tmp_path):

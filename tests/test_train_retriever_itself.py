@@ -19,9 +19,9 @@ from contrastile.experiments.sweep import Trial
 from contrastile.modules import InfoNCELoss
 from contrastile.train.loop import run_recipe
 from contrastile.train.ranks import Ranks
-from contrastile.train.retriever.batches import open_text_materials
 from contrastile.train.retriever.evaluation import probe
 from contrastile.train.retriever.job import RetrieverJob, retriever_loss
+from contrastile.train.retriever.run import open_text_materials
 
 ANIMALS = ["fox", "cat", "owl", "bee", "eel", "ant", "cow", "dog", "elk", "hen", "jay", "koi"]
 

@@ -18,8 +18,8 @@ import contrastile
 from contrastile.train.loop import run_recipe
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import load_any_recipe
-from contrastile.train.retriever.batches import assign_ranks
 from contrastile.train.retriever.job import RetrieverJob
+from contrastile.train.retriever.run import assign_ranks
 
 SHORT = ("train.examples=132", "evaluate.every=1.0")
 # a question has several right passages, and some passages are right for several
@@ -103,10 +103,10 @@ def test_ranks_that_read_other_texts_are_refused(tmp_path: Path) -> None:
 def _other_texts(rank: int, words: list[str], source: Path) -> int:
     """Rank 1 finds other texts under the same name."""
     from contrastile.cli.main import main
-    from contrastile.train.retriever import batches
+    from contrastile.train.retriever import run
 
-    real = batches.open_texts
-    batches.open_texts = lambda name, **how: real(str(source) if rank == 1 else name, **how)
+    real = run.open_texts
+    run.open_texts = lambda name, **how: real(str(source) if rank == 1 else name, **how)
     return main(words)
 
 

@@ -30,7 +30,7 @@ from contrastile.cli.main import main
 from contrastile.models.small import WordsTower
 from contrastile.train import loop
 from contrastile.train.batch_builder import BatchBuilder
-from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
+from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import evaluate_run, run_recipe
 from contrastile.train.optim import build_optimizer, clamp_scale, clip_gradients

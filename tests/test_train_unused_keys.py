@@ -12,7 +12,7 @@ import torch
 from tiny_runs import tiny_recipe
 
 from contrastile.train.config import Recipe
-from contrastile.train.config.base import Instead, Unused, known_fields
+from contrastile.train.config.base import known_keys
 from contrastile.train.image_text import ImageText
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import RecipeError, load_any_recipe, to_toml
@@ -113,26 +113,23 @@ def test_a_key_that_nothing_reads_is_refused(here, text, line):
     assert load_any_recipe("x.toml", files=False) is not None
 
 
-def marks(recipe):
-    """Every rule about an unused key, as the key and the key that decides."""
-    fields = list(known_fields(recipe))
-    for key, field in fields:
-        section = key.rpartition(".")[0]
-        for mark in field.metadata:
-            if isinstance(mark, Unused):
-                yield f"{key}.{mark.part}".rstrip("."), f"{section}.{mark.by}".lstrip(".")
-                yield from ((None, f"{section}.{other}".lstrip(".")) for other in mark.also)
-            if isinstance(mark, Instead):
-                yield from ((None, f"{section}.{other}") for other in mark.keys)
+def rules(recipe):
+    """Every rule about an unused key, as the key and the keys that decide; the key is None where they all may."""
+    for section, owner in {(key.rpartition(".")[0], owner) for key, owner in known_keys(recipe)}:
+        prefix = f"{section}.".lstrip(".")
+        for rule in owner.model_construct().unused():
+            yield prefix + rule.key, prefix + rule.by[0]
+            yield from ((None, prefix + other) for other in rule.by[1:])
+        yield from ((None, prefix + other) for others in owner.instead.values() for other in others)
 
 
 @pytest.mark.parametrize("recipe", [Recipe, RetrieverRecipe])
-def test_marks_name_known_keys_and_each_has_its_sentence_above(recipe):
+def test_rules_name_known_keys_and_each_has_its_sentence_above(recipe):
     by = re.compile(r"([\w.]+): has no effect with ([\w.]+)")
     sentences = {by.match(line).groups() for _, line in UNUSED}
-    known = {key for key, _ in known_fields(recipe)}
-    assert {by for _, by in marks(recipe)} <= known
-    assert {(key, by) for key, by in marks(recipe) if key is not None} <= sentences
+    known = {key for key, _ in known_keys(recipe)}
+    assert {by for _, by in rules(recipe)} <= known
+    assert {(key, by) for key, by in rules(recipe) if key is not None} <= sentences
 
 
 @pytest.mark.parametrize(("text", "override", "said"), TAKEN_BACK, ids=lambda text: text.partition("=")[0])

@@ -197,7 +197,7 @@ def _sides(recipe: Any, batch: int) -> tuple[torch.nn.Module, list[Values], int]
     # each side's examples per query, examples per sub-batch, and the size of an example
     if isinstance(recipe, Recipe):
         pixels = (data.channels, data.image_size, data.image_size)
-        texts = cut.texts_at_once(settings.length)
+        texts = cut.at_once("text", settings.length)
         sides = {"image": (1, cut.image, pixels), "text": (1, texts, settings.length)}
     else:
         lengths = {"query": (1, settings.query_length), "passage": (data.positives + data.negatives, settings.length)}

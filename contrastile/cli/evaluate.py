@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         index = open_index(folder, arguments.index)
     if texts:
-        from contrastile.train.retriever.transfer_evaluation import evaluate_texts
+        from contrastile.train.retriever.job import evaluate_texts
 
         print(evaluate_texts(folder, device=arguments.device, index=index, **texts))
     elif index is not None:
@@ -139,7 +139,7 @@ def _picture_tests(arguments: argparse.Namespace) -> list[Any]:
     """The settings of the tests on pictures that the options name."""
     if arguments.texts is not None:
         return []
-    from contrastile.train.config.evaluate import RetrievalSettings, ZeroShotSettings
+    from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSettings
 
     tests: list[Any] = []
     kinds = (
@@ -165,9 +165,9 @@ def _check_files(test: Any) -> None:
         type(test).model_validate(test.model_dump(), context={"files": True})
     except ValidationError as error:
         mistake = error.errors()[0]
-        key = str(next(iter(mistake["loc"]), "folder"))
+        key = str(next(iter(mistake["loc"]), mistake["ctx"].get("key") or "folder"))
         option = "--zero-shot" if key == "folder" else flag(key)
-        raise ValueError(f"`{option}` {mistake['ctx']['error']}.") from None
+        raise ValueError(f"`{option}` {mistake['msg'].removeprefix('Value error, ')}.") from None
 
 
 def _measure(rankings: str, judgements: str, names: Sequence[str] | None) -> int:

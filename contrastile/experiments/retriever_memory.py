@@ -39,11 +39,10 @@ from contrastile.train.optim import build_optimizer, rate_factor
 from contrastile.train.provenance import provenance
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.report.figures import COLOURS, as_svg
-from contrastile.train.retriever.batches import TextMaterials, open_text_materials
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import PARTS, Rankings, evaluate, held_out, rank_all, rank_part
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.retriever.run import build_retriever_run
+from contrastile.train.retriever.run import TextMaterials, build_retriever_run, open_text_materials
 from contrastile.train.run import choose_device
 
 logger = logging.getLogger("contrastile")

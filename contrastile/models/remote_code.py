@@ -1,9 +1,9 @@
 """Refusal of configurations that ask for code, or for a model, that is not on this machine.
 
-Under `pretrained.py` and `text.py`, which load folders, and under `train/config/towers.py`, which reads a recipe
-before torch is loaded. The argument `trust_remote_code=False` stops modules of Python alone: transformers fetches
-kernels for attention and experts from its hub, looks up backbones there, and leaves quantised weights to further
-packages.
+Under `pretrained.py` and `text.py`, which load folders, and under `train/config/image_text.py`, which reads a
+recipe before torch is loaded. The argument `trust_remote_code=False` stops modules of Python alone: transformers
+fetches kernels for attention and experts from its hub, looks up backbones there, and leaves quantised weights to
+further packages.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ from contrastile.data.entries import read_passages
 from contrastile.data.texts import Passage
 from contrastile.evaluate.retrieval import topk
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder
-from contrastile.train.retriever.batches import open_run_texts, passage_tokens
-from contrastile.train.retriever.run import RetrieverRun, load_retriever
+from contrastile.train.retriever.run import RetrieverRun, load_retriever, open_run_texts, passage_tokens
 
 FORMAT = 2
 

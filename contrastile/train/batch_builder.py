@@ -34,7 +34,7 @@ from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.offload import free_memory
 from contrastile.train.config import Recipe
-from contrastile.train.config.towers import TokenizerSettings
+from contrastile.train.config.image_text import TokenizerSettings
 from contrastile.train.log import progress
 from contrastile.train.run import Run, choose_device
 

@@ -29,7 +29,7 @@ from contrastile.distributed import collectives, consistency
 from contrastile.evaluate.retrieval import both_ways, chance, chance_among, class_features, classified, recall
 from contrastile.models.base import evaluating
 from contrastile.offload import settle
-from contrastile.train.config.evaluate import EvaluateSettings, RetrievalSettings, ZeroShotSettings
+from contrastile.train.config.image_text import EvaluateSettings, RetrievalSettings, ZeroShotSettings
 from contrastile.train.folder import EVALUATION, METADATA, METRICS, RunFolder, finished_run
 from contrastile.train.log import Metrics, progress
 from contrastile.train.report.page import table_text, write_report

@@ -100,7 +100,7 @@ class ImageText(Task[Batch]):
         with self.run.autocast():
             # with retain >= 1, a batch of one sub-batch is encoded once, without a replay
             image = encode(model.encode_image, part.pixels, sub_batch=size.image, retain=settings.retain)
-            text = encode(model.encode_text, part.tokens, **size.of_texts(), retain=settings.retain)
+            text = encode(model.encode_text, part.tokens, **size.words("text"), retain=settings.retain)
             image, text = (F.normalize(side.to(model.logit_scale.dtype), dim=-1) for side in (image, text))
             # the loss makes its products in autocast's type
             return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=part.ids.to(self.run.device))
@@ -150,7 +150,7 @@ def activations_per_pair(run: Run, bundle: DataBundle) -> int:
     # black pictures must not enter the running statistics of batch norm
     buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
     with run.autocast():
-        texts = sub_batch.texts_at_once(run.recipe.model.tokenizer.length)
+        texts = sub_batch.at_once("text", run.recipe.model.tokenizer.length)
         total = bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts)
     for buffer, value in buffers:
         buffer.copy_(value)

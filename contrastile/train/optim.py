@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from contrastile._errors import invalid
 from contrastile.train.config import Steps
-from contrastile.train.config.optim import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
+from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings, OptimSettings
 from contrastile.train.sharded import full, shard_like
 
 Groups = list[dict[str, Any]]

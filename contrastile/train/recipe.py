@@ -12,6 +12,7 @@ import logging
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from contrastile.train.config import AnyRecipe, Recipe
-from contrastile.train.config.base import ClashError, Instead, known_fields, unused_keys
-from contrastile.train.config.towers import TransformersModel
+from contrastile.train.config.base import known_keys, unused_keys
 from contrastile.train.folder import METRICS
 from contrastile.train.retriever.config import RetrieverRecipe
 
 logger = logging.getLogger("contrastile")
-
-Tables = dict[str, Any]
 
 # the recipes by their key `kind`; a file without it has the first
 KINDS: dict[str, type[AnyRecipe]] = {"image-text": Recipe, "retriever": RetrieverRecipe}
@@ -36,13 +34,10 @@ KINDS: dict[str, type[AnyRecipe]] = {"image-text": Recipe, "retriever": Retrieve
 SYNONYMS = {
     "lr": "learning_rate",
     "wd": "weight_decay",
-    "src": "source",
-    "path": "source",
+    **dict.fromkeys(("src", "path"), "source"),
     "batch_size": "batch",
-    "micro_batch_size": "sub_batch",
-    "mini_batch_size": "sub_batch",
-    "accum_freq": "accumulate",
-    "gradient_accumulation_steps": "accumulate",
+    **dict.fromkeys(("micro_batch_size", "mini_batch_size"), "sub_batch"),
+    **dict.fromkeys(("accum_freq", "gradient_accumulation_steps"), "accumulate"),
     "max_epochs": "epochs",
     "temperature": "scale",
     "embed_dim": "features",
@@ -96,42 +91,28 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: b
     Raises `RecipeError` with one line such as
     `recipes/x.toml: optim.learning_rte: unknown key (did you mean optim.learning_rate?)`.
     """
-    reader = _Reader(str(path), read_tables(str(path)))
-    for override in overrides:
-        reader.apply(override)
-    reader.settle_kind()
-    for key in reader.overrides:
-        reader.remove_excluded(key)
-    reader.tables.setdefault("name", Path(path).stem)
+    reader = _Reader(str(path), overrides)
     if files:
         reader.remove_unused()
     recipe: Any = reader.validated(files=files)
-    if files and any(isinstance(tower, TransformersModel) for _, tower in recipe.model):
-        from contrastile.train.config.model_probe import probe_models
-
-        try:
-            probe_models(recipe)
-        except ClashError as error:
-            raise reader.error(error.key, str(error)) from None
     return recipe
 
 
-def read_tables(origin: str) -> Tables:
+def read_tables(origin: str) -> dict[str, Any]:
     """Read a TOML file as nested dictionaries; raise `RecipeError` where it is none."""
     try:
         return tomllib.loads(Path(origin).read_text(encoding="utf-8"))
     except FileNotFoundError:
         forgotten = "; a recipe comes before key=value, such as recipes/glyphs.toml" if "=" in origin else ""
-        raise RecipeError(f"{origin}: no such file{forgotten}") from None
+        reason = f"no such file{forgotten}"
     except OSError as error:
-        raise RecipeError(f"{origin}: cannot be read ({error.strerror})") from None
+        reason = f"cannot be read ({error.strerror})"
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = "not a text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"not valid TOML: {error}"
         if not origin.endswith(".toml"):
             how = f"a recipe is a TOML file that names its data: contrastile train RECIPE data.source={origin}"
-            raise RecipeError(f"{origin}: not a recipe; {how}") from None
-        if isinstance(error, UnicodeDecodeError):
-            raise RecipeError(f"{origin}: not a text in UTF-8") from None
-        raise RecipeError(f"{origin}: not valid TOML: {error}") from None
+            reason = f"not a recipe; {how}"
+    raise RecipeError(f"{origin}: {reason}")
 
 
 def to_toml(recipe: AnyRecipe) -> str:
@@ -152,7 +133,7 @@ def _within(key: str, table: str) -> bool:
     return f"{key}.".startswith(f"{table}.")
 
 
-def _value_at(key: str, tables: Tables) -> Any:
+def _value_at(key: str, tables: dict[str, Any]) -> Any:
     """The value of a dotted key; None where there is none."""
     value: Any = tables
     for part in filter(None, key.split(".")):
@@ -161,17 +142,27 @@ def _value_at(key: str, tables: Tables) -> Any:
 
 
 class _Reader:
-    """The tables of one recipe while overrides change them, and the sentences about its mistakes.
+    """The tables of one recipe with the overrides in them, and the sentences about its mistakes.
 
     `overrides` holds the text of each override under the dotted key that it sets.
     """
 
-    def __init__(self, origin: str, tables: Tables) -> None:
-        self.origin, self.tables = origin, tables
+    def __init__(self, origin: str, overrides: Sequence[str]) -> None:
+        self.origin, self.tables = origin, read_tables(origin)
         self.overrides: dict[str, str] = {}
-        self.schema: type[AnyRecipe] = Recipe
+        for override in overrides:
+            self._apply(override)
+        kind = self.tables.get("kind", "image-text")
+        if not isinstance(kind, str) or kind not in KINDS:
+            known = ", ".join(f"'{name}'" for name in KINDS)
+            raise self._error("kind", f"must be one of {known}; got {_shown(kind)}")
+        self.schema = KINDS[kind]
+        self.known = [*known_keys(self.schema)]
+        for key in self.overrides:
+            self._remove_excluded(key)
+        self.tables.setdefault("name", Path(origin).stem)
 
-    def apply(self, override: str) -> None:
+    def _apply(self, override: str) -> None:
         """Put one `key=value` over the tables."""
         key, equals, value = override.partition("=")
         *sections, name = parts = key.strip().split(".")
@@ -185,23 +176,13 @@ class _Reader:
         table[name] = _parse(value.strip(), override)
         self.overrides[key.strip()] = override
 
-    def settle_kind(self) -> None:
-        """Choose the class of the recipe by its key `kind`."""
-        kind = self.tables.get("kind", "image-text")
-        if not isinstance(kind, str) or kind not in KINDS:
-            known = ", ".join(f"'{name}'" for name in KINDS)
-            raise self.error("kind", f"must be one of {known}; got {_shown(kind)}")
-        self.schema = KINDS[kind]
-
-    def remove_excluded(self, key: str) -> None:
+    def _remove_excluded(self, key: str) -> None:
         """Remove the keys that an override takes the place of, but for those that another override sets."""
-        section = key.rpartition(".")[0]
+        section, _, name = key.rpartition(".")
         table = _value_at(section, self.tables)
-        marks = [mark for name, field in known_fields(self.schema) if name == key for mark in field.metadata]
-        for mark in marks if isinstance(table, dict) else ():
-            for rival in mark.keys if isinstance(mark, Instead) else ():
-                if not any(_within(name, f"{section}.{rival}") for name in self.overrides):
-                    table.pop(rival, None)
+        for rival in {rival for known, owner in self.known if known == key for rival in owner.instead.get(name, ())}:
+            if isinstance(table, dict) and not any(_within(other, f"{section}.{rival}") for other in self.overrides):
+                table.pop(rival, None)
 
     def remove_unused(self) -> None:
         """Remove keys of the file that overrides make unused; raise `RecipeError` for other unused keys.
@@ -210,12 +191,11 @@ class _Reader:
         """
         of_a_run = (Path(self.origin).parent / METRICS).is_file()
         for unused in unused_keys(self.validated(files=False)):
-            if _value_at(unused.key, self.tables) is None:
-                continue
-            excused = of_a_run or any(touched(by, self.overrides) for by in unused.by)
-            if self._setter(unused.key) or not excused:
-                raise self.error(unused.key, unused.reason)
-            self._leave_out(unused.key, unused.reason.partition(";")[0])
+            if _value_at(unused.key, self.tables) is not None:
+                excused = of_a_run or any(touched(by, self.overrides) for by in unused.by)
+                if self._is_overridden(unused.key) or not excused:
+                    raise self._error(unused.key, unused.reason)
+                self._leave_out(unused.key, unused.reason.partition(";")[0])
 
     def validated(self, *, files: bool) -> AnyRecipe:
         """The tables as a recipe; raises `RecipeError` for the first mistake."""
@@ -223,26 +203,25 @@ class _Reader:
             return self.schema.model_validate(_frozen(self.tables), context={"files": files})
         except ValidationError as error:
             mistakes = error.errors()
-        known = {key for key, _ in known_fields(self.schema)}
-        for mistake in mistakes:
-            key, kind = self._key(mistake), f"{self._key(mistake).rpartition('.')[0]}.kind"
-            # a key of the file that belongs to another kind than the one an override asks for
-            of_other_kind = mistake["type"] == "extra_forbidden" and key in known and kind in self.overrides
-            if of_other_kind and not self._setter(key):
-                self._leave_out(key, f"has no effect with {kind} = {_shown(_value_at(kind, self.tables))}")
-                return self.validated(files=files)
         # unknown keys first: one is often the reason why another is missing
         first = min(mistakes, key=lambda mistake: mistake["type"] != "extra_forbidden")
-        raise self.error(self._key(first), self._reason(first))
+        key = self._key(first)
+        kind = f"{key.rpartition('.')[0]}.kind"
+        of_other_kind = first["type"] == "extra_forbidden" and key in dict(self.known)
+        if of_other_kind and kind in self.overrides and not self._is_overridden(key):
+            # a key of the file that belongs to another kind than the one an override asks for
+            self._leave_out(key, f"has no effect with {kind} = {_shown(_value_at(kind, self.tables))}")
+            return self.validated(files=files)
+        raise self._error(key, self._reason(key, first))
 
-    def error(self, key: str, reason: str) -> RecipeError:
+    def _error(self, key: str, reason: str) -> RecipeError:
         """The error of a key, with the override that touches it, else with the file."""
         override = next((text for name, text in self.overrides.items() if touched(key, [name])), self.origin)
         return RecipeError(f"{override}: {key}: {reason}")
 
-    def _setter(self, key: str) -> str | None:
-        """The override that sets a key, or the table that it lies in."""
-        return next((text for name, text in self.overrides.items() if _within(key, name)), None)
+    def _is_overridden(self, key: str) -> bool:
+        """True where an override sets the key, or the table that it lies in."""
+        return any(_within(key, name) for name in self.overrides)
 
     def _leave_out(self, key: str, why: str) -> None:
         section, _, name = key.rpartition(".")
@@ -251,8 +230,6 @@ class _Reader:
 
     def _key(self, mistake: ErrorDetails) -> str:
         """The dotted key of a mistake, without pydantic's own marks for the member of a union."""
-        if isinstance(clash := mistake.get("ctx", {}).get("error"), ClashError):
-            return clash.key
         parts: list[str] = []
         value: Any = self.tables
         for step, part in enumerate(mistake["loc"], start=1):
@@ -264,16 +241,15 @@ class _Reader:
             else:
                 continue
             parts.append(str(part))
-        return ".".join([*parts, "kind"] if mistake["type"] == "union_tag_invalid" else parts)
+        within = "kind" if mistake["type"] == "union_tag_invalid" else mistake.get("ctx", {}).get("key")
+        return ".".join(filter(None, [*parts, within]))
 
-    def _reason(self, mistake: ErrorDetails) -> str:
+    def _reason(self, key: str, mistake: ErrorDetails) -> str:
         kind, context = mistake["type"], mistake.get("ctx", {})
-        if kind == "extra_forbidden":
-            return "unknown key" + self._suggestion(self._key(mistake))
-        if kind == "missing":
-            return "missing"
-        if kind == "value_error":
-            return str(context["error"])
+        if kind in ("extra_forbidden", "missing"):
+            return "missing" if kind == "missing" else f"unknown key{self._suggestion(key)}"
+        if kind in ("value_error", "clash"):
+            return mistake["msg"].removeprefix("Value error, ")
         if kind == "union_tag_invalid":
             return f"must be one of {context['expected_tags']}; got {_shown(context['tag'])}"
         rule = RULES[kind].format(**context) if kind in RULES else re.sub(r"^\w+ should", "must", mistake["msg"])
@@ -281,13 +257,12 @@ class _Reader:
 
     def _suggestion(self, key: str) -> str:
         """The known key with the nearest name; of several, that of the same section."""
-        known = [name for name, _ in known_fields(self.schema)]
         # the number of an entry in a list is no part of a known key
         *sections, name = (part for part in key.split(".") if not part.isdecimal())
         section, name = ".".join(sections), SYNONYMS.get(name, name)
-        if f"{section}.{name}" in known:
+        if f"{section}.{name}" in dict(self.known):
             return " with this kind"
-        keys = (each.rpartition(".") for each in reversed(known))
+        keys = (known.rpartition(".") for known, _ in reversed(self.known))
         by_name = {last: table for table, _, last in sorted(keys, key=lambda parts: parts[0] == section)}
         near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)
         return f" (did you mean {f'{by_name[near[0]]}.{near[0]}'.lstrip('.')}?)" if near else ""
@@ -295,12 +270,11 @@ class _Reader:
 
 def _parse(text: str, override: str) -> Any:
     """The TOML value of an override; a bare word, such as a path, is a text."""
-    try:
+    with suppress(tomllib.TOMLDecodeError):
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        parsed = {}
-    if parsed.keys() == {"value"}:
-        return parsed["value"]
+        # a line break would begin another key
+        if parsed.keys() == {"value"}:
+            return parsed["value"]
     if text.startswith(("[", "{", '"', "'")):
         raise RecipeError(f"{override}: not a TOML value; a text that begins like one needs quotes within: '\"...\"'")
     return text

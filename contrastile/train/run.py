@@ -99,7 +99,7 @@ class Run(LoadedRun):
         if not texts:
             # some tokenizers refuse an empty list
             return self.encode_text([""])[:0]
-        tokens, sub_batch = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.of_texts()
+        tokens, sub_batch = self.tokenizer.tokenise(texts), self.recipe.train.sub_batch.words("text")
         return F.normalize(encode(self.model.encode_text, tokens, **sub_batch).float(), dim=-1)
 
 
@@ -155,13 +155,13 @@ def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
 
 def tower_settings(recipe: Recipe) -> dict[str, Any]:
     """The arguments of `build_model` from a recipe."""
-    trained = recipe.model.both is not None and recipe.model.both.trained
+    pretrained = any(getattr(recipe.model.both, origin, None) for origin in ("folder", "checkpoint"))
     return {
         **recipe.model.model_dump(exclude=HOW_TRAINED, exclude_none=True),
         "image_size": recipe.data.image_size,
         "channels": recipe.data.channels,
         # a pretrained model has a scale and a bias, which only an explicit setting replaces
-        **recipe.loss.model_dump(include={"scale", "bias"}, exclude_unset=trained),
+        **recipe.loss.model_dump(include={"scale", "bias"}, exclude_unset=pretrained),
     }
 
 

@@ -1,7 +1,8 @@
-"""Ground of the configuration: the base class of all sections, types of numbers and paths, and marks on fields.
+"""The sections that every recipe has, and the rules and types that all sections are made of.
 
-Every section of a recipe is a frozen pydantic class. Checks of files, packages and devices run only for a recipe that
-is about to be trained (`needs_files`), so that a run folder stays readable after its data are gone.
+Every section is a frozen pydantic class. Rules about files, packages and devices hold only for a recipe that is to be
+trained (`needs_files`), so that a run folder stays readable after its data are gone. `image_text.py` and
+`train/retriever/config.py` add the sections of their own jobs.
 """
 
 from __future__ import annotations
@@ -10,112 +11,117 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
-from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from contrastile._errors import invalid
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Scale = Annotated[float, Field(ge=1.0, le=100.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
 # bounds on the examples of a run and on the sizes of tensors: more is a slip of the keyboard
 Many = Annotated[int, Field(ge=1, le=2**53)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 
 DEVICE, DEVICE_RULE = re.compile(r"auto|cpu|cuda(:[0-9]+)?"), 'be "auto", "cpu", "cuda" or "cuda:1"'
 
-
-class Settings(BaseModel):
-    """A section of a recipe: exact types (the text "8" is no number), no unknown keys, finite numbers, frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+# the condition under which a value is refused, its key within the section ("": the section itself), and the sentence
+Clash = tuple[Any, str, str]
 
 
-class ClashError(ValueError):
-    """A value of `key` that is wrong only beside another key, and so is found outside its own section."""
+class Unused(NamedTuple):
+    """A rule of a section: `when` this is true, `key` has no effect because of the keys `by`. `reason`: what to do."""
 
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(reason)
-        self.key = key
-
-
-@dataclass(frozen=True)
-class Unused:
-    """Mark a field that has no effect because of another key, so that a recipe that gives it is refused.
-
-    `by` is the deciding key, relative to the section; `when` receives the section. `also` are further keys that decide;
-    `part` is a key inside the field, where not the whole field is meant.
-    """
-
-    by: str
-    when: Callable[[Any], bool]
-    remedy: str = "leave it out"
-    also: tuple[str, ...] = ()
-    part: str = ""
-
-
-@dataclass(frozen=True)
-class Instead:
-    """Mark a field that takes the place of other `keys` of its section.
-
-    An override of the field removes those keys from the file. Where the field is given, their defaults are unused.
-    """
-
-    keys: tuple[str, ...]
-
-
-class UnusedKey(NamedTuple):
-    """A `key` without effect in one recipe, the keys that decide so, and the sentence that says it."""
-
+    when: bool
     key: str
     by: tuple[str, ...]
-    reason: str
+    reason: str = "leave it out"
 
 
-def unused_keys(section: Settings, prefix: str = "") -> Iterator[UnusedKey]:
-    """The keys of a validated recipe that nothing would read, by the marks on its fields."""
-    fields = type(section).model_fields
-    for name, field in fields.items():
-        value = getattr(section, name)
-        for mark in field.metadata:
-            if isinstance(mark, Unused) and mark.when(section):
-                key = f"{name}.{mark.part}" if mark.part else name
-                yield _unused(section, prefix, key, (mark.by, *mark.also), mark.remedy)
-            if isinstance(mark, Instead) and field.default is None and value is not None:
-                for other in mark.keys:
-                    if fields[other].default is not None:
-                        yield _unused(section, prefix, other, (name,), "leave either out")
+class Settings(BaseModel):
+    """A section of a recipe: exact types (the text "8" is no number), no unknown keys, finite numbers, frozen.
+
+    `instead`: for a key, the others whose place it takes. An override of it removes them from the file; where it is
+    given and has no default, their defaults are unused.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    instead: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def unused(self) -> Iterable[Unused]:
+        """The rules about keys without effect."""
+        return ()
+
+    def clashes(self) -> Iterable[Clash]:
+        """The rules between keys; the first whose condition is true refuses the recipe."""
+        return ()
+
+    def training_clashes(self) -> Iterable[Clash]:
+        """Further rules, for a recipe that is to be trained on this machine."""
+        return ()
+
+    def either(self, first: str, second: str) -> Clash:
+        """Exactly one of two keys is given."""
+        wrong = (getattr(self, first) is None) == (getattr(self, second) is None)
+        return wrong, "", f"must have either {first} or {second}, and not both"
+
+    @model_validator(mode="after")
+    def _refuse_clashes(self, info: ValidationInfo) -> Self:
+        refuse(self.clashes())
+        if needs_files(info):
+            refuse(self.training_clashes())
+        return self
+
+
+def refuse(clashes: Iterable[Clash]) -> None:
+    """Refuse a recipe by the first clash whose condition is true."""
+    for wrong, key, reason in clashes:
+        if wrong:
+            raise PydanticCustomError("clash", reason, {"key": key})
+
+
+def one_of(*names: str) -> dict[str, tuple[str, ...]]:
+    """The `instead` of keys of which each takes the place of all others."""
+    return {name: tuple(other for other in names if other != name) for name in names}
+
+
+def unused_keys(section: Settings, prefix: str = "") -> Iterator[Unused]:
+    """The keys of a validated recipe that nothing would read, with their dotted names and the whole sentence."""
+    fields, rules = type(section).model_fields, [*section.unused()]
+    for name, others in section.instead.items():
+        given = fields[name].default is None and getattr(section, name) is not None
+        for other in others:
+            rules.append(Unused(given and fields[other].default is not None, other, (name,), "leave either out"))
+    for when, key, by, remedy in rules:
+        if when:
+            value = attrgetter(by[0])(section)
+            shown = "" if isinstance(value, Settings) else f" = {json.dumps(value, ensure_ascii=False)}"
+            reason = f"has no effect with {prefix}{by[0]}{shown}; {remedy}"
+            yield Unused(when, prefix + key, tuple(prefix + deciding for deciding in by), reason)
+    for name, value in section:
         if isinstance(value, Settings):
             yield from unused_keys(value, f"{prefix}{name}.")
 
 
-def _unused(section: Settings, prefix: str, key: str, by: tuple[str, ...], remedy: str) -> UnusedKey:
-    value = attrgetter(by[0])(section)
-    shown = "" if isinstance(value, Settings) else f" = {json.dumps(value, ensure_ascii=False)}"
-    reason = f"has no effect with {prefix}{by[0]}{shown}; {remedy}"
-    return UnusedKey(prefix + key, tuple(prefix + each for each in by), reason)
-
-
-def known_fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted key that a recipe may hold, with its field; a key of several kinds comes once for each."""
-    for name, field in section.model_fields.items():
-        yield f"{prefix}{name}", field
-        for inner in _sections(field.annotation):
-            yield from known_fields(inner, f"{prefix}{name}.")
-
-
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
+def known_keys(annotation: Any, prefix: str = "") -> Iterator[tuple[str, type[Settings]]]:
+    """Every dotted key of a section, or of a type of sections, with the section that has it: once for each kind."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        for name, field in annotation.model_fields.items():
+            yield prefix + name, annotation
+            yield from known_keys(field.annotation, f"{prefix}{name}.")
     for part in get_args(annotation):
-        yield from _sections(part)
+        yield from known_keys(part, prefix)
 
 
 def needs_files(info: ValidationInfo) -> bool:
@@ -133,53 +139,36 @@ def same_for(*names: str) -> BeforeValidator:
     return BeforeValidator(lambda value: dict.fromkeys(names, value) if type(value) is int else value)
 
 
-def either(first: str, second: str) -> Any:
-    """A validator of sections that need exactly one of two keys."""
+def must(sentence: str, holds: Callable[[Any], object], *, files: bool = False) -> Callable[[Any, ValidationInfo], Any]:
+    """A validator that refuses a value unless it `holds`; with `files`, only in a recipe that is to be trained."""
 
-    def check(section: Any) -> Any:
-        if (getattr(section, first) is None) == (getattr(section, second) is None):
-            raise ValueError(f"must have either {first} or {second}, and not both")
-        return section
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if (needs_files(info) or not files) and not holds(value):
+            raise ValueError(sentence.replace("{got}", json.dumps(value, ensure_ascii=False, default=str)))
+        return value
 
-    return model_validator(mode="after")(check)
-
-
-def check_path(path: str, info: ValidationInfo, is_there: Callable[[str], bool], kind: str) -> str:
-    """The path, unless a recipe that is to be trained needs it and there is none of that kind."""
-    if needs_files(info) and not is_there(path):
-        raise ValueError(f'must be {kind}; there is no "{path}"')
-    return path
+    return check
 
 
-FilePath = Annotated[str, AfterValidator(lambda path, info: check_path(path, info, os.path.isfile, "a file"))]
-FolderPath = Annotated[str, AfterValidator(lambda path, info: check_path(path, info, os.path.isdir, "a folder"))]
+def on_disk(kind: str, is_there: Callable[[str], bool], got: str = "there is no") -> AfterValidator:
+    """A path that has to be there before the training."""
+    return AfterValidator(must(f"must be {kind}; {got} {{got}}", is_there, files=True))
 
 
-def _holds_tokenizer(folder: str, info: ValidationInfo) -> str:
-    if needs_files(info) and not os.path.isfile(os.path.join(folder, "tokenizer.json")):
-        raise ValueError(f'must be a folder with a tokenizer.json; got "{folder}"')
-    return folder
+FilePath = Annotated[str, on_disk("a file", os.path.isfile)]
+FolderPath = Annotated[str, on_disk("a folder", os.path.isdir)]
 
 
-TokenizerFolder = Annotated[str, AfterValidator(_holds_tokenizer)]
+def not_installed(package: str, source: str, key: str = "") -> Clash:
+    """A package has to be installed; `source` is the argument of pip."""
+    reason = f"needs the package {package}, which is not installed; run: pip install {source}"
+    return find_spec(package) is None, key, reason
 
 
 def needs(package: str, source: str) -> AfterValidator:
     """A field whose value, unless false or empty, needs an installed package; `source` is the argument of pip."""
-
-    def check(value: Any, info: ValidationInfo) -> Any:
-        if value and needs_files(info):
-            check_installed(package, source)
-        return value
-
-    return AfterValidator(check)
-
-
-def check_installed(package: str, source: str, key: str | None = None) -> None:
-    """Raise ValueError where a package is missing; `key` is the one that needs it, if not the one being validated."""
-    if find_spec(package) is None:
-        reason = f"needs the package {package}, which is not installed; run: pip install {source}"
-        raise ValueError(reason) if key is None else ClashError(key, reason)
+    sentence = not_installed(package, source)[2]
+    return AfterValidator(must(sentence, lambda value: not value or find_spec(package), files=True))
 
 
 def known_device(name: str) -> str:
@@ -203,3 +192,223 @@ def torch_is_cpu_only() -> bool:
     version = Path(spec.origin).parent / "version.py"
     text = version.read_text(encoding="utf-8") if version.is_file() else ""
     return all(re.search(rf"^{name}\b.*= None$", text, re.MULTILINE) for name in ("cuda", "hip"))
+
+
+class LossSettings(Settings):
+    """Settings of every loss: `backend`, `exchange` and `gradient` are the arguments of that name."""
+
+    backend: Literal["auto", "dense", "eager", "triton"] = "auto"
+    exchange: Literal["auto", "single", "replicate", "gather", "ring", "hierarchical"] = "auto"
+    gradient: Literal["mean", "sum"] = "mean"
+    scale: Scale
+
+    def words(self) -> dict[str, Any]:
+        """The keyword arguments of the loss module."""
+        return self.model_dump(exclude={"kind", "scale", "bias", "learn_scale"})
+
+
+class OptimSettings(Settings):
+    """Settings of every optimizer: `docs/recipe.md` explains the keys.
+
+    With `rate_scaling` a step of b pairs has the rate times b / base_batch ("linear"), or times its root ("sqrt"), at
+    every stage of `train.batch`.
+    """
+
+    learning_rate: Positive = 1e-3
+    rate_scaling: Literal["none", "sqrt", "linear"] = "none"
+    base_batch: Count | None = None
+    weight_decay: NotNegative = 0.1
+    schedule: Literal["cosine", "linear", "constant", "cooldown"] = "cosine"
+    warmup: Fraction = 0.05
+    warmup_steps: Count | None = None
+    warmup_epochs: Positive | None = None
+    cooldown: Share = 0.2
+    final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    clip_norm: NotNegative = 1.0
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    instead: ClassVar = one_of("warmup", "warmup_steps", "warmup_epochs")
+
+    def unused(self) -> Iterable[Unused]:
+        remedy = 'leave it out, or set optim.rate_scaling = "sqrt" or "linear"'
+        yield Unused(self.rate_scaling == "none", "base_batch", ("rate_scaling",), remedy)
+        remedy = 'leave it out, or set optim.schedule = "cooldown"'
+        yield Unused(self.schedule != "cooldown", "cooldown", ("schedule",), remedy)
+        yield Unused(self.schedule == "constant", "final", ("schedule",))
+
+    def clashes(self) -> Iterable[Clash]:
+        in_steps, in_epochs = self.warmup_steps is not None, self.warmup_epochs is not None
+        # recipes that earlier versions wrote hold the default of `warmup` beside `warmup_steps`
+        as_share = self.warmup != type(self).model_fields["warmup"].default
+        yield as_share + in_steps + in_epochs > 1, "", "must have one of warmup, warmup_steps and warmup_epochs"
+        too_long = not in_steps and not in_epochs and self.warmup + self.cooldown > 1
+        reason = f"must leave the warm-up its share of {self.warmup:g}; got {self.cooldown:g}"
+        yield too_long and self.schedule == "cooldown", "cooldown", reason
+        reason = f'must be given with optim.rate_scaling = "{self.rate_scaling}": the batch of that rate'
+        yield self.rate_scaling != "none" and self.base_batch is None, "base_batch", reason
+
+
+class AdamWSettings(OptimSettings):
+    """torch.optim.AdamW."""
+
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    eps: Positive = 1e-8
+
+
+class AdafactorSettings(OptimSettings):
+    """Adafactor as vision transformers are trained with it: second moments by row and column, momentum betas[0].
+
+    The second moment decays by 1 - t^beta2_decay, but never slower than betas[1]. `weight_decay` follows the schedule
+    of the rate, not its height.
+    """
+
+    kind: Literal["adafactor"] = "adafactor"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    beta2_decay: Annotated[float, Field(lt=0.0)] = -0.8
+    weight_decay: Fraction = 1e-4
+
+
+class MuonSettings(OptimSettings):
+    """Muon with `momentum` for the matrices of the towers, AdamW for all other weights, both at one learning rate."""
+
+    kind: Literal["muon"] = "muon"
+    momentum: Fraction = 0.95
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    eps: Positive = 1e-8
+
+
+AnyOptim = Annotated[AdamWSettings | AdafactorSettings | MuonSettings, Field(discriminator="kind"), kind_or("adamw")]
+
+
+class SubBatches(Settings):
+    """Examples of each side that its encoder sees at once, or with a key `<side>_tokens` so many tokens of them."""
+
+    def tokens(self, side: str) -> int | None:
+        """The number of tokens, where the key is given."""
+        return getattr(self, f"{side}_tokens", None)
+
+    def at_once(self, side: str, length: int) -> int:
+        """The number of texts of `length` tokens in a sub-batch."""
+        return getattr(self, side) if (tokens := self.tokens(side)) is None else max(1, tokens // length)
+
+    def words(self, side: str, length: int | None = None) -> dict[str, Any]:
+        """The arguments of `encode` that limit a sub-batch, of texts that are padded to `length`."""
+        count, tokens = getattr(self, side), self.tokens(side)
+        if tokens is None and length is None:
+            return {"sub_batch": count}
+        # the most tokens that so many texts have: `encode` then cuts each sub-batch to its longest text beforehand
+        return {"sub_batch_tokens": tokens} if tokens else {"sub_batch": count, "sub_batch_tokens": count * length}
+
+
+def _constant_schedule(batch: Any) -> Any:
+    """Take a plain number as a schedule of one stage."""
+    if type(batch) is int:
+        return ((0.0, batch),)
+    if not isinstance(batch, tuple | list):
+        rule = "must be a whole number, or a list of [share of the run, size]"
+        raise ValueError(f"{rule}; got {json.dumps(batch, default=str)}")
+    return batch
+
+
+class Steps(Settings):
+    """The length of a run, in examples or epochs, and its batches: a schedule of pairs (fraction of the run, size)."""
+
+    examples: Many | None = None
+    epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    minutes: Positive | None = None
+    batch: Annotated[tuple[tuple[Fraction, Count], ...], BeforeValidator(_constant_schedule)] = ((0.0, 256),)
+    retain: Whole | Literal["auto"] = 1
+    accumulate: Count = 1
+    timeout: Annotated[float, Field(gt=0.0, le=1e6)] = 100.0
+    parallel: Literal["replicate", "shard"] = "replicate"
+    instead: ClassVar = one_of("examples", "epochs")
+    # a pair needs another one for its negatives; a question may have negatives of its own
+    smallest_part: ClassVar[int] = 1
+
+    def clashes(self) -> Iterable[Clash]:
+        yield self.either("examples", "epochs")
+        starts = [start for start, _ in self.batch]
+        yield starts[:1] != [0.0], "batch", "must begin at 0.0, as in [[0.0, 256], [0.5, 4096]]"
+        falling = any(late <= early for early, late in pairwise(starts))
+        yield falling, "batch", "must have rising starts, as in [[0.0, 256], [0.5, 4096]]"
+        least, smallest = self.smallest_part, min(size for _, size in self.batch)
+        yield smallest < least, "batch", f"must be at least {least}: one pair has no negatives; got {smallest}"
+        reason = f"must leave parts of {least} at least; got {self.accumulate} of a batch of {smallest}"
+        yield self.accumulate > 1 and smallest < self.accumulate * least, "accumulate", reason
+
+    def batch_at(self, fraction: float) -> int:
+        """The batch size after that fraction of the run."""
+        return next(size for start, size in reversed(self.batch) if start <= fraction)
+
+    def steps(self, count: int, examples: int) -> Iterator[int]:
+        """The sizes of the first `count` steps of a run of so many examples; the last one is not cut."""
+        seen = 0
+        for _ in range(count):
+            yield (size := self.batch_at(seen / examples))
+            if (seen := seen + size) >= examples:
+                break
+
+    def length(self, pairs: int) -> int:
+        """The examples of the run, for a training split of so many `pairs`."""
+        return self.examples if self.examples is not None else max(1, round((self.epochs or 0.0) * pairs))
+
+
+class SaveSettings(Settings):
+    """Checkpoints: one every `minutes`, and one every so many `steps`; the newest `keep` stay."""
+
+    steps: Count | None = None
+    minutes: Positive = 10.0
+    keep: Count = 2
+
+
+class LogSettings(Settings):
+    """Trackers beside the run's own folder: `tensorboard` files in it, a project of `wandb`."""
+
+    tensorboard: Annotated[bool, needs("tensorboard", '"contrastile[log]"')] = False
+    wandb: Annotated[str | None, needs("wandb", '"contrastile[log]"')] = None
+
+
+FOLDER_NAME = 'must be a folder name of letters, digits, ".", "_" and "-"; got {got}'
+
+
+class AnyRecipe(Settings):
+    """Keys and sections of every recipe. `name` is that of the run's folder, by default the recipe file's own."""
+
+    kind: str
+    name: Annotated[str, AfterValidator(must(FOLDER_NAME, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch))]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    device: Annotated[str, AfterValidator(must(f"must {DEVICE_RULE}; got {{got}}", DEVICE.fullmatch))] = "auto"
+    log: LogSettings = LogSettings()
+    loss: LossSettings
+    optim: AnyOptim = AdamWSettings()
+    train: Steps
+    save: SaveSettings = SaveSettings()
+
+    def clashes(self) -> Iterable[Clash]:
+        train, steps, epochs = self.train, self.optim.warmup_steps, self.optim.warmup_epochs
+        if epochs is not None and train.epochs is not None:
+            got = f"{epochs:g} of {train.epochs:g} epochs"
+            yield epochs >= train.epochs, "optim.warmup_epochs", f"must be shorter than the run; got {got}"
+        # summing the steps is slow where they are many and small, so bound them first
+        if steps is not None and train.examples and steps * max(size for _, size in train.batch) >= train.examples:
+            seen = sum(train.steps(steps, train.examples))
+            got = f"{steps:,} steps, {seen:,} of {train.examples:,} examples"
+            yield seen >= train.examples, "optim.warmup_steps", f"must be shorter than the run; got {got}"
+
+    def training_clashes(self) -> Iterable[Clash]:
+        cpu_only = torch_is_cpu_only()
+        installed = "the torch that is installed is for CPUs alone"
+        reason = f'must be "auto" or "cpu": {installed}; got "{self.device}"'
+        yield self.device.startswith("cuda") and cpu_only, "device", reason
+        if self.loss.backend == "triton" and "TRITON_INTERPRET" not in os.environ:
+            rule = 'must be "auto", "eager" or "dense"'
+            yield self.device == "cpu", "loss.backend", f'{rule} with device = "cpu"; got "triton"'
+            yield cpu_only, "loss.backend", f'{rule}: {installed}; got "triton"'
+            yield not_installed("triton", "triton", "loss.backend")
+
+    def too_few_tokens(self, side: str, length: str = "length", noun: str = "text") -> Clash:
+        """A sub-batch that is limited by tokens has room for one text; `length` is the key of a text's tokens."""
+        recipe: Any = self
+        tokens, least = recipe.train.sub_batch.tokens(side), getattr(recipe.model.tokenizer, length)
+        reason = f"must be at least model.tokenizer.{length}, the tokens of one {noun}; got {tokens} and {least}"
+        return tokens is not None and tokens < least, f"train.sub_batch.{side}_tokens", reason

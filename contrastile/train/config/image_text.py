@@ -1,6 +1,7 @@
-"""The recipe of pictures and texts: its data, its losses, its training steps, and how its sections fit together.
+"""The recipe of pictures and texts: its data, towers, losses, steps and tests, and how they fit together.
 
-Part of the configuration, on top of the sections of every run (`run.py`) and of the towers (`towers.py`).
+Part of the configuration, on top of the sections of every run (`base.py`). `models/` builds the towers, `sizes.py`
+compares their sizes with the data. Files and folders must be there; their contents are read before the first step.
 """
 
 from __future__ import annotations
@@ -8,29 +9,230 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from contrastile.data.sources import columns, is_collection, missing, read_source
+from contrastile.data.sources import PICTURES, PROMPTS, columns, is_collection, missing, read_source
+from contrastile.models.remote_code import RULE, refuse_remote_code, remote_code
 from contrastile.train.config.base import (
-    ClashError,
+    AnyRecipe,
+    Clash,
     Count,
+    FilePath,
+    FolderPath,
     Fraction,
-    Instead,
+    LossSettings,
+    Positive,
+    Scale,
     Settings,
+    Share,
+    Steps,
+    SubBatches,
     Unused,
-    check_installed,
+    Width,
     kind_or,
+    must,
+    needs,
     needs_files,
+    not_installed,
+    on_disk,
+    one_of,
+    refuse,
     same_for,
 )
-from contrastile.train.config.evaluate import EvaluateSettings
-from contrastile.train.config.run import AnyRecipe, LossSettings, Steps
-from contrastile.train.config.sizes import check_image_text
-from contrastile.train.config.towers import ModelSettings
+from contrastile.train.config.sizes import size_clashes
 
 logger = logging.getLogger("contrastile")
+
+Side = Literal["image", "text"]
+
+
+class ConvTower(Settings):
+    """The small convolutional net of the demo."""
+
+    kind: Literal["conv"] = "conv"
+    width: Width = 32
+
+
+class WordsTower(Settings):
+    """The small word-level text tower of the demo."""
+
+    kind: Literal["words"] = "words"
+    width: Width = 128
+
+
+def _one_or_three(numbers: tuple[float, ...]) -> tuple[float, ...]:
+    if len(numbers) not in (1, 3):
+        raise ValueError(f"must be one number, or three; got {len(numbers)}")
+    return numbers
+
+
+class OfPixels(Settings):
+    """Normalisation of pixels by `mean` and `std`, one number or one for each channel; by default the model's own."""
+
+    mean: Annotated[tuple[float, ...], AfterValidator(_one_or_three)] | None = None
+    std: Annotated[tuple[Positive, ...], AfterValidator(_one_or_three)] | None = None
+
+
+class TransformersModel(Settings):
+    """A model of transformers: a local `folder` with its weights, or a `config` with its model_type, from scratch.
+
+    `sizes.py` asks transformers for the keys that a model_type reads, once the rest of the recipe is right.
+    """
+
+    kind: Literal["transformers"] = "transformers"
+    folder: str | None = None
+    config: dict[str, Any] | None = None
+    instead: ClassVar = one_of("folder", "config")
+
+    def clashes(self) -> Iterable[Clash]:
+        yield self.either("folder", "config")
+        no_type = self.config is not None and "model_type" not in self.config
+        yield no_type, "config", 'must have a model_type, such as "vit"'
+
+    def training_clashes(self) -> Iterable[Clash]:
+        code, folder = remote_code(self.config), self.folder
+        yield code is not None, "config", f"must {RULE}; got {code}"
+        if folder is not None:
+            no_config = not Path(folder, "config.json").is_file()
+            yield no_config, "folder", f'must be a folder with a config.json; got "{folder}"'
+            try:
+                no_type = "model_type" not in refuse_remote_code(folder)
+            except ValueError as failure:
+                # the sentence without its name, which the recipe's key replaces; a clash ends the checks
+                yield True, "folder", str(failure).partition("` ")[2]
+            yield no_type, "folder", f'must be a folder whose config.json has a model_type; got "{folder}"'
+
+
+class TransformersTower(TransformersModel):
+    """A text tower. Its features are the mean over positions, the first position ("cls") or the model's pooler."""
+
+    pooling: Literal["mean", "cls", "pooler"] = "mean"
+
+
+class TransformersOfPixels(TransformersTower, OfPixels):
+    """An image tower."""
+
+
+class TransformersWhole(TransformersModel, OfPixels):
+    """Both sides of a CLIP or SigLIP, which have poolers of their own."""
+
+
+class TimmTower(OfPixels):
+    """An image model of timm by its `name`; `config` holds further arguments of timm.create_model.
+
+    checkpoint, here and of open_clip: local weights as safetensors, or of torch.save; without one they are random.
+    """
+
+    checkpoint: FilePath | None = None
+    kind: Annotated[Literal["timm"], needs("timm", "timm")] = "timm"
+    name: str
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class OpenClipModel(Settings):
+    """A model of open_clip, or one side of it: by its `name`, or a `config` such as open_clip's files hold."""
+
+    checkpoint: FilePath | None = None
+    kind: Annotated[Literal["open_clip"], needs("open_clip", "open_clip_torch")] = "open_clip"
+    name: str | None = None
+    config: dict[str, Any] | None = None
+
+    def clashes(self) -> Iterable[Clash]:
+        yield self.either("name", "config")
+
+
+class OpenClipOfPixels(OpenClipModel, OfPixels):
+    """A whole model of open_clip, or its image side."""
+
+
+AnyImageTower = Annotated[
+    ConvTower | TransformersOfPixels | TimmTower | OpenClipOfPixels, Field(discriminator="kind"), kind_or("conv")
+]
+AnyTextTower = Annotated[WordsTower | TransformersTower | OpenClipModel, Field(discriminator="kind"), kind_or("words")]
+AnyWhole = Annotated[TransformersWhole | OpenClipOfPixels, Field(discriminator="kind"), kind_or("transformers")]
+
+Vocabulary = Annotated[int, Field(ge=8, le=2**24)]
+TokenizerFolder = Annotated[
+    str, on_disk("a folder with a tokenizer.json", lambda folder: Path(folder, "tokenizer.json").is_file(), "got")
+]
+
+
+class LearnedTokenizer(Settings):
+    """A tokenizer learned from the run's own texts, `size` words at most, or the one in `folder`."""
+
+    kind: str
+    size: Vocabulary
+    length: Width
+    folder: TokenizerFolder | None = None
+
+    def unused(self) -> Iterable[Unused]:
+        return [Unused(self.folder is not None, key, ("folder",)) for key in ("kind", "size")]
+
+
+class TokenizerSettings(LearnedTokenizer):
+    """A tokenizer of words; "open_clip": CLIP's own, from the package open_clip."""
+
+    kind: Literal["words", "open_clip"] = "words"
+    size: Vocabulary = 8000
+    length: Width = 16
+
+
+def without_tokenizer(encoders: Iterable[Any], folder: str | None) -> Iterable[Clash]:
+    """A text encoder with trained weights comes with its tokenizer."""
+    for encoder in encoders if folder is None else ():
+        origin = getattr(encoder, "folder", None)
+        reason = f'must be given with the text encoder in "{origin}": its weights know its own tokens'
+        yield origin is not None, "tokenizer.folder", reason
+
+
+class ModelSettings(Settings):
+    """Two towers, or one model for `both`, and the size of the features that they share."""
+
+    features: Width = 256
+    locked: tuple[Side, ...] = ()
+    unlocked: dict[Side, Count] = Field(default_factory=dict)
+    precompute: bool = False
+    checkpointing: tuple[Side, ...] = ()
+    image: AnyImageTower | None = None
+    text: AnyTextTower | None = None
+    both: AnyWhole | None = None
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    instead: ClassVar = {"both": ("image", "text")}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_towers(cls, section: Any) -> Any:
+        """Give each side its small tower where no model for both is named, and open_clip its own tokenizer."""
+        if not isinstance(section, Mapping):
+            return section
+        sides, tokenizer = [section.get(side) for side in ("both", "text")], section.get("tokenizer", {})
+        clip = any(isinstance(side, Mapping) and side.get("kind") == "open_clip" for side in sides)
+        if clip and isinstance(tokenizer, Mapping):
+            section = {**section, "tokenizer": {"kind": "open_clip", "length": 77, **tokenizer}}
+        return section if "both" in section else {"image": {"kind": "conv"}, "text": {"kind": "words"}, **section}
+
+    def unused(self) -> Iterable[Unused]:
+        yield Unused(self.both is not None, "features", ("both",), "leave it out: that model has its own")
+        by, remedy = ("tokenizer.kind", "text", "both"), "leave it out: CLIP's words are given"
+        yield Unused(self.tokenizer.kind == "open_clip", "tokenizer.size", by, remedy)
+
+    def clashes(self) -> Iterable[Clash]:
+        yield self.both and (self.image or self.text), "", "must have either both or image and text"
+        yield from without_tokenizer([self.both, self.text], self.tokenizer.folder)
+        learned = self.tokenizer.kind == "words" and self.tokenizer.folder is None
+        clip = isinstance(self.both or self.text, OpenClipModel)
+        reason = 'must be "open_clip", or a folder, for a text tower of open_clip; got "words"'
+        yield learned and clip, "tokenizer.kind", reason
+        for side in sorted(self.unlocked):
+            reason = f'must be layers of a tower in model.locked; add "{side}" there'
+            yield side not in self.locked, f"unlocked.{side}", reason
+        learning = "image" not in self.locked or "image" in self.unlocked
+        reason = 'must be false unless model.locked has "image" and none of its layers is unlocked; got true'
+        yield self.precompute and learning, "precompute", reason
 
 
 class DataSettings(Settings):
@@ -40,28 +242,14 @@ class DataSettings(Settings):
 
     source: str = "glyphs"
     image_size: Annotated[int, Field(ge=8, le=1024)] = 32
-    channels: Literal[1, 3] = 1
+    # pydantic's Literal[1, 3] accepts true, which is equal to 1
+    channels: Annotated[Literal[1, 3], BeforeValidator(must("must be 1 or 3; got {got}", lambda n: n is not True))] = 1
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     cache: str = "~/.cache/contrastile"
     augment: bool = True
     weights: tuple[Count, ...] = ()
     max_bad_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
     copies: Annotated[int, Field(ge=1, le=10_000)] = 1
-
-    @model_validator(mode="after")
-    def _copies_are_augmented(self) -> DataSettings:
-        if self.copies > 1 and (is_collection(self.source) or not self.augment):
-            reason = f"must be 1 but for glyphs or a table, with data.augment; got {self.copies}"
-            raise ClashError("data.copies", reason)
-        return self
-
-    @field_validator("channels", mode="before")
-    @classmethod
-    def _channels_are_a_number(cls, channels: Any) -> Any:
-        # pydantic's Literal[1, 3] accepts true, which is equal to 1
-        if channels is True:
-            raise ValueError("must be 1 or 3; got true")
-        return channels
 
     @field_validator("source")
     @classmethod
@@ -71,38 +259,35 @@ class DataSettings(Settings):
         parts = [] if source == "glyphs" else read_source(source)
         if not needs_files(info):
             return source
-        absent = [path for part in parts if (path := missing(part)) is not None]
-        if absent and source == absent[0] and not os.path.splitext(source)[1]:
+        absent = next(filter(None, map(missing, parts)), None)
+        if absent == source and not os.path.splitext(source)[1]:
             raise ValueError(f'must be "glyphs", a .tsv, .csv, .tar or .parquet file, or a folder; got "{source}"')
-        if absent:
-            raise ValueError(f'no such file "{absent[0]}"')
+        if absent is not None:
+            raise ValueError(f'no such file "{absent}"')
         if any(part.kind == ".parquet" for part in parts):
-            check_installed("pyarrow", '"contrastile[data]"')
+            refuse([not_installed("pyarrow", '"contrastile[data]"')])
         # of many tables the first one stands for all
-        table = next((path for part in parts if part.kind == ".tsv" for path in part.paths), None)
+        table = next((part.paths[0] for part in parts if part.kind == ".tsv"), None)
         if table is not None and not {"filepath", "title"} <= set(names := columns(table)):
             got = json.dumps(names, ensure_ascii=False)
             raise ValueError(f"must have the columns filepath and title in the first line, between tabs; got {got}")
         return source
 
-    @field_validator("weights")
-    @classmethod
-    def _one_weight_for_each_source(cls, weights: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        source = info.data.get("source")
-        if not weights or source is None:
-            return weights
-        if not is_collection(source):
-            raise ValueError(f'must be left out: "{source}" is no collection of several sources')
-        if len(weights) != (count := len(read_source(source))):
-            raise ValueError(f"must be one for each of the {count} sources; got {len(weights)}")
-        return weights
+    def clashes(self) -> Iterable[Clash]:
+        several = is_collection(self.source)
+        reason = f"must be 1 but for glyphs or a table, with data.augment; got {self.copies}"
+        yield self.copies > 1 and (several or not self.augment), "copies", reason
+        if self.weights:
+            yield not several, "weights", f'must be left out: "{self.source}" is no collection of several sources'
+            count, got = len(read_source(self.source)), len(self.weights)
+            yield count != got, "weights", f"must be one for each of the {count} sources; got {got}"
 
 
 class ClipSettings(LossSettings):
     """ClipLoss. The learned scale starts at `scale`; 14.3 is CLIP's temperature of 0.07."""
 
     kind: Literal["clip"] = "clip"
-    scale: Annotated[float, Field(ge=1.0, le=100.0)] = 14.3
+    scale: Scale = 14.3
     label_smoothing: Fraction = 0.0
 
 
@@ -110,33 +295,20 @@ class SigLipSettings(LossSettings):
     """SigLipLoss. The learned scale and bias start at `scale` and `bias`, by default SigLIP's values."""
 
     kind: Literal["siglip"] = "siglip"
-    scale: Annotated[float, Field(ge=1.0, le=100.0)] = 10.0
+    scale: Scale = 10.0
     bias: float = -10.0
 
 
 AnyLoss = Annotated[ClipSettings | SigLipSettings, Field(discriminator="kind"), kind_or("clip")]
 
 
-class SubBatch(Settings):
-    """Examples that each encoder sees at once; with `text_tokens`, as many texts as so many tokens allow."""
+class SubBatch(SubBatches):
+    """Pictures and texts that an encoder sees at once; with `text_tokens`, as many texts as so many tokens allow."""
 
     image: Count = 256
-    text: Annotated[Count, Instead(("text_tokens",))] = 256
-    text_tokens: Annotated[Count | None, Instead(("text",))] = None
-
-    def of_texts(self) -> dict[str, Any]:
-        """The arguments of `encode` that limit a sub-batch of texts."""
-        return {"sub_batch": self.text} if self.text_tokens is None else {"sub_batch_tokens": self.text_tokens}
-
-    def texts_at_once(self, length: int) -> int:
-        """The number of texts of `length` tokens in a sub-batch."""
-        return self.text if self.text_tokens is None else max(1, self.text_tokens // length)
-
-
-def _limited(sub_batch: SubBatch, batch: tuple[tuple[float, int], ...] | None) -> SubBatch:
-    """The sub-batch, at most as large as the largest batch."""
-    largest = max((size for _, size in batch), default=1) if batch else 2**53
-    return sub_batch.model_copy(update={side: min(getattr(sub_batch, side), largest) for side in ("image", "text")})
+    text: Count = 256
+    text_tokens: Count | None = None
+    instead: ClassVar = one_of("text", "text_tokens")
 
 
 class TrainSettings(Steps):
@@ -145,28 +317,103 @@ class TrainSettings(Steps):
     "float64" is for comparing ways to compute the same: after a hundred steps rounding still does not show.
     """
 
-    sub_batch: Annotated[SubBatch, same_for("image", "text")] = Field(
-        default_factory=lambda data: _limited(SubBatch(), data.get("batch"))
-    )
+    sub_batch: Annotated[SubBatch, same_for("image", "text"), Field(validate_default=True)] = SubBatch()
     precision: Literal["float32", "float64", "bf16", "fp16"] = "float32"
     compile: bool = False
     smallest_part: ClassVar[int] = 2
 
-    @model_validator(mode="after")
-    def _shards_are_not_compiled(self) -> TrainSettings:
-        if self.compile and self.parallel == "shard":
-            raise ClashError("train.compile", 'must be false with train.parallel = "shard"; got true')
-        return self
+    def clashes(self) -> Iterable[Clash]:
+        yield from super().clashes()
+        sharded = self.parallel == "shard"
+        yield self.compile and sharded, "compile", 'must be false with train.parallel = "shard"; got true'
 
     @field_validator("sub_batch")
     @classmethod
-    def _sub_batch_is_part_of_a_batch(cls, sub_batch: SubBatch, info: ValidationInfo) -> SubBatch:
-        limited = _limited(sub_batch, info.data.get("batch"))
-        for side in ("image", "text") if needs_files(info) else ():
-            given, size = getattr(sub_batch, side), getattr(limited, side)
-            if side in sub_batch.model_fields_set and given > size:
-                logger.warning("train.sub_batch.%s is %d, the largest batch, instead of %d", side, size, given)
-        return limited
+    def _reduce_to_the_largest_batch(cls, sub_batch: SubBatch, info: ValidationInfo) -> SubBatch:
+        largest = max((size for _, size in info.data.get("batch", ())), default=2**53)
+        given = {"image": sub_batch.image, "text": sub_batch.text}
+        for side, size in given.items() if needs_files(info) else ():
+            if side in sub_batch.model_fields_set and size > largest:
+                logger.warning("train.sub_batch.%s is %d, the largest batch, instead of %d", side, largest, size)
+        return sub_batch.model_copy(update={side: min(size, largest) for side, size in given.items()})
+
+
+def _has_pictures(folder: str) -> bool:
+    return any(name.lower().endswith(PICTURES) for _, _, files in os.walk(folder) for name in files)
+
+
+KNOWN = ", ".join(f'"{name}"' for name in PROMPTS)
+Templates = Annotated[str, on_disk(f"{KNOWN} or a file", lambda name: name in PROMPTS or os.path.isfile(name))]
+
+
+class ZeroShotSettings(Settings):
+    """Classify the pictures of `folder`, which has a sub-folder for each class, by the names of the classes.
+
+    `classes`: a JSON file or lines of folder, tab and names. `templates`: "plain", "several" or a file with a sentence
+    a line. `mapping`: a JSON file, from folder to the several classes that are right for it.
+    """
+
+    folder: FolderPath
+    name: str | None = None
+    classes: FilePath | None = None
+    templates: Templates = "plain"
+    mapping: FilePath | None = None
+    among: Literal["folders", "all"] = "folders"
+
+    @property
+    def called(self) -> str:
+        """The name of its measures, by default the folder's."""
+        return self.name or os.path.basename(os.path.normpath(self.folder))
+
+    def training_clashes(self) -> Iterable[Clash]:
+        with os.scandir(self.folder) as entries:
+            classes = [entry.path for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        none, pictures = f'"{self.folder}" has none', ", ".join(PICTURES)
+        yield not classes, "", f"must have a folder with a sub-folder for each class; {none}"
+        empty = not any(map(_has_pictures, classes))
+        yield empty, "", f"must have a folder with pictures ({pictures}) of each class; {none}"
+
+
+class RetrievalSettings(Settings):
+    """Find captions by pictures and pictures by captions: Karpathy's JSON, or a table (.tsv or .csv).
+
+    `split`: of the JSON, by default "test". `images`: the folder of the pictures, by default the file's own.
+    """
+
+    captions: FilePath
+    name: str | None = None
+    images: FolderPath | None = None
+    split: str | None = None
+
+    @property
+    def called(self) -> str:
+        """The name of its measures, by default the file's."""
+        return self.name or os.path.splitext(os.path.basename(self.captions))[0]
+
+    def training_clashes(self) -> Iterable[Clash]:
+        reason = f'must be left out with a table: only Karpathy\'s JSON has splits; got "{self.split}"'
+        yield self.split is not None and not self.captions.endswith(".json"), "split", reason
+
+
+GAPS = must(
+    "must be texts with one {} each, the place of the name", lambda prompts: {p.count("{}") for p in prompts} == {1}
+)
+
+
+class EvaluateSettings(Settings):
+    """Probes of recall at each fraction `every` of the run, digits, and tests on other pictures."""
+
+    every: Share = 0.1
+    probe: Count = 1000
+    prompts: Annotated[tuple[str, ...], AfterValidator(GAPS)] = ("{}",)
+    digits: bool = True
+    zero_shot: tuple[ZeroShotSettings, ...] = ()
+    retrieval: tuple[RetrievalSettings, ...] = ()
+
+    def clashes(self) -> Iterable[Clash]:
+        for names in ([test.called for test in tests] for tests in (self.zero_shot, self.retrieval)):
+            for name in names:
+                yield names.count(name) > 1, "", f'must have tests of different names; got "{name}" twice'
 
 
 class Recipe(AnyRecipe):
@@ -177,24 +424,18 @@ class Recipe(AnyRecipe):
     model: ModelSettings = ModelSettings.model_validate({})
     loss: AnyLoss = ClipSettings()
     train: TrainSettings
-    evaluate: Annotated[
-        EvaluateSettings,
-        Unused(
-            "data.source",
-            lambda recipe: recipe.evaluate.digits and recipe.data.source != "glyphs",
-            "leave it out: they are a test of glyphs",
-            part="digits",
-        ),
-    ] = EvaluateSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
 
-    @model_validator(mode="after")
-    def _sections_fit_together(self, info: ValidationInfo) -> Recipe:
-        if needs_files(info):
-            check_image_text(self.data, self.model)
-        if self.model.precompute and self.data.augment:
-            raise ClashError("data.augment", "must be false with model.precompute: each picture is seen once; got true")
-        tokens, length = self.train.sub_batch.text_tokens, self.model.tokenizer.length
-        if tokens is not None and tokens < length:
-            reason = f"must be at least model.tokenizer.length, the tokens of one title; got {tokens} and {length}"
-            raise ClashError("train.sub_batch.text_tokens", reason)
-        return self
+    def unused(self) -> Iterable[Unused]:
+        digits = self.evaluate.digits and self.data.source != "glyphs"
+        yield Unused(digits, "evaluate.digits", ("data.source",), "leave it out: they are a test of glyphs")
+
+    def clashes(self) -> Iterable[Clash]:
+        yield from super().clashes()
+        reason = "must be false with model.precompute: each picture is seen once; got true"
+        yield self.model.precompute and self.data.augment, "data.augment", reason
+        yield self.too_few_tokens("text", noun="title")
+
+    def training_clashes(self) -> Iterable[Clash]:
+        yield from super().training_clashes()
+        yield from size_clashes(self)

@@ -1,35 +1,75 @@
-"""Sizes of models, compared with the rest of a recipe before any library is loaded.
+"""Sizes of models, compared with the rest of a recipe that is right in every other way.
 
 Part of the configuration. Small towers have their sizes as settings; those of transformers and open_clip stand in the
-recipe, or in the config.json of a folder. `model_probe.py` compares the sizes that neither tells, and `models/` the
-rest, when it builds the model.
+recipe, or in the config.json of a folder. Last of all transformers is loaded: its configuration classes fill in
+defaults, and refuse keys that they do not read. No weights are made, and no data are opened. `models/` compares the
+sizes that are known only once it builds a model.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from contrastile.models.remote_code import read_table
-from contrastile.train.config.base import ClashError
-from contrastile.train.config.towers import WordsTower
+from contrastile.train.config.base import Clash, refuse
 
 # names of the libraries for the size of features, and for the most tokens of a text
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
 LENGTHS = ("max_position_embeddings", "n_positions", "context_length")
-# image and text towers in one piece: no layers to unlock or to checkpoint
-SMALL = ("conv", "words")
-# small towers: most of their weights over the square of the width, and features over the width
+# small towers, in one piece: most of their weights over the square of the width, and features over the width
 GROWTH = {"conv": (378, 64), "words": (3, 2), "bag": (4, 1)}
 WEIGHT_BYTES = 4
 
 
-def _described(model: Any, part: Literal["vision", "text"]) -> Mapping[str, Any]:
+def size_clashes(recipe: Any) -> Iterator[Clash]:
+    """Data and models fit together, by the sizes in the recipe, then by those that transformers knows."""
+    clashes = _image_text if recipe.kind == "image-text" else _retriever
+    yield from clashes(recipe)
+    yield from clashes(_completed(recipe))
+
+
+def _image_text(recipe: Any) -> Iterator[Clash]:
+    data, model, pixels = recipe.data, recipe.model, recipe.data.image_size
+    image, text = _described(model.both or model.image, "vision"), _described(model.both or model.text, "text")
+    size, patch, channels = (_number(image, name) for name in ("image_size", "patch_size", "num_channels"))
+    yield size not in (None, pixels), "data.image_size", f"must be the {size} pixels of the image tower; got {pixels}"
+    reason = f"must be at least a patch of the image tower, {patch} pixels; got {pixels}"
+    yield patch is not None and patch > pixels, "data.image_size", reason
+    reason = f"must be at most the {channels} of the image tower; got {data.channels}"
+    yield channels is not None and data.channels not in (1, channels), "data.channels", reason
+    yield _too_long(text, model)
+    for side, tower in (("image", model.image), ("text", model.text)):
+        small = tower.kind if tower is not None and tower.kind in GROWTH else None
+        reason = f'must be left out for a tower of kind "{small}", which has no layers to tell apart'
+        yield small and side in model.unlocked, f"model.unlocked.{side}", reason
+        if side in model.checkpointing:
+            yield small, "model.checkpointing", f'must name towers that have it; got "{side}", of kind "{small}"'
+            reason = f'must name towers that learn; got "{side}", which model.locked has'
+            yield side in model.locked and side not in model.unlocked, "model.checkpointing", reason
+    yield from _too_large(model, "image", "text")
+
+
+def _retriever(recipe: Any) -> Iterator[Clash]:
+    model = recipe.model
+    yield from _too_large(model, "both", "query", "passage")
+    encoders = [encoder for encoder in (model.both, model.query, model.passage) if encoder is not None]
+    for encoder in encoders:
+        yield _too_long(_described(encoder, "text"), model)
+    widths = sorted({width for encoder in encoders if (width := model.features or _width(encoder)) is not None})
+    got = " and ".join(map(str, widths))
+    yield len(widths) > 1, "model.features", f"must be given for encoders of unequal sizes; got {got}"
+    largest = max(model.dimensions, default=0)
+    reason = f"must be at most the {got} features there are; got {largest}"
+    yield widths and largest > widths[0], "model.dimensions", reason
+
+
+def _described(model: Any, part: str) -> Mapping[str, Any]:
     """The configuration of a model's image or text side; empty where neither recipe nor folder has one."""
-    config: Any = getattr(model, "config", None)
-    folder = getattr(model, "folder", None)
+    config, folder = getattr(model, "config", None), getattr(model, "folder", None)
     if folder is not None and (path := Path(folder) / "config.json").is_file():
         config = read_table(path)
     if not isinstance(config, Mapping):
@@ -43,11 +83,20 @@ def _number(config: Mapping[str, Any], *names: str) -> int | None:
     return next((config[name] for name in names if type(config.get(name)) is int), None)
 
 
-def _check_length(config: Mapping[str, Any], length: int) -> None:
-    longest = _number(config, *LENGTHS)
-    if longest is not None and length > longest:
-        reason = f"must be at most the {longest} tokens of the text tower; got {length}"
-        raise ClashError("model.tokenizer.length", reason)
+def _width(encoder: Any) -> int | None:
+    """The size of a text encoder's features, if known."""
+    if encoder.kind in GROWTH:
+        return int(encoder.width) * GROWTH[encoder.kind][1]
+    config = _described(encoder, "text")
+    # models with this key project their features to another size
+    return None if "word_embed_proj_dim" in config else _number(config, *WIDTHS)
+
+
+def _too_long(config: Mapping[str, Any], model: Any) -> Clash:
+    """Texts are no longer than the model of this configuration can read."""
+    longest, length = _number(config, *LENGTHS), model.tokenizer.length
+    reason = f"must be at most the {longest} tokens of the text tower; got {length}"
+    return longest is not None and length > longest, "model.tokenizer.length", reason
 
 
 def host_memory() -> int:
@@ -55,73 +104,47 @@ def host_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _check_memory(model: Any, sides: Sequence[str]) -> None:
-    """Reject small towers that do not fit into host memory: a slip of the keyboard."""
-    memory = host_memory()
-    for side in sides:
-        tower = getattr(model, side)
-        if tower is None or tower.kind not in GROWTH:
-            continue
+def _too_large(model: Any, *sides: str) -> Iterator[Clash]:
+    """Small towers fit into host memory: more is a slip of the keyboard."""
+    memory, features = host_memory(), model.features or 0
+    towers = {side: tower for side in sides if (tower := getattr(model, side)) is not None and tower.kind in GROWTH}
+    for side, tower in towers.items():
         squares, outputs = GROWTH[tower.kind]
-        for key, got, weights in (
-            (f"model.{side}.width", tower.width, squares * tower.width**2),
-            ("model.features", model.features, outputs * tower.width * (model.features or 0)),
-        ):
-            if (needed := WEIGHT_BYTES * weights) > memory:
-                reason = f"must make weights that fit into the {memory / 2**30:,.1f} GiB of this machine"
-                raise ClashError(key, f"{reason}; got {got}, for {needed / 2**30:,.1f} GiB at least")
+        sizes = ((f"{side}.width", tower.width, squares * tower.width), ("features", features, outputs * tower.width))
+        for key, got, weights_each in sizes:
+            needed = WEIGHT_BYTES * weights_each * got
+            reason = f"must make weights that fit into the {memory / 2**30:,.1f} GiB of this machine; got {got}"
+            yield needed > memory, f"model.{key}", f"{reason}, for {needed / 2**30:,.1f} GiB at least"
 
 
-def check_image_text(data: Any, model: Any) -> None:
-    """Raise `ClashError` where pictures, texts and towers do not fit together."""
-    image, text = _described(model.both or model.image, "vision"), _described(model.both or model.text, "text")
-    size, patch, channels = (_number(image, name) for name in ("image_size", "patch_size", "num_channels"))
-    if size is not None and size != data.image_size:
-        reason = f"must be the {size} pixels of the image tower; got {data.image_size}"
-        raise ClashError("data.image_size", reason)
-    if patch is not None and patch > data.image_size:
-        reason = f"must be at least a patch of the image tower, {patch} pixels; got {data.image_size}"
-        raise ClashError("data.image_size", reason)
-    if channels is not None and data.channels not in (1, channels):
-        raise ClashError("data.channels", f"must be at most the {channels} of the image tower; got {data.channels}")
-    _check_length(text, model.tokenizer.length)
-    for side in ("image", "text"):
-        _check_layers(model, side)
-    _check_memory(model, ("image", "text"))
+def _completed(recipe: Any) -> Any:
+    """The recipe with the whole configurations of its models of transformers."""
+    sides = {side: tower for side, tower in recipe.model if getattr(tower, "kind", None) == "transformers"}
+    if not sides:
+        return recipe
+    from transformers import CONFIG_MAPPING
 
+    from contrastile.models.pretrained import Library
 
-def _check_layers(model: Any, side: str) -> None:
-    """Reject settings of layers that a tower does not have or train."""
-    tower = getattr(model, side)
-    small = tower is not None and tower.kind in SMALL
-    if small and side in model.unlocked:
-        reason = f'must be left out for a tower of kind "{tower.kind}", which has no layers to tell apart'
-        raise ClashError(f"model.unlocked.{side}", reason)
-    if side in model.checkpointing and small:
-        raise ClashError("model.checkpointing", f'must name towers that have it; got "{side}", of kind "{tower.kind}"')
-    if side in model.checkpointing and side in model.locked and side not in model.unlocked:
-        raise ClashError("model.checkpointing", f'must name towers that learn; got "{side}", which model.locked has')
-
-
-def _width(encoder: Any) -> int | None:
-    """The size of a text encoder's features, if known."""
-    if encoder.kind in GROWTH:
-        return int(encoder.width) * (2 if isinstance(encoder, WordsTower) else 1)
-    config = _described(encoder, "text")
-    # models with this key project their features to another size
-    return None if "word_embed_proj_dim" in config else _number(config, *WIDTHS)
-
-
-def check_retriever(model: Any) -> None:
-    """Raise `ClashError` where texts and a retriever's encoders do not fit together."""
-    _check_memory(model, ("both", "query", "passage"))
-    encoders = [encoder for encoder in (model.both, model.query, model.passage) if encoder is not None]
-    for encoder in encoders:
-        _check_length(_described(encoder, "text"), model.tokenizer.length)
-    widths = sorted({width for encoder in encoders if (width := model.features or _width(encoder)) is not None})
-    if len(widths) > 1:
-        got = " and ".join(map(str, widths))
-        raise ClashError("model.features", f"must be given for encoders of unequal sizes; got {got}")
-    largest = max(model.dimensions, default=0)
-    if widths and largest > widths[0]:
-        raise ClashError("model.dimensions", f"must be at most the {widths[0]} features there are; got {largest}")
+    for side, tower in sides.items():
+        origin, config = "config", tower.config
+        if tower.folder is not None:
+            origin, config = "folder", read_table(Path(tower.folder) / "config.json")
+        kind = str(config["model_type"])
+        near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
+        reason = f'must have a model_type that transformers knows; got "{kind}"'
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        refuse([(kind not in CONFIG_MAPPING, f"model.{side}.{origin}", reason + hint)])
+        # the pictures' size and channels complete a configuration that does not name them
+        pixels = {"image_size": recipe.data.image_size, "num_channels": recipe.data.channels} if side == "image" else {}
+        try:
+            described = Library(folder=tower.folder, config=tower.config).described(**pixels)
+        except ValueError as failure:
+            key, _, reason = str(failure).removeprefix("`").partition("` ")
+            refuse([(True, f"model.{side}.{key}", reason)])
+        if side == "both" and recipe.kind == "image-text":
+            reason = f"must be a model of pictures and texts; got {described.model_type}. "
+            reason += "Take a CLIP or a SigLIP, or give the two sides a tower each."
+            refuse([(not {"vision_config", "text_config"} <= {*described.sub_configs}, "model.both", reason)])
+        sides[side] = tower.model_copy(update={"folder": None, "config": described.to_dict()})
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=sides)})

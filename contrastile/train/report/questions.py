@@ -18,7 +18,6 @@ from contrastile.data.texts import Passage, Query, TextSet
 from contrastile.evaluate.ranking import has_answer, write_judgements, write_run
 from contrastile.train.folder import EVALUATION, QUESTIONS, RunFolder
 from contrastile.train.report.page import Samples, Wording, counted, percent, stored_samples, table_text, write_report
-from contrastile.train.retriever.batches import TokenStore
 from contrastile.train.retriever.evaluation import (
     KS,
     MEASURES,
@@ -30,7 +29,7 @@ from contrastile.train.retriever.evaluation import (
     rank_all,
     run_of,
 )
-from contrastile.train.retriever.run import RetrieverRun
+from contrastile.train.retriever.run import RetrieverRun, TokenStore
 
 logger = logging.getLogger("contrastile")
 

@@ -6,14 +6,14 @@ the passages and makes the rows of the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
@@ -22,9 +22,8 @@ from contrastile.data.texts import Passage, TextSet
 from contrastile.evaluate.ranking import answer_recall, means, measure
 from contrastile.evaluate.retrieval import Right, recall_where, topk
 from contrastile.train.log import progress
-from contrastile.train.retriever.batches import TextMaterials, TokenStore
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.run import RetrieverRun
+from contrastile.train.retriever.run import RetrieverRun, TextMaterials, TokenStore
 
 Row = dict[str, Any]
 
@@ -34,22 +33,11 @@ MEASURES = ("nDCG@10", "MRR@10", "MAP", f"recall@{KS[-1]}")
 PARTS = {"functions": "held-out functions", "packages": "held-out packages", "held_out": "held-out queries"}
 
 
-class Searchable(Protocol):
-    """Passages that are encoded already, such as an index on disk."""
-
-    def __len__(self) -> int:
-        """The number of passages."""
-
-    def __getitem__(self, row: int, /) -> Passage:
-        """The passage at a row."""
-
-    def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Scores and rows of the `k` best passages for each query."""
-
-
+# encoded passages that are searched, as `retrieval/index.py` has them: `len`, a passage by its row, and `search`
+Searchable = Any
 Passages = Sequence[Passage] | Searchable
-# scores and rows of the k best passages for each of n questions, both `[n, k]`
-Search = Callable[[Sequence[str], int], tuple[Any, Indices]]
+# scores and rows of the k best passages for each of n questions, both `[n, k]`, as arrays or tensors
+Search = Callable[[Sequence[str], int], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -65,16 +53,6 @@ class Rankings:
     queries: Indices
     rows: Indices
     scores: Any
-
-    @property
-    def title(self) -> str:
-        """The name of the test in a table."""
-        return f"{PARTS.get(self.part, self.part)}, {self.system}"
-
-    @property
-    def ks(self) -> list[int]:
-        """The `KS` within the depth of the rankings."""
-        return [k for k in KS if k <= self.rows.shape[1]]
 
     def ranking(self, query: int) -> list[tuple[Passage, float]]:
         """The passages of the n-th query with scores, the best first."""
@@ -93,16 +71,15 @@ def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchabl
     With BM25's rankings where the recipe wants them and there is no index.
     """
     settings = run.recipe.evaluate
+    corpus: Passages = texts.passages if isinstance(passages, TokenStore) else passages
     searches: dict[str, Search] = {}
     if isinstance(passages, TokenStore):
-        corpus: Passages = texts.passages
         features = run.encode_tokens("passage", passages, title="encoding passages")
-        searches["retriever"] = _text_search(run, lambda queries, k: topk(queries, features, k))
+        searches["retriever"] = lambda questions, k: topk(run.encode_query(questions), features, k)
         if settings.bm25:
             searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
     else:
-        corpus = passages
-        searches["retriever"] = _text_search(run, passages.search)
+        searches["retriever"] = lambda questions, k: passages.search(run.encode_query(questions), k)
     rankings = [
         rank_part(texts, part, system, corpus, search, settings.depth)
         for part in held_out(texts)
@@ -113,22 +90,13 @@ def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchabl
     return rankings
 
 
-def _text_search(run: RetrieverRun, search: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Search:
-    """A search by questions, from a search by their features."""
-
-    def by_text(questions: Sequence[str], k: int) -> tuple[Any, Indices]:
-        scores, rows = search(run.encode_query(questions), k)
-        return scores.cpu().numpy(), rows.cpu().numpy()
-
-    return by_text
-
-
 def rank_part(texts: TextSet, part: str, system: str, passages: Passages, search: Search, depth: int) -> Rankings:
     """Rankings of a part's queries, `depth` passages each; a query's own text is left out of its ranking."""
     queries = [texts.queries[row] for row in texts.splits[part].tolist()]
     # one more passage where a query's own text may be among them
     k = depth + any(query.itself is not None for query in queries)
-    scores, rows = search([query.text for query in queries], min(k, len(passages)))
+    results = search([query.text for query in queries], min(k, len(passages)))
+    scores, rows = (torch.as_tensor(values).numpy(force=True) for values in results)
     if k > depth:
         # compared by id, because an index has rows of its own
         itself = np.array(
@@ -148,11 +116,11 @@ def _check_ids(rankings: Sequence[Rankings], texts: TextSet, index: Passages) ->
     if any(texts.queries[row].answers for one in rankings for row in one.queries.tolist()):
         # a passage of any id may contain an answer
         return
-    judged = [(run_of(one, texts), judgements_of(one.queries, texts)) for one in rankings]
-    right = {passage for _, judgements in judged for passages in judgements.values() for passage in passages}
-    hit = any(run[query].keys() & passages for run, judgements in judged for query, passages in judgements.items())
-    # the whole index is read only where no ranking has a hit
-    if right and not hit and not any(index[row].id in right for row in range(len(index))):
+    judged = (query.positives for one in rankings for query in (texts.queries[row] for row in one.queries.tolist()))
+    right = {texts.passages[row].id for positives in judged for row in positives}
+    # the whole index is read only where no ranking has such a passage
+    ranked = (row for one in rankings for row in one.rows.ravel().tolist() if row >= 0)
+    if right and right.isdisjoint(index[row].id for row in chain(ranked, range(len(index)))):
         remedy = "Encode a corpus whose ids are those of the questions' passages."
         raise invalid("--index", "hold passages that are right for a question", f"none of {len(right):,} ids", remedy)
 
@@ -167,14 +135,11 @@ def run_of(rankings: Rankings, texts: TextSet) -> dict[str, dict[str, float]]:
 
 def judgements_of(rows: Indices, texts: TextSet) -> dict[str, dict[str, int]]:
     """Grades by ids of query and passage, of the queries at `rows` that have positives."""
-    return {
-        query.id: {
-            texts.passages[passage].id: grade
-            for passage, grade in zip(query.positives, query.grades or (1,) * len(query.positives), strict=True)
-        }
-        for query in (texts.queries[row] for row in rows.tolist())
-        if query.positives
-    }
+    judgements = {}
+    for query in (texts.queries[row] for row in rows.tolist() if texts.queries[row].positives):
+        ids = [texts.passages[passage].id for passage in query.positives]
+        judgements[query.id] = dict(zip(ids, query.grades or (1,) * len(ids), strict=True))
+    return judgements
 
 
 def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Rankings]) -> list[Row]:
@@ -185,32 +150,32 @@ def evaluate(recipe: RetrieverRecipe, texts: TextSet, rankings: Sequence[Ranking
     """
     rows = []
     for one in rankings:
-        judgements = judgements_of(one.queries, texts)
-        if judgements:
-            # recalls beyond the depth of the rankings would be too low
-            names = [*(f"hit@{k}" for k in one.ks), *MEASURES[:-1], *(f"recall@{k}" for k in one.ks)]
+        # recalls beyond the depth of the rankings would be too low
+        ks = [k for k in KS if k <= one.rows.shape[1]]
+        # of each row of the table: the ending of its name, the number of queries, hits and measures
+        results: list[tuple[str, int, dict[int, float], dict[str, float]]] = []
+        if judgements := judgements_of(one.queries, texts):
+            names = [*(f"hit@{k}" for k in ks), *MEASURES[:-1], *(f"recall@{k}" for k in ks)]
             values = means(measure(run_of(one, texts), judgements, names))
-            hits = {k: values.pop(f"hit@{k}") for k in one.ks}
-            rows.append(_row(one, one.title, len(judgements), hits, values))
-        answered = [query for query, row in enumerate(one.queries.tolist()) if texts.queries[row].answers]
-        if answered:
-            passages = [[passage.text for passage, _ in one.ranking(query)] for query in answered]
-            answers = [texts.queries[one.queries[query]].answers for query in answered]
-            hits = answer_recall(passages, answers, match=recipe.evaluate.match, ks=one.ks)
-            rows.append(_row(one, f"{one.title}, answers", len(answered), hits, {}))
+            results.append(("", len(judgements), {k: values.pop(f"hit@{k}") for k in ks}, values))
+        answers = {query: texts.queries[row].answers for query, row in enumerate(one.queries.tolist())}
+        if answers := {query: sought for query, sought in answers.items() if sought}:
+            passages = [[passage.text for passage, _ in one.ranking(query)] for query in answers]
+            hits = answer_recall(passages, [*answers.values()], match=recipe.evaluate.match, ks=ks)
+            results.append((", answers", len(answers), hits, {}))
+        rows += [
+            {
+                "test": f"{PARTS.get(one.part, one.part)}, {one.system}{ending}",
+                "queries": queries,
+                "choices": len(one.passages),
+                "recall": {str(k): share for k, share in hits.items()},
+                "measures": measures,
+                "chance": 1 / len(one.passages),
+                "headline": one.system == "retriever",
+            }
+            for ending, queries, hits, measures in results
+        ]
     return rows
-
-
-def _row(one: Rankings, test: str, queries: int, hits: Mapping[int, float], measures: dict[str, float]) -> Row:
-    return {
-        "test": test,
-        "queries": queries,
-        "choices": len(one.passages),
-        "recall": {str(k): share for k, share in hits.items()},
-        "measures": measures,
-        "chance": 1 / len(one.passages),
-        "headline": one.system == "retriever",
-    }
 
 
 def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, float]]:
@@ -237,9 +202,5 @@ def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, fl
 
 def _mask(run: RetrieverRun, materials: TextMaterials, keys: list[int], passages: Sequence[Sequence[int]]) -> Right:
     """Marks the `keys` that are among each query's `passages`."""
-    key_columns = {row: column for column, row in enumerate(keys)}
-    mask = torch.zeros(len(passages), len(keys), dtype=torch.bool)
-    for query, rows in enumerate(passages):
-        mask[query, [key_columns[row] for row in map(int, materials.same[list(rows)]) if row in key_columns]] = True
-    mask = mask.to(run.device)
+    mask = torch.from_numpy(np.stack([np.isin(keys, materials.same[list(rows)]) for rows in passages])).to(run.device)
     return lambda rows, columns: mask[rows, columns]

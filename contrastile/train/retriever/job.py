@@ -1,4 +1,4 @@
-"""The training job of retrievers for `train/loop.py`: their data, loss, probe and report.
+"""The training job of retrievers for `train/loop.py`: their data, loss, probe and report; and tests on other texts.
 
 A step encodes the queries and all passages of the batch once, each side sub-batch by sub-batch, and compares every
 query with every passage.
@@ -7,27 +7,44 @@ query with every passage.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
+from contrastile.data.text_files import open_beir, open_questions
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import InfoNCELoss
 from contrastile.train.folder import RunFolder
+from contrastile.train.log import progress
 from contrastile.train.memory import dense_need
 from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.questions import WORDING, evaluate_and_report
-from contrastile.train.retriever.batches import TextBatch, TextBatchBuilder, TextMaterials, open_text_materials
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import Searchable, probe
-from contrastile.train.retriever.run import RetrieverRun, Side, build_retriever_run, load_retriever
+from contrastile.train.retriever.run import (
+    RetrieverRun,
+    Side,
+    TextBatch,
+    TextBatchBuilder,
+    TextMaterials,
+    Tokens,
+    TokenStore,
+    build_retriever_run,
+    load_retriever,
+    open_text_materials,
+    passage_tokens,
+)
 from contrastile.train.run import choose_device
 from contrastile.train.task import Task
 
@@ -48,7 +65,6 @@ class RetrieverJob(Task[TextBatch]):
 
     @classmethod
     def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
-        """The job that a recipe describes; a tokenizer is trained where none has `begun`."""
         # first: a device that is not there costs nothing
         choose_device(recipe.device)
         length = recipe.model.tokenizer.length
@@ -68,13 +84,14 @@ class RetrieverJob(Task[TextBatch]):
 
     @property
     def rows(self) -> Indices:
-        """Rows of the training queries."""
         return self.materials.texts.splits["train"]
 
     @property
     def data(self) -> str:
-        """The fingerprint of texts and tokens."""
-        return self.materials.fingerprint()
+        digest = sha256(self.materials.texts.digest().encode())
+        for store in (self.materials.queries, self.materials.passages):
+            digest.update(store.to_bytes())
+        return digest.hexdigest()
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[TextBatch]:
         """This rank's shares; every rank samples the passages of the whole batch with the same seed."""
@@ -82,36 +99,27 @@ class RetrieverJob(Task[TextBatch]):
         return self.builder.parts(sampled, self.run.recipe.train.accumulate, ranks.rank, ranks.size)
 
     def loss(self, part: TextBatch) -> Tensor:
-        """The loss from queries to passages."""
         return retriever_loss(self.run, self._loss, part)
 
     def probe(self) -> dict[str, dict[str, float]]:
-        """Recall on a sample of the held-out queries."""
         return probe(self.run, self.materials)
 
     def report(self, folder: RunFolder) -> str:
-        """Measure everything, write evaluation.json, run files and report.html; return the table of results."""
         passages = self.materials.passages if self._index is None else self._index
         return evaluate_and_report(folder, self.run, self.materials.texts, passages)
 
-    def metadata(self, trained: TrainResult) -> dict[str, Any]:
-        """The contents of run.json."""
-        recipe, texts = self.run.recipe, self.materials.texts
-        largest = max(trained.largest_batch, 1)
-        at_once = recipe.train.sub_batch.at_once("query", recipe.model.tokenizer.query_length)
-        kept = examples_retained(recipe.train.retain, at_once, largest)
-        return {
-            **self.metadata_so_far(trained),
-            "texts_sha256": texts.digest(),
-            "memory": dense_need(activations_per_query(self.run, self.materials), largest, kept),
-        }
+    def metadata(self, result: TrainResult) -> dict[str, Any]:
+        train, largest = self.run.recipe.train, max(result.largest_batch, 1)
+        at_once = train.sub_batch.at_once("query", self.run.recipe.model.tokenizer.query_length)
+        retained = examples_retained(train.retain, at_once, largest)
+        need = dense_need(activations_per_query(self.run, self.materials), largest, retained)
+        return {**self.metadata_so_far(result), "texts_sha256": self.materials.texts.digest(), "memory": need}
 
-    def metadata_so_far(self, trained: TrainResult) -> dict[str, Any]:
-        """The contents of run.json without those that take seconds to compute."""
+    def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
         texts = self.materials.texts
         return {
-            **base_metadata(self.run, trained),
-            "pairs": len(texts.splits["train"]),
+            **base_metadata(self.run, result),
+            "pairs": len(self.rows),
             "unit": self.unit,
             "passages": len(texts.passages),
             "skipped": texts.skipped,
@@ -122,15 +130,13 @@ class RetrieverJob(Task[TextBatch]):
 
 def retriever_loss(run: RetrieverRun, loss: Callable[..., Tensor], batch: TextBatch) -> Tensor:
     """The loss of a batch of any size, the mean over all features and each of the recipe's `dimensions`."""
-    model = run.model
+    model, retain = run.model, run.recipe.train.retain
 
-    def features(side: Side) -> Tensor:
-        tokens = batch.queries if side == "query" else batch.passages
-        encoder, retain = getattr(model, f"encode_{side}"), run.recipe.train.retain
-        return encode(encoder, tokens, **run.sub_batch(side, tokens), retain=retain)
+    def features(side: Side, tokens: Tokens) -> Tensor:
+        return encode(getattr(model, f"encode_{side}"), tokens, **run.sub_batch(side, tokens), retain=retain)
 
     with run.autocast():
-        queries, passages = features("query"), features("passage")
+        queries, passages = features("query", batch.queries), features("passage", batch.passages)
         ids = {name: getattr(batch, name).to(run.device) for name in ("positives", "query_ids", "key_ids")}
         # the loss makes its products in autocast's type
         losses = [
@@ -142,18 +148,60 @@ def retriever_loss(run: RetrieverRun, loss: Callable[..., Tensor], batch: TextBa
 
 def activations_per_query(run: RetrieverRun, materials: TextMaterials) -> int:
     """The bytes that autograd saves for one query and its passages, measured on texts of median length."""
-    data, sub_batch = run.recipe.data, run.recipe.train.sub_batch
 
-    def activations(side: Side) -> int:
-        store = materials.queries if side == "query" else materials.passages
+    def activations(side: Side, store: TokenStore) -> int:
         median = store.lengths.argsort()[len(store) // 2]
         encoder = getattr(run.model, f"encode_{side}")
 
         def forward(count: int) -> object:
-            tokens = {name: ids.to(run.device) for name, ids in store.rows(median.expand(count)).items()}
-            return encoder(**tokens)
+            return encoder(**{name: ids.to(run.device) for name, ids in store.rows(median.expand(count)).items()})
 
-        return bytes_per_example(forward, sub_batch.at_once(side, max(int(store.lengths[median]), 1)))
+        at_once = run.recipe.train.sub_batch.at_once(side, max(int(store.lengths[median]), 1))
+        return bytes_per_example(forward, at_once)
 
     with run.autocast():
-        return activations("query") + activations("passage") * (data.positives + data.negatives)
+        passages = run.recipe.data.positives + run.recipe.data.negatives
+        return activations("query", materials.queries) + activations("passage", materials.passages) * passages
+
+
+def evaluate_texts(
+    folder: RunFolder,
+    source: str | Path,
+    *,
+    corpus: str | Path | None = None,
+    index: Searchable | None = None,
+    split: str | None = None,
+    name: str | None = None,
+    bad_rows: float | None = None,
+    device: str = "auto",
+) -> str:
+    """Measure a finished retriever on the texts of `source`, add the rows to its results, and return their table.
+
+    The texts are those of a file, or of a folder in BEIR's format: its part `split`, or all but the one for training.
+    They are encoded with the run's prefixes and lengths. corpus: further passages beside a file of questions. index: an
+    index to search instead of the passages of `source`. Run files and rows are named after `name`, by default the
+    source's name, and the part: scifact-test. bad_rows: the share of unusable rows allowed, by default the recipe's.
+    """
+    run, source = load_retriever(folder.path, device=device), Path(source)
+    options: dict[str, Any] = {"allowed_by": "--bad-rows", "progress": progress}
+    options["bad_rows"] = run.recipe.data.bad_rows if bad_rows is None else bad_rows
+    if not source.is_dir():
+        texts = open_questions(source, corpus=None if corpus is None else Path(corpus), **options)
+    elif corpus is not None:
+        raise invalid("--corpus", f'be left out with the folder "{source}"', f'"{corpus}"', "It has its own passages.")
+    else:
+        texts = open_beir(source, **options)
+    available = [part for part, rows in texts.splits.items() if len(rows)]
+    chosen = [part for part in available if part != "train"] if split is None else [split]
+    if not chosen or chosen[0] not in available:
+        got = "none" if split is None else f'"{split}"'
+        rule = f'be one of the parts of "{source}" with questions ({", ".join(available) or "none"})'
+        raise invalid("--split", rule, got, "Name one of them.")
+    if index is None and not texts.passages:
+        remedy = "Name a --corpus or an --index."
+        raise invalid("--texts", "come with passages to look among", f'"{source}" alone', remedy)
+    prefix = name or source.name.partition(".")[0]
+    parts = {f"{prefix}-{part}": texts.splits[part] for part in chosen}
+    texts = replace(texts, splits={"train": np.array([], dtype=np.int64), **parts})
+    passages = passage_tokens(texts.passages, run.tokenizer, run.recipe) if index is None else index
+    return evaluate_and_report(folder, run, texts, passages, beside=True)
