@@ -206,5 +206,5 @@ def test_the_recipe_of_the_loading_benchmark_is_valid(tmp_path):
     recipe = runpy.run_path(str(source))["RECIPE"]
     (tmp_path / "a.tar").touch()
     path = tmp_path / "loading.toml"
-    path.write_text(recipe.format(shards=tmp_path / "a.tar", cache=tmp_path, batch=64, minutes=1.0))
+    path.write_text(recipe.format(source=tmp_path / "a.tar", cache=tmp_path, batch=64, minutes=1.0))
     assert load_recipe(path).train.batch == ((0.0, 64),)
