@@ -252,6 +252,16 @@ def test_calls_that_are_replayed_know_nothing_of_each_other() -> None:
     assert len(graph._graphs) == 1
 
 
+def test_a_replayed_loss_may_be_changed_in_place() -> None:
+    loss, leaves = ClipLoss(backend="triton"), _pairs(300, 64, 0.2)
+    truth = torch.autograd.grad(loss(*leaves), leaves)
+    for _ in range(graph.CALLS + 2):
+        value = loss(*leaves)
+        value /= 4
+        found = torch.autograd.grad(value, leaves)
+        assert all(distance(4 * x, y) <= 4e-3 for x, y in zip(found, truth, strict=True))
+
+
 def test_graphs_that_are_not_used_are_given_up() -> None:
     loss = ClipLoss(backend="triton")
     for n in range(100, 1000, 100):

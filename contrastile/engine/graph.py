@@ -98,11 +98,10 @@ class _Graph:
             try:
                 tiles = call.tiles(scale, bias)
                 tiles.joined = True
-                value, (u, v, sums) = with_gradients(call, tiles, scale, bias, given, wanted)
-                self.numbers = torch.cat([value.reshape(1), sums.reshape(-1)])
+                self.value, (u, v, self.sums) = with_gradients(call, tiles, scale, bias, given, wanted)
             finally:
                 self.graph.capture_end()
-        self.joined, self.sums = tiles.joined, sums.shape
+        self.joined = tiles.joined
         # the memory that the graph keeps
         self.bytes = torch.cuda.memory_reserved() - before
         together = tiles.joined and u is not None and v is not None
@@ -119,7 +118,8 @@ class _Graph:
         for dtype, indices in self.types.items():
             copy_each_(self.read[dtype], [given[i] for i in indices])
         self.graph.replay()
-        numbers = self.numbers.clone()
+        # the loss in memory of its own: a user may change it in place
+        value, sums = self.value.clone(), self.sums.clone()
         accumulators = [None if x is None else x.clone() for x in self.accumulators]
         self.last.record(stream)
         if len(accumulators) == 1 and accumulators[0] is not None:
@@ -127,7 +127,7 @@ class _Graph:
             accumulators = [accumulators[0][:rows], accumulators[0][rows:]]
         tiles.joined = self.joined
         u, v = accumulators
-        return numbers[0], Accumulated(u, v, numbers[1:].view(self.sums))
+        return value, Accumulated(u, v, sums)
 
 
 _graphs: OrderedDict[tuple[Plan, str], _Graph] = OrderedDict()
