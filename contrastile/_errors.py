@@ -32,31 +32,31 @@ def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> Non
 
 
 def whole_number(name: str, value: Any, least: int, remedy: str, *, rule: str = "", most: int | None = None) -> int:
-    """A count as an int, whichever library it comes from: what `operator.index` takes, but for what is true or false.
+    """A count as an int, whichever library it comes from: all that `operator.index` takes, but truth values.
 
-    `rule` says how it must be, where that is not only "a whole number of at least `least`".
+    rule: the sentence of the limits, where it is not "a whole number of at least `least`".
     """
     try:
-        found = operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        found = None
+        number = None
     # torch's truth values have an index too
     truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
-    if found is None or truth or found < least or (most is not None and found > most):
-        got = repr(value) if found is None or truth else found
+    if number is None or truth or number < least or (most is not None and number > most):
+        got = repr(value) if number is None or truth else number
         raise invalid(name, rule or f"be a whole number of at least {least}", got, remedy)
-    return found
+    return number
 
 
 @contextmanager
-def written_to(place: object) -> Iterator[None]:
-    """Says which place had no room: an error of a file that is open does not name it."""
+def written_to(target: object) -> Iterator[None]:
+    """Name the file or folder that had no room: an error of an open file does not name it."""
     try:
         yield
     except OSError as error:
         # numpy has words of its own, and no number
         if error.errno not in FULL and " requested and " not in str(error):
             raise
-        told = OSError(f"{place} could not be written ({error.strerror or error}); free the disk and begin again")
-        told.errno = error.errno
-        raise told from error
+        named = OSError(f"{target} could not be written ({error.strerror or error}); free the disk and begin again")
+        named.errno = error.errno
+        raise named from error

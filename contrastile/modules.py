@@ -68,7 +68,7 @@ class _Loss(nn.Module):
         try:
             return prepare(q, k, scale, self.loss, self.options, **others)
         except ValueError as error:
-            sentence = re.sub(r"`(\w+)`", lambda found: f"`{self.names.get(found[1], found[1])}`", str(error))
+            sentence = re.sub(r"`(\w+)`", lambda name: f"`{self.names.get(name[1], name[1])}`", str(error))
             error.args = (sentence,)
             raise
 

@@ -134,9 +134,9 @@ class SkipCounter:
     skipped: Counter[str] = field(default_factory=Counter)
     _first: str = ""
 
-    def skip(self, reason: object, place: str) -> None:
-        """Count the row at `place`, a "file:line", as skipped."""
-        self._first = self._first or place
+    def skip(self, reason: object, location: str) -> None:
+        """Count the row at `location`, a "file:line", as skipped."""
+        self._first = self._first or location
         self.skipped[str(reason)] += 1
 
     def close(self, source: Path, limit: float, *, allowed_by: str = "data.bad_rows") -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Entries of text files and the passages among them, one by one, however large a file is.
 
 Stands below `text_files.py`, which interprets the entries of questions: lines of JSON, JSON lists, comma- and
-tab-separated tables, parquet. An entry that cannot be used is counted by its reason in a `SkipCounter`, with the place
+tab-separated tables, parquet. A `SkipCounter` counts the entries that cannot be used by reason, and keeps the location
 of the first one.
 """
 
@@ -216,18 +216,18 @@ def read_passages(source: Path, counter: SkipCounter) -> Iterator[Passage]:
     if source.is_dir() or source.suffix == ".py":
         yield from _functions(source, counter)
         return
-    for place, entry in read_entries(source, counter):
+    for location, entry in read_entries(source, counter):
         try:
             identity, text, title = first(entry, IDS), text_of(first(entry, TEXTS)), text_of(entry.get("title") or "")
         except Skipped as reason:
-            counter.skip(reason, place)
+            counter.skip(reason, location)
             continue
         if identity is None or identity == "":
-            counter.skip("no id", place)
+            counter.skip("no id", location)
         elif not (text.strip() or title.strip()):
-            counter.skip("empty text", place)
+            counter.skip("empty text", location)
         else:
-            yield Passage(str(identity), text, title, place)
+            yield Passage(str(identity), text, title, location)
 
 
 def _functions(source: Path, counter: SkipCounter) -> Iterator[Passage]:

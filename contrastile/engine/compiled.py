@@ -102,7 +102,7 @@ def operation_backward(
     row_ids: Tensor | None,
     col_labels: Tensor | None,
     col_ids: Tensor | None,
-    kept: list[Tensor],
+    results: list[Tensor],
     loss: str,
     words: str,
     numbers: list[int],
@@ -112,7 +112,7 @@ def operation_backward(
     if positives is not None and numbers[-1] != IN_RANGE:
         positives, scale = checks.kept_in_range(positives, numbers[-1], scale)
     call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, None], loss, words, numbers)
-    gradients = backward(call, call.tiles(scale, bias), upstream, scale, bias, (q, k), kept, wanted)
+    gradients = backward(call, call.tiles(scale, bias), upstream, scale, bias, (q, k), results, wanted)
     return [q.new_empty(0) if gradient is None else _own_memory(gradient) for gradient in gradients]
 
 
@@ -166,11 +166,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _backward(ctx: Any, upstream: list[Tensor]) -> tuple[Tensor | None, ...]:
-    given, kept = ctx.saved_tensors[: ctx.tensors], list(ctx.saved_tensors[ctx.tensors :])
+    given, results = ctx.saved_tensors[: ctx.tensors], list(ctx.saved_tensors[ctx.tensors :])
     of_q, of_k, of_scale, of_bias = ctx.needs_input_grad[:4]
     wanted = [of_scale, of_bias, of_q, of_k]
-    found = operation_backward(upstream[0], *given, kept, *ctx.settings, wanted)
-    dscale, dbias, dq, dk = (gradient if want else None for gradient, want in zip(found, wanted, strict=True))
+    gradients = operation_backward(upstream[0], *given, results, *ctx.settings, wanted)
+    dscale, dbias, dq, dk = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
     return dq, dk, dscale, dbias, *[None] * (ctx.tensors - 4), *[None] * 4
 
 

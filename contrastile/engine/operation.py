@@ -110,18 +110,18 @@ class Operation(torch.autograd.Function):
             inputs = call.rows.features, call.cols.features
         with call.exchange.in_step(), without_autocast(call.device):
             if call.plan.at_once is not None:
-                value, found = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])
-                kept: Sequence[Any] = found
+                value, accumulated = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])
+                results: Sequence[Any] = accumulated
             else:
                 rows, cols = call.shards(inputs)
                 stats = call.exchange.forward(tiles, rows, cols)
                 value, states, coefficients = call.exchange.finish(
                     tiles, [side for side in stats if side is not None], rows, cols, call.weights, call.reduction
                 )
-                kept = [*states, *coefficients]
+                results = [*states, *coefficients]
         constants = call.constants()
         ctx.call, ctx.tiles, ctx.constants = call, tiles, len(constants)
-        ctx.save_for_backward(scale, bias, *inputs, *kept, *constants)
+        ctx.save_for_backward(scale, bias, *inputs, *results, *constants)
         return value
 
     @staticmethod
@@ -129,9 +129,9 @@ class Operation(torch.autograd.Function):
     def backward(ctx: Any, tensors: Sequence[Any], upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale, bias, *saved = tensors
         wanted = ctx.needs_input_grad[1:]
-        inputs, kept = saved[: len(wanted) - 2], saved[len(wanted) - 2 : len(saved) - ctx.constants]
+        inputs, results = saved[: len(wanted) - 2], saved[len(wanted) - 2 : len(saved) - ctx.constants]
         with ctx.call.exchange.in_step():
-            return None, *backward(ctx.call, ctx.tiles, upstream, scale, bias, inputs, kept, wanted)
+            return None, *backward(ctx.call, ctx.tiles, upstream, scale, bias, inputs, results, wanted)
 
 
 def with_gradients(
@@ -158,8 +158,8 @@ def with_gradients(
     # a pairwise loss leaves no state
     rows = changed(rows, coefficient=coefficient, state=coefficient.new_empty(0, len(rows)))
     row_stats = tiles.init(rows)
-    found = exchange.accumulate(tiles, rows, cols, wanted, row_stats)
-    return exchange.total((coefficient * call.loss.finish(row_stats).loss).sum()), found
+    accumulated = exchange.accumulate(tiles, rows, cols, wanted, row_stats)
+    return exchange.total((coefficient * call.loss.finish(row_stats).loss).sum()), accumulated
 
 
 def in_strips(call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted) -> tuple[Tensor, Accumulated]:
@@ -202,10 +202,10 @@ def backward(
     scale: Tensor,
     bias: Tensor | None,
     inputs: Sequence[Tensor],
-    kept: Sequence[Any],
+    results: Sequence[Any],
     wanted: Wanted,
 ) -> list[Tensor | None]:
-    """The gradients of scale, bias and inputs; `kept`: what the forward left."""
+    """The gradients of scale, bias and inputs; `results`: what the forward left."""
     exchange, (rows, cols) = call.exchange, call.shards(inputs)
     with without_autocast(call.device):
         # the one place where gradients are multiplied for the data-parallel wrapper
@@ -213,14 +213,14 @@ def backward(
         if times != 1:
             factor = factor * times
         if call.plan.at_once is not None:
-            found = Accumulated(*kept)
+            accumulated = Accumulated(*results)
         else:
-            half = len(kept) // 2
-            coefficients = [coefficient * factor for coefficient in kept[half:]]
-            rows, cols = with_states(call, rows, cols, kept[:half], coefficients)
-            found = exchange.accumulate(tiles, rows, cols, wanted)
+            half = len(results) // 2
+            coefficients = [coefficient * factor for coefficient in results[half:]]
+            rows, cols = with_states(call, rows, cols, results[:half], coefficients)
+            accumulated = exchange.accumulate(tiles, rows, cols, wanted)
         left = None if call.plan.at_once is None else factor
-        return exchange.gradients(tiles, found, rows, cols, wanted, (scale, bias), left)
+        return exchange.gradients(tiles, accumulated, rows, cols, wanted, (scale, bias), left)
 
 
 def with_states(

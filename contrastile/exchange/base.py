@@ -115,7 +115,7 @@ class Exchange(ABC):
     def gradients(
         self,
         tiles: Tiles,
-        found: Accumulated,
+        accumulated: Accumulated,
         rows: Shard,
         cols: Shard,
         wanted: Sequence[bool],
@@ -123,7 +123,7 @@ class Exchange(ABC):
         upstream: Tensor | None,
     ) -> list[Tensor | None]:
         """Gradients of scale, bias and inputs from their sums (see `Tiles.gradients`)."""
-        return tiles.gradients(found, rows, cols, wanted, numbers, upstream)
+        return tiles.gradients(accumulated, rows, cols, wanted, numbers, upstream)
 
     def total(self, local: Tensor) -> Tensor:
         """The sum over all ranks of a small tensor."""

@@ -133,7 +133,7 @@ class Host(Exchange):
     def gradients(
         self,
         tiles: Tiles,
-        found: Accumulated,
+        accumulated: Accumulated,
         rows: Shard,
         cols: Shard,
         wanted: Sequence[bool],
@@ -144,14 +144,14 @@ class Host(Exchange):
         del rows, cols, upstream
         scale, bias = numbers
         want_scale, want_bias, *_ = wanted
-        of_pairs, of_products = found.sums
+        of_pairs, of_products = accumulated.sums
         if not tiles.loss.uses_bias:
             of_pairs = torch.zeros_like(of_pairs)
         return [
             as_given(of_products.to(scale.device), scale) if want_scale else None,
             as_given(of_pairs.to(bias.device), bias) if want_bias and bias is not None else None,
-            found.u,
-            found.v,
+            accumulated.u,
+            accumulated.v,
         ]
 
     def _strips(self, rows: Shard) -> Iterator[tuple[slice, Shard]]:

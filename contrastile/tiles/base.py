@@ -193,7 +193,7 @@ class Tiles(ABC):
 
     def gradients(
         self,
-        found: Accumulated,
+        accumulated: Accumulated,
         rows: Shard,
         cols: Shard,
         wanted: Sequence[bool],
@@ -207,7 +207,7 @@ class Tiles(ABC):
         """
         scale, bias = numbers
         want_scale, want_bias, want_q, want_k = wanted
-        u, v, sums = found
+        u, v, sums = accumulated
         # the accumulators are overwritten below
         of_pairs, of_products = self._pair_sums(sums, rows, cols, u, v, want_scale)
         dscale = as_given(of_products, scale, upstream) if want_scale else None

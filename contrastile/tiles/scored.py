@@ -269,7 +269,7 @@ class Scored(Eager):
 
     def gradients(
         self,
-        found: Accumulated,
+        accumulated: Accumulated,
         rows: Shard,
         cols: Shard,
         wanted: Sequence[bool],
@@ -279,7 +279,7 @@ class Scored(Eager):
         """Gradients of scale, bias, the leaves of both sides and the module's parameters Ω, in their own types."""
         del wanted
         scale, bias = numbers
-        u, v, sums = found
+        u, v, sums = accumulated
         if upstream is not None:
             # a second backward reads them again
             u, v = (None if x is None else x * upstream for x in (u, v))

@@ -36,23 +36,23 @@ class LoadedRun:
     device: torch.device
 
     def transform(self, images: Sequence[Image]) -> Tensor:
-        """Of pictures and texts: Pillow pictures as uint8 `[n, C, S, S]`."""
+        """Pillow pictures as uint8 `[n, C, S, S]`, for a run of pictures and texts."""
         raise _other("transform", PICTURES, RETRIEVER)
 
     def encode_image(self, images: Sequence[Image] | Tensor) -> Tensor:
-        """Of pictures and texts: features `[n, D]`, float32 unit rows, of pictures."""
+        """Features `[n, D]` of pictures, float32 unit rows, for a run of pictures and texts."""
         raise _other("encode_image", PICTURES, RETRIEVER)
 
     def encode_text(self, texts: Sequence[str]) -> Tensor:
-        """Of pictures and texts: features `[n, D]`, float32 unit rows, of texts."""
+        """Features `[n, D]` of texts, float32 unit rows, for a run of pictures and texts."""
         raise _other("encode_text", PICTURES, RETRIEVER)
 
     def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Tensor:
-        """Of a retriever: features `[n, D]`, float32, of questions."""
+        """Features `[n, D]` of questions, float32, for a retriever."""
         raise _other("encode_query", RETRIEVER, PICTURES)
 
     def encode_passage(self, passages: Sequence[Passage | str], *, dimensions: int | None = None) -> Tensor:
-        """Of a retriever: features `[n, D]`, float32, of passages."""
+        """Features `[n, D]` of passages, float32, for a retriever."""
         raise _other("encode_passage", RETRIEVER, PICTURES)
 
 

@@ -394,7 +394,7 @@ def maxima(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_pt
 def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row,
                    q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
                    ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Of each row's p-th positive: its column, the mask of rows that have one, ⟨q, k⟩ in float32, and the logit."""
+    """Column of each row's p-th positive, the mask of rows that have one, ⟨q, k⟩ in float32, and the logit."""
     if DIAGONAL:
         col = (row + diagonal).to(tl.int64)
         exists = (row < N) & (col >= 0) & (col < M)

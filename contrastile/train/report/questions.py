@@ -104,8 +104,8 @@ def question_samples(answered: Rankings, texts: TextSet, match: str) -> dict[str
             pieces, name = marked(passage.text[:LETTERS], query.text), passage.title or passage.id
             shown = {"name": name, "source": passage.source, "score": score, "pieces": pieces, "right": one_right}
             passages.append(shown)
-        place = right.index(True) + 1 if any(right) else 0
-        samples.append({"question": query.text, "found": passages, "place": place})
+        rank = right.index(True) + 1 if any(right) else 0
+        samples.append({"question": query.text, "found": passages, "place": rank})
     title = f"What it finds: {PARTS.get(answered.part, answered.part)}"
     return {"title": title, "sentence": SENTENCE.format(len(answered.passages)), "asks": samples}
 
