@@ -111,7 +111,9 @@ class Softmax(PairLoss):
                 torch.sum(x, dim, out=named.total)
                 named.top.fill_(top).masked_fill_(named.total == 0, -torch.inf)
             else:
-                _exponential_sum(x, dim, named.top, named.total)
+                # nothing reads the logits after the last direction
+                last = dim == dims[-1] and not self.label_smoothing
+                _exponential_sum(x, dim, named.top, named.total, use_up=last)
             if self.label_smoothing:
                 _logit_sum(x, dim, named.top, named.logit_sum, named.logit_count)
         return tuple(stats)
@@ -194,7 +196,9 @@ class Softmax(PairLoss):
                 weight = sum(weights, x.new_zeros(()))
                 return x.sub_(top).exp_().mul_(weight)
         (state, coefficient), *more = directions
-        grad = (x - state.top).exp_().mul_(state.inverse * coefficient)
+        # in place where no other direction needs the logits: a new tile costs as much as its exponentials
+        below = x - state.top if more else x.sub_(state.top)
+        grad = below.exp_().mul_(state.inverse * coefficient)
         for state, coefficient in more:
             grad.addcmul_((x - state.top).exp_(), state.inverse * coefficient)
         return grad
@@ -229,9 +233,10 @@ def finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
-def _exponential_sum(x: Tensor, dim: int, top: Tensor, total: Tensor) -> None:
+def _exponential_sum(x: Tensor, dim: int, top: Tensor, total: Tensor, *, use_up: bool = False) -> None:
     torch.amax(x, dim, out=top)
-    torch.sum((x - finite(top).unsqueeze(dim)).exp_(), dim, out=total)
+    highest = finite(top).unsqueeze(dim)
+    torch.sum((x.sub_(highest) if use_up else x - highest).exp_(), dim, out=total)
 
 
 def _logit_sum(x: Tensor, dim: int, top: Tensor, logit_sum: Tensor, count: Tensor) -> None:
