@@ -18,6 +18,7 @@ from contrastile.losses.reference import dense_sigmoid, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.scorers import Bilinear
+from contrastile.train.memory import Weighed
 
 N, D = 203, 24
 
@@ -352,3 +353,12 @@ def test_the_sigmoid_losss_backward_can_be_repeated_and_scaled() -> None:
     once = torch.autograd.grad(loss, [a, b], retain_graph=True)
     twice = torch.autograd.grad(2 * loss, [a, b])
     assert all(distance(y, 2 * x) <= 1e-6 for x, y in zip(once, twice, strict=True))
+
+
+@pytest.mark.parametrize(("workspace", "matrices"), [(2**20, 1.3), (2**28, 2.3)])
+def test_a_dense_matrix_beyond_the_workspace_is_held_once(workspace: int, matrices: float) -> None:
+    q, k = (F.normalize(torch.randn(1500, 16), dim=-1).requires_grad_() for _ in "qk")
+    loss = InfoNCELoss(backend="dense", workspace=workspace)
+    with Weighed(torch.device("cpu")) as weighed:
+        loss(q, k, 20.0).backward()
+    assert matrices - 0.4 <= weighed.bytes / (4 * 1500**2) <= matrices

@@ -20,7 +20,7 @@ from torch import Tensor
 from contrastile._types import Reduction
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.first_order import first_order
-from contrastile.losses.base import Finished, PairLoss, Shard, changed
+from contrastile.losses.base import Finished, PairLoss, Shard, changed, with_states
 from contrastile.tiles.base import Accumulated, ForwardResult, Tiles, reduced
 from contrastile.tiles.scored import Scorer
 
@@ -148,7 +148,7 @@ def with_gradients(
     if not call.loss.pairwise:
         stats = [side for side in exchange.forward(tiles, rows, cols) if side is not None]
         result = exchange.finish(tiles, stats, rows, cols, call.weights, call.reduction)
-        carrying = with_states(call, rows, cols, result.states, result.coefficients)
+        carrying = with_states(rows, cols, result.states, result.coefficients)
         return result.value, exchange.accumulate(tiles, *carrying, wanted)
     flag = tiles.nonfinite(rows, cols)
     weights = flag.new_ones(len(rows)) if call.weights is None else call.weights.to(flag.dtype)
@@ -217,18 +217,10 @@ def backward(
         else:
             half = len(results) // 2
             coefficients = [coefficient * factor for coefficient in results[half:]]
-            rows, cols = with_states(call, rows, cols, results[:half], coefficients)
+            rows, cols = with_states(rows, cols, results[:half], coefficients)
             accumulated = exchange.accumulate(tiles, rows, cols, wanted)
         left = None if call.plan.at_once is None else factor
         return exchange.gradients(tiles, accumulated, rows, cols, wanted, (scale, bias), left)
-
-
-def with_states(
-    call: Call, rows: Shard, cols: Shard, states: Sequence[Tensor], coefficients: Sequence[Tensor]
-) -> tuple[Shard, Shard]:
-    """Both shards with what the backward needs of their statistics: of the columns, where the loss is symmetric."""
-    rows = changed(rows, state=states[0], coefficient=coefficients[0])
-    return rows, changed(cols, state=states[1], coefficient=coefficients[1]) if call.loss.symmetric else cols
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -109,6 +109,14 @@ class Shard:
         )  # fmt: skip
 
 
+def with_states(
+    rows: Shard, cols: Shard, states: Sequence[Tensor], coefficients: Sequence[Tensor]
+) -> tuple[Shard, Shard]:
+    """Both shards with what the backward needs of their statistics: of the columns, where the loss is symmetric."""
+    rows = changed(rows, state=states[0], coefficient=coefficients[0])
+    return rows, changed(cols, state=states[1], coefficient=coefficients[1]) if len(states) > 1 else cols
+
+
 @dataclass(frozen=True)
 class Diagonal:
     """The pairs (r, r + offset) of a tile."""

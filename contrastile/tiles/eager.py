@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import accumulator
-from contrastile.losses.base import Finished, PairLoss, Shard, Tile, changed, fill, mark, target
+from contrastile.losses.base import Finished, PairLoss, Shard, Tile, fill, mark, target, with_states
 from contrastile.tiles.base import InFlight, Tiles, Weigh
 
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
@@ -59,12 +59,13 @@ class Eager(Tiles):
 
     def _height(self, N: int, M: int, dtype: torch.dtype) -> int:
         side = self._side(dtype)
+        fit = self.workspace // (TILES_HELD * self.scale.dtype.itemsize * max(M, 1))
         if max(N, M) <= side:
-            return N * (M > 0)
+            # a dense matrix beyond the workspace is held once, not twice
+            return N if M and fit >= N else 0
         if self.loss.symmetric:
             # the columns have their statistics only after all rows
             return 0
-        fit = self.workspace // (TILES_HELD * self.scale.dtype.itemsize * M)
         height = min(N, fit, STRIP_CPU if self.scale.device.type == "cpu" else side)
         return height if height >= LEAST_STRIP else 0
 
@@ -79,13 +80,9 @@ class Eager(Tiles):
             # the statistics use their tile up
             ends = [self.loss.finish(side) for side in self.loss.absorb(tile._replace(x=x.clone()))]
             coefficients = weigh(ends, along)
-            sides = [
-                changed(side, state=end.state, coefficient=coefficient)
-                for side, end, coefficient in zip((strip, cols), ends, coefficients, strict=False)
-            ]
-            strip, met = (*sides, cols)[:2]
-            g_IJ = self.loss.pair_grad(tile, strip, met)
-            self._propagate(g_IJ, graph, strip, met, None if u is None else u[along], v, sums)
+            strip_I, cols_J = with_states(strip, cols, [end.state for end in ends], coefficients)
+            g_IJ = self.loss.pair_grad(tile, strip_I, cols_J)
+            self._propagate(g_IJ, graph, strip_I, cols_J, None if u is None else u[along], v, sums)
             finished.append(ends)
         return finished, sums
 
