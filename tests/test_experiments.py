@@ -19,6 +19,7 @@ from contrastile.experiments.sweep import Comparison, Trial, overridden, trainin
 from contrastile.experiments.workers import assigned_gpu, run_parallel
 from contrastile.train.batch_builder import open_data_bundle
 from contrastile.train.log import read_metrics
+from contrastile.train.metadata import TrainResult
 from contrastile.train.optim import learning_rate
 from contrastile.train.provenance import chip
 from contrastile.train.ranks import Ranks
@@ -77,6 +78,16 @@ def test_the_table_of_four_ways_shows_mean_and_spread(tmp_path):
     results = [result({"budget": "time", "way": "cached"}, seed, recall) for seed, recall in enumerate((0.5, 0.6, 0.7))]
     assert study.table(results).splitlines()[-1] == "| time | cached | 10 | 100 | 2 | 60.0 ± 10.0 % |"
     assert study.table(results[:1]).endswith("| 50.0 % |")
+
+
+def test_equal_time_is_above_zero_for_trainings_of_milliseconds(tmp_path):
+    study = FourWays(recipe=tiny_recipe(tmp_path), seeds=2)
+    trial, timed = study.trials(open_data_bundle(study.recipe))[0], []
+    for seconds in (0.012, 0.018):
+        costs = study.costs(trial, TrainResult(seconds=seconds))
+        timed.append(Result({"budget": "examples", "way": "sequential"}, 0, costs, {}))
+    ready = study.ready(Trial({"budget": "time", "way": "cached"}, 0, {"train": {}}), timed)
+    assert ready.overrides["train"]["minutes"] == pytest.approx(0.015 / 60)
 
 
 FOUR_WAYS = [

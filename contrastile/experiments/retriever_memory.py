@@ -147,7 +147,7 @@ class RetrieverMemory(Study):
             "steps": trained.steps,
             "queries": trained.examples,
             "learning_rate": optim.learning_rate * rate_factor(optim, int(trial.labels["batch"])),
-            "seconds": round(trained.seconds, 2),
+            "seconds": round(trained.seconds, 3),
             "update_seconds": round(update.seconds, 5),
             "update_bytes": update.bytes,
         }

@@ -130,7 +130,7 @@ class Study(ABC):
 
     def costs(self, _trial: Trial, trained: TrainResult) -> dict[str, float]:
         """List the costs of a training, by columns of compare.csv."""
-        return {"examples": trained.examples, "steps": trained.steps, "seconds": round(trained.seconds, 1)}
+        return {"examples": trained.examples, "steps": trained.steps, "seconds": round(trained.seconds, 3)}
 
     def measures(self, job: Any, data: Any) -> dict[str, float]:
         """Evaluate a trained job: shares of 1, by columns of compare.csv."""
