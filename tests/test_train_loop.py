@@ -128,6 +128,8 @@ def test_a_loaded_run_encodes_pictures_and_texts_or_none(finished):
     assert images.shape == texts.shape == (2, 16)
     assert torch.cat([images, texts]).norm(dim=-1).tolist() == pytest.approx([1.0] * 4)
     assert run.encode_image([]).shape == run.encode_text([]).shape == (0, 16)
+    line = "<run tiny: encode_image, encode_text and transform; 0.0 million parameters on cpu>"
+    assert repr(run) == line
 
 
 def test_a_single_picture_or_text_outside_a_list_is_refused(finished):
