@@ -103,7 +103,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         finished_run(tmp_path)
     assert str(caught.value) == (
         f'`run` must be the folder of a run, with recipe.toml, model.safetensors, run.json; got "{tmp_path}". '
-        "Train one first: contrastile train recipes/glyphs.toml"
+        "Train one first: contrastile train glyphs"
     )
 
 

@@ -128,6 +128,8 @@ def test_a_loaded_run_encodes_pictures_and_texts_or_none(finished):
     assert images.shape == texts.shape == (2, 16)
     assert torch.cat([images, texts]).norm(dim=-1).tolist() == pytest.approx([1.0] * 4)
     assert run.encode_image([]).shape == run.encode_text([]).shape == (0, 16)
+    line = "<run tiny: encode_image, encode_text and transform; 0.0 million parameters on cpu>"
+    assert repr(run) == line
 
 
 def test_a_single_picture_or_text_outside_a_list_is_refused(finished):
@@ -428,6 +430,19 @@ def test_a_step_that_would_exceed_the_minutes_is_not_taken(tmp_path, caplog):
     facts = json.loads((outcome.folder / "run.json").read_text())
     assert (facts["examples"], facts["planned"], facts["seconds"]) == (112, 480, 112.0)
     assert "; train.minutes ended the run after 112 of 480 pairs" in (outcome.folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_end_by_the_clock_is_foretold(tmp_path, caplog, monkeypatch, threads):
+    monkeypatch.setattr(loop.os, "getloadavg", lambda: (5.2, 0.0, 0.0))
+    monkeypatch.setattr(loop.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with timed(lambda count: count / 4):
+        run_recipe(tiny_recipe(tmp_path, "train.minutes=1.0"), tmp_path / "runs")
+    (line,) = [line for line in caplog.messages if "will end" in line]
+    slow = "4 pairs a second: train.minutes=1 will end the training after about 240 of 480; more minutes learn more"
+    busy = "; 5 processes share 2 cores, where OMP_NUM_THREADS=1 may be several times as fast"
+    assert line == slow + busy * (threads > 1)
 
 
 def test_a_run_that_fits_into_its_minutes_takes_all_steps(tmp_path, caplog):

@@ -205,6 +205,7 @@ def test_a_loaded_run_encodes_queries_and_passages(finished):
     with pytest.raises(ValueError, match=r"`passages` must be a list of passages; got str\. Pass \[passage\], where"):
         run.encode_passage("def red_fox(): return house")
     assert run.recipe == recipe
+    assert repr(run).endswith(": encode_query and encode_passage; 0.0 million parameters on cpu>")
 
 
 def test_a_run_of_the_other_kind_is_refused_by_name(finished):

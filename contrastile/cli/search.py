@@ -8,10 +8,13 @@ from typing import Any
 from contrastile._errors import invalid
 from contrastile.cli.options import add_device, at_least, finished_retriever
 
+SUMMARY = "find the passages that answer a question; without one, ask for some"
+EXAMPLE = 'contrastile search runs/docstrings "bracket a minimum"'
+
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
-    parser = verbs.add_parser("search", help="find the passages that answer a question; without one, ask for some")
+    parser = verbs.add_parser("search", help=SUMMARY)
     add = parser.add_argument
     add("run", help="a retriever's run folder, such as runs/docstrings")
     add("question", nargs="?", help='such as "how do I bracket a minimum"')

@@ -34,10 +34,17 @@ GALLERIES, QUESTIONS = "galleries.json", "questions.json"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 RUN_ID = "run.id"
+# the recipes that are installed with the package, which the command line knows by their names
+PACKAGED = Path(__file__).parent.parent / "recipes"
 # temporary names of the program: files of `written_whole`, and folders
 UNFINISHED, FOLDERS_LEFT = re.compile(r"\..+\.part"), re.compile(r"\.tokenizer-[a-z0-9_]{8}|\.spent-checkpoints")
 # in a folder that `contrastile encode` wrote
 INDEX = "index.json"
+
+
+def recipe_names() -> list[str]:
+    """The names of the packaged recipes."""
+    return sorted(path.stem for path in PACKAGED.glob("*.toml"))
 
 
 class RunFolder:
@@ -107,7 +114,7 @@ def finished_run(path: str | Path) -> RunFolder:
     folder = Path(path)
     missing = [name for name in (RECIPE, WEIGHTS, METADATA) if not (folder / name).is_file()]
     if missing:
-        remedy = "Train one first: contrastile train recipes/glyphs.toml"
+        remedy = "Train one first: contrastile train glyphs"
         if RECIPE not in missing and (folder / METRICS).is_file():
             remedy = f"It has begun: contrastile train {folder / RECIPE} --runs {folder.parent} --resume"
         raise invalid("run", f"be the folder of a run, with {', '.join(missing)}", f'"{folder}"', remedy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ from contrastile.train.trackers import listeners, write_stopped_report
 
 logger = logging.getLogger("contrastile")
 
+# share of the run after which its end by the clock is foretold
+FORETOLD = 0.1
 # the task of each kind of recipe
 TASKS: dict[str, type[Task[Any]]] = {"image-text": ImageText, "retriever": RetrieverJob}
 
@@ -174,6 +177,7 @@ def train(
         while trainer.agree_to_continue(stop.signal):
             trainer.step()
             trainer.show(bar)
+            trainer.foretell_end()
             trainer.probe_if_due()
             trainer.save_if_due(checkpoints)
         trainer.end(checkpoints)
@@ -208,6 +212,7 @@ class Trainer:
         # numbers the measurements, of which two of one name may follow the same step
         self.measurements = 0
         self.shown: dict[str, str] = {}
+        self.foretold = False
         # the parts of a checkpoint, under the names that earlier versions gave them
         self.state: Parts = {
             "model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "average": self.ema,
@@ -290,6 +295,25 @@ class Trainer:
         state.peak_bytes = max(state.peak_bytes, self.memory.bytes())
         self.result.update(state, self.guard.skipped)
         bar.update(state.sizes[-1], total=state.expected(), **self.shown, peak=size(state.peak_bytes))
+
+    def foretell_end(self) -> None:
+        """Warn once, early in the run, where `train.minutes` will end it before its examples."""
+        state = self.progress
+        if self.foretold or state.minutes is None or self.ranks.rank or not FORETOLD <= state.share() < 1:
+            return
+        self.foretold, rate = True, state.seen / max(state.elapsed(), 1e-9)
+        expected = round(60 * state.minutes * rate)
+        if expected >= (1 - FORETOLD) * state.examples:
+            return
+        sentence = f"{rate:,.0f} {self.task.unit} a second: train.minutes={state.minutes:g} will "
+        sentence += f"end the training after about {expected:,} of {state.examples:,}; more minutes learn more"
+        load, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
+        if self.task.run.device.type == "cpu" and threads > 1 and load > cores + 1:
+            # threads of one product wait for each other, and each of them for a core
+            sentence += (
+                f"; {load:.0f} processes share {cores} cores, where OMP_NUM_THREADS=1 may be several times as fast"
+            )
+        logger.warning(sentence)
 
     def probe_if_due(self) -> None:
         """Probe the averaged weights between two steps, `evaluate.every` share of the run apart."""

@@ -59,7 +59,7 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
     return items
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run(LoadedRun):
     """The towers of a run, with transform and tokenizer; features are unit rows, whose product is the cosine."""
 
