@@ -309,9 +309,11 @@ class Trainer:
     def test(self) -> None:
         """Measure the tests whole with several ranks, which is faster than the first rank alone in the report."""
         for name, measure in self.task.tests(whole=True) if self.ranks.size > 1 else ():
-            self._measure(name, measure, kind="test")
+            self._measure(name, measure, kind="test", whole=True)
 
-    def _measure(self, name: str, measure: Callable[[], Sequence[Mapping[str, Any]]], kind: str = "probe") -> None:
+    def _measure(
+        self, name: str, measure: Callable[[], Sequence[Mapping[str, Any]]], kind: str = "probe", **failed: Any
+    ) -> None:
         examples, unit = self.progress.seen, self.task.unit
         self.measurements += 1
         try:
@@ -322,7 +324,7 @@ class Trainer:
             if is_sharded(self.model) and not all_failed(f"measurement {self.measurements}", None):
                 raise
             logger.warning("the %s after %d %s failed, the training goes on: %r", name, examples, unit, failure)
-            self.metrics.write("failure", examples=examples, what=name, why=repr(failure))
+            self.metrics.write("failure", examples=examples, what=name, why=repr(failure), **failed)
 
     def save_if_due(self, checkpoints: Checkpoints) -> None:
         """Save a checkpoint if the clock that all ranks share says so."""
