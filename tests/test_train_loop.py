@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_runs import interrupted, timed, tiny_recipe, weights, write_pictures
+from tiny_runs import interrupted, timed, tiny_recipe, weights, write_pictures, write_recipe
 
 import contrastile
-from contrastile.train import loop
+from contrastile.cli.main import main
+from contrastile.train import loop, state
 from contrastile.train.batch_builder import Batch
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
@@ -319,6 +320,39 @@ def test_fp16_recovers_from_a_loss_scale_that_is_too_large(tmp_path, monkeypatch
     assert kinds == ["skip"] * skips + ["step"] * (30 - skips)
     assert 3 < skips < 28
     assert all(value.isfinite().all() for value in weights(outcome.folder).values())
+
+
+@pytest.mark.parametrize("largest", [1e18, 1.0])
+def test_a_run_that_diverges_keeps_finite_weights(tmp_path, monkeypatch, capsys, largest):
+    """A step multiplies the matrices by a million; the second one's activations overflow, unless the guard is first."""
+    monkeypatch.setattr(state, "LARGEST_NORM", largest)
+    words = ["optim.learning_rate=1e3", "optim.weight_decay=1e3", "optim.schedule=constant", "optim.warmup=0.0"]
+    assert main(["train", str(write_recipe(tmp_path)), *words, "--runs", str(tmp_path / "runs")]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    if largest == 1.0:
+        assert said.startswith("the weights must stay below a norm of 1; step 1 left them at ")
+        assert said.endswith(". Lower optim.learning_rate or optim.weight_decay; they are kept as they are now.")
+    else:
+        assert said.endswith("raise optim.warmup; the weights from before these steps are kept.")
+    learned = weights(tmp_path / "runs" / "tiny").values()
+    assert all(value.isfinite().all() for value in learned)
+    assert max(value.abs().max().item() for value in learned) > 1e3
+
+
+def test_a_failure_that_destroys_the_weights_leaves_those_of_the_folder(finished, tmp_path, monkeypatch):
+    recipe, _ = finished
+
+    def destroyed(model):
+        next(model.parameters()).detach().fill_(math.nan)
+        return torch.tensor(math.nan)
+
+    with interrupted(3):
+        folder = run_recipe(recipe, tmp_path).folder
+    before = weights(folder)
+    monkeypatch.setattr(loop, "weight_norm", destroyed)
+    with pytest.raises(FloatingPointError, match="the newest checkpoint has the last finite ones"):
+        run_recipe(recipe, tmp_path, resume=True)
+    assert all(torch.equal(value, before[name]) for name, value in weights(folder).items())
 
 
 def test_a_locked_tower_stays_and_its_projection_learns(tmp_path):
