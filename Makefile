@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks demo-kills demo-search test test-gpu test-gpu-multi lint format bench clean
+.PHONY: help demo demo-ranks demo-kills demo-search docs test test-gpu test-gpu-multi lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ demo-search: $(VENV)/.train ## train a retriever for the Python code on this mac
 	$(BIN)/contrastile train recipes/docstrings.toml
 	$(BIN)/contrastile encode runs/docstrings
 	$(BIN)/contrastile search runs/docstrings "bracket the minimum of a function"
+
+docs: $(VENV)/.docs ## build the documentation site: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 test: $(VENV)/.dev ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
@@ -73,4 +76,8 @@ $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.train pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search,data,dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.train pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search,docs]'
 	@touch $@
