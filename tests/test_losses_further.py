@@ -160,9 +160,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`negatives` must be left out for a symmetric loss; got both. Take a one-way loss.": lambda: contrast(
         _x(3, 4), _x(3, 4), scale=1.0, negatives=_x(3, 2, 4)
     ),
-    "`negatives` must be shared by all queries with features in host memory; got shape [3, 2, 4]. Leave `device` out.": lambda: (
-        InfoNCELoss(device="meta")(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4))
-    ),
+    "`negatives` must be shared by all queries with features in host memory; got shape [3, 2, 4]. Leave `device` "
+    "out.": lambda: InfoNCELoss(device="meta")(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4)),
     "`negative_ids` must go with `negatives` of three dimensions [queries, H, features]; got others. Continue "
     "`key_ids` over shared negatives.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), negative_ids=torch.arange(2)
