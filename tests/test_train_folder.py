@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +32,37 @@ def test_a_running_folder_is_locked(tmp_path):
             "Wait for that run to end, or give this one another name: name=another"
         )
         assert (folder / "note").read_text() == "mine"
+
+
+def test_of_runs_that_begin_at_once_one_begins_and_the_others_get_the_sentence(tmp_path, monkeypatch):
+    count, exists = 8, Path.exists
+    # the threads change between two looks at the folder, as processes on several cores do
+    monkeypatch.setattr(Path, "exists", lambda path: (exists(path), time.sleep(0))[0])
+    for attempt in range(20):
+        runs, said = tmp_path / str(attempt), []
+        together, done = threading.Barrier(count), threading.Barrier(count)
+
+        def begin(runs=runs, said=said, together=together, done=done):
+            together.wait()
+            try:
+                with new_run(runs, "glyphs") as folder:
+                    folder.write_text("note", "mine")
+                    done.wait()
+            except Exception as error:
+                said.append(repr(error))
+                done.wait()
+
+        threads = [threading.Thread(target=begin) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(said) == count - 1
+        assert set(said) == {
+            'ValueError(\'`name` must be that of no run under way; got "glyphs". '
+            "Wait for that run to end, or give this one another name: name=another')"
+        }
+        assert (runs / "glyphs" / "note").read_text() == "mine"
 
 
 def test_a_killed_process_releases_its_lock(tmp_path):

@@ -10,6 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from contrastile._errors import printable
 from contrastile.train.folder import EVALUATION, GALLERIES, METADATA, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
 from contrastile.train.log import clock, read_metrics, size
 from contrastile.train.report.figures import Curve, curves
@@ -129,7 +130,8 @@ def table_text(results: Sequence[Mapping[str, Any]], wording: Wording = IMAGE_TE
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         lines.append("  ".join([first.ljust(widths[0]), *cells]))
     named = [f"{name}  {value}" for test in measures(results).values() for name, value in test]
-    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:], *([""] if named else []), *named])
+    rows_text = [lines[0], "─" * len(lines[0]), *lines[1:], *([""] if named else []), *named]
+    return "\n".join(map(printable, rows_text))
 
 
 def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
