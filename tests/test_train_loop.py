@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import signal
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 from contrastile.train.report import figures
-from contrastile.train.report.page import full
+from contrastile.train.report.steps import StepColumns
 from contrastile.train.state import Progress
 
 
@@ -532,11 +533,53 @@ def test_the_report_has_all_sections_and_figures(finished):
     assert page.count('src="data:image/png;base64,') > 5
 
 
+def step_line(seen, planned=48, batch=None, **more):
+    values = {"loss": seen / 10, "scale": 14.0, "learning_rate": 0.1, "seconds": 2.0}
+    return {"kind": "step", "examples": seen, "batch": batch or planned, "planned": planned, **values, **more}
+
+
 def test_the_loss_curve_leaves_out_a_short_last_step():
-    steps = [{"batch": 48, "planned": 48}, {"batch": 48, "planned": 48}, {"batch": 3, "planned": 48}]
-    assert full(steps) == steps[:2]
-    assert full(steps[:2]) == steps[:2]
-    assert full(steps[2:]) == steps[2:]
+    lines = [step_line(48), step_line(96), step_line(99, batch=3)]
+    assert [StepColumns(some).full for some in (lines, lines[:2], lines[2:])] == [2, 2, 1]
+
+
+def test_the_curves_are_means_of_intervals_with_a_gap_between_batch_sizes():
+    lines = [{"kind": "skip"}, *(step_line(seen) for seen in range(1, 5)), step_line(8, 4), step_line(10, 4, batch=2)]
+    lines += [{"kind": "probe", "examples": 10}, {"kind": "step", "examples": 11}]
+    lines[3] |= {"shares": {"towers": 0.5}}
+    lines[5] |= {"shares": {"towers": 0.25, "data": 0.5}}
+    steps = StepColumns(lines)
+    assert steps.stages == [(-47, "batch 48"), (4, "batch 4")]
+    seen, values = steps.averaged(steps["loss"], points=4)
+    # intervals of 2.5 examples
+    assert seen == [1.5, 3.5, 3.5, 8.0, 10.0]
+    assert values == [pytest.approx(0.15), pytest.approx(0.35), pytest.approx(math.nan, nan_ok=True), 0.8, 1.0]
+    assert steps.averaged(steps["loss"][:2], slice(2)) == ([1.0, 2.0], [0.1, 0.2])
+    assert {part: values.tolist() for part, values in steps.shares.items()} == {
+        "data": [0.0, 0.5],
+        "towers": [0.5, 0.25],
+    }
+    assert steps.averaged(steps.shares["towers"], steps.timed)[1][::2] == [0.5, 0.25]
+    assert [line["kind"] for line in steps.others] == ["probe"]
+
+
+def test_a_long_run_is_reported_in_little_memory():
+    line = {**step_line(1), "shares": {"towers": 0.5, "data": 0.5}}
+    count = 20_000
+    tracemalloc.start()
+    steps = StepColumns({**line, "examples": seen} for seen in range(1, count + 1))
+    steps.averaged(steps["loss"])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # as dictionaries each step would take over 1,000 bytes
+    assert peak < 300 * count
+
+
+@pytest.mark.drawn
+def test_a_name_with_dollar_signs_is_no_formula():
+    name = "cost $5 {or $6 @1"
+    page = figures.curves({name: ([1.0], [2.0])}, title="$\\frac$", stages=[], under={"$": ([1.0], [1.0])}, unit="$")
+    assert name in page
 
 
 def test_right_answers_are_marked_in_the_report(learned):

@@ -17,7 +17,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +35,15 @@ def new_file(path: Path) -> None:
     """Make an empty file at `path`. An earlier file or link of that name is removed, what a link leads to is not."""
     path.unlink(missing_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+
+
+@contextmanager
+def as_open_makes_it(path: Path) -> Iterator[None]:
+    """Give a file that a library writes within the permissions that `open` gives, by the process's umask."""
+    new_file(path)
+    mode = path.stat().st_mode & 0o777
+    yield
+    path.chmod(mode)
 
 
 def open_in_place(path: Path, mode: str, *, buffering: int = -1, encoding: str | None = None) -> IO[Any]:

@@ -233,12 +233,18 @@ def _of_whole_test(line: bytes) -> bool:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl` without damaged ones and a last one that a crash cut short."""
-    lines, damaged = [], 0
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            lines.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            damaged += 1
+    return list(metrics_lines(path))
+
+
+def metrics_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The same, one after the other: those of a long run would fill the memory."""
+    damaged = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if line.endswith(b"\n"):
+                    yield dict(json.loads(line))
+            except (ValueError, TypeError, RecursionError):
+                damaged += 1
     if damaged:
         logger.warning("%d lines of %s are damaged and are left out", damaged, path)
-    return lines
