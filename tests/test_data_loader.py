@@ -15,8 +15,8 @@ from test_data_collection import stream_of
 from test_data_shards import jpeg
 
 from contrastile.data import loader
+from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.loader import ImageLoader, Piece, SharedBuffer, Worker, read_chunks
-from contrastile.data.shards import MOST_BYTES
 
 
 @contextmanager

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from contrastile.data.base import Images, Skipped
+from contrastile.data.files import open_file
+from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.images import crop_box, decode
-from contrastile.data.shards import MOST_BYTES
 from contrastile.offload import usable_cpus
 
 # images of a task
@@ -62,7 +63,7 @@ class Piece:
 
     def __call__(self) -> bytes:
         """The bytes; raises `Skipped` where the file has become shorter, or is longer than any image."""
-        with open(self.path, "rb") as file:
+        with open_file(self.path) as file:
             size = os.fstat(file.fileno()).st_size if self.size is None else self.size
             if size > MOST_BYTES:
                 raise Skipped("too large")
