@@ -6,7 +6,8 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks demo-kills demo-search docs test test-gpu test-gpu-multi lint format bench clean
+.PHONY: help demo demo-ranks demo-kills demo-search docs test test-faults test-hostile test-integrations test-gpu test-gpu-multi \
+	lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +46,9 @@ docs: $(VENV)/.docs ## build the documentation site: build/site/index.html
 
 test: $(VENV)/.dev ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage, random bytes (two minutes)
+	$(BIN)/python -m pytest -m 'hostile or not hostile' tests/test_hostile_*.py
 
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600

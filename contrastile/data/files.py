@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,31 @@ def open_in_place(path: Path, mode: str, *, buffering: int = -1, encoding: str |
         if error.errno != errno.ELOOP:
             raise
         raise _linked(path, "file") from None
+
+
+def open_file(path: str | Path) -> IO[bytes]:
+    """Open a file for reading; OSError for a pipe or a device, whose end may never come, and for a NUL in a name."""
+    if "\0" in str(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    # without waiting for the other end of a pipe
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(handle).st_mode
+    if stat.S_ISREG(kind):
+        return open(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "Not a plain file", str(path))
+
+
+def read_whole(path: str | Path, most: int) -> bytes:
+    """The bytes of a file of at most `most` bytes; a longer one is an OSError."""
+    with open_file(path) as file:
+        # one byte more, because a file may grow
+        content = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
+    if len(content) > most:
+        raise OSError(errno.EOVERFLOW, f"Over {most:,} bytes", str(path))
+    return content
 
 
 def own_folder(path: Path) -> Path:

@@ -286,9 +286,10 @@ def _encode_own(run: Run, paths: Sequence[str], name: str) -> Gathered:
     data, size = run.recipe.data, max(FILES, run.recipe.train.sub_batch.image)
     own = np.flatnonzero(np.arange(len(paths)) // size % collectives.size(None) == collectives.rank(None))
     shape, features, readable, skipped = (data.channels, data.image_size, data.image_size), [], [], Counter[str]()
+    timeout = run.recipe.train.timeout
     files, apart = [paths[row] for row in own.tolist()], run.device.type == "cuda" and len(own) >= MANY
     with progress(len(own), f"encoding {name}", "pictures") as bar:
-        for part, pictures, reasons in read_chunks(files, shape, chunk=size, apart=apart):
+        for part, pictures, reasons in read_chunks(files, shape, chunk=size, apart=apart, timeout=timeout):
             good = [index for index, reason in enumerate(reasons) if reason is None]
             skipped.update(filter(None, reasons))
             readable += [part.start + index for index in good]
