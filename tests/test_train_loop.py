@@ -16,6 +16,7 @@ from tiny_runs import interrupted, timed, tiny_recipe, weights, write_pictures
 import contrastile
 from contrastile.train import loop
 from contrastile.train.batch_builder import Batch
+from contrastile.train.folder import RunFolder
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, step
@@ -24,7 +25,7 @@ from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 from contrastile.train.report import figures
-from contrastile.train.report.page import full
+from contrastile.train.report.page import IMAGE_TEXT, _figures, full, memory_saved, table_text, write_report
 from contrastile.train.state import Progress
 
 
@@ -485,7 +486,7 @@ def test_the_report_has_no_external_references(finished):
 def test_the_report_has_all_sections_and_figures(finished):
     _, outcome = finished
     page = (outcome.folder / "report.html").read_text()
-    for heading in ("Results", "How it learned", "Memory", "What it reads", "What it finds"):
+    for heading in ("Results", "How it learned", "What it reads", "What it finds", "How to use it"):
         assert f"<h2>{heading}" in page
     titles = ("Loss", "Recall, picture → name (a sample)", "Scale", "Learning rate", "Pairs per second")
     for title in (*titles, "Where a step's time goes, in percent"):
@@ -493,9 +494,42 @@ def test_the_report_has_all_sections_and_figures(finished):
     assert page.count("<svg") == 6
     assert "still training" not in page
     assert "batch 48" in page
-    assert "the dense way" in page
+    assert f"run = contrastile.load(&#34;{outcome.folder}&#34;)" in page
     assert "examples = 480" in page
     assert page.count('src="data:image/png;base64,') > 5
+
+
+def test_the_memory_of_a_step_is_shown_where_the_plain_way_takes_more(copied):
+    folder = RunFolder(copied)
+    metadata = folder.read_json("run.json")
+    need = {"batch": 48, "beyond": 32, "per_example": 2**20, "activations": 32 * 2**20, "matrix": 4 * 48 * 48}
+    for peak, shown in ((16, "<h2>Memory"), (200, "peak memory")):
+        measured = {"base_bytes": 2**30, "peak_bytes": 2**30 + peak * 2**20, "memory": need}
+        folder.write_json("run.json", {**metadata, **measured})
+        write_report(folder)
+        page = (copied / "report.html").read_text()
+        assert [text for text in ("<h2>Memory", "peak memory") if text in page] == [shown]
+    assert memory_saved({"base_bytes": 5, "peak_bytes": 5, "memory": need}) is None
+    assert memory_saved({"base_bytes": 0, "peak_bytes": 9, "memory": {"activations": 3, "matrix": 0}}) == {
+        "step": 9,
+        "plain": 12,
+    }
+
+
+def test_a_constant_scale_has_no_figure(finished):
+    folder = finished[1].folder
+    lines = [{**line, "scale": 20.0} for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"]
+    assert len(_figures(lines, "siglip", IMAGE_TEXT)) == 4
+
+
+def test_few_queries_or_choices_are_named_below_the_table():
+    def row(test, queries, choices):
+        return {"test": test, "queries": queries, "choices": choices, "recall": {"1": 1.0}, "chance": 0.5}
+
+    few, many = row("held-out pairs", 2, 2), row("digits", 1797, 10)
+    sentence = "Too few to say anything about the model: held-out pairs (2 among 2). More data, or a larger "
+    assert table_text([many, few]).splitlines()[-1] == f"{sentence}data.held_out, helps."
+    assert "Too few" not in table_text([many])
 
 
 def test_the_loss_curve_leaves_out_a_short_last_step():
