@@ -144,9 +144,15 @@ def test_too_many_bad_rows_are_an_error_also_from_the_cache(album):
     assert album.open(most_bad=0.2).skipped == {"missing picture": 2, "empty title": 1}
     for _ in range(2):
         assert refusal(album, most_bad=0.1) == (
-            "`source` must have at most 10.0% bad pairs; got 3 of 23 (empty title: 1, missing picture: 2). "
+            "`source` must have at most 10.0% bad pairs; got 3 of 23 (empty title: 1, missing picture: 2); "
+            f'there is no "a.png" in the folder "{album.folder}". '
             "Mend it, or raise data.max_bad_fraction."
         )
+
+
+def test_a_wrong_absolute_path_is_named(album):
+    album.lines = [album.lines[0], *(f"/nowhere/{name}.png\t{name}" for name in "abc")]
+    assert 'missing picture: 3; there is no "/nowhere/a.png". One is needed' in refusal(album)
 
 
 def test_pairs_of_one_title_or_one_picture_share_an_id(album):
@@ -214,8 +220,9 @@ def test_a_table_with_nothing_to_compare_is_refused(album):
     album.lines = album.lines[:2]
     album.add("nowhere.png")
     assert refusal(album) == (
-        f"`source` must hold at least two pairs that differ and can be read ({album.folder / 'pairs.tsv'}); "
-        "got 1 readable pairs and skipped missing picture: 1. One is needed to train on, one to be held out."
+        f"`source` must hold at least two pairs that differ and can be read ({album.folder / 'pairs.tsv'}); got 1 "
+        f'readable pairs and skipped missing picture: 1; there is no "nowhere.png" in the folder "{album.folder}". '
+        "One is needed to train on, one to be held out."
     )
     assert not [entry for entry in os.scandir(album.folder / "cache") if entry.is_dir()]
 

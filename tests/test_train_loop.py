@@ -557,3 +557,16 @@ def test_names_are_escaped_in_the_report(tmp_path):
 def test_skipped_pictures_are_counted_in_the_report(finished):
     page = (finished[1].folder / "report.html").read_text()
     assert "; skipped: 1 \u00d7 missing picture" in page
+
+
+def test_batches_follow_the_size_of_the_data_where_an_epoch_has_steps(tmp_path, caplog):
+    recipe = tiny_recipe(tmp_path, "train.batch=48", "train.examples=96", "train.epoch_steps=1")
+    outcome = run_recipe(recipe, tmp_path / "runs")
+    rows = json.loads((outcome.folder / "run.json").read_text())
+    assert rows["batch"] == [rows["pairs"]] == [18]
+    steps = [line for line in read_metrics(outcome.folder / "metrics.jsonl") if line["kind"] == "step"]
+    assert [line["batch"] for line in steps] == [18] * 5 + [6]
+    assert "batches of 18 at most: train.epoch_steps is 1, for 18 pairs to train on" in caplog.messages
+    for pairs, most in ((10**6, 48), (96, 24), (20, 16)):
+        assert recipe.train.model_copy(update={"epoch_steps": 4}).fitted(pairs).batch == ((0.0, most),)
+    assert recipe.train.model_copy(update={"epoch_steps": None}).fitted(2).batch == ((0.0, 48),)

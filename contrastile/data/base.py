@@ -113,14 +113,17 @@ def counted(skipped: Mapping[str, int]) -> str:
     return ", ".join(f"{reason}: {count:,}" for reason, count in sorted(skipped.items()))
 
 
-def check_bad(skipped: Mapping[str, int], seen: int, most_bad: float, *, of: int | None = None) -> None:
+def check_bad(
+    skipped: Mapping[str, int], seen: int, most_bad: float, *, of: int | None = None, example: str = ""
+) -> None:
     """Raise ValueError where more than the share `most_bad` of the pairs `seen` could not be used.
 
-    Where the pairs seen are a part of `of` pairs, the share is taken of at least `SMALLEST_SAMPLE`.
+    Where the pairs seen are a part of `of` pairs, the share is taken of at least `SMALLEST_SAMPLE`. `example` says
+    where the first of them is.
     """
     seen = seen if of is None else max(seen, min(of, SMALLEST_SAMPLE))
     if (bad := sum(skipped.values())) > most_bad * seen:
-        got = f"{bad:,} of {seen:,} ({counted(skipped)})"
+        got = f"{bad:,} of {seen:,} ({counted(skipped)}){example}"
         remedy = "Mend it, or raise data.max_bad_fraction."
         raise invalid("source", f"have at most {most_bad:.1%} bad pairs", got, remedy)
 

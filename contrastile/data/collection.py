@@ -80,16 +80,30 @@ def open_table(source: str, options: PairOptions) -> PairSet:
         ids = joined_ids(captions, digests)
         if len(set(ids.tolist())) < 2:
             got = f"{len(captions)} readable pairs" + (f" and skipped {counted(skipped)}" if skipped else "")
+            got += _first_missing(rows, Path(source).parent)
             remedy = "One is needed to train on, one to be held out."
             raise invalid("source", f"hold at least two pairs that differ and can be read ({source})", got, remedy)
         return captions, ids, hash_split(groups_by_id(captions, ids), options.held_out), skipped
 
     pairs = cached_pairs(options.cache, "table", settings, shape=options.shape, make=make)
     if pairs.skipped:
-        count = sum(pairs.skipped.values())
-        logger.warning("%s: %d of %d rows are skipped (%s)", source, count, len(rows), counted(pairs.skipped))
-    check_bad(pairs.skipped, len(rows), options.most_bad)
+        count, example = sum(pairs.skipped.values()), _first_missing(rows, Path(source).parent)
+        logger.warning(
+            "%s: %d of %d rows are skipped (%s)%s", source, count, len(rows), counted(pairs.skipped), example
+        )
+        check_bad(pairs.skipped, len(rows), options.most_bad, example=example)
     return pairs
+
+
+def _first_missing(rows: Sequence[Row | str], folder: Path) -> str:
+    """The first picture of a table that is no file, and the folder that its path is relative to; empty without one."""
+    path = next((row[0] for row in rows if not isinstance(row, str) and not row[0].is_file()), None)
+    if path is None:
+        return ""
+    inside = path.is_relative_to(folder)
+    return (
+        f'; there is no "{path.relative_to(folder)}" in the folder "{folder}"' if inside else f'; there is no "{path}"'
+    )
 
 
 def _decode_all(
