@@ -184,6 +184,34 @@ def test_a_pair_keeps_its_side_when_others_come(album):
     assert {title for title in held_out() if title.startswith("shade")} == before
 
 
+def classes(album, count=3, each=10):
+    """A table of few captions with many pictures each."""
+    album.lines = album.lines[:1]
+    for row in range(count * each):
+        Image.new("L", (8, 8), 5 + 7 * row).save(album.add(f"{row}.png", f"class {row % count}"))
+
+
+def test_with_few_captions_pictures_of_the_others_are_held_out_too(album):
+    classes(album)
+    splits, ids = (pairs := album.open(held_out=0.2)).splits, pairs.ids
+    assert sorted(np.concatenate([*splits.values()]).tolist()) == list(range(30))
+    assert {len(splits["held_out"]), len(set(ids[splits["held_out"]].tolist()))} == {10, 1}
+    assert 1 <= len(splits["images"]) <= 8
+    # every caption of theirs is one of the training
+    assert set(ids[splits["images"]].tolist()) <= set(ids[splits["train"]].tolist())
+    # at least one, whatever the share
+    assert len(album.open(held_out=1e-6).splits["images"]) == 1
+
+
+def test_equal_pictures_lie_on_one_side(album):
+    classes(album, count=2, each=6)
+    for row in range(12):
+        Image.new("L", (8, 8), 40 + 80 * (row % 2)).save(album.folder / f"{row}.png")
+    # all pictures of a caption are the very same
+    with pytest.raises(KeyError):
+        album.open().splits["images"]
+
+
 def test_at_least_one_pair_is_on_either_side(album):
     album.lines = album.lines[:3]
     for share in (0.001, 0.999):

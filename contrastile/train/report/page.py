@@ -150,7 +150,12 @@ from PIL import Image
 
 run = contrastile.load("{run}")
 scores = run.encode_image([Image.open("picture.png")]) @ run.encode_text(["one title", "another title"]).T""",
-    parts={"faces": "held-out fonts", "names": "held-out names", "held_out": "held-out pairs"},
+    parts={
+        "faces": "held-out fonts",
+        "names": "held-out names",
+        "held_out": "held-out pairs",
+        "images": "held-out pictures",
+    },
 )
 
 
