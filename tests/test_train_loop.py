@@ -18,6 +18,7 @@ import contrastile
 from contrastile.cli.main import main
 from contrastile.train import loop, state
 from contrastile.train.batch_builder import Batch
+from contrastile.train.folder import RunFolder
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, step
@@ -26,6 +27,7 @@ from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 from contrastile.train.report import figures
+from contrastile.train.report.page import IMAGE_TEXT, _figures, memory_saved, table_text, write_report
 from contrastile.train.report.steps import StepColumns
 from contrastile.train.state import Progress
 
@@ -520,7 +522,7 @@ def test_the_report_has_no_external_references(finished):
 def test_the_report_has_all_sections_and_figures(finished):
     _, outcome = finished
     page = (outcome.folder / "report.html").read_text()
-    for heading in ("Results", "How it learned", "Memory", "What it reads", "What it finds"):
+    for heading in ("Results", "How it learned", "What it reads", "What it finds", "How to use it"):
         assert f"<h2>{heading}" in page
     titles = ("Loss", "Recall, picture → name (a sample)", "Scale", "Learning rate", "Pairs per second")
     for title in (*titles, "Where a step's time goes, in percent"):
@@ -528,9 +530,42 @@ def test_the_report_has_all_sections_and_figures(finished):
     assert page.count("<svg") == 6
     assert "still training" not in page
     assert "batch 48" in page
-    assert "the dense way" in page
+    assert f"run = contrastile.load(&#34;{outcome.folder}&#34;)" in page
     assert "examples = 480" in page
     assert page.count('src="data:image/png;base64,') > 5
+
+
+def test_the_memory_of_a_step_is_shown_where_the_plain_way_takes_more(copied):
+    folder = RunFolder(copied)
+    metadata = folder.read_json("run.json")
+    need = {"batch": 48, "beyond": 32, "per_example": 2**20, "activations": 32 * 2**20, "matrix": 4 * 48 * 48}
+    for peak, shown in ((16, "<h2>Memory"), (200, "peak memory")):
+        measured = {"base_bytes": 2**30, "peak_bytes": 2**30 + peak * 2**20, "memory": need}
+        folder.write_json("run.json", {**metadata, **measured})
+        write_report(folder)
+        page = (copied / "report.html").read_text()
+        assert [text for text in ("<h2>Memory", "peak memory") if text in page] == [shown]
+    assert memory_saved({"base_bytes": 5, "peak_bytes": 5, "memory": need}) is None
+    assert memory_saved({"base_bytes": 0, "peak_bytes": 9, "memory": {"activations": 3, "matrix": 0}}) == {
+        "step": 9,
+        "plain": 12,
+    }
+
+
+def test_a_constant_scale_has_no_figure(finished):
+    folder = finished[1].folder
+    lines = [{**line, "scale": 20.0} for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"]
+    assert len(_figures(StepColumns(lines), "siglip", IMAGE_TEXT)) == 4
+
+
+def test_few_queries_or_choices_are_named_below_the_table():
+    def row(test, queries, choices):
+        return {"test": test, "queries": queries, "choices": choices, "recall": {"1": 1.0}, "chance": 0.5}
+
+    few, many = row("held-out pairs", 2, 2), row("digits", 1797, 10)
+    sentence = "Too few to say anything about the model: held-out pairs (2 among 2). More data, or a larger "
+    assert table_text([many, few]).splitlines()[-1] == f"{sentence}data.held_out, helps."
+    assert "Too few" not in table_text([many])
 
 
 def step_line(seen, planned=48, batch=None, **more):
@@ -600,3 +635,16 @@ def test_names_are_escaped_in_the_report(tmp_path):
 def test_skipped_pictures_are_counted_in_the_report(finished):
     page = (finished[1].folder / "report.html").read_text()
     assert "; skipped: 1 \u00d7 missing picture" in page
+
+
+def test_batches_follow_the_size_of_the_data_where_an_epoch_has_steps(tmp_path, caplog):
+    recipe = tiny_recipe(tmp_path, "train.batch=48", "train.examples=96", "train.epoch_steps=1")
+    outcome = run_recipe(recipe, tmp_path / "runs")
+    rows = json.loads((outcome.folder / "run.json").read_text())
+    assert rows["batch"] == [rows["pairs"]] == [18]
+    steps = [line for line in read_metrics(outcome.folder / "metrics.jsonl") if line["kind"] == "step"]
+    assert [line["batch"] for line in steps] == [18] * 5 + [6]
+    assert "batches of 18 at most: train.epoch_steps is 1, for 18 pairs to train on" in caplog.messages
+    for pairs, most in ((10**6, 48), (96, 24), (20, 16)):
+        assert recipe.train.model_copy(update={"epoch_steps": 4}).fitted(pairs).batch == ((0.0, most),)
+    assert recipe.train.model_copy(update={"epoch_steps": None}).fitted(2).batch == ((0.0, 48),)

@@ -32,7 +32,7 @@ from contrastile.offload import settle
 from contrastile.train.config.image_text import EvaluateSettings, RetrievalSettings, ZeroShotSettings
 from contrastile.train.folder import EVALUATION, METADATA, METRICS, RunFolder, finished_run
 from contrastile.train.log import Metrics, progress
-from contrastile.train.report.page import table_text, write_report
+from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report
 from contrastile.train.run import Run, load
 from contrastile.train.sharded import is_sharded
 from contrastile.train.task import Measure
@@ -44,8 +44,7 @@ Row = dict[str, Any]
 KS = (1, 5, 10)
 # pictures that are read and encoded at once
 CHUNK = 2048
-# the names of the held-out parts in tables
-PARTS = {"faces": "held-out faces", "names": "held-out names", "held_out": "held-out pairs"}
+PARTS = IMAGE_TEXT.parts
 # of a test: features, the rows of their pictures, and the reasons why the others have none
 Gathered = tuple[Tensor, Indices, Counter[str]]
 AnyTest = ZeroShotSettings | RetrievalSettings

@@ -122,7 +122,7 @@ class ImageText(Task[Batch]):
         pairs, recipe = self.bundle.pairs, self.run.recipe
         # by reason: skipped at opening, and while reading
         skipped = Counter(pairs.skipped) + Counter(pairs.stream.skipped if pairs.stream is not None else {})
-        batch = [batch for _, batch in recipe.train.batch]
+        batch = [batch for _, batch in recipe.train.fitted(len(self.rows)).batch]
         own = {"pairs": len(self.rows), "skipped": dict(skipped), "loss": recipe.loss.kind, "batch": batch}
         return {**base_metadata(self.run, result), **own}
 

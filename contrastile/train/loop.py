@@ -199,7 +199,8 @@ class Trainer:
         recipe: Any = task.run.recipe
         self.task, self.recipe, self.model = task, recipe, task.run.model
         self.metrics, self.result, self.ranks = metrics, result, ranks
-        self.optim = with_warmup(recipe.optim, recipe.train, len(task.rows))
+        self.steps = recipe.train.fitted(len(task.rows))
+        self.optim = with_warmup(recipe.optim, self.steps, len(task.rows))
         self.optimizer = build_optimizer(self.model, self.optim)
         self.scaler = torch.amp.GradScaler(task.run.device.type, enabled=recipe.train.precision == "fp16")
         self.ema = Ema(self.model, recipe.optim.ema)
@@ -232,7 +233,10 @@ class Trainer:
         sizes = self.progress.sizes
         self.batches = Batches(self.task.rows, sizes=sizes, seed=self.recipe.seed, step=len(sizes))
         self.progress.start()
-        most, rows = max(size for _, size in self.recipe.train.batch), len(self.task.rows)
+        most, rows = max(size for _, size in self.steps.batch), len(self.task.rows)
+        if self.steps != self.recipe.train and self.ranks.rank == 0:
+            message = "batches of %d at most: train.epoch_steps is %d, for %d %s to train on"
+            logger.warning(message, most, self.steps.epoch_steps, rows, self.task.unit)
         if most > rows and self.ranks.rank == 0:
             message = "train.batch is %d, of %d %s to train on: they come several times in a step."
             logger.warning(f"{message} Less makes more steps", most, rows, self.task.unit)
@@ -250,7 +254,7 @@ class Trainer:
 
     def _planned(self) -> tuple[int, int]:
         """The recipe's present batch size, and that of the next step, which is smaller at the end of the run."""
-        planned = self.recipe.train.batch_at(self.progress.share())
+        planned = self.steps.batch_at(self.progress.share())
         return planned, min(planned, self.progress.examples - self.progress.seen)
 
     def step(self) -> None:

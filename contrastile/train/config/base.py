@@ -38,6 +38,9 @@ Width = Annotated[int, Field(ge=1, le=2**20)]
 
 DEVICE, DEVICE_RULE = re.compile(r"auto|cpu|cuda(:[0-9]+)?"), 'be "auto", "cpu", "cuda" or "cuda:1"'
 
+# the smallest batch that `train.epoch_steps` leaves, because a pair needs negatives
+LEAST = 16
+
 # the condition under which a value is refused, its key within the section ("": the section itself), and the sentence
 Clash = tuple[Any, str, str]
 
@@ -322,6 +325,7 @@ class Steps(Settings):
     batch: Annotated[tuple[tuple[Fraction, Count], ...], BeforeValidator(_constant_schedule)] = ((0.0, 256),)
     retain: Whole | Literal["auto"] = 1
     accumulate: Count = 1
+    epoch_steps: Count | None = None
     timeout: Annotated[float, Field(gt=0.0, le=1e6)] = 100.0
     parallel: Literal["replicate", "shard"] = "replicate"
     instead: ClassVar = one_of("examples", "epochs")
@@ -342,6 +346,13 @@ class Steps(Settings):
     def batch_at(self, fraction: float) -> int:
         """The batch size after that fraction of the run."""
         return next(size for start, size in reversed(self.batch) if start <= fraction)
+
+    def fitted(self, pairs: int) -> Self:
+        """The same with batches so small that an epoch of `pairs` has `epoch_steps` steps, but none below `LEAST`."""
+        if self.epoch_steps is None:
+            return self
+        most = max(pairs // self.epoch_steps, LEAST, self.accumulate * self.smallest_part)
+        return self.model_copy(update={"batch": tuple((start, min(size, most)) for start, size in self.batch)})
 
     def steps(self, count: int, examples: int) -> Iterator[int]:
         """The sizes of the first `count` steps of a run of so many examples; the last one is not cut."""
