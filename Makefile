@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks demo-kills demo-search test test-gpu test-gpu-multi lint format bench clean
+.PHONY: help demo demo-ranks demo-kills demo-search test test-integrations test-gpu test-gpu-multi lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ demo-search: $(VENV)/.train ## train a retriever for the Python code on this mac
 test: $(VENV)/.dev ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+test-integrations: .venv-integrations/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
+	.venv-integrations/bin/python -m pytest tests/integrations
+	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py
+
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600
 
@@ -49,10 +53,24 @@ bench: $(VENV)/.train ## time and memory of the losses beside the dense formula 
 	$(BIN)/contrastile bench loss
 
 clean: ## remove the environment and caches; runs stay
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-integrations .venv-open-clip build *.egg-info .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
+
+.venv-integrations/.done: pyproject.toml constraints.txt constraints-integrations.txt
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu
+	@touch $@
+
+# torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators
+.venv-open-clip/.done: pyproject.toml constraints.txt constraints-integrations.txt
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train]' pytest pytest-timeout \
+		open_clip_torch webdataset pandas braceexpand
+	@touch $@
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search]'
