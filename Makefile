@@ -50,6 +50,10 @@ test: $(VENV)/.dev ## the test suite
 test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage, random bytes (two minutes)
 	$(BIN)/python -m pytest -m 'hostile or not hostile' tests/test_hostile_*.py
 
+test-integrations: .venv-integrations/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
+	.venv-integrations/bin/python -m pytest tests/integrations
+	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py
+
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600
 
@@ -69,10 +73,24 @@ bench: $(VENV)/.train ## time and memory of the losses beside the dense formula 
 	$(BIN)/contrastile bench loss
 
 clean: ## remove the environment and caches; runs stay
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-integrations .venv-open-clip build *.egg-info .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
+
+.venv-integrations/.done: pyproject.toml constraints.txt constraints-integrations.txt
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu
+	@touch $@
+
+# torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators
+.venv-open-clip/.done: pyproject.toml constraints.txt constraints-integrations.txt
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train]' pytest pytest-timeout \
+		open_clip_torch webdataset pandas braceexpand
+	@touch $@
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search]'
