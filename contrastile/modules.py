@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from numbers import Real
-from typing import Any, ClassVar, Literal, Never, overload
+from typing import Any, ClassVar, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,26 @@ from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.engine import arguments as checks
 from contrastile.engine.plan import prepare, tell_all
 from contrastile.losses.base import PairLoss
+from contrastile.losses.hardness import Hardness
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
 # deviation of a row's length from 1 above which a loss of cosines warns
 LENGTH_TOLERANCE = 0.05
 _looks = checks.Looks()
+
+
+class How(TypedDict, total=False):
+    """The options of every loss, for type checkers and editors."""
+
+    backend: Backend
+    exchange: ExchangeName
+    group: Any
+    gradient: Gradient
+    label_smoothing: float
+    reduction: Reduction
+    workspace: int | None
+    device: torch.device | str | None
 
 
 class _Loss(nn.Module):
@@ -230,7 +244,8 @@ class InfoNCELoss(_Loss):
         weights: [N]; the loss is Σ w·loss / Σ w.
 
     With `InfoNCELoss(in_batch=False)` a query meets its own key and its own negatives [N, H, D] alone: N·(1 + H)
-    products instead of N·M.
+    products instead of N·M. `InfoNCELoss(hardness_mode=..., hardness_strength=5.0)` weighs negatives by exp(5 ·
+    similarity), see `contrastile.losses.Hardness`.
 
     >>> import torch, torch.nn.functional as F
     >>> query, key, positives = torch.randn(4, 16), torch.randn(12, 16), torch.tensor([0, 3, 6, 9])
@@ -246,9 +261,23 @@ class InfoNCELoss(_Loss):
     pair_loss = Softmax()
     unit_rows = False
 
-    def __init__(self, *, in_batch: bool = True, **how: Any) -> None:
+    def __init__(
+        self,
+        *,
+        in_batch: bool = True,
+        hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None = None,
+        hardness_strength: float = 0.0,
+        **how: Unpack[How],
+    ) -> None:
         super().__init__(**how)
         self.in_batch = in_batch
+        if hardness_mode is not None:
+            smoothing = self.options.label_smoothing
+            self.loss = Hardness(
+                label_smoothing=smoothing, hardness_strength=hardness_strength, hardness_mode=hardness_mode
+            )
+        elif hardness_strength:
+            raise invalid("hardness_mode", "be given with `hardness_strength`", None, '"all_negatives", say.')
 
     def forward(
         self,

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from problems import _with_gradients as gradients
 from torch import Tensor, nn
 
-from contrastile import InfoNCELoss
+from contrastile import InfoNCELoss, contrast
+from contrastile.losses import Hardness
 
 N, H, D = 45, 3, 19
 # of a formula, [N]: the losses of its rows, and which of them count
@@ -125,4 +126,72 @@ def own_negatives_only() -> Case:
     return Case(module, formula, _leaves(negatives=_unit(N, H, D, seed=2)))
 
 
-CASES = {make.__name__: make for make in (own_negatives, own_negatives_only)}
+def _hardness(mode: str, beta: float = 5.0, label_smoothing: float = 0.0) -> Case:
+    """Negatives of all keys, or of each query alone, have the weight exp(5 · similarity), a constant."""
+
+    def formula(query: Tensor, key: Tensor, scale: Tensor, negatives: Tensor) -> list[RowLosses]:
+        products = torch.cat([query @ key.T, _own_products(query, negatives)], dim=1)
+        weighed = torch.ones_like(products)
+        weighed[:, :N].fill_diagonal_(0.0)
+        if mode == "in_batch_negatives":
+            weighed[:, N:] = 0.0
+        if mode == "hard_negatives":
+            weighed[:, :N] = 0.0
+        x = scale * products + beta * products.detach() * weighed
+        losses = F.cross_entropy(x, torch.arange(N), reduction="none", label_smoothing=label_smoothing)
+        return [(losses, torch.ones(N, dtype=torch.bool))]
+
+    def module(**how: Any) -> nn.Module:
+        smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        return InfoNCELoss(hardness_mode=mode, hardness_strength=beta, **smoothing, **how)  # type: ignore[arg-type]
+
+    return Case(module, formula, _leaves(negatives=_unit(N, H, D, seed=2)))
+
+
+def hardness_in_batch() -> Case:
+    return _hardness("in_batch_negatives")
+
+
+def hardness_own() -> Case:
+    return _hardness("hard_negatives", label_smoothing=0.1)
+
+
+def hardness_all() -> Case:
+    return _hardness("all_negatives", label_smoothing=0.1)
+
+
+class _Contrast(nn.Module):
+    """`contrast` as a module."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, query: Tensor, key: Tensor, scale: Tensor, **others: Any) -> Tensor:
+        return contrast(query, key, scale=scale, **self.how, **others)
+
+
+def hardness_symmetric_positives() -> Case:
+    """Both directions, with positives by label."""
+
+    def formula(query: Tensor, key: Tensor, scale: Tensor, query_labels: Tensor, key_labels: Tensor) -> list[RowLosses]:
+        products, positive = query @ key.T, query_labels[:, None] == key_labels
+        x = scale * products + 3.0 * products.detach() * ~positive
+        return [
+            (-(log_p * mask).sum(1) / mask.sum(1), mask.any(1))
+            for log_p, mask in ((x.log_softmax(1), positive), (x.T.log_softmax(1), positive.T))
+        ]
+
+    def module(**how: Any) -> nn.Module:
+        return _Contrast(loss=Hardness(symmetric=True, hardness_strength=3.0), **how)
+
+    labels = torch.arange(N) // 2
+    return Case(module, formula, _leaves(), {"query_labels": labels, "key_labels": labels})
+
+
+CASES = {
+    make.__name__: make
+    for make in (
+        own_negatives, own_negatives_only, hardness_in_batch, hardness_own, hardness_all, hardness_symmetric_positives
+    )
+}  # fmt: skip

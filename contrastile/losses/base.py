@@ -175,6 +175,10 @@ class Tile(NamedTuple):
     guides: tuple[Tensor, ...] = ()
     # [I, J] weight of each listed positive, 0 elsewhere
     target: Tensor | None = None
+    # [] factor of the products in the logits
+    scale: Tensor | None = None
+    # the columns belong to each row alone: see `Shard.own`
+    own: bool = False
 
 
 def mark(rows: Shard, cols: Shard, *, exclude_self: bool) -> Marks:
