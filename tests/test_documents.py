@@ -15,7 +15,7 @@ from contrastile.train.config.base import Settings
 from contrastile.train.recipe import KINDS, load_any_recipe
 
 ROOT = Path(contrastile.__file__).parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 CHAPTERS = sorted(
     path.relative_to(ROOT).with_suffix("")
     for path in Path(contrastile.__file__).parent.rglob("*.py")
@@ -60,10 +60,12 @@ def test_every_link_leads_somewhere(document):
 
 
 def test_every_page_is_reached_from_the_first_one():
-    reached, waiting = set(), [ROOT / "README.md"]
+    # mkdocs.yml lists the pages of the site
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    reached, waiting = set(), [ROOT / "README.md", *(ROOT / "docs" / name for name in listed)]
     while waiting:
         page = waiting.pop().resolve()
-        if page in reached or page.suffix != ".md":
+        if page in reached or page.suffix != ".md" or not page.exists():
             continue
         reached.add(page)
         waiting += [page.parent / link.partition("#")[0] for link in LINK.findall(_prose(page)) if "://" not in link]

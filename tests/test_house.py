@@ -32,7 +32,9 @@ BELOW["evaluate"] = BELOW["modules"] | {"modules", "models", "data"}
 BELOW["train"] = BELOW["evaluate"] | {"evaluate"}
 BELOW["retrieval"] = BELOW["train"] | {"train"}
 BELOW["experiments"] = BELOW["bench"] = BELOW["retrieval"] | {"retrieval"}
-BELOW["cli"] = BELOW["bench"] | {"bench", "experiments"}
+BELOW["integrations"] = BELOW["bench"] | {"bench", "experiments"}
+# an export writes what another library loads
+BELOW["cli"] = BELOW["integrations"] | {"integrations"}
 DRAWERS = {"losses", "tiles", "exchange"}
 
 

@@ -5,16 +5,18 @@ import math
 import re
 import shutil
 import signal
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_runs import interrupted, timed, tiny_recipe, weights, write_pictures
+from tiny_runs import interrupted, timed, tiny_recipe, weights, write_pictures, write_recipe
 
 import contrastile
-from contrastile.train import loop
+from contrastile.cli.main import main
+from contrastile.train import loop, state
 from contrastile.train.batch_builder import Batch
 from contrastile.train.folder import RunFolder
 from contrastile.train.image_text import ImageText
@@ -25,7 +27,8 @@ from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 from contrastile.train.report import figures
-from contrastile.train.report.page import IMAGE_TEXT, _figures, full, memory_saved, table_text, write_report
+from contrastile.train.report.page import IMAGE_TEXT, _figures, memory_saved, table_text, write_report
+from contrastile.train.report.steps import StepColumns
 from contrastile.train.state import Progress
 
 
@@ -322,6 +325,39 @@ def test_fp16_recovers_from_a_loss_scale_that_is_too_large(tmp_path, monkeypatch
     assert all(value.isfinite().all() for value in weights(outcome.folder).values())
 
 
+@pytest.mark.parametrize("largest", [1e18, 1.0])
+def test_a_run_that_diverges_keeps_finite_weights(tmp_path, monkeypatch, capsys, largest):
+    """A step multiplies the matrices by a million; the second one's activations overflow, unless the guard is first."""
+    monkeypatch.setattr(state, "LARGEST_NORM", largest)
+    words = ["optim.learning_rate=1e3", "optim.weight_decay=1e3", "optim.schedule=constant", "optim.warmup=0.0"]
+    assert main(["train", str(write_recipe(tmp_path)), *words, "--runs", str(tmp_path / "runs")]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    if largest == 1.0:
+        assert said.startswith("the weights must stay below a norm of 1; step 1 left them at ")
+        assert said.endswith(". Lower optim.learning_rate or optim.weight_decay; they are kept as they are now.")
+    else:
+        assert said.endswith("raise optim.warmup; the weights from before these steps are kept.")
+    learned = weights(tmp_path / "runs" / "tiny").values()
+    assert all(value.isfinite().all() for value in learned)
+    assert max(value.abs().max().item() for value in learned) > 1e3
+
+
+def test_a_failure_that_destroys_the_weights_leaves_those_of_the_folder(finished, tmp_path, monkeypatch):
+    recipe, _ = finished
+
+    def destroyed(model):
+        next(model.parameters()).detach().fill_(math.nan)
+        return torch.tensor(math.nan)
+
+    with interrupted(3):
+        folder = run_recipe(recipe, tmp_path).folder
+    before = weights(folder)
+    monkeypatch.setattr(loop, "weight_norm", destroyed)
+    with pytest.raises(FloatingPointError, match="the newest checkpoint has the last finite ones"):
+        run_recipe(recipe, tmp_path, resume=True)
+    assert all(torch.equal(value, before[name]) for name, value in weights(folder).items())
+
+
 def test_a_locked_tower_stays_and_its_projection_learns(tmp_path):
     recipe = tiny_recipe(tmp_path, "model.locked=['image']", "train.examples=64")
     began = ImageText.open(recipe).run.model.state_dict()
@@ -517,9 +553,10 @@ def test_the_memory_of_a_step_is_shown_where_the_plain_way_takes_more(copied):
 
 
 def test_a_constant_scale_has_no_figure(finished):
-    folder = finished[1].folder
-    lines = [{**line, "scale": 20.0} for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"]
-    assert len(_figures(lines, "siglip", IMAGE_TEXT)) == 4
+    lines = [line for line in read_metrics(finished[1].folder / "metrics.jsonl") if line["kind"] == "step"]
+    for scale, count in ((20.0, 4), (None, 5)):
+        changed = [{**line, "scale": scale or line["scale"]} for line in lines]
+        assert len(_figures(StepColumns(changed), "siglip", IMAGE_TEXT)) == count
 
 
 def test_few_queries_or_choices_are_named_below_the_table():
@@ -532,11 +569,53 @@ def test_few_queries_or_choices_are_named_below_the_table():
     assert "Too few" not in table_text([many])
 
 
+def step_line(seen, planned=48, batch=None, **more):
+    values = {"loss": seen / 10, "scale": 14.0, "learning_rate": 0.1, "seconds": 2.0}
+    return {"kind": "step", "examples": seen, "batch": batch or planned, "planned": planned, **values, **more}
+
+
 def test_the_loss_curve_leaves_out_a_short_last_step():
-    steps = [{"batch": 48, "planned": 48}, {"batch": 48, "planned": 48}, {"batch": 3, "planned": 48}]
-    assert full(steps) == steps[:2]
-    assert full(steps[:2]) == steps[:2]
-    assert full(steps[2:]) == steps[2:]
+    lines = [step_line(48), step_line(96), step_line(99, batch=3)]
+    assert [StepColumns(some).full for some in (lines, lines[:2], lines[2:])] == [2, 2, 1]
+
+
+def test_the_curves_are_means_of_intervals_with_a_gap_between_batch_sizes():
+    lines = [{"kind": "skip"}, *(step_line(seen) for seen in range(1, 5)), step_line(8, 4), step_line(10, 4, batch=2)]
+    lines += [{"kind": "probe", "examples": 10}, {"kind": "step", "examples": 11}]
+    lines[3] |= {"shares": {"towers": 0.5}}
+    lines[5] |= {"shares": {"towers": 0.25, "data": 0.5}}
+    steps = StepColumns(lines)
+    assert steps.stages == [(-47, "batch 48"), (4, "batch 4")]
+    seen, values = steps.averaged(steps["loss"], points=4)
+    # intervals of 2.5 examples
+    assert seen == [1.5, 3.5, 3.5, 8.0, 10.0]
+    assert values == [pytest.approx(0.15), pytest.approx(0.35), pytest.approx(math.nan, nan_ok=True), 0.8, 1.0]
+    assert steps.averaged(steps["loss"][:2], slice(2)) == ([1.0, 2.0], [0.1, 0.2])
+    assert {part: values.tolist() for part, values in steps.shares.items()} == {
+        "data": [0.0, 0.5],
+        "towers": [0.5, 0.25],
+    }
+    assert steps.averaged(steps.shares["towers"], steps.timed)[1][::2] == [0.5, 0.25]
+    assert [line["kind"] for line in steps.others] == ["probe"]
+
+
+def test_a_long_run_is_reported_in_little_memory():
+    line = {**step_line(1), "shares": {"towers": 0.5, "data": 0.5}}
+    count = 20_000
+    tracemalloc.start()
+    steps = StepColumns({**line, "examples": seen} for seen in range(1, count + 1))
+    steps.averaged(steps["loss"])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # as dictionaries each step would take over 1,000 bytes
+    assert peak < 300 * count
+
+
+@pytest.mark.drawn
+def test_a_name_with_dollar_signs_is_no_formula():
+    name = "cost $5 {or $6 @1"
+    page = figures.curves({name: ([1.0], [2.0])}, title="$\\frac$", stages=[], under={"$": ([1.0], [1.0])}, unit="$")
+    assert name in page
 
 
 def test_right_answers_are_marked_in_the_report(learned):

@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from contrastile import __version__
+from contrastile._errors import printable
 from contrastile.cli import bench, compare, doctor, encode, evaluate, search, train
 
 # arguments of pip for modules outside "contrastile[train]"
@@ -91,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sentence, code = _explained(error)
         if options.traceback or not code:
             raise
-    print(sentence, file=sys.stderr)
+    # names from files may be part of it
+    print("\n".join(map(printable, sentence.split("\n"))), file=sys.stderr)
     return code
 
 

@@ -22,6 +22,7 @@ def add_to(verbs: Any) -> None:
     add("--index", metavar="FOLDER", help="index that `contrastile encode` wrote (default: RUN/index)")
     add("--engine", default="torch", help="torch, or faiss where it is installed (default: torch)")
     add("--lines", type=int, default=4, metavar="N", help="lines of each passage (default: 4)")
+    add("--verify", action="store_true", help="compare every byte of the index with its checksum first")
     add_device(parser)
     parser.set_defaults(verb=run)
 
@@ -44,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from contrastile.retrieval.index import open_search
 
-    search = open_search(folder, index, engine=arguments.engine, device=arguments.device)
+    how = {"engine": arguments.engine, "device": arguments.device, "verify": arguments.verify}
+    search = open_search(folder, index, **how)
     if arguments.question is not None:
         print(search.results_text(arguments.question, arguments.k, lines=arguments.lines))
         return 0

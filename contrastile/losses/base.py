@@ -64,6 +64,11 @@ class Shard:
     guides: tuple[Tensor, ...] = ()
     # [n, P] weight of each listed positive, which makes a tile's `target`
     targets: Tensor | None = None
+    # [n, H, D] further columns, of which each row meets its own H alone
+    own: Tensor | None = None
+    # [n, H] those that do not count; and how many of them, from the first on, are positives
+    own_excluded: Tensor | None = None
+    own_positives: int = 0
 
     def __len__(self) -> int:
         return self.features.shape[0]
@@ -88,6 +93,8 @@ class Shard:
             others=tuple([leaf[along] for leaf in self.others]),
             guides=tuple([guide[along] for guide in self.guides]),
             targets=None if self.targets is None else self.targets[along],
+            own=None if self.own is None else self.own[along],
+            own_excluded=None if self.own_excluded is None else self.own_excluded[along],
         )
 
     def payload(self) -> list[Tensor]:

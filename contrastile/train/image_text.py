@@ -54,8 +54,8 @@ class ImageText(Task[Batch]):
         self.bundle, self._tests = bundle, tests
         # rows of tests that ranks measured whole, by the test's index
         self._results: dict[int, list[Row]] = {}
-        apart = run.device.type == "cuda"
-        self.builder = BatchBuilder(bundle, augment=recipe.data.augment, seed=recipe.seed, apart=apart)
+        apart, timeout = run.device.type == "cuda", recipe.train.timeout
+        self.builder = BatchBuilder(bundle, augment=recipe.data.augment, seed=recipe.seed, apart=apart, timeout=timeout)
         self.state = {"feed": self.builder}
 
     @classmethod

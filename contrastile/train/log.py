@@ -177,6 +177,17 @@ class Metrics:
             self._lost += 1
         self._notify(lambda listener: listener.log(kind, values))
 
+    def drop_whole_tests(self) -> None:
+        """Drop the lines of whole tests at the end of the file, and half a line: an evaluation replaces them."""
+        position = end = 0
+        with Path(self._file.name).open("rb") as file:
+            for line in file:
+                position += len(line)
+                if line.endswith(b"\n") and not _of_whole_test(line):
+                    end = position
+        if end < position:
+            self._file.truncate(end)
+
     def _notify(self, call: Callable[[Listener], None]) -> None:
         for name, listener in list(self._listeners.items()):
             try:
@@ -211,14 +222,29 @@ class Metrics:
             logger.warning("%d lines of %s were lost", self._lost, self._file.name)
 
 
+def _of_whole_test(line: bytes) -> bool:
+    # the text is looked at first, because parsing every line of a long run takes seconds
+    if b'"whole": true' not in line:
+        return False
+    with suppress(ValueError, AttributeError):
+        return bool(json.loads(line).get("whole") is True)
+    return False
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl` without damaged ones and a last one that a crash cut short."""
-    lines, damaged = [], 0
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            lines.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            damaged += 1
+    return list(metrics_lines(path))
+
+
+def metrics_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The same, one after the other: those of a long run would fill the memory."""
+    damaged = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if line.endswith(b"\n"):
+                    yield dict(json.loads(line))
+            except (ValueError, TypeError, RecursionError):
+                damaged += 1
     if damaged:
         logger.warning("%d lines of %s are damaged and are left out", damaged, path)
-    return lines

@@ -45,6 +45,7 @@ from contrastile.train.optim import (
     clip_gradients,
     learning_rate,
     set_learning_rate,
+    weight_norm,
     with_warmup,
 )
 from contrastile.train.ranks import ALONE, Ranks
@@ -52,9 +53,9 @@ from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.run import begin_run, learned_by, same_recipe, save_run
-from contrastile.train.sharded import is_sharded
+from contrastile.train.sharded import full, is_sharded
 from contrastile.train.signals import StopRequest
-from contrastile.train.state import Ema, NonFiniteGuard, Progress
+from contrastile.train.state import Ema, NonFiniteGuard, Progress, all_finite
 from contrastile.train.stopwatch import DeviceTimer, HostTimer, Stopwatch, shares_text
 from contrastile.train.task import BatchPart, Task
 from contrastile.train.trackers import listeners, write_stopped_report
@@ -149,8 +150,8 @@ def saved_at_end(folder: RunFolder, task: Task[Any], result: TrainResult) -> Ite
         whole = False
         raise
     except BaseException:
-        # a failure before the first step must not overwrite the weights of an interrupted run
-        whole = result.steps > 0
+        # a failure before the first step, or one that destroyed the weights, must not overwrite those of the folder
+        whole = result.steps > 0 and all_finite(task.run.model)
         raise
     finally:
         # torchrun sends SIGTERM when another rank has ended; it must not interrupt the saving
@@ -178,6 +179,7 @@ def train(
             trainer.step()
             trainer.show(bar)
             trainer.foretell_end()
+            trainer.guard.check_weights(len(now.sizes), trainer.weight_norm, trainer.model)
             trainer.probe_if_due()
             trainer.save_if_due(checkpoints)
         trainer.end(checkpoints)
@@ -212,6 +214,8 @@ class Trainer:
         self.guard = NonFiniteGuard()
         # numbers the measurements, of which two of one name may follow the same step
         self.measurements = 0
+        # that of all trained weights after the last step
+        self.weight_norm = 0.0
         self.shown: dict[str, str] = {}
         self.foretold = False
         # the parts of a checkpoint, under the names that earlier versions gave them
@@ -269,7 +273,9 @@ class Trainer:
         self.stopwatch.mark("towers")
         value, norm = step(task, self.optimizer, parts, self.scaler, ranks)
         timing = self.stopwatch.read(count)
-        scale = self.model.logit_scale.exp().item()
+        # read together, because each reading waits for the device
+        both = torch.stack([full(self.model.logit_scale.exp()), weight_norm(self.model)])
+        scale, self.weight_norm = both.tolist()
         state.step_taken(count)
         if self._finite(number, value, norm, parts):
             self.ema.update()
@@ -337,9 +343,11 @@ class Trainer:
     def test(self) -> None:
         """Measure the tests whole with several ranks, which is faster than the first rank alone in the report."""
         for name, measure in self.task.tests(whole=True) if self.ranks.size > 1 else ():
-            self._measure(name, measure, kind="test")
+            self._measure(name, measure, kind="test", whole=True)
 
-    def _measure(self, name: str, measure: Callable[[], Sequence[Mapping[str, Any]]], kind: str = "probe") -> None:
+    def _measure(
+        self, name: str, measure: Callable[[], Sequence[Mapping[str, Any]]], kind: str = "probe", **failed: Any
+    ) -> None:
         examples, unit = self.progress.seen, self.task.unit
         self.measurements += 1
         try:
@@ -350,7 +358,7 @@ class Trainer:
             if is_sharded(self.model) and not all_failed(f"measurement {self.measurements}", None):
                 raise
             logger.warning("the %s after %d %s failed, the training goes on: %r", name, examples, unit, failure)
-            self.metrics.write("failure", examples=examples, what=name, why=repr(failure))
+            self.metrics.write("failure", examples=examples, what=name, why=repr(failure), **failed)
 
     def save_if_due(self, checkpoints: Checkpoints) -> None:
         """Save a checkpoint if the clock that all ranks share says so."""

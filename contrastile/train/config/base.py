@@ -27,6 +27,8 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Scale = Annotated[float, Field(ge=1.0, le=100.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+# a smaller one is 0 in float32, and 0 / 0 the update of a weight without a gradient
+Eps = Annotated[float, Field(ge=1e-30, le=1.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -217,14 +219,15 @@ class OptimSettings(Settings):
     every stage of `train.batch`.
     """
 
-    learning_rate: Positive = 1e-3
+    # larger ones lead from finite weights to others in a single step
+    learning_rate: Annotated[float, Field(gt=0.0, le=1e3)] = 1e-3
     rate_scaling: Literal["none", "sqrt", "linear"] = "none"
-    base_batch: Count | None = None
-    weight_decay: NotNegative = 0.1
+    base_batch: Many | None = None
+    weight_decay: Annotated[float, Field(ge=0.0, le=1e3)] = 0.1
     schedule: Literal["cosine", "linear", "constant", "cooldown"] = "cosine"
     warmup: Fraction = 0.05
     warmup_steps: Count | None = None
-    warmup_epochs: Positive | None = None
+    warmup_epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     cooldown: Share = 0.2
     final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     clip_norm: NotNegative = 1.0
@@ -255,7 +258,7 @@ class AdamWSettings(OptimSettings):
 
     kind: Literal["adamw"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    eps: Positive = 1e-8
+    eps: Eps = 1e-8
 
 
 class AdafactorSettings(OptimSettings):
@@ -277,7 +280,7 @@ class MuonSettings(OptimSettings):
     kind: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    eps: Positive = 1e-8
+    eps: Eps = 1e-8
 
 
 AnyOptim = Annotated[AdamWSettings | AdafactorSettings | MuonSettings, Field(discriminator="kind"), kind_or("adamw")]

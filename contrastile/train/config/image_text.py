@@ -296,7 +296,7 @@ class SigLipSettings(LossSettings):
 
     kind: Literal["siglip"] = "siglip"
     scale: Scale = 10.0
-    bias: float = -10.0
+    bias: Annotated[float, Field(ge=-1e4, le=1e4)] = -10.0
 
 
 AnyLoss = Annotated[ClipSettings | SigLipSettings, Field(discriminator="kind"), kind_or("clip")]

@@ -33,8 +33,24 @@ def curves(
     under: Mapping[str, Curve] | None = None,
 ) -> str:
     """An SVG of `lines` over the examples seen. stages: begin and name of each batch size. under: dashed lines."""
+    import matplotlib
+
+    # a name from the data may hold dollar signs, which begin a formula
+    with matplotlib.rc_context({"text.parse_math": False}):
+        return _curves(lines, title, stages, unit, under or {}, percent=percent)
+
+
+def _curves(
+    lines: Mapping[str, Curve],
+    title: str,
+    stages: Sequence[tuple[float, str]],
+    unit: str,
+    under: Mapping[str, Curve],
+    *,
+    percent: bool,
+) -> str:
     figure, axes = _canvas(title, unit)
-    for name, (seen, values) in (under or {}).items():
+    for name, (seen, values) in under.items():
         axes.plot(seen, values, color=SOFT, linewidth=1.2, linestyle=(0, (3, 2)), label=name)
     for (name, (seen, values)), colour in zip(lines.items(), COLOURS, strict=False):
         # a single point needs a marker
@@ -50,9 +66,9 @@ def curves(
     if percent:
         axes.set_ylim(0, 100)
         axes.yaxis.set_major_formatter("{x:.0f}%")
-    if len(lines) + len(under or {}) > 1:
+    if len(lines) + len(under) > 1:
         # below the axes, where it covers no curve
-        columns = 4 if sum(map(len, [*lines, *(under or {})])) < LEGEND else 2
+        columns = 4 if sum(map(len, [*lines, *under])) < LEGEND else 2
         figure.legend(frameon=False, labelcolor=INK, fontsize=8, loc="outside lower center", ncols=columns)
     return _svg(figure)
 

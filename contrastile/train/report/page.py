@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from contrastile._errors import printable
 from contrastile.train.folder import EVALUATION, GALLERIES, METADATA, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
-from contrastile.train.log import clock, read_metrics, size
+from contrastile.train.log import clock, metrics_lines, size
 from contrastile.train.report.figures import Curve, curves
+from contrastile.train.report.steps import StepColumns
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -70,7 +71,7 @@ def write_report(
         wording=wording,
         unit=wording.unit,
         measures=measures(results),
-        figures=_figures(read_metrics(folder / METRICS), metadata["loss"], wording),
+        figures=_figures(StepColumns(metrics_lines(folder / METRICS)), metadata["loss"], wording),
         galleries=stored_samples(folder, GALLERIES, galleries),
         questions=stored_samples(folder, QUESTIONS, questions),
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
@@ -194,47 +195,36 @@ def table_text(results: Sequence[Mapping[str, Any]], wording: Wording = IMAGE_TE
         lines.append("  ".join([first.ljust(widths[0]), *cells]))
     named = [f"{name}  {value}" for test in measures(results).values() for name, value in test]
     few = [few] if (few := few_text(results)) else []
-    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:], *([""] if named else []), *named, *few])
+    rows_text = [lines[0], "─" * len(lines[0]), *lines[1:], *([""] if named else []), *named, *few]
+    return "\n".join(map(printable, rows_text))
 
 
-def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
+def _figures(steps: StepColumns, loss: str, wording: Wording) -> list[str]:
     """The curves of a run as SVG; none before the first step."""
-    steps = [line for line in metrics if line["kind"] == "step"]
-    if not steps:
+    if not len(steps):
         return []
-    draw = partial(curves, stages=_stages(steps), unit=wording.unit)
+    draw, whole = partial(curves, stages=steps.stages, unit=wording.unit), slice(steps.full)
     # the loss of a uniform guess among the b texts of a batch is ln b
-    guess = {"guessing": averaged(steps, lambda line: math.log(line["planned"]))} if loss == "clip" else {}
-    figures = [draw({"loss": averaged(full(steps), itemgetter("loss"))}, title="Loss", under=guess)]
+    guess = {"guessing": steps.averaged(np.log(steps["planned"]))} if loss == "clip" else {}
+    figures = [draw({"loss": steps.averaged(steps["loss"][whole], whole)}, title="Loss", under=guess)]
     # there are no recalls if every probe failed, or if no question has known right passages
-    if recalls := _probed(metrics, wording.parts):
+    if recalls := _probed(steps.others, wording.parts):
         figures.append(draw(recalls, title=wording.probes, percent=True))
-    if tested := _tested(metrics):
+    if tested := _tested(steps.others):
         figures.append(draw(tested, title="Tests on other pictures (a sample)", percent=True))
-    single: dict[str, tuple[str, Callable[[Line], float]]] = {
-        "scale": ("Scale", itemgetter("scale")),
-        "rate": ("Learning rate", itemgetter("learning_rate")),
-        "speed": (f"{wording.unit.capitalize()} per second", lambda line: line["batch"] / line["seconds"]),
+    single = {
+        "scale": ("Scale", steps["scale"]),
+        "rate": ("Learning rate", steps["learning_rate"]),
+        "speed": (f"{wording.unit.capitalize()} per second", steps["batch"] / steps["seconds"]),
     }
-    if len({line["scale"] for line in steps}) == 1 < len(steps):
+    if len(steps) > 1 and np.ptp(steps["scale"]) == 0:
         # a constant line shows nothing
         del single["scale"]
-    figures += [draw({name: averaged(steps, value)}, title=title) for name, (title, value) in single.items()]
-    # earlier versions did not write the parts of a step's time
-    if timed := [line for line in steps if line.get("shares")]:
-        parts = sorted({part for line in timed for part in line["shares"]})
-        shares = {part: averaged(timed, partial(_share, part)) for part in parts}
+    figures += [draw({name: steps.averaged(values)}, title=title) for name, (title, values) in single.items()]
+    if steps.shares:
+        shares = {part: steps.averaged(100 * values, steps.timed) for part, values in steps.shares.items()}
         figures.append(draw(shares, title="Where a step's time goes, in percent"))
     return figures
-
-
-def _share(part: str, line: Line) -> float:
-    return 100 * line["shares"].get(part, 0.0)
-
-
-def full(steps: Sequence[Line]) -> Sequence[Line]:
-    """The steps without a short last one, whose loss has fewer negatives."""
-    return steps[:-1] if len(steps) > 1 and steps[-1]["batch"] < steps[-1]["planned"] else steps
 
 
 def _probed(metrics: Sequence[Line], parts: Mapping[str, str]) -> dict[str, Curve]:
@@ -261,26 +251,3 @@ def _tested(metrics: Sequence[Line]) -> dict[str, Curve]:
             seen.append(line["examples"])
             values.append(100 * line[name])
     return dict(tested)
-
-
-def _stages(steps: Sequence[Line]) -> list[tuple[float, str]]:
-    """The begin of each batch size, and its name; a short last step is no stage."""
-    firsts = [next(group) for _, group in groupby(steps, itemgetter("planned"))]
-    return [(line["examples"] - line["batch"], f"batch {line['planned']:,}") for line in firsts]
-
-
-def averaged(steps: Sequence[Line], value: Callable[[Line], float], points: int = 200) -> Curve:
-    """`value` over examples seen: means of `points` equal intervals at most, a gap where the batch size changes."""
-    interval = steps[-1]["examples"] / points
-    seen: list[float] = []
-    values: list[float] = []
-    planned = None
-    for (batch, _), group in groupby(steps, lambda line: (line["planned"], int(line["examples"] / interval))):
-        lines = list(group)
-        if planned not in (None, batch):
-            seen.append(seen[-1])
-            values.append(math.nan)
-        planned = batch
-        seen.append(sum(line["examples"] for line in lines) / len(lines))
-        values.append(sum(map(value, lines)) / len(lines))
-    return seen, values

@@ -1,0 +1,105 @@
+"""Hooks of the site: generated pages, links that leave docs/, figures, and checks of the built HTML.
+
+mkdocs calls the functions `on_...` by their names. A link of a page to a file of the repository leads to a page with
+that file's text, so the site is whole without a network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import checks
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# documents beside docs/, and the pages that they become
+BESIDE = {"README.md": "index.md", "CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md"}
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(?=[)#\s])")
+LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made of other things than Markdown below docs/."""
+    for name, uri in BESIDE.items():
+        if name != "README.md":
+            files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
+    targets = {target for file in files.documentation_pages() for target in _outside(file)}
+    for target in sorted(targets):
+        files.append(File.generated(config, _source_uri(target), content=_source_page(target)))
+    return files
+
+
+def on_nav(nav: Any, config: Any, files: Files) -> Any:
+    """List pages that mkdocs.yml does not name at the end of the section How-to."""
+    listed = {page.file.src_uri for page in nav.pages}
+    section = next(item for item in nav.items if item.title == "How-to")
+    for file in files.documentation_pages():
+        if file.src_uri not in listed and not file.src_uri.startswith("source/"):
+            file.inclusion = file.inclusion.__class__.INCLUDED
+            section.children.append(file.page)
+            file.page.parent = section
+            nav.pages.append(file.page)
+    return nav
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turn links that leave docs/ into links within the site."""
+    if page.file.src_uri.startswith("source/"):
+        return markdown
+    return LINK.sub(lambda link: _within(link[1], page.file), markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Refuse a site with dead links, or with scripts, styles, fonts or images of other hosts."""
+    checks.check(Path(config["site_dir"]))
+
+
+def _origin(file: File) -> Path:
+    """The document that a page is made of."""
+    beside = {uri: ROOT / name for name, uri in BESIDE.items() if name != "README.md"}
+    return beside.get(file.src_uri, DOCS / file.src_uri)
+
+
+def _target(link: str, file: File) -> Path:
+    return Path(os.path.normpath(_origin(file).parent / link))
+
+
+def _outside(file: File) -> list[Path]:
+    """Files and folders of the repository, outside docs/, to which a page links."""
+    targets = (_target(link, file) for link in LINK.findall(file.content_string))
+    return [path for path in targets if _leaves(path) and path.exists()]
+
+
+def _leaves(path: Path) -> bool:
+    return ROOT in path.parents and DOCS not in (path, *path.parents) and path.name not in BESIDE
+
+
+def _within(link: str, file: File) -> str:
+    """A link as the site has it, relative to the page."""
+    path = _target(link, file)
+    if path.parent == ROOT and path.name in BESIDE:
+        uri = BESIDE[path.name]
+    elif _leaves(path):
+        uri = _source_uri(path)
+    elif DOCS in path.parents:
+        uri = path.relative_to(DOCS).as_posix()
+    else:
+        return link
+    return os.path.relpath(uri, os.path.dirname(file.src_uri) or ".")
+
+
+def _source_uri(path: Path) -> str:
+    return f"source/{path.relative_to(ROOT).as_posix()}.md"
+
+
+def _source_page(path: Path) -> str:
+    """A page with the text of a file, or with the names of a folder."""
+    title = f"---\nsearch: {{exclude: true}}\n---\n\n# {path.relative_to(ROOT).as_posix()}\n\n"
+    if path.is_dir():
+        names = sorted(child.name for child in path.iterdir() if child.suffix in LANGUAGES)
+        return title + "\n".join(f"- `{name}`" for name in names) + "\n"
+    return f"{title}````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf-8')}\n````\n"
