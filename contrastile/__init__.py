@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from contrastile.modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
     from contrastile.train.load import load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "Ragged", "SigLipLoss", "SupConLoss", "contrast", "encode", "load"]
 
