@@ -1,6 +1,6 @@
 """contrast(q, k, ...): the function under every loss.
 
-Stands between the five loss classes of `modules.py`, which only name their options, and `engine/`, which checks the
+Stands between the loss classes of `modules/`, which only name their options, and `engine/`, which checks the
 arguments, plans the call and runs it as one autograd operation. Features go in, one number comes out; the backward
 returns their gradients and those of the scale and the bias. No matrix of size b × b exists at any moment.
 """

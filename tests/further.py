@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from problems import _with_gradients as gradients
 from torch import Tensor, nn
 
-from contrastile import InfoNCELoss, contrast
-from contrastile.losses import Hardness
+from contrastile import DCLLoss, InfoNCELoss, contrast
+from contrastile.losses import DecoupledWeighted, Hardness
 
 N, H, D = 45, 3, 19
 # of a formula, [N]: the losses of its rows, and which of them count
@@ -32,7 +32,7 @@ class Case:
     def tensors(self, dtype: torch.dtype, scale: float | None = None) -> dict[str, Tensor]:
         """The leaves, features in this type and numbers in float32 or float64."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        given = self.leaves if scale is None else self.leaves | {"scale": torch.tensor(scale, dtype=torch.float64)}
+        given = {name: torch.tensor(scale).to(x) if scale and not x.ndim else x for name, x in self.leaves.items()}
         return {name: x.to(dtype if x.ndim else wide).requires_grad_() for name, x in given.items()}
 
     def by_tiles(self, tensors: dict[str, Tensor], **how: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -189,9 +189,57 @@ def hardness_symmetric_positives() -> Case:
     return Case(module, formula, _leaves(), {"query_labels": labels, "key_labels": labels})
 
 
+def _decoupled(products: Tensor, scale: Tensor, positive: Tensor, sigma: float) -> RowLosses:
+    """Rows without a positive or a negative have no loss."""
+    x, counts = scale * products, positive.any(1) & ~positive.all(1)
+    mean = (products * positive).sum(1) / positive.sum(1).clamp(min=1)
+    kernel = (mean.detach() / sigma).exp() * counts
+    weights = 2 - kernel * counts.sum() / kernel.sum()
+    negatives = x.masked_fill(positive, -torch.inf).where(counts[:, None], torch.zeros(()).to(x)).logsumexp(1)
+    return negatives - weights * scale * mean, counts
+
+
+def dclw() -> Case:
+    def formula(image_features: Tensor, text_features: Tensor, logit_scale: Tensor) -> list[RowLosses]:
+        products, positive = image_features @ text_features.T, torch.eye(N, dtype=torch.bool)
+        return [_decoupled(x, logit_scale, positive, 0.4) for x in (products, products.T)]
+
+    def module(**how: Any) -> nn.Module:
+        return DCLLoss(sigma=0.4, **how)
+
+    query, key, scale = _leaves().values()
+    weights = torch.rand(N, generator=_generator(4), dtype=torch.float64) + 0.1
+    leaves = {"image_features": query, "text_features": key, "logit_scale": scale}
+    return Case(module, formula, leaves, {"weights": weights})
+
+
+def dclw_labels() -> Case:
+    """One direction, several positives or none, further negatives."""
+
+    def formula(
+        query: Tensor, key: Tensor, scale: Tensor, query_labels: Tensor, key_labels: Tensor, negatives: Tensor
+    ) -> list[RowLosses]:
+        products = torch.cat([query @ key.T, _own_products(query, negatives)], dim=1)
+        positive = torch.cat([query_labels[:, None] == key_labels, torch.zeros(N, H, dtype=torch.bool)], dim=1)
+        return [_decoupled(products, scale, positive, 0.5)]
+
+    def module(**how: Any) -> nn.Module:
+        return _Contrast(loss=DecoupledWeighted(), **how)
+
+    labels = {"query_labels": _whole(20, N, seed=6), "key_labels": _whole(20, N, seed=7)}
+    return Case(module, formula, _leaves(negatives=_unit(N, H, D, seed=2)), labels)
+
+
 CASES = {
     make.__name__: make
     for make in (
-        own_negatives, own_negatives_only, hardness_in_batch, hardness_own, hardness_all, hardness_symmetric_positives
+        own_negatives,
+        own_negatives_only,
+        hardness_in_batch,
+        hardness_own,
+        hardness_all,
+        hardness_symmetric_positives,
+        dclw,
+        dclw_labels,
     )
-}  # fmt: skip
+}

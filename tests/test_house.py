@@ -163,7 +163,17 @@ def test_importing_the_library_costs_little_and_loads_nothing_optional(tmp_path:
 
 
 def test_public_names() -> None:
-    names = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss", "contrast", "encode", "load"]
+    names = [
+        "ClipLoss",
+        "DCLLoss",
+        "InfoNCELoss",
+        "NTXentLoss",
+        "SigLipLoss",
+        "SupConLoss",
+        "contrast",
+        "encode",
+        "load",
+    ]
     assert contrastile.__all__ == names
     assert dir(contrastile) == sorted(names)
     assert all(getattr(contrastile, name).__doc__ for name in names)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from further import CASES, Case, N
 from problems import distance
 from ranks import Pool
 from torch import Tensor, nn
 
-from contrastile import InfoNCELoss, contrast, encode
+from contrastile import DCLLoss, InfoNCELoss, contrast, encode
 from contrastile.losses import Hardness
 from contrastile.tiles import eager
 
@@ -20,7 +21,16 @@ from contrastile.tiles import eager
 LUCK = 1e-6
 SHARES = {1: [N], 2: [28, N - 28], 3: [20, 0, N - 20]}
 # those that a fused kernel computes
-FUSED = ["own_negatives", "own_negatives_only", "hardness_in_batch", "hardness_own", "hardness_all"]
+FUSED = [
+    "own_negatives",
+    "own_negatives_only",
+    "hardness_in_batch",
+    "hardness_own",
+    "hardness_all",
+    "dclw",
+    "dclw",
+    "dclw_labels",
+]
 
 
 @pytest.fixture
@@ -89,7 +99,9 @@ def _behind_encode(case: Case, exchange: str, group: Any) -> tuple[Tensor, dict[
     first = next(iter(tensors))
     tower = nn.Linear(tensors[first].shape[-1], tensors[first].shape[-1])
     # each rank must not only compute its own rows, but meet the others' encoded ones
-    encoded = {key: encode(tower, x, sub_batch=7) if x.ndim == 2 else x for key, x in tensors.items()}
+    encoded = {
+        key: F.normalize(encode(tower, x, sub_batch=7), dim=-1) if x.ndim == 2 else x for key, x in tensors.items()
+    }
     loss = case.module(exchange=exchange, group=group)(**encoded, **case.constants)
     loss.backward()
     found = {key: x.grad for key, x in tower.named_parameters()}
@@ -161,6 +173,10 @@ def test_the_fused_kernels_decline_weights_of_negatives_with_positives_by_label(
 SENTENCES: dict[str, Callable[[], Any]] = {
     '`hardness_mode` must be given with `hardness_strength`; got None. "all_negatives", say.': lambda: InfoNCELoss(
         hardness_strength=5.0
+    ),
+    "`sigma` must be positive; got 0.0. The paper has 0.5.": lambda: DCLLoss(sigma=0.0),
+    "`label_smoothing` must be 0 for the decoupled loss; got 0.1. Leave it out, or take the softmax loss.": lambda: (
+        DCLLoss(label_smoothing=0.1)
     ),
     "`hardness_mode` must be one of in_batch_negatives, hard_negatives, all_negatives; got 'all'. They are "
     "sentence-transformers' words.": lambda: Hardness(hardness_mode="all"),

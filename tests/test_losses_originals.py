@@ -5,15 +5,18 @@ pip install sentence-transformers pytorch-metric-learning lightly open_clip_torc
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from further import _unit as unit
 from problems import distance
 from torch import Tensor
 
-from contrastile import InfoNCELoss
+from contrastile import InfoNCELoss, contrast
+from contrastile.losses import Decoupled, DecoupledWeighted
 
 N, H, D = 14, 2, 9
 
@@ -48,3 +51,17 @@ def test_hardness_of_sentence_transformers(mode: Any) -> None:
         key_ids=rows.repeat(1 + H), negative_ids=torch.full((N, H), -1),
     )  # fmt: skip
     _equal(ours, theirs.compute_loss_from_embeddings(leaves, None), leaves)
+
+
+@pytest.mark.parametrize("sigma", [None, 0.5])
+def test_decoupled_losses_of_lightly(sigma: float | None) -> None:
+    """Theirs normalise, and have the other examples of the same view among the negatives."""
+    losses = pytest.importorskip("lightly.loss.dcl_loss")
+    a, b = leaves = _leaves((N, D), (N, D))
+    theirs = losses.DCLLoss(temperature=0.1) if sigma is None else losses.DCLWLoss(temperature=0.1, sigma=sigma)
+    loss, rows = Decoupled() if sigma is None else DecoupledWeighted(sigma=sigma), torch.arange(N)
+    ours = [
+        contrast(q, k, scale=10.0, loss=loss, negatives=q, query_ids=rows, key_ids=rows.repeat(2))
+        for q, k in itertools.permutations([F.normalize(a, dim=-1), F.normalize(b, dim=-1)])
+    ]
+    _equal((ours[0] + ours[1]) / 2, theirs(a, b), leaves)

@@ -1,6 +1,6 @@
 """Checks on the tensors that a user passes to the losses, in the sentence form of `_errors.py`.
 
-Used by `problem.py` and `modules.py`. A check looks at shapes, types and devices only. Two need values: positives in
+Used by `problem.py` and `modules/`. A check looks at shapes, types and devices only. Two need values: positives in
 range and rows of unit length. On a GPU they are read in the first `MOST_LOOKS` calls of a process only (`Looks`).
 """
 

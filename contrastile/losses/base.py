@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from ast import literal_eval
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -305,6 +305,8 @@ class PairLoss(ABC):
     formula: ClassVar[Formula | None] = None
     # rows of `Finished.state`
     state_rows: ClassVar[int]
+    # the loss of a row depends on no other row
+    rowwise: ClassVar[bool] = True
     # the class and all fields as a string; None if a field is no number, truth value or word
     spelled: str | None
 
@@ -356,6 +358,13 @@ class PairLoss(ABC):
     @abstractmethod
     def finish(self, stats: Tensor) -> Finished:
         """The rows' losses, and their state for the backward."""
+
+    def finish_all(
+        self, directions: Sequence[Tensor], scale: Tensor, total: Callable[[Tensor], Tensor]
+    ) -> list[Finished]:
+        """`finish` of each direction's statistics; `total` sums a small tensor over the ranks."""
+        del scale, total
+        return [self.finish(stats) for stats in directions]
 
     @abstractmethod
     def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:

@@ -55,7 +55,7 @@ class Eager(Tiles):
         return sums
 
     def strip(self, rows: Shard, cols: Shard) -> int:
-        return self._height(len(rows), len(cols), rows.features.dtype)
+        return self._height(len(rows), len(cols), rows.features.dtype) if self.loss.rowwise else 0
 
     def _height(self, N: int, M: int, dtype: torch.dtype) -> int:
         side = self._side(dtype)
