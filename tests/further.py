@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from problems import _with_gradients as gradients
 from torch import Tensor, nn
 
-from contrastile import DCLLoss, InfoNCELoss, contrast
+from contrastile import DCLLoss, GISTLoss, InfoNCELoss, contrast
 from contrastile.losses import DecoupledWeighted, Hardness
 
 N, H, D = 45, 3, 19
@@ -53,15 +53,17 @@ class Case:
     def of_rank(self, rank: int, shares: list[int]) -> Case:
         """The part of a rank that has so many of the rows; every tensor but numbers has rows."""
         return Case(
-            self.module, self.formula, *({name: _part(x, rank, shares) for name, x in group.items()}
+            self.module, self.formula, *({name: _part(name, x, rank, shares) for name, x in group.items()}
             for group in (self.leaves, self.constants)),
         )  # fmt: skip
 
 
-def _part(x: Any, rank: int, shares: list[int]) -> Any:
-    if isinstance(x, tuple):
-        return tuple(_part(each, rank, shares) for each in x)
-    return x.split(shares)[rank] if isinstance(x, Tensor) and x.ndim else x
+def _part(name: str, x: Any, rank: int, shares: list[int]) -> Any:
+    if not isinstance(x, Tensor) or not x.ndim:
+        return x
+    own = x.split(shares)[rank]
+    # counted from this rank's first key
+    return torch.where(own >= 0, own - sum(shares[:rank]), own) if name == "positives" else own
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -230,6 +232,49 @@ def dclw_labels() -> Case:
     return Case(module, formula, _leaves(negatives=_unit(N, H, D, seed=2)), labels)
 
 
+def _gist(strategy: str, margin: float) -> Case:
+    """A guide's similarities exclude negatives; some queries have several positives, and there are hard negatives."""
+
+    def formula(
+        query: Tensor, key: Tensor, scale: Tensor, negatives: Tensor, positives: Tensor, guide_query: Tensor,
+        guide_key: Tensor, guide_negatives: Tensor, query_ids: Tensor, key_ids: Tensor,
+    ) -> list[RowLosses]:  # fmt: skip
+        guide = guide_query @ torch.cat([guide_key, guide_negatives]).T
+        # a last column takes the pads
+        marks = torch.zeros(N, 2 * N + 1, dtype=torch.bool)
+        marks = marks.scatter(1, positives.where(positives >= 0, torch.tensor(2 * N)), True)[:, :-1]
+        least = guide.masked_fill(~marks, torch.inf).amin(1, keepdim=True)
+        false = guide > least - margin * (least.abs() if strategy == "relative" else 1)
+        same = torch.cat([query_ids[:, None] == key_ids, torch.zeros(N, N, dtype=torch.bool)], 1)
+        x = scale * query @ torch.cat([key, negatives]).T
+        log_p = x.masked_fill((false | same) & ~marks, -torch.inf).log_softmax(1)
+        return [(-log_p.where(marks, 0.0).sum(1) / marks.sum(1), torch.ones(N, dtype=torch.bool))]
+
+    def module(**how: Any) -> nn.Module:
+        return GISTLoss(margin=margin, margin_strategy=strategy, **how)  # type: ignore[arg-type]
+
+    # of each row its own key, and of every fifth its neighbour's, which is on the same rank
+    second = (torch.arange(N) ^ 1).where((torch.arange(N) % 5 == 0) & (torch.arange(N) < N - 1), torch.tensor(-1))
+    guide = _unit(N, 7, seed=8)
+    constants = {
+        "positives": torch.stack([torch.arange(N), second], 1),
+        "guide_query": guide,
+        "guide_key": _unit(N, 7, seed=9, near=guide),
+        "guide_negatives": _unit(N, 7, seed=10),
+        "query_ids": _whole(12, N, seed=3),
+        "key_ids": _whole(12, N, seed=4),
+    }
+    return Case(module, formula, _leaves(negatives=_unit(N, D, seed=2)), constants)
+
+
+def gist_absolute() -> Case:
+    return _gist("absolute", 0.1)
+
+
+def gist_relative() -> Case:
+    return _gist("relative", 0.05)
+
+
 CASES = {
     make.__name__: make
     for make in (
@@ -241,5 +286,7 @@ CASES = {
         hardness_symmetric_positives,
         dclw,
         dclw_labels,
+        gist_absolute,
+        gist_relative,
     )
 }

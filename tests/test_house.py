@@ -166,6 +166,7 @@ def test_public_names() -> None:
     names = [
         "ClipLoss",
         "DCLLoss",
+        "GISTLoss",
         "InfoNCELoss",
         "NTXentLoss",
         "SigLipLoss",

@@ -305,6 +305,8 @@ class PairLoss(ABC):
     formula: ClassVar[Formula | None] = None
     # rows of `Finished.state`
     state_rows: ClassVar[int]
+    # number of pairs of further features, whose products a tile has as its `guides`
+    guides: ClassVar[int] = 0
     # the loss of a row depends on no other row
     rowwise: ClassVar[bool] = True
     # the class and all fields as a string; None if a field is no number, truth value or word
@@ -339,6 +341,13 @@ class PairLoss(ABC):
     @abstractmethod
     def smoothed(self, label_smoothing: float) -> PairLoss:
         """The same loss with that share of every target spread over the keys that count."""
+
+    def guide_sides(
+        self, guides: Sequence[tuple[Tensor, Tensor]], diagonal: int | None, positives: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The guides of the rows' shard and of the columns', of this rank's further features of queries and keys."""
+        del diagonal, positives
+        return tuple([a.detach() for a, _ in guides]), tuple([b.detach() for _, b in guides])
 
     @abstractmethod
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.engine import arguments as checks
+from contrastile.losses.guided import Guided
 from contrastile.losses.hardness import Hardness
 from contrastile.losses.softmax import Softmax
 from contrastile.modules.base import How, Loss
@@ -115,3 +116,79 @@ def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tenso
         ids = torch.cat([others["query_ids"][:, None] + 1, ids], dim=1)
     own = torch.cat([key[:, None], negatives], dim=1)
     return key[:0], {**others, "negatives": own, "negative_ids": ids, "own_positives": 1}
+
+
+class GISTLoss(Loss):
+    """InfoNCE without the negatives that a guide takes for false ones (Solatorio 2024).
+
+    Naively, where key i belongs to query i,
+
+        guide = guide_query @ guide_key.T
+        false = guide > guide.diagonal()[:, None] - margin
+        x = (scale * query @ key.T).masked_fill(false & ~torch.eye(N, M, dtype=torch.bool), -torch.inf)
+        loss = F.cross_entropy(x, torch.arange(N))
+
+    Made as `GISTLoss(margin=0.0, margin_strategy="absolute", **how)`, with the keywords that `contrast` tells; with
+    margin_strategy="relative" the margin is multiplied by the size of the positive's similarity. Of several positives
+    the least similar one counts. Returns and raises what `ClipLoss` does.
+
+    Arguments of the call:
+        query, key, scale, positives, negatives [H, D], query_ids, key_ids, weights: as of `InfoNCELoss`.
+        guide_query, guide_key: [N, G], [M, G] the guide's features, constants; rows of unit length.
+        guide_negatives: [H, G], where there are negatives.
+
+    >>> import torch, torch.nn.functional as F
+    >>> query, key, guide_query, guide_key = F.normalize(torch.randn(4, 8, 16), dim=-1)
+    >>> loss = GISTLoss()(query, key, 10.0, guide_query=guide_query, guide_key=guide_key)
+    >>> guide, eye = guide_query @ guide_key.T, torch.eye(8, dtype=torch.bool)
+    >>> x = (10.0 * query @ key.T).masked_fill((guide > guide.diagonal()[:, None]) & ~eye, -torch.inf)
+    >>> torch.testing.assert_close(loss, F.cross_entropy(x, torch.arange(8)))
+    """
+
+    names: ClassVar[dict[str, str]] = {"q": "query", "k": "key", "guide_q": "guide_query", "guide_k": "guide_key"}
+    pair_loss = Guided()
+    unit_rows = False
+
+    def __init__(
+        self,
+        *,
+        margin: float = 0.0,
+        margin_strategy: Literal["absolute", "relative"] = "absolute",
+        **how: Unpack[How],
+    ) -> None:
+        super().__init__(**how)
+        smoothing = self.options.label_smoothing
+        self.loss = Guided(label_smoothing=smoothing, margin=margin, margin_strategy=margin_strategy)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        scale: Tensor | float,
+        *,
+        guide_query: Tensor,
+        guide_key: Tensor,
+        positives: Tensor | None = None,
+        negatives: Tensor | None = None,
+        guide_negatives: Tensor | None = None,
+        query_ids: Tensor | None = None,
+        key_ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        try:
+            if (negatives is None) != (guide_negatives is None):
+                got = None if guide_negatives is None else "some"
+                raise invalid("guide_negatives", "be given just where `negatives` is", got, "Pass both, or neither.")
+            if guide_negatives is not None:
+                checks.features("guide_negatives", guide_negatives)
+                checks.alike("guide_negatives", guide_negatives, "guide_key", guide_key)
+                guide_key = torch.cat([guide_key, guide_negatives])
+        except ValueError as error:
+            self._tell_all(error)
+            raise
+        operation, inputs = self._prepared(
+            query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
+            weights=weights, guides=((guide_query, guide_key),),
+        )  # fmt: skip
+        loss: Tensor = operation(*inputs)
+        return loss
