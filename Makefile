@@ -6,16 +6,30 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-gpu test-gpu-multi lint format bench clean
+.PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-faults test-hostile test-integrations test-gpu test-gpu-multi \
+	lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# Threads for the cores that other programs leave free during one second, one at least: more threads than free cores are many
+# times slower, because they wait for each other. OMP_NUM_THREADS, where it is set, decides.
+FREE = $${OMP_NUM_THREADS:-$$({ head -n 1 /proc/stat; sleep 1; head -n 1 /proc/stat; } | awk -v cores=$$(nproc) '\
+	{ idle = $$5 + $$6 - idle; total = $$2 + $$3 + $$4 + $$5 + $$6 + $$7 + $$8 - total } \
+	END { free = int(cores * idle / (total > 0 ? total : 1) + 0.5); print (free > 0 ? free : 1) }')}
+
 demo: $(VENV)/.train ## train and evaluate an image-text model on built-in data (about 5 minutes on 2 cores)
-	$(BIN)/contrastile train recipes/glyphs.toml
-	$(BIN)/contrastile evaluate runs/glyphs
+	@echo "Trains an image-text model from nothing on 45,000 drawn characters and their names, then measures it: names in"
+	@echo "fonts that it never saw, names that it never saw, handwritten digits. Nothing is downloaded."
+	@cores=$$(env -u OMP_NUM_THREADS nproc); threads=$(FREE); export OMP_NUM_THREADS=$$threads; \
+	echo "It takes about 5 minutes on two free cores, 17 at most; here it uses $$threads of $$cores cores."; \
+	if [ $$threads -lt 2 ]; then echo "That is less than two free cores: it takes longer, and may see fewer pairs and learn less."; fi; \
+	echo; echo "$(BIN)/contrastile train recipes/glyphs.toml"; \
+	$(BIN)/contrastile train recipes/glyphs.toml && $(BIN)/contrastile evaluate runs/glyphs
 
 demo-ranks: $(VENV)/.train ## a short run of the same on two ranks under torchrun (half a minute)
+	@echo "Takes 20 steps of the demo on two ranks, to show that they train together: it is not meant to learn anything, so"
+	@echo "its results are near chance. Half a minute on two free cores."
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m contrastile train recipes/glyphs.toml name=glyphs-ranks \
 		train.examples=10_000 train.batch=512 evaluate.every=1.0 evaluate.digits=false
 
@@ -36,6 +50,13 @@ tutorials: $(VENV)/.docs ## run the five tutorials anew, for the site (five to t
 test: $(VENV)/.dev ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage, random bytes (two minutes)
+	$(BIN)/python -m pytest -m 'hostile or not hostile' tests/test_hostile_*.py
+
+test-integrations: .venv-integrations/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
+	.venv-integrations/bin/python -m pytest tests/integrations
+	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py
+
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600
 
@@ -55,10 +76,24 @@ bench: $(VENV)/.train ## time and memory of the losses beside the dense formula 
 	$(BIN)/contrastile bench loss
 
 clean: ## remove the environment and caches; runs stay
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-integrations .venv-open-clip build *.egg-info .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
+
+.venv-integrations/.done: pyproject.toml constraints.txt constraints-integrations.txt
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu
+	@touch $@
+
+# torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators
+.venv-open-clip/.done: pyproject.toml constraints.txt constraints-integrations.txt
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train]' pytest pytest-timeout \
+		open_clip_torch webdataset pandas braceexpand
+	@touch $@
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search]'

@@ -161,6 +161,7 @@ def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard) -> di
         "positives": None if rows.positives is None else rows.positives.shape[1],
         "labels": rows.labels is not None,
         "ids": rows.ids is not None,
+        "negatives of each query": rows.own is not None,
     }
 
 

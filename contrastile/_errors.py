@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import operator
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,19 @@ def whole_number(name: str, value: Any, least: int, remedy: str, *, rule: str = 
         got = repr(value) if number is None or truth else number
         raise invalid(name, rule or f"be a whole number of at least {least}", got, remedy)
     return number
+
+
+# what a terminal obeys: control characters but the tab, signs that turn the direction of text, and halves of pairs
+CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(line: str) -> str:
+    """A line with its control characters as escapes, so that text from a file cannot direct the terminal.
+
+    >>> printable("red\\x1b[2J fox")
+    'red\\\\x1b[2J fox'
+    """
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), line)
 
 
 @contextmanager

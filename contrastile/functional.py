@@ -21,7 +21,7 @@ from contrastile.losses.softmax import Softmax
 # the keywords of `contrast` beside its options
 ARGUMENTS = (
     "q", "k", "scale", "bias", "loss", "positives", "negatives", "query_labels", "key_labels", "query_ids", "key_ids",
-    "weights", "scorer",
+    "negative_ids", "weights", "scorer",
 )  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def contrast(
     key_labels: Tensor | None = None,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
+    negative_ids: Tensor | None = None,
     weights: Tensor | None = None,
     scorer: nn.Module | None = None,
     backend: Backend = "auto",
@@ -70,11 +71,12 @@ def contrast(
             leaves the mean; if no row has one the mean is NaN, as `F.cross_entropy` has it when every target is
             ignored. On a GPU indices out of range raise in the first 16 calls of a process; later calls do not wait
             for the device, and return NaN for them.
-        negatives: [H, D] further keys, negatives of every query.
+        negatives: [H, D] further keys, negatives of every query of all ranks; or [N, H, D], H of each query alone.
         query_labels, key_labels: [N], [M] integers; pairs of equal labels are the positives.
         query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count at all. With
-            `negatives`, key_labels and key_ids may go on over them ([M + H]); else negatives share theirs with
+            `negatives` [H, D], key_labels and key_ids may go on over them ([M + H]); else negatives share theirs with
             nobody.
+        negative_ids: [N, H] integers for negatives [N, H, D]: one with the id of its query does not count, a pad.
         weights: [N]; the loss is Σ w·loss / Σ w. In a symmetric loss they weigh the keys' direction too. They are
             constants: weights that require a gradient are refused.
         scorer: a module whose `scorer(rows, columns)` are the scores [I, J] of a block, instead of dot products:
@@ -125,7 +127,8 @@ def contrast(
         raise
     operation, inputs = prepare(
         q, k, scale, loss, options, bias=bias, positives=positives, negatives=negatives, query_labels=query_labels,
-        key_labels=key_labels, query_ids=query_ids, key_ids=key_ids, weights=weights, scorer=scorer,
+        key_labels=key_labels, query_ids=query_ids, key_ids=key_ids, negative_ids=negative_ids, weights=weights,
+        scorer=scorer,
     )  # fmt: skip
     value: Tensor = operation(*inputs)
     return value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from numbers import Real
-from typing import Any, ClassVar, Literal, Never, overload
+from typing import Any, ClassVar, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,26 @@ from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.engine import arguments as checks
 from contrastile.engine.plan import prepare, tell_all
 from contrastile.losses.base import PairLoss
+from contrastile.losses.hardness import Hardness
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
 # deviation of a row's length from 1 above which a loss of cosines warns
 LENGTH_TOLERANCE = 0.05
 _looks = checks.Looks()
+
+
+class How(TypedDict, total=False):
+    """The options of every loss, for type checkers and editors."""
+
+    backend: Backend
+    exchange: ExchangeName
+    group: Any
+    gradient: Gradient
+    label_smoothing: float
+    reduction: Reduction
+    workspace: int | None
+    device: torch.device | str | None
 
 
 class _Loss(nn.Module):
@@ -224,19 +238,46 @@ class InfoNCELoss(_Loss):
         scale: a number, or a tensor of shape [] or [1].
         positives: [N] or [N, P] indices into this rank's keys, −1 pads: the loss of a row is the mean of their −log p.
             Without it key i belongs to query i, and the keys behind the first N are hard negatives.
-        negatives: [H, D] further keys, negatives of every query.
+        negatives: [H, D] further keys, negatives of every query; or [N, H, D], H of each query alone.
         query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count.
+        negative_ids: [N, H] integers for negatives [N, H, D]; one with the id of its query does not count.
         weights: [N]; the loss is Σ w·loss / Σ w.
+
+    With `InfoNCELoss(in_batch=False)` a query meets its own key and its own negatives [N, H, D] alone: N·(1 + H)
+    products instead of N·M. `InfoNCELoss(hardness_mode=..., hardness_strength=5.0)` weighs negatives by exp(5 ·
+    similarity), see `contrastile.losses.Hardness`.
 
     >>> import torch, torch.nn.functional as F
     >>> query, key, positives = torch.randn(4, 16), torch.randn(12, 16), torch.tensor([0, 3, 6, 9])
     >>> loss = InfoNCELoss()(query, key, 1.0, positives=positives)
     >>> torch.testing.assert_close(loss, F.cross_entropy(query @ key.T, positives))
+    >>> own = torch.randn(4, 5, 16)
+    >>> loss = InfoNCELoss()(query, key[:4], 1.0, negatives=own)
+    >>> x = torch.cat([query @ key[:4].T, (own @ query[..., None])[..., 0]], dim=1)
+    >>> torch.testing.assert_close(loss, F.cross_entropy(x, torch.arange(4)))
     """
 
     names: ClassVar[dict[str, str]] = {"q": "query", "k": "key"}
     pair_loss = Softmax()
     unit_rows = False
+
+    def __init__(
+        self,
+        *,
+        in_batch: bool = True,
+        hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None = None,
+        hardness_strength: float = 0.0,
+        **how: Unpack[How],
+    ) -> None:
+        super().__init__(**how)
+        self.in_batch = in_batch
+        if hardness_mode is not None:
+            smoothing = self.options.label_smoothing
+            self.loss = Hardness(
+                label_smoothing=smoothing, hardness_strength=hardness_strength, hardness_mode=hardness_mode
+            )
+        elif hardness_strength:
+            raise invalid("hardness_mode", "be given with `hardness_strength`", None, '"all_negatives", say.')
 
     def forward(
         self,
@@ -248,14 +289,42 @@ class InfoNCELoss(_Loss):
         negatives: Tensor | None = None,
         query_ids: Tensor | None = None,
         key_ids: Tensor | None = None,
+        negative_ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        operation, inputs = self._prepared(
-            query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
-            weights=weights,
-        )  # fmt: skip
+        others: dict[str, Any] = {
+            "positives": positives, "negatives": negatives, "query_ids": query_ids, "key_ids": key_ids,
+            "negative_ids": negative_ids, "weights": weights,
+        }  # fmt: skip
+        if not self.in_batch:
+            try:
+                key, others = _own_keys(query, key, others)
+            except ValueError as error:
+                self._tell_all(error)
+                raise
+        operation, inputs = self._prepared(query, key, scale, **others)
         loss: Tensor = operation(*inputs)
         return loss
+
+
+def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """No shared key, and the arguments in which each query's key comes before its own negatives."""
+    negatives, ids = others["negatives"], others["negative_ids"]
+    if not isinstance(negatives, Tensor) or negatives.ndim != 3:
+        got = f"shape {list(negatives.shape)}" if isinstance(negatives, Tensor) else type(negatives).__name__
+        raise invalid("negatives", "be [N, H, D], each query's own, with in_batch=False", got, "List them.")
+    for name in ("positives", "key_ids"):
+        if others[name] is not None:
+            raise invalid(name, "be left out with in_batch=False", "both", "Key i belongs to query i.")
+    checks.features("key", key)
+    checks.alike("negatives", negatives, "key", key)
+    checks.same_length("key", key, "query", query)
+    checks.same_length("negatives", negatives, "query", query)
+    if ids is not None:
+        # the key always counts
+        ids = torch.cat([others["query_ids"][:, None] + 1, ids], dim=1)
+    own = torch.cat([key[:, None], negatives], dim=1)
+    return key[:0], {**others, "negatives": own, "negative_ids": ids, "own_positives": 1}
 
 
 class SupConLoss(_Loss):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tiny_runs import write_recipe
 
 import contrastile
 from contrastile.cli import main as entry
-from contrastile.cli.main import main
+from contrastile.cli.main import VERBS, build_parser, main
 from contrastile.train.config import base
 
 TEXTS = """
@@ -48,7 +49,15 @@ def loaded_by(*arguments):
 def test_help_loads_nothing_heavy():
     code, output, _, loaded = loaded_by("--help")
     assert (code, loaded) == (0, [])
-    assert all(verb in output for verb in ("train", "evaluate", "encode", "search", "compare"))
+    for verbs in VERBS.values():
+        for verb in verbs:
+            assert f"  {verb.__name__.rpartition('.')[2]} " in output
+            # the example is a command line that the parser takes
+            name, *words = shlex.split(verb.EXAMPLE)
+            assert (name, verb.EXAMPLE in output) == ("contrastile", True)
+            assert callable(build_parser().parse_args(words).verb)
+    assert "clip-vit-l-14, docstrings, " in output
+    assert max(map(len, output.splitlines())) <= 100
 
 
 def test_no_arguments_print_the_help(capsys):

@@ -6,7 +6,7 @@ import pytest
 from tiny_runs import write_pictures
 
 from contrastile.train.config import Recipe
-from contrastile.train.recipe import load_any_recipe, load_recipe
+from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
 PICTURES = [path for path in RECIPES if isinstance(load_any_recipe(path), Recipe)]
@@ -16,6 +16,23 @@ TEXTS = sorted(set(RECIPES) - set(PICTURES))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_valid(path):
     assert load_any_recipe(path).name == path.stem
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_of_the_package_is_known_by_its_name(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_any_recipe(path.stem, files=False) == load_any_recipe(path, files=False)
+
+
+def test_a_file_comes_before_the_recipe_of_its_name_and_a_near_name_is_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "glyphs").write_text("[train]\nexamples = 7\n")
+    assert load_any_recipe("glyphs").train.examples == 7
+    for name in ("glyph", "recipes/glyphs.toml"):
+        with pytest.raises(
+            RecipeError, match=rf"^{name}: no such file; did you mean glyphs, a recipe of the package\?$"
+        ):
+            load_any_recipe(name)
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)

@@ -13,6 +13,7 @@ from test_data_shards import add, jpeg, opened, write_shard, write_shards
 
 from contrastile.data.batches import Batches
 from contrastile.data.pairs import Stream
+from contrastile.data.registry import open_pairs
 
 
 def test_a_manifest_that_comes_later_is_compared_with_too(tmp_path):
@@ -220,3 +221,23 @@ def test_reading_ahead_changes_nothing(tmp_path):
     assert np.array_equal(plain[0], again[0])
     assert isinstance(stream, Stream)
     assert not np.array_equal(plain[0], stream.read(range(8), range(200, 208), crop)[0])
+
+
+def test_with_few_class_folders_pictures_of_the_others_are_held_out_too(tmp_path):
+    for row in range(36):
+        (tmp_path / f"pictures/class {row % 3}").mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 7 * row).save(tmp_path / f"pictures/class {row % 3}/{row}.png")
+    options = {"image_size": 8, "cache": tmp_path / "cache", "held_out": 0.2}
+    pairs = open_pairs(str(tmp_path / "pictures"), **options)
+    again = open_pairs(str(tmp_path / "pictures"), **options)
+    splits = pairs.splits
+    assert [len(splits["held_out"]), len(splits["images"]) + len(splits["train"])] == [12, 24]
+    assert 1 <= len(splits["images"]) <= 10
+    assert all(np.array_equal(splits[name], again.splits[name]) for name in splits)
+    held_out = {pairs.captions[row] for row in splits["held_out"]}
+    images = {pairs.captions[row] for row in splits["images"]}
+    train = set(pairs.stream.captions(range(len(pairs.stream))))
+    assert (len(held_out), held_out & train, images - train) == (1, set(), set())
+    # no picture of the training is among the held-out ones
+    shown, _ = pairs.stream.read([*range(len(pairs.stream))], [*range(len(pairs.stream))], None)
+    assert not {*shown.flatten(1)[:, 0].tolist()} & {*pairs.images[:, 0, 0, 0].tolist()}

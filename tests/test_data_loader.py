@@ -1,6 +1,8 @@
 """The loader: processes decode the same as threads, batches keep their memory, processes end with their parent."""
 
 import ctypes
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,9 +16,10 @@ import torch
 from test_data_collection import stream_of
 from test_data_shards import jpeg
 
+from contrastile.cli import main as main_module
 from contrastile.data import loader
+from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.loader import ImageLoader, Piece, SharedBuffer, Worker, read_chunks
-from contrastile.data.shards import MOST_BYTES
 
 
 @contextmanager
@@ -94,14 +97,42 @@ def test_a_file_that_is_gone_or_a_process_that_is_lost_is_an_error(tmp_path):
         for worker in stream._loader._workers:
             worker._process.kill()
             worker._process.wait()
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(ChildProcessError) as caught:
             stream.read(range(20, 24), range(20, 24), None)
         assert str(caught.value) == "a decoding process ended with exit code -9: is there memory enough?"
 
 
+def test_a_stopped_process_is_named_within_the_timeout(tmp_path):
+    with stream_in(tmp_path, processes=True) as stream:
+        stream.timeout = 77.0
+        stream.read(range(39), range(39), None)
+        workers = stream._loader._workers
+        assert [worker._socket.gettimeout() for worker in workers] == [77.0] * 2
+        numbers = [worker._process.pid for worker in workers]
+        for worker in workers:
+            # less than it takes to start a process
+            worker._socket.settimeout(0.5)
+            os.kill(worker._process.pid, signal.SIGSTOP)
+        with pytest.raises(ChildProcessError) as caught:
+            stream.read(range(4), range(4), 1)
+        sentence = (
+            "no answer for 0.5 s from the decoding process {}: was it stopped, or is the storage of the pictures lost?"
+        )
+        assert str(caught.value) in [sentence.format(number) for number in numbers]
+        with pytest.raises(ChildProcessError):
+            stream.read(range(4), range(4), 2)
+    # a process that nobody waits for is stopped too
+    assert all(map(ended, numbers))
+
+
+def test_a_process_that_ended_is_one_line_of_the_command():
+    code = main_module._explained(ChildProcessError("a decoding process ended with exit code -9"))
+    assert code == ("a decoding process ended with exit code -9", 1)
+
+
 def test_a_task_that_cannot_be_sent_is_an_error_and_no_endless_wait():
     worker = Worker()
-    with pytest.raises(RuntimeError, match="a decoding process ended with exit code 0"):
+    with pytest.raises(ChildProcessError, match="a decoding process ended with exit code 0"):
         worker.run(SharedBuffer(16), {"pieces": ["x" * (1 << 22)]})
     worker.close()
 

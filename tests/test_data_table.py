@@ -144,9 +144,15 @@ def test_too_many_bad_rows_are_an_error_also_from_the_cache(album):
     assert album.open(most_bad=0.2).skipped == {"missing picture": 2, "empty title": 1}
     for _ in range(2):
         assert refusal(album, most_bad=0.1) == (
-            "`source` must have at most 10.0% bad pairs; got 3 of 23 (empty title: 1, missing picture: 2). "
+            "`source` must have at most 10.0% bad pairs; got 3 of 23 (empty title: 1, missing picture: 2); "
+            f'there is no "a.png" in the folder "{album.folder}". '
             "Mend it, or raise data.max_bad_fraction."
         )
+
+
+def test_a_wrong_absolute_path_is_named(album):
+    album.lines = [album.lines[0], *(f"/nowhere/{name}.png\t{name}" for name in "abc")]
+    assert 'missing picture: 3; there is no "/nowhere/a.png". One is needed' in refusal(album)
 
 
 def test_pairs_of_one_title_or_one_picture_share_an_id(album):
@@ -176,6 +182,34 @@ def test_a_pair_keeps_its_side_when_others_come(album):
         path = album.add(f"{row}.png", f"more {row}")
         Image.new("L", (8, 8), 3 + 7 * row).save(path)
     assert {title for title in held_out() if title.startswith("shade")} == before
+
+
+def classes(album, count=3, each=10):
+    """A table of few captions with many pictures each."""
+    album.lines = album.lines[:1]
+    for row in range(count * each):
+        Image.new("L", (8, 8), 5 + 7 * row).save(album.add(f"{row}.png", f"class {row % count}"))
+
+
+def test_with_few_captions_pictures_of_the_others_are_held_out_too(album):
+    classes(album)
+    splits, ids = (pairs := album.open(held_out=0.2)).splits, pairs.ids
+    assert sorted(np.concatenate([*splits.values()]).tolist()) == list(range(30))
+    assert {len(splits["held_out"]), len(set(ids[splits["held_out"]].tolist()))} == {10, 1}
+    assert 1 <= len(splits["images"]) <= 8
+    # every caption of theirs is one of the training
+    assert set(ids[splits["images"]].tolist()) <= set(ids[splits["train"]].tolist())
+    # at least one, whatever the share
+    assert len(album.open(held_out=1e-6).splits["images"]) == 1
+
+
+def test_equal_pictures_lie_on_one_side(album):
+    classes(album, count=2, each=6)
+    for row in range(12):
+        Image.new("L", (8, 8), 40 + 80 * (row % 2)).save(album.folder / f"{row}.png")
+    # all pictures of a caption are the very same
+    with pytest.raises(KeyError):
+        album.open().splits["images"]
 
 
 def test_at_least_one_pair_is_on_either_side(album):
@@ -214,8 +248,9 @@ def test_a_table_with_nothing_to_compare_is_refused(album):
     album.lines = album.lines[:2]
     album.add("nowhere.png")
     assert refusal(album) == (
-        f"`source` must hold at least two pairs that differ and can be read ({album.folder / 'pairs.tsv'}); "
-        "got 1 readable pairs and skipped missing picture: 1. One is needed to train on, one to be held out."
+        f"`source` must hold at least two pairs that differ and can be read ({album.folder / 'pairs.tsv'}); got 1 "
+        f'readable pairs and skipped missing picture: 1; there is no "nowhere.png" in the folder "{album.folder}". '
+        "One is needed to train on, one to be held out."
     )
     assert not [entry for entry in os.scandir(album.folder / "cache") if entry.is_dir()]
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from contrastile.evaluate import ranking as rankings
 from contrastile.evaluate.ranking import (
     answer_recall,
     has_answer,
@@ -197,3 +198,17 @@ def test_answers_without_questions_and_unknown_matches_are_refused():
         answer_recall([["x"]], [])
     with pytest.raises(ValueError, match=re.escape('`match` must be one of string, regex; got "glob".')):
         has_answer("x", ["x"], "glob")
+
+
+def test_a_pattern_without_end_is_found_in_none(monkeypatch, caplog):
+    pytest.importorskip("regex")
+    monkeypatch.setattr(rankings, "LONGEST", 0.05)
+    monkeypatch.setattr(rankings, "_slow", set())
+    endless, text = "(a|aa)+$", "a" * 99 + "b"
+    assert not has_answer(text, [endless], "regex")
+    assert caplog.messages == [
+        f"the pattern '{endless}' takes over 0.05 s on a passage of 100 letters; from here on it is found in none"
+    ]
+    # it is not tried again, and other patterns are
+    assert has_answer(text, [endless, "a+b"], "regex")
+    assert len(caplog.messages) == 1

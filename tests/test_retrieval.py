@@ -16,6 +16,7 @@ import contrastile
 from contrastile.cli.main import main
 from contrastile.data.texts import Passage
 from contrastile.retrieval import index as indexing
+from contrastile.retrieval import integrity
 from contrastile.retrieval.index import Index, encode_corpus, run_checksums
 from contrastile.train.folder import finished_run
 from contrastile.train.loop import run_recipe
@@ -160,11 +161,117 @@ def test_appended_passages_are_added(run, tmp_path):
 
 def test_changed_bytes_of_features_are_refused(run, tmp_path):
     encoded(run, tmp_path / "index")
+    forget_blocks(tmp_path / "index")
     with (tmp_path / "index" / "00002.npy").open("r+b") as file:
         file.seek(-3, 2)
         file.write(b"???")
-    with pytest.raises(ValueError, match=r"`out` must hold what was written there; got other bytes in 00002\.npy"):
+    with pytest.raises(ValueError, match=r"`index` must hold 00002.npy as it was written; got other bytes"):
         encoded(run, tmp_path / "index")
+
+
+def forget_blocks(folder):
+    """Make the index one of earlier versions, whose shards had two checksums each."""
+    metadata = json.loads((folder / "index.json").read_text())
+    for shard in metadata["shards"]:
+        del shard["files"]
+    (folder / "index.json").write_text(json.dumps(metadata))
+
+
+def flipped(path, at):
+    """Turn one bit around, such as a sign."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x80
+    path.write_bytes(content)
+
+
+def test_an_index_of_earlier_versions_is_searched_and_verified(run, tmp_path):
+    encoded(run, tmp_path)
+    forget_blocks(tmp_path)
+    assert len(Index(tmp_path, verify=True)) == len(encoded(run, tmp_path)) == 23
+    flipped(tmp_path / "00001.jsonl", 20)
+    Index(tmp_path)
+    with pytest.raises(ValueError, match=r"`index` must hold 00001\.jsonl as it was written; got other bytes in "):
+        Index(tmp_path, verify=True)
+
+
+@pytest.mark.parametrize("ending", [".npy", ".ids", ".jsonl", ".offsets.npy"])
+def test_a_damaged_file_of_an_index_is_refused(run, tmp_path, ending):
+    encoded(run, tmp_path)
+    path = tmp_path / f"00003{ending}"
+    content = path.read_bytes()
+    flipped(path, -1)
+    remedy = "Restore it, or remove the folder and encode again."
+    sentence = f'`index` must hold {path.name} as it was written; got {{}} in "{tmp_path}". {remedy}'
+    for damage, got in ((content[:-1], "another size"), (None, "none"), (path.read_bytes(), "other bytes from 0 on")):
+        path.unlink(missing_ok=True)
+        if damage is not None:
+            path.write_bytes(damage)
+        for act in (Index, lambda folder: encoded(run, folder)):
+            with pytest.raises(ValueError) as caught:
+                act(tmp_path)
+            assert str(caught.value) == sentence.format(got)
+
+
+def test_of_a_large_index_a_sample_is_compared_and_all_with_verify(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(integrity, "BLOCK", 16)
+    encoded(run, tmp_path)
+    read, real = [], integrity._digest
+    monkeypatch.setattr(integrity, "_digest", lambda block: read.append(block) or real(block))
+    Index(tmp_path)
+    offsets = sum(-(-path.stat().st_size // 16) for path in tmp_path.glob("*.offsets.npy"))
+    assert len(read) == integrity.SAMPLED + offsets
+    flipped(tmp_path / "00004.jsonl", 40)
+    with pytest.raises(ValueError, match=r"00004\.jsonl as it was written; got other bytes from 32 on"):
+        Index(tmp_path, verify=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda metadata: metadata["shards"],
+        lambda metadata: {**metadata, "shards": 7},
+        lambda metadata: {**metadata, "shards": [{**metadata["shards"][0], "name": "../../00000"}]},
+        lambda metadata: {**metadata, "shards": [{**metadata["shards"][0], "files": {"/etc/passwd": {}}}]},
+        lambda metadata: {key: value for key, value in metadata.items() if key != "made_by"},
+    ],
+)
+def test_a_list_of_shards_that_encode_did_not_write_is_refused(run, tmp_path, damage):
+    metadata = encoded(run, tmp_path).metadata
+    (tmp_path / "index.json").write_text(json.dumps(damage(metadata)))
+    with pytest.raises(ValueError) as caught:
+        Index(tmp_path)
+    assert str(caught.value) == (
+        f'`index.json` must list the shards that were written; got others in "{tmp_path}". '
+        "Restore it, or remove the folder and encode again."
+    )
+
+
+def test_a_second_writer_of_an_index_is_refused(run, tmp_path):
+    def passages():
+        yield from PASSAGES[:7]
+        with pytest.raises(ValueError) as caught:
+            encoded(run, tmp_path)
+        assert str(caught.value) == (
+            f'`out` must be written by one command at a time; got "{tmp_path}". '
+            "Wait for the other one to end, or choose another folder with --out."
+        )
+        yield from PASSAGES[7:]
+
+    assert len(encoded(run, tmp_path, passages())) == len(encoded(run, tmp_path)) == 23
+
+
+def test_passages_do_not_direct_the_terminal(trained, tmp_path, capsys):
+    corpus = [
+        {"_id": f"a\x1b]0;b\x07{n}", "title": "c\n 0.999  d", "text": f"e\x9b2Jf\r{n}\tg\u202eh"} for n in range(3)
+    ]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in corpus))
+    words = [str(trained), str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "index")]
+    assert main(["encode", *words]) == 0
+    capsys.readouterr()
+    assert main(["search", str(trained), "e", "-k", "1", "--index", str(tmp_path / "index"), "--verify"]) == 0
+    first, _, *body = capsys.readouterr().out.splitlines()
+    assert re.search(r"c\\n 0\.999  d \(a\\x1b\]0;b\\x07\d\)$", first)
+    assert re.fullmatch(r" {10}e\\x9b2Jf\n {10}\d\tg\\u202eh", "\n".join(body))
 
 
 def test_an_empty_corpus_a_missing_index_and_an_unknown_engine_are_refused(run, tmp_path):
@@ -180,6 +287,7 @@ def test_an_empty_corpus_a_missing_index_and_an_unknown_engine_are_refused(run, 
 
 def test_an_array_of_objects_is_never_unpickled(run, tmp_path):
     encoded(run, tmp_path / "index")
+    forget_blocks(tmp_path / "index")
     np.save(tmp_path / "index" / "00000.npy", np.array([{}] * 5, dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match=r"Python objects in dtype|Object arrays cannot be loaded"):
         Index(tmp_path / "index")

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from tiny_tests import class_folder, karpathy
 from contrastile.cli.main import main
 from contrastile.data.images import decode
 from contrastile.data.loader import read_chunks
-from contrastile.train import evaluation
+from contrastile.train import evaluation, image_text
 from contrastile.train.config.image_text import RetrievalSettings, ZeroShotSettings
 from contrastile.train.evaluation import open_test
 from contrastile.train.image_text import ImageText
@@ -118,6 +120,29 @@ def test_training_raises_zero_shot_accuracy(tmp_path):
     assert rows["imagenet, zero-shot"]["recall"]["1"] > 3 * rows["imagenet, zero-shot"]["chance"]
 
 
+@pytest.mark.parametrize("killed_in", ["measure_all", "write_report"])
+def test_metrics_of_a_run_that_is_killed_in_its_evaluation_are_those_of_the_undisturbed(
+    finished, tmp_path, monkeypatch, killed_in
+):
+    recipe, outcome = finished
+    whole = read_metrics(outcome.folder / "metrics.jsonl")[-3:]
+    folder = tmp_path / "runs" / recipe.name
+    shutil.copytree(outcome.folder, folder)
+    # half a line, and two of the three
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text[:-30])
+    with monkeypatch.context() as patched:
+        patched.setattr(image_text, killed_in, lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(recipe, tmp_path / "runs", resume=True)
+    for _ in range(2):
+        run_recipe(recipe, tmp_path / "runs", resume=True)
+        assert (folder / "metrics.jsonl").read_text() == text
+    assert main(["evaluate", str(folder)]) == 0
+    assert (folder / "metrics.jsonl").read_text() == text
+    assert [line["whole"] for line in whole] == [True] * 3
+
+
 def test_the_command_measures_the_named_tests_alone(finished, tmp_path, capsys):
     recipe, outcome = finished
     folder, files = outcome.folder, recipe.data.source.rpartition("/")[0]
@@ -214,6 +239,9 @@ def test_a_failing_test_does_not_end_the_run(tmp_path, caplog):
     assert [line["what"] for line in lines] == ["imagenet"] * len(lines)
     assert len(lines) >= 3
     assert why in lines[-1]["why"]
+    text = (outcome.folder / "metrics.jsonl").read_text()
+    run_recipe(recipe, tmp_path / "runs", resume=True)
+    assert (outcome.folder / "metrics.jsonl").read_text() == text
     assert "failed: `imagenet` must be pictures" in (outcome.folder / "report.html").read_text()
     assert any("the test imagenet failed, the others go on" in record.message for record in caplog.records)
 

@@ -1,12 +1,18 @@
 """Run folders: the newest has the name, older ones are moved aside, files appear whole, nothing is lost."""
 
+import os
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
+from tiny_runs import interrupted, tiny_recipe
 
 from contrastile.cli.main import main
 from contrastile.train.folder import RunFolder, finished_run, make_folder, make_way, new_run, run_id
+from contrastile.train.loop import run_recipe
 
 
 def test_a_second_run_renames_the_first(tmp_path, caplog):
@@ -29,6 +35,37 @@ def test_a_running_folder_is_locked(tmp_path):
             "Wait for that run to end, or give this one another name: name=another"
         )
         assert (folder / "note").read_text() == "mine"
+
+
+def test_of_runs_that_begin_at_once_one_begins_and_the_others_get_the_sentence(tmp_path, monkeypatch):
+    count, exists = 8, Path.exists
+    # the threads change between two looks at the folder, as processes on several cores do
+    monkeypatch.setattr(Path, "exists", lambda path: (exists(path), time.sleep(0))[0])
+    for attempt in range(20):
+        runs, said = tmp_path / str(attempt), []
+        together, done = threading.Barrier(count), threading.Barrier(count)
+
+        def begin(runs=runs, said=said, together=together, done=done):
+            together.wait()
+            try:
+                with new_run(runs, "glyphs") as folder:
+                    folder.write_text("note", "mine")
+                    done.wait()
+            except Exception as error:
+                said.append(repr(error))
+                done.wait()
+
+        threads = [threading.Thread(target=begin) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(said) == count - 1
+        assert set(said) == {
+            'ValueError(\'`name` must be that of no run under way; got "glyphs". '
+            "Wait for that run to end, or give this one another name: name=another')"
+        }
+        assert (runs / "glyphs" / "note").read_text() == "mine"
 
 
 def test_a_killed_process_releases_its_lock(tmp_path):
@@ -103,7 +140,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         finished_run(tmp_path)
     assert str(caught.value) == (
         f'`run` must be the folder of a run, with recipe.toml, model.safetensors, run.json; got "{tmp_path}". '
-        "Train one first: contrastile train recipes/glyphs.toml"
+        "Train one first: contrastile train glyphs"
     )
 
 
@@ -157,3 +194,38 @@ def test_an_unwritable_run_is_refused_before_its_evaluation(tmp_path, monkeypatc
     assert main(["evaluate", str(tmp_path)]) == 2
     told = f'`run` must be a folder that can be written to; got "{tmp_path}". Name another one.\n'
     assert capsys.readouterr().err == told
+
+
+def test_files_have_the_permissions_that_the_umask_leaves(tmp_path):
+    """Private ones of a group that shares nothing, and files that a group may write."""
+    recipe = tiny_recipe(tmp_path, "train.examples=32", "save.steps=1")
+    for mask, mode in ((0o077, 0o600), (0o002, 0o664)):
+        before = os.umask(mask)
+        try:
+            with interrupted(2):
+                folder = run_recipe(recipe, tmp_path / str(mode)).folder
+        finally:
+            os.umask(before)
+        checkpoint = folder / "checkpoints" / "step-000000002"
+        files = {path.name: path.stat().st_mode & 0o777 for path in (*folder.iterdir(), *checkpoint.iterdir())}
+        wrong = {name: oct(bits) for name, bits in files.items() if name != "checkpoints" and bits != mode}
+        assert not wrong
+        assert {"model.safetensors", "optimizer.safetensors", "tokenizer.json"} <= files.keys()
+
+
+def test_a_tokenizer_is_on_the_disk_before_the_recipe_that_needs_it(tmp_path, monkeypatch):
+    """A recipe marks a folder as a run to resume, which cannot be without the tokenizer's files."""
+    recipe, events = tiny_recipe(tmp_path, "train.examples=32"), []
+    real, replace = os.fsync, os.replace
+
+    def fsync(handle):
+        events.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", lambda one, two: events.append(f"-> {Path(two).name}") or replace(one, two))
+    with interrupted(1):
+        run_recipe(recipe, tmp_path / "runs")
+    named = events.index("-> tokenizer.json")
+    assert events[named - 1] == "tokenizer.json"
+    assert "tiny" in events[named : events.index("-> recipe.toml")]

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import re
 
 import pytest
 
@@ -71,6 +73,23 @@ def test_on_a_terminal_there_is_a_bar(capsys, monkeypatch):
     with progress(3, "rendering", "pictures") as bar:
         bar.update(3, loss="1.5")
     assert "\r" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_on_a_terminal_the_bar_has_width_and_every_fact_is_shown(columns, monkeypatch):
+    monkeypatch.setattr(log.shutil, "get_terminal_size", lambda: os.terminal_size((columns, 40)))
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    facts = {"loss": "3.214", "norm": "12.34", "time": "towers 86%, optimizer 7%, loss 4%", "peak": "1,016 MiB"}
+    bar = Bar(1000, "training", "pairs", stream=terminal)
+    bar.update(990, **facts)
+    bar.close()
+    lines = [line for line in re.split(r"[\r\n]|\x1b\[A", terminal.getvalue()) if line.strip()]
+    assert max(map(len, lines)) < columns
+    (bars,) = {line for line in lines if "99%" in line}
+    assert bars.count("#") >= 4
+    shown = " · ".join(dict.fromkeys(line.strip(" ·") for line in lines if "%|" not in line))
+    assert shown == " · ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def test_metrics_read_back(tmp_path):

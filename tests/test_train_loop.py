@@ -5,17 +5,20 @@ import math
 import re
 import shutil
 import signal
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_runs import interrupted, timed, tiny_recipe, weights, write_pictures
+from tiny_runs import interrupted, timed, tiny_recipe, weights, write_pictures, write_recipe
 
 import contrastile
-from contrastile.train import loop
+from contrastile.cli.main import main
+from contrastile.train import loop, state
 from contrastile.train.batch_builder import Batch
+from contrastile.train.folder import RunFolder
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, step
@@ -24,7 +27,8 @@ from contrastile.train.optim import build_optimizer
 from contrastile.train.ranks import ALONE
 from contrastile.train.recipe import load_recipe
 from contrastile.train.report import figures
-from contrastile.train.report.page import full
+from contrastile.train.report.page import IMAGE_TEXT, _figures, memory_saved, table_text, write_report
+from contrastile.train.report.steps import StepColumns
 from contrastile.train.state import Progress
 
 
@@ -128,6 +132,8 @@ def test_a_loaded_run_encodes_pictures_and_texts_or_none(finished):
     assert images.shape == texts.shape == (2, 16)
     assert torch.cat([images, texts]).norm(dim=-1).tolist() == pytest.approx([1.0] * 4)
     assert run.encode_image([]).shape == run.encode_text([]).shape == (0, 16)
+    line = "<run tiny: encode_image, encode_text and transform; 0.0 million parameters on cpu>"
+    assert repr(run) == line
 
 
 def test_a_single_picture_or_text_outside_a_list_is_refused(finished):
@@ -319,6 +325,39 @@ def test_fp16_recovers_from_a_loss_scale_that_is_too_large(tmp_path, monkeypatch
     assert all(value.isfinite().all() for value in weights(outcome.folder).values())
 
 
+@pytest.mark.parametrize("largest", [1e18, 1.0])
+def test_a_run_that_diverges_keeps_finite_weights(tmp_path, monkeypatch, capsys, largest):
+    """A step multiplies the matrices by a million; the second one's activations overflow, unless the guard is first."""
+    monkeypatch.setattr(state, "LARGEST_NORM", largest)
+    words = ["optim.learning_rate=1e3", "optim.weight_decay=1e3", "optim.schedule=constant", "optim.warmup=0.0"]
+    assert main(["train", str(write_recipe(tmp_path)), *words, "--runs", str(tmp_path / "runs")]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    if largest == 1.0:
+        assert said.startswith("the weights must stay below a norm of 1; step 1 left them at ")
+        assert said.endswith(". Lower optim.learning_rate or optim.weight_decay; they are kept as they are now.")
+    else:
+        assert said.endswith("raise optim.warmup; the weights from before these steps are kept.")
+    learned = weights(tmp_path / "runs" / "tiny").values()
+    assert all(value.isfinite().all() for value in learned)
+    assert max(value.abs().max().item() for value in learned) > 1e3
+
+
+def test_a_failure_that_destroys_the_weights_leaves_those_of_the_folder(finished, tmp_path, monkeypatch):
+    recipe, _ = finished
+
+    def destroyed(model):
+        next(model.parameters()).detach().fill_(math.nan)
+        return torch.tensor(math.nan)
+
+    with interrupted(3):
+        folder = run_recipe(recipe, tmp_path).folder
+    before = weights(folder)
+    monkeypatch.setattr(loop, "weight_norm", destroyed)
+    with pytest.raises(FloatingPointError, match="the newest checkpoint has the last finite ones"):
+        run_recipe(recipe, tmp_path, resume=True)
+    assert all(torch.equal(value, before[name]) for name, value in weights(folder).items())
+
+
 def test_a_locked_tower_stays_and_its_projection_learns(tmp_path):
     recipe = tiny_recipe(tmp_path, "model.locked=['image']", "train.examples=64")
     began = ImageText.open(recipe).run.model.state_dict()
@@ -430,6 +469,19 @@ def test_a_step_that_would_exceed_the_minutes_is_not_taken(tmp_path, caplog):
     assert "; train.minutes ended the run after 112 of 480 pairs" in (outcome.folder / "report.html").read_text()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_end_by_the_clock_is_foretold(tmp_path, caplog, monkeypatch, threads):
+    monkeypatch.setattr(loop.os, "getloadavg", lambda: (5.2, 0.0, 0.0))
+    monkeypatch.setattr(loop.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with timed(lambda count: count / 4):
+        run_recipe(tiny_recipe(tmp_path, "train.minutes=1.0"), tmp_path / "runs")
+    (line,) = [line for line in caplog.messages if "will end" in line]
+    slow = "4 pairs a second: train.minutes=1 will end the training after about 240 of 480; more minutes learn more"
+    busy = "; 5 processes share 2 cores, where OMP_NUM_THREADS=1 may be several times as fast"
+    assert line == slow + busy * (threads > 1)
+
+
 def test_a_run_that_fits_into_its_minutes_takes_all_steps(tmp_path, caplog):
     with timed(lambda count: count):
         outcome = run_recipe(tiny_recipe(tmp_path, "train.minutes=8.0"), tmp_path / "runs")
@@ -470,7 +522,7 @@ def test_the_report_has_no_external_references(finished):
 def test_the_report_has_all_sections_and_figures(finished):
     _, outcome = finished
     page = (outcome.folder / "report.html").read_text()
-    for heading in ("Results", "How it learned", "Memory", "What it reads", "What it finds"):
+    for heading in ("Results", "How it learned", "What it reads", "What it finds", "How to use it"):
         assert f"<h2>{heading}" in page
     titles = ("Loss", "Recall, picture → name (a sample)", "Scale", "Learning rate", "Pairs per second")
     for title in (*titles, "Where a step's time goes, in percent"):
@@ -478,16 +530,91 @@ def test_the_report_has_all_sections_and_figures(finished):
     assert page.count("<svg") == 6
     assert "still training" not in page
     assert "batch 48" in page
-    assert "the dense way" in page
+    assert f"run = contrastile.load(&#34;{outcome.folder}&#34;)" in page
     assert "examples = 480" in page
     assert page.count('src="data:image/png;base64,') > 5
 
 
+def test_the_memory_of_a_step_is_shown_where_the_plain_way_takes_more(copied):
+    folder = RunFolder(copied)
+    metadata = folder.read_json("run.json")
+    need = {"batch": 48, "beyond": 32, "per_example": 2**20, "activations": 32 * 2**20, "matrix": 4 * 48 * 48}
+    for peak, shown in ((16, "<h2>Memory"), (200, "peak memory")):
+        measured = {"base_bytes": 2**30, "peak_bytes": 2**30 + peak * 2**20, "memory": need}
+        folder.write_json("run.json", {**metadata, **measured})
+        write_report(folder)
+        page = (copied / "report.html").read_text()
+        assert [text for text in ("<h2>Memory", "peak memory") if text in page] == [shown]
+    assert memory_saved({"base_bytes": 5, "peak_bytes": 5, "memory": need}) is None
+    assert memory_saved({"base_bytes": 0, "peak_bytes": 9, "memory": {"activations": 3, "matrix": 0}}) == {
+        "step": 9,
+        "plain": 12,
+    }
+
+
+def test_a_constant_scale_has_no_figure(finished):
+    folder = finished[1].folder
+    lines = [{**line, "scale": 20.0} for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"]
+    assert len(_figures(StepColumns(lines), "siglip", IMAGE_TEXT)) == 4
+
+
+def test_few_queries_or_choices_are_named_below_the_table():
+    def row(test, queries, choices):
+        return {"test": test, "queries": queries, "choices": choices, "recall": {"1": 1.0}, "chance": 0.5}
+
+    few, many = row("held-out pairs", 2, 2), row("digits", 1797, 10)
+    sentence = "Too few to say anything about the model: held-out pairs (2 among 2). More data, or a larger "
+    assert table_text([many, few]).splitlines()[-1] == f"{sentence}data.held_out, helps."
+    assert "Too few" not in table_text([many])
+
+
+def step_line(seen, planned=48, batch=None, **more):
+    values = {"loss": seen / 10, "scale": 14.0, "learning_rate": 0.1, "seconds": 2.0}
+    return {"kind": "step", "examples": seen, "batch": batch or planned, "planned": planned, **values, **more}
+
+
 def test_the_loss_curve_leaves_out_a_short_last_step():
-    steps = [{"batch": 48, "planned": 48}, {"batch": 48, "planned": 48}, {"batch": 3, "planned": 48}]
-    assert full(steps) == steps[:2]
-    assert full(steps[:2]) == steps[:2]
-    assert full(steps[2:]) == steps[2:]
+    lines = [step_line(48), step_line(96), step_line(99, batch=3)]
+    assert [StepColumns(some).full for some in (lines, lines[:2], lines[2:])] == [2, 2, 1]
+
+
+def test_the_curves_are_means_of_intervals_with_a_gap_between_batch_sizes():
+    lines = [{"kind": "skip"}, *(step_line(seen) for seen in range(1, 5)), step_line(8, 4), step_line(10, 4, batch=2)]
+    lines += [{"kind": "probe", "examples": 10}, {"kind": "step", "examples": 11}]
+    lines[3] |= {"shares": {"towers": 0.5}}
+    lines[5] |= {"shares": {"towers": 0.25, "data": 0.5}}
+    steps = StepColumns(lines)
+    assert steps.stages == [(-47, "batch 48"), (4, "batch 4")]
+    seen, values = steps.averaged(steps["loss"], points=4)
+    # intervals of 2.5 examples
+    assert seen == [1.5, 3.5, 3.5, 8.0, 10.0]
+    assert values == [pytest.approx(0.15), pytest.approx(0.35), pytest.approx(math.nan, nan_ok=True), 0.8, 1.0]
+    assert steps.averaged(steps["loss"][:2], slice(2)) == ([1.0, 2.0], [0.1, 0.2])
+    assert {part: values.tolist() for part, values in steps.shares.items()} == {
+        "data": [0.0, 0.5],
+        "towers": [0.5, 0.25],
+    }
+    assert steps.averaged(steps.shares["towers"], steps.timed)[1][::2] == [0.5, 0.25]
+    assert [line["kind"] for line in steps.others] == ["probe"]
+
+
+def test_a_long_run_is_reported_in_little_memory():
+    line = {**step_line(1), "shares": {"towers": 0.5, "data": 0.5}}
+    count = 20_000
+    tracemalloc.start()
+    steps = StepColumns({**line, "examples": seen} for seen in range(1, count + 1))
+    steps.averaged(steps["loss"])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # as dictionaries each step would take over 1,000 bytes
+    assert peak < 300 * count
+
+
+@pytest.mark.drawn
+def test_a_name_with_dollar_signs_is_no_formula():
+    name = "cost $5 {or $6 @1"
+    page = figures.curves({name: ([1.0], [2.0])}, title="$\\frac$", stages=[], under={"$": ([1.0], [1.0])}, unit="$")
+    assert name in page
 
 
 def test_right_answers_are_marked_in_the_report(learned):
@@ -508,3 +635,16 @@ def test_names_are_escaped_in_the_report(tmp_path):
 def test_skipped_pictures_are_counted_in_the_report(finished):
     page = (finished[1].folder / "report.html").read_text()
     assert "; skipped: 1 \u00d7 missing picture" in page
+
+
+def test_batches_follow_the_size_of_the_data_where_an_epoch_has_steps(tmp_path, caplog):
+    recipe = tiny_recipe(tmp_path, "train.batch=48", "train.examples=96", "train.epoch_steps=1")
+    outcome = run_recipe(recipe, tmp_path / "runs")
+    rows = json.loads((outcome.folder / "run.json").read_text())
+    assert rows["batch"] == [rows["pairs"]] == [18]
+    steps = [line for line in read_metrics(outcome.folder / "metrics.jsonl") if line["kind"] == "step"]
+    assert [line["batch"] for line in steps] == [18] * 5 + [6]
+    assert "batches of 18 at most: train.epoch_steps is 1, for 18 pairs to train on" in caplog.messages
+    for pairs, most in ((10**6, 48), (96, 24), (20, 16)):
+        assert recipe.train.model_copy(update={"epoch_steps": 4}).fitted(pairs).batch == ((0.0, most),)
+    assert recipe.train.model_copy(update={"epoch_steps": None}).fitted(2).batch == ((0.0, 48),)

@@ -54,3 +54,28 @@ def test_without_git_there_is_no_commit(monkeypatch):
     monkeypatch.undo()
     assert commit() == "" or set(commit().removesuffix("-dirty")) <= set("0123456789abcdef")
     assert its.subprocess is subprocess
+
+
+def test_the_commit_is_that_of_the_package_and_of_no_repository_around_it(tmp_path, monkeypatch):
+    def git(*words):
+        user = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(tmp_path), *user, *words], check=True, capture_output=True)
+
+    package = tmp_path / "package"
+    (package / "train").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(its, "__file__", str(package / "train" / "provenance.py"))
+    git("init")
+    git("commit", "--allow-empty", "-m", "around an installed package")
+    assert commit.__wrapped__() == ""
+    git("add", ".")
+    git("commit", "-m", "a package")
+    first = commit.__wrapped__()
+    assert first
+    assert "dirty" not in first
+    # results that a bench appends to lie beside the package
+    (tmp_path / "results.csv").write_text("ms")
+    git("add", ".")
+    assert commit.__wrapped__() == first
+    (package / "new.py").write_text("")
+    assert commit.__wrapped__() == f"{first}-dirty"

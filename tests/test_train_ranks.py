@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pool, set_aside
+from ranks import Pool, fresh, set_aside
 from test_train_resume import DROPOUT
 from test_train_resume import SAVED as SAVED_EVERY_FOURTH
 from tiny_runs import same_run, timed, tiny_recipe, weights, write_pictures, write_recipe, write_shards
@@ -49,14 +50,17 @@ SOON = 60
 TIMEOUT, LONG = 4, 600
 
 
+def _free_port() -> int:
+    with closing(socket.socket()) as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
 class Launched:
     """Processes with the environment that torchrun gives them, each running a function of its rank."""
 
     def __init__(self, size: int, folder: Path, run: Any, *arguments: Any) -> None:
-        with closing(socket.socket()) as free:
-            free.bind(("localhost", 0))
-            self.port = str(free.getsockname()[1])
-        self.folder = folder
+        self.port, self.folder = str(_free_port()), folder
         for name in LOADED:
             importlib.import_module(name)
         set_aside()
@@ -208,6 +212,37 @@ def test_computing_ranks_notice_a_lost_rank(tmp_path: Path, victim: int, how: si
         for rank in others:
             sentence = f"`training` must be carried out by all ranks; got no answer from rank {victim}, on rank {rank}"
             assert launched.said(rank).startswith(sentence)
+
+
+def _launcher(_: int, folder: Path, words: list[str], port: int) -> None:
+    """What torchrun is to its ranks: their parent, which says so in their environment."""
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x"}
+    for rank in range(2):
+        if not os.fork():
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            code = main(words)
+            (folder / f"{rank}.code").write_text(f"{code}\n")
+            os._exit(code)
+    time.sleep(LONG)
+
+
+def test_ranks_end_with_their_launcher_and_save(tmp_path: Path) -> None:
+    words, folder = _words(tmp_path, "train.examples=100000000", "evaluate.every=1.0"), tmp_path / "runs" / "tiny"
+    with fresh(1, _launcher, tmp_path, words, _free_port()) as processes:
+        _until(lambda: (folder / "metrics.jsonl").is_file() and _steps(folder))
+        processes[0].kill()
+        _until(lambda: all((tmp_path / f"{rank}.code").is_file() for rank in range(2)))
+    assert [(tmp_path / f"{rank}.code").read_text() for rank in range(2)] == ["143\n", "0\n"]
+    # everything that was learned
+    assert json.loads((folder / "run.json").read_text())["steps"] == len(_steps(folder))
+    assert (folder / "checkpoints").is_dir()
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def _another_recipe(rank: int, words: list[str]) -> int:

@@ -20,7 +20,8 @@ from contrastile.train.log import read_metrics
 from contrastile.train.loop import evaluate_run, run_recipe, step
 from contrastile.train.optim import build_optimizer
 from contrastile.train.recipe import RecipeError, load_any_recipe, load_recipe
-from contrastile.train.report.questions import question_samples
+from contrastile.train.report.page import table
+from contrastile.train.report.questions import WORDING, question_samples
 from contrastile.train.retriever.evaluation import Rankings, evaluate
 from contrastile.train.retriever.job import RetrieverJob, retriever_loss
 from contrastile.train.retriever.run import (
@@ -118,6 +119,16 @@ def test_the_table_has_answers_and_bm25(finished):
     assert "held-out queries, BM25" in outcome.table
 
 
+def test_recall_that_repeats_the_hits_is_no_column():
+    def row(recall):
+        hits = {"1": 0.5, "5": 0.75, "20": 0.8, "100": 0.9}
+        counts = {"test": "it", "queries": 40, "choices": 1000}
+        return {**counts, "recall": hits, "measures": {"MAP": 0.1, "recall@100": recall}}
+
+    once, twice = (table([row(0.9), row(recall)], WORDING)[0] for recall in (0.9, 0.85))
+    assert twice == [*once, "recall@100"] == [*WORDING.heads]
+
+
 def test_run_files_give_the_measures_of_the_table(finished, capsys):
     from contrastile.cli.main import main
 
@@ -184,6 +195,8 @@ def test_the_report_marks_the_words_of_the_question(finished):
     assert "What it finds: held-out queries" in page
     assert page.count('class="ask"') == 8
     assert "<mark>" in page
+    assert "<mark>the</mark>" not in page
+    assert f"contrastile search {finished[1].folder} &#34;a question&#34;" in page
     assert "right at place" in page
     # this run has two batch sizes, and no curve of guessing
     assert "Vertical lines mark changes of the batch size." in page
@@ -205,6 +218,7 @@ def test_a_loaded_run_encodes_queries_and_passages(finished):
     with pytest.raises(ValueError, match=r"`passages` must be a list of passages; got str\. Pass \[passage\], where"):
         run.encode_passage("def red_fox(): return house")
     assert run.recipe == recipe
+    assert repr(run).endswith(": encode_query and encode_passage; 0.0 million parameters on cpu>")
 
 
 def test_a_run_of_the_other_kind_is_refused_by_name(finished):

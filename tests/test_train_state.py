@@ -366,6 +366,27 @@ def test_three_skipped_steps_in_a_row_stop_the_run(caplog):
     assert guard.skipped == 5
 
 
+def test_weights_that_grow_without_end_stop_the_run_while_they_are_finite():
+    guard, model = NonFiniteGuard(), nn.Linear(2, 2)
+    guard.check_weights(1, 1e18, model)
+    sentence = (
+        "the weights must stay below a norm of 1e+18; step {}. Lower optim.learning_rate or optim.weight_decay; {}."
+    )
+    with pytest.raises(FloatingPointError) as caught:
+        guard.check_weights(2, 3e20, model)
+    assert str(caught.value) == sentence.format("2 left them at 3e+20", "they are kept as they are now")
+    with torch.no_grad():
+        model.bias[0] = float("inf")
+    with pytest.raises(FloatingPointError) as caught:
+        guard.check_weights(3, float("inf"), model)
+    assert str(caught.value) == sentence.format(
+        "3 left them at inf, first seen in the weights bias", "the newest checkpoint has the last finite ones"
+    )
+    # such a step has its own sentence
+    guard.in_a_row = 1
+    guard.check_weights(4, float("nan"), model)
+
+
 def test_the_first_non_finite_tensor_is_named():
     guard, model = NonFiniteGuard(), nn.Linear(2, 2)
     guard.in_a_row = 2

@@ -31,10 +31,13 @@ HOST_LIMIT = "16GiB"
 ONE_PROCESS = ("optimizer", "seconds", "longest", "within")
 FIGURES = (".svg", ".png", ".pdf")
 
+SUMMARY = "time and memory, beside what people run today"
+EXAMPLE = "contrastile bench loss --quick"
+
 
 def add_to(verbs: Any) -> None:
     """Declare the verb, its sub-verbs and their arguments."""
-    bench = verbs.add_parser("bench", help="time and memory, beside what people run today")
+    bench = verbs.add_parser("bench", help=SUMMARY)
     kinds = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     loss = kinds.add_parser(
         "loss",

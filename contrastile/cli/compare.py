@@ -10,7 +10,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from contrastile._errors import invalid
-from contrastile.cli.options import OVERRIDES, at_least, number
+from contrastile.cli.options import OVERRIDES, RECIPE, at_least, number
 
 if TYPE_CHECKING:
     from contrastile.experiments.sweep import Study
@@ -19,14 +19,16 @@ MEMORY, BATCHES = 2**30, [128, 512, 4096, 16384]
 # options of one kind of recipe only
 OF_PAIRS, OF_RETRIEVERS = ("losses", "data", "rates", "ranks"), ("memory", "updates")
 
+SUMMARY = "train many times: the same memory in several ways, the same loss in five, or batch sizes"
+EXAMPLE = "contrastile compare glyphs train.examples=100_000"
+
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
-    summary = "train many times: the same memory in several ways, the same loss in five, or batch sizes"
     sizes = "accuracy at these sizes; a retriever's: 128 512 4096 16k by default"
-    parser = verbs.add_parser("compare", help=summary)
+    parser = verbs.add_parser("compare", help=SUMMARY)
     add, kind = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add("recipe", help="a TOML file, such as recipes/glyphs.toml")
+    add("recipe", help=RECIPE)
     add("overrides", **OVERRIDES, help="as for train")
     kind("--losses", action="store_true", default=None, help="one loss computed in five ways, on --ranks")
     kind("--batches", nargs="+", metavar="SIZE", help=sizes)

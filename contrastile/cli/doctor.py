@@ -7,14 +7,17 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from contrastile.cli.options import OVERRIDES, at_least
+from contrastile.cli.options import OVERRIDES, RECIPE, at_least
+
+SUMMARY = 'what this machine has, and what "auto" would choose and why'
+EXAMPLE = "contrastile doctor glyphs"
 
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
-    parser = verbs.add_parser("doctor", help='what this machine has, and what "auto" would choose and why')
+    parser = verbs.add_parser("doctor", help=SUMMARY)
     add = parser.add_argument
-    add("recipe", nargs="?", help="a TOML file: also what it would use")
+    add("recipe", nargs="?", help=f"{RECIPE}: also what it would use")
     add("overrides", **OVERRIDES, help="as for train")
     add("--ranks", type=int, default=1, metavar="N", help="for so many processes (default: 1)")
     add("--batch", type=int, default=32_768, help="pairs of all ranks, without a recipe (default: 32768)")

@@ -8,10 +8,13 @@ from typing import Any
 from contrastile._errors import invalid, written_to
 from contrastile.cli.options import add_device, at_least, check_bad_rows, check_source, finished_retriever
 
+SUMMARY = "turn a corpus into features with a retriever's run, to be searched"
+EXAMPLE = "contrastile encode runs/docstrings"
+
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
-    parser = verbs.add_parser("encode", help="turn a corpus into features with a retriever's run, to be searched")
+    parser = verbs.add_parser("encode", help=SUMMARY)
     add = parser.add_argument
     corpus = "a BEIR folder, .jsonl, .tsv, or a folder of code (default: the run's own)"
     bad_rows = "unusable rows allowed in the corpus (default: the recipe's)"

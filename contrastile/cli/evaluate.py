@@ -22,10 +22,13 @@ OF_RUNS = ("index", "texts", "name", "split", *PICTURES, *TEXTS)
 # endings of files that belong to runs, of this or other trainers, and are no rankings
 NOT_RANKINGS = (".toml", ".safetensors", ".pt", ".pth", ".bin", ".json", ".jsonl", ".html")
 
+SUMMARY = "measure the saved weights of a run and write its report again"
+EXAMPLE = "contrastile evaluate runs/glyphs"
+
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
-    parser = verbs.add_parser("evaluate", help="measure the saved weights of a run and write its report again")
+    parser = verbs.add_parser("evaluate", help=SUMMARY)
     add = parser.add_argument
     add("run", help="a run folder, such as runs/glyphs, or a file of rankings in TREC's form")
     add("--judgements", metavar="FILE", help="of rankings: judgements, TREC's or BEIR's qrels")

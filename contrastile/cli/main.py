@@ -12,10 +12,13 @@ import os
 import select
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 from contrastile import __version__
+from contrastile._errors import printable
 from contrastile.cli import bench, compare, doctor, encode, evaluate, search, train
 
 # arguments of pip for modules outside "contrastile[train]"
@@ -27,7 +30,7 @@ PACKAGES = {
     "faiss": "faiss-cpu",
     "open_clip": "open_clip_torch",
 }
-VERBS = (train, evaluate, encode, search, compare, bench, doctor)
+VERBS = {"Train": (train, compare), "Measure": (evaluate, bench, doctor), "Search": (encode, search)}
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,13 +45,31 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}. See: {self.prog} --help\n")
 
 
-def build_parser() -> Parser:
+class Page(Parser):
+    """The command's own parser, whose help is a page: the verbs in groups, with one example each."""
+
+    def format_help(self) -> str:
+        from contrastile.train.folder import recipe_names
+
+        lines = ["Contrastive training with batches of any size.", "", "usage: contrastile VERB [...]"]
+        for group, verbs in VERBS.items():
+            lines += ["", group]
+            for verb in verbs:
+                name = verb.__name__.rpartition(".")[2]
+                lines += [f"  {name:<10}{verb.SUMMARY}", f"{'':12}{verb.EXAMPLE}"]
+        recipes = textwrap.fill(", ".join(recipe_names()), 78, initial_indent="  ", subsequent_indent="  ")
+        lines += ["", "Recipes of the package, known by these names; your own are TOML files", recipes]
+        lines += ["", "contrastile VERB --help lists a verb's options; contrastile --version prints the version,"]
+        return "\n".join([*lines, "contrastile --traceback VERB ... shows where an error came from.", ""])
+
+
+def build_parser() -> Page:
     """Build the parser, to which every verb adds its own."""
-    parser = Parser(prog="contrastile", description="Contrastive training with batches of any size.")
+    parser = Page(prog="contrastile", description="Contrastive training with batches of any size.")
     parser.add_argument("--version", action="version", version=f"contrastile {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in VERBS:
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
+    for verb in chain(*VERBS.values()):
         verb.add_to(verbs)
     return parser
 
@@ -71,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sentence, code = _explained(error)
         if options.traceback or not code:
             raise
-    print(sentence, file=sys.stderr)
+    # names from files may be part of it
+    print("\n".join(map(printable, sentence.split("\n"))), file=sys.stderr)
     return code
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from contrastile.train.folder import RunFolder
 
 UNITS = {"": 1, "k": 2**10, "M": 2**20, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+RECIPE = "a TOML file, or a recipe of the package by its name, such as glyphs"
 OVERRIDES: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "key=value"}
 DEFAULT = "Leave it out for the default."
 

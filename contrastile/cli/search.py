@@ -8,10 +8,13 @@ from typing import Any
 from contrastile._errors import invalid
 from contrastile.cli.options import add_device, at_least, finished_retriever
 
+SUMMARY = "find the passages that answer a question; without one, ask for some"
+EXAMPLE = 'contrastile search runs/docstrings "bracket a minimum"'
+
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
-    parser = verbs.add_parser("search", help="find the passages that answer a question; without one, ask for some")
+    parser = verbs.add_parser("search", help=SUMMARY)
     add = parser.add_argument
     add("run", help="a retriever's run folder, such as runs/docstrings")
     add("question", nargs="?", help='such as "how do I bracket a minimum"')
@@ -19,6 +22,7 @@ def add_to(verbs: Any) -> None:
     add("--index", metavar="FOLDER", help="index that `contrastile encode` wrote (default: RUN/index)")
     add("--engine", default="torch", help="torch, or faiss where it is installed (default: torch)")
     add("--lines", type=int, default=4, metavar="N", help="lines of each passage (default: 4)")
+    add("--verify", action="store_true", help="compare every byte of the index with its checksum first")
     add_device(parser)
     parser.set_defaults(verb=run)
 
@@ -41,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from contrastile.retrieval.index import open_search
 
-    search = open_search(folder, index, engine=arguments.engine, device=arguments.device)
+    how = {"engine": arguments.engine, "device": arguments.device, "verify": arguments.verify}
+    search = open_search(folder, index, **how)
     if arguments.question is not None:
         print(search.results_text(arguments.question, arguments.k, lines=arguments.lines))
         return 0

@@ -6,14 +6,17 @@ import argparse
 import os
 from typing import Any
 
-from contrastile.cli.options import OVERRIDES
+from contrastile.cli.options import OVERRIDES, RECIPE
+
+SUMMARY = "train what a recipe describes, evaluate it and write its report"
+EXAMPLE = "contrastile train glyphs"
 
 
 def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
-    parser = verbs.add_parser("train", help="train what a recipe describes, evaluate it and write its report")
+    parser = verbs.add_parser("train", help=SUMMARY)
     add, runs = parser.add_argument, "parent of the run folders, made if missing (default: runs)"
-    add("recipe", help="a TOML file, such as recipes/glyphs.toml")
+    add("recipe", help=RECIPE)
     add("overrides", **OVERRIDES, help="such as train.minutes=2 or loss.kind=siglip")
     add("--runs", default="runs", metavar="FOLDER", help=runs)
     add("--resume", action="store_true", help="continue the interrupted run of that name")

@@ -27,6 +27,8 @@ ProgressFactory = Callable[[int, str, str], AbstractContextManager[Any]]
 
 logger = logging.getLogger("contrastile")
 
+# with fewer held-out captions, images of the other captions are held out too
+FEW_CAPTIONS = 20
 # a share of bad pairs is taken of at least so many, because one bad pair among the first ten says little
 SMALLEST_SAMPLE = 1000
 
@@ -61,6 +63,21 @@ def hash_split(groups: Iterable[tuple[str, Sequence[int]]], share: float) -> dic
     count = min(max(below, 1), len(ordered) - 1)
     sides = {"train": ordered[count:], "held_out": ordered[:count]}
     return {name: sorted_rows([row for _, rows in side for row in rows]) for name, side in sides.items()}
+
+
+def image_split(captions: Indices, keys: Sequence[str], share: float) -> Indices:
+    """Rows of images to hold out whose captions stay in training: those whose key has a hash fraction below `share`.
+
+    captions: `[n]` ids of the training rows. keys: one for each image, equal for equal images. A caption keeps its
+    first image; at least one row is held out, and none where captions have fewer than two images on average.
+    """
+    first = np.unique(captions, return_index=True)[1]
+    if len(captions) < 2 * len(first):
+        return sorted_rows([])
+    spared = {keys[row] for row in first}
+    fractions = [(hash_fraction(key), row) for row, key in enumerate(keys) if key not in spared]
+    below = [row for fraction, row in fractions if fraction < share]
+    return sorted_rows(below or [row for _, row in sorted(fractions)[:1]])
 
 
 def sorted_rows(rows: Sequence[int]) -> Indices:
@@ -113,14 +130,17 @@ def counted(skipped: Mapping[str, int]) -> str:
     return ", ".join(f"{reason}: {count:,}" for reason, count in sorted(skipped.items()))
 
 
-def check_bad(skipped: Mapping[str, int], seen: int, most_bad: float, *, of: int | None = None) -> None:
+def check_bad(
+    skipped: Mapping[str, int], seen: int, most_bad: float, *, of: int | None = None, example: str = ""
+) -> None:
     """Raise ValueError where more than the share `most_bad` of the pairs `seen` could not be used.
 
-    Where the pairs seen are a part of `of` pairs, the share is taken of at least `SMALLEST_SAMPLE`.
+    Where the pairs seen are a part of `of` pairs, the share is taken of at least `SMALLEST_SAMPLE`. `example` says
+    where the first of them is.
     """
     seen = seen if of is None else max(seen, min(of, SMALLEST_SAMPLE))
     if (bad := sum(skipped.values())) > most_bad * seen:
-        got = f"{bad:,} of {seen:,} ({counted(skipped)})"
+        got = f"{bad:,} of {seen:,} ({counted(skipped)}){example}"
         remedy = "Mend it, or raise data.max_bad_fraction."
         raise invalid("source", f"have at most {most_bad:.1%} bad pairs", got, remedy)
 

@@ -25,6 +25,8 @@ import numpy.typing as npt
 
 from contrastile._errors import invalid
 from contrastile.data.base import (
+    FEW_CAPTIONS,
+    Indices,
     ProgressFactory,
     Skipped,
     check_bad,
@@ -32,6 +34,7 @@ from contrastile.data.base import (
     groups_by_id,
     hash_fraction,
     hash_split,
+    image_split,
     joined_ids,
 )
 from contrastile.data.files import cached_folder
@@ -45,7 +48,7 @@ from contrastile.data.tables import Row, read_table
 logger = logging.getLogger("contrastile")
 
 # increased whenever the digest of a collection, or what is cached of it, changes
-FORMAT = 1
+FORMAT, TABLE_FORMAT = 1, 2
 # the most pairs that are held out, whatever the share: they are decoded beforehand and compared with each other
 MOST_HELD_OUT = 10_000
 
@@ -59,16 +62,16 @@ T = TypeVar("T")
 
 
 def open_table(source: str, options: PairOptions) -> PairSet:
-    """The pairs of a table, decoded once into the cache, with the splits "train" and "held_out".
+    """The pairs of a table, decoded once into the cache, with the splits "train", "held_out" and perhaps "images".
 
     Pairs that share a caption or the very image share an id, and lie on the same side of the split, which is drawn by
     the hash of their captions: a pair stays on its side when others are added. Raises ValueError where more than the
-    share `most_bad` of the rows is skipped.
+    share `most_bad` of the rows is skipped. Where few captions are held out, so are "images" of the other captions.
     """
     rows = read_table(Path(source))
     states = [row if isinstance(row, str) else [*file_state(str(row[0])), row[1]] for row in rows]
     digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()
-    settings = {**options.settings, "format": FORMAT, "rows": digest}
+    settings = {**options.settings, "format": TABLE_FORMAT, "rows": digest}
 
     def read(row: Row | str) -> tuple[str, Path]:
         if isinstance(row, str):
@@ -80,16 +83,36 @@ def open_table(source: str, options: PairOptions) -> PairSet:
         ids = joined_ids(captions, digests)
         if len(set(ids.tolist())) < 2:
             got = f"{len(captions)} readable pairs" + (f" and skipped {counted(skipped)}" if skipped else "")
+            got += _first_missing(rows, Path(source).parent)
             remedy = "One is needed to train on, one to be held out."
             raise invalid("source", f"hold at least two pairs that differ and can be read ({source})", got, remedy)
-        return captions, ids, hash_split(groups_by_id(captions, ids), options.held_out), skipped
+        splits = hash_split(groups_by_id(captions, ids), options.held_out)
+        train = splits["train"]
+        if len(np.unique(ids[splits["held_out"]])) < FEW_CAPTIONS:
+            images = image_split(ids[train], [digests[row].hex() for row in train], options.held_out)
+            if len(images):
+                splits = {**splits, "train": np.delete(train, images), "images": train[images]}
+        return captions, ids, splits, skipped
 
     pairs = cached_pairs(options.cache, "table", settings, shape=options.shape, make=make)
     if pairs.skipped:
-        count = sum(pairs.skipped.values())
-        logger.warning("%s: %d of %d rows are skipped (%s)", source, count, len(rows), counted(pairs.skipped))
-    check_bad(pairs.skipped, len(rows), options.most_bad)
+        count, example = sum(pairs.skipped.values()), _first_missing(rows, Path(source).parent)
+        logger.warning(
+            "%s: %d of %d rows are skipped (%s)%s", source, count, len(rows), counted(pairs.skipped), example
+        )
+        check_bad(pairs.skipped, len(rows), options.most_bad, example=example)
     return pairs
+
+
+def _first_missing(rows: Sequence[Row | str], folder: Path) -> str:
+    """The first picture of a table that is no file, and the folder that its path is relative to; empty without one."""
+    path = next((row[0] for row in rows if not isinstance(row, str) and not row[0].is_file()), None)
+    if path is None:
+        return ""
+    inside = path.is_relative_to(folder)
+    return (
+        f'; there is no "{path.relative_to(folder)}" in the folder "{folder}"' if inside else f'; there is no "{path}"'
+    )
 
 
 def _decode_all(
@@ -122,6 +145,8 @@ def _decode_all(
 def open_collection(source: str, options: PairOptions) -> PairSet:
     """The pairs of a collection: held-out pairs as rows of the set, training pairs in its stream.
 
+    Where few captions are held out, so are "images" of the other captions.
+
     A pair of source `i` comes `weights[i]` times an epoch; once without weights. Training rows are numbered from the
     number of held-out pairs on. Pairs that share a caption share an id and lie on the same side of the split.
     """
@@ -137,15 +162,26 @@ def open_collection(source: str, options: PairOptions) -> PairSet:
         remedy = ONE_CAPTION if len(index) else NO_PAIRS
         raise invalid("source", "hold at least two pairs that differ in their titles", got, remedy)
     held_out = _held_out(index, options.held_out)
+    parts = {"held_out": np.flatnonzero(held_out), "images": _held_out_images(index, held_out, options.held_out)}
+    held_out[parts["images"]] = True
     settings = {"format": FORMAT, "index": digest, "held_out": options.held_out, "channels": options.channels}
+    if len(parts["images"]):
+        settings["images"] = len(parts["images"])
 
     def read(row: int) -> tuple[str, BytesIO]:
         return index.caption(row), BytesIO(index.origin(row, 0)())
 
     def make(writer: ImageWriter) -> Labels:
-        rows, title = np.flatnonzero(held_out).tolist(), "reading the held-out pictures"
-        captions, _, skipped = _decode_all(writer, rows, read, options.progress, title)
-        return captions, joined_ids(captions), {"held_out": np.arange(len(captions))}, skipped
+        captions: list[str] = []
+        splits, skipped = {}, Counter[str]()
+        for name, rows in parts.items():
+            if name == "held_out" or len(rows):
+                title = "reading the held-out pictures"
+                decoded, _, bad = _decode_all(writer, rows.tolist(), read, options.progress, title)
+                splits[name] = np.arange(len(captions), len(captions) + len(decoded))
+                captions += decoded
+                skipped.update(bad)
+        return captions, joined_ids(captions), splits, dict(skipped)
 
     pairs = cached_pairs(options.cache, "held-out", settings, shape=options.shape, make=make)
     check_bad(pairs.skipped, int(held_out.sum()), options.most_bad, of=len(index))
@@ -242,3 +278,15 @@ def _held_out(index: Index, share: float) -> npt.NDArray[np.bool_]:
     most = np.sort(index.fractions)[min(MOST_HELD_OUT, len(index) - 1)]
     bound = min(max(min(share, most), distinct[1]), distinct[-1])
     return index.fractions < bound
+
+
+def _held_out_images(index: Index, held_out: npt.NDArray[np.bool_], share: float) -> Indices:
+    """Pairs of other captions that are held out where few captions are, at most `MOST_HELD_OUT`."""
+    train = np.flatnonzero(~held_out)
+    captions = np.unique(index.fractions[train], return_inverse=True)[1]
+    if len(np.unique(index.fractions[held_out])) >= FEW_CAPTIONS or len(train) < 2 * (captions.max() + 1):
+        # before the keys, which take seconds for millions of pairs
+        return train[:0]
+    pieces = [(row, index.origin(row, 0)) for row in train.tolist()]
+    keys = [f"{index.caption(row)} {Path(piece.path).name} {piece.offset}" for row, piece in pieces]
+    return train[image_split(captions, keys, share)[:MOST_HELD_OUT]]

@@ -17,7 +17,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +38,15 @@ def new_file(path: Path) -> None:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
 
 
+@contextmanager
+def as_open_makes_it(path: Path) -> Iterator[None]:
+    """Give a file that a library writes within the permissions that `open` gives, by the process's umask."""
+    new_file(path)
+    mode = path.stat().st_mode & 0o777
+    yield
+    path.chmod(mode)
+
+
 def open_in_place(path: Path, mode: str, *, buffering: int = -1, encoding: str | None = None) -> IO[Any]:
     """The built-in `open` of a file that is appended to, truncated or written where it lies.
 
@@ -51,6 +62,31 @@ def open_in_place(path: Path, mode: str, *, buffering: int = -1, encoding: str |
         if error.errno != errno.ELOOP:
             raise
         raise _linked(path, "file") from None
+
+
+def open_file(path: str | Path) -> IO[bytes]:
+    """Open a file for reading; OSError for a pipe or a device, whose end may never come, and for a NUL in a name."""
+    if "\0" in str(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    # without waiting for the other end of a pipe
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(handle).st_mode
+    if stat.S_ISREG(kind):
+        return open(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "Not a plain file", str(path))
+
+
+def read_whole(path: str | Path, most: int) -> bytes:
+    """The bytes of a file of at most `most` bytes; a longer one is an OSError."""
+    with open_file(path) as file:
+        # one byte more, because a file may grow
+        content = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
+    if len(content) > most:
+        raise OSError(errno.EOVERFLOW, f"Over {most:,} bytes", str(path))
+    return content
 
 
 def own_folder(path: Path) -> Path:

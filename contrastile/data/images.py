@@ -1,14 +1,15 @@
 """Pixels of an image: decoding, random crops, and the augmentation of a whole batch.
 
-Stands below every source of images and the training step. The header of a file is checked before anything is decoded,
-and only formats that Pillow decodes itself are opened. All randomness comes from a seed or generator passed in.
+Stands below every source of images and the training step. The header of a file is checked before anything is decoded
+(`image_limits.py`), and only formats that Pillow decodes itself are opened. All randomness comes from a seed or
+generator passed in.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,17 +19,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastile._errors import invalid
 from contrastile.data.base import Images, Skipped
+from contrastile.data.files import read_whole
+from contrastile.data.image_limits import (
+    MOST_BYTES,
+    ORIENTATION,
+    check_memory,
+    check_parts,
+    check_size,
+    decoding_memory,
+    stored,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
 
-# the limit on the pixels that a header promises: a few bytes may promise gigabytes
-MOST_PIXELS = 64_000_000
 # the formats that Pillow decodes itself; for others it may call programs of the machine
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # random crops: their share of the image's area, their width over height, and the draws until one lies within the image
 CROP_SCALE, CROP_RATIO, CROP_TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
+# Pillow's names of the turns that the values of EXIF's orientation ask for
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+# the pixels that are converted at once, so that a conversion takes no second copy of an image
+BAND = 1 << 17
 
 # left, top, right, bottom in pixels
 Box = tuple[float, float, float, float]
@@ -37,20 +59,20 @@ Box = tuple[float, float, float, float]
 def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Callable[[int, int], Box] | None = None) -> Images:
     """One image as uint8 `[C, S, S]`, resampled: its middle square, or the box that `crop(width, height)` returns.
 
-    Raises `Skipped` with the reason.
+    Raises `Skipped` with the reason; for an image over the limits of `image_limits.py` before it is decoded.
     """
     from PIL import Image
 
     try:
-        # Pillow's own limit on pixels is a warning up to twice its size; the limit here is checked below and is lower
-        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=FORMATS) as image:
-            if image.width * image.height > MOST_PIXELS:
-                raise Skipped("picture over 64 megapixels")
-            if crop is not None:
-                return _cropped(image, shape, crop(*image.size))
-            # a JPEG can be decoded at a fraction of its size
-            image.draft(None, (2 * shape[1], 2 * shape[2]))
-            return squared(image, shape)
+        # Pillow's own limit on pixels is a warning up to twice its size; the limit of `check_size` is lower
+        with warnings.catch_warnings(action="ignore"):
+            plain, turn = _opened(file, shape, crop)
+        plain = _turned(plain, turn)
+        if crop is None:
+            return _middle(plain, shape)
+        pixels = _array(plain)
+        del plain
+        return _resampled(pixels, shape)
     except FileNotFoundError as failure:
         raise Skipped("missing picture") from failure
     except Image.DecompressionBombError as failure:
@@ -62,43 +84,136 @@ def decode(file: Path | BytesIO, shape: tuple[int, int, int], crop: Callable[[in
         raise Skipped("broken picture") from failure
 
 
+def _opened(
+    file: Path | BytesIO, shape: tuple[int, int, int], crop: Callable[[int, int], Box] | None
+) -> tuple[Image.Image, object]:
+    """The image, or its part within the box, in grey or colour as it lies in the file, and its orientation."""
+    from PIL import Image
+
+    content = read_whole(file, MOST_BYTES) if isinstance(file, Path) else file.getvalue()
+    beside, mode = check_parts(content), _mode(shape)
+    with Image.open(BytesIO(content), formats=FORMATS) as image:
+        check_size(image)
+        width, height = image.size
+        left, top, right, bottom = crop(width, height) if crop else (0, 0, width, height)
+        # a JPEG can be decoded at a fraction of its size; the box keeps at least twice the size wanted
+        image.draft(None, (round(2 * shape[1] * width / (right - left)), round(2 * shape[2] * height / (bottom - top))))
+        check_memory(decoding_memory(image) + beside)
+        across, down = image.width / width, image.height / height
+        image.load()
+        turn, box = image.getexif().get(ORIENTATION), (0, 0, *image.size)
+        if crop is not None:
+            left, top = round(left * across), round(top * down)
+            box = (left, top, max(round(right * across), left + 1), max(round(bottom * down), top + 1))
+        copied = crop is not None or turn in TURNS or not _is_plain(image, mode)
+        # a part that is cut out is copied once more, for torch
+        check_memory(image.width * image.height * (8 if crop else stored(image.mode) + 4 * copied))
+        return _converted(image, mode, box), turn
+
+
 def squared(image: Image.Image, shape: tuple[int, int, int]) -> Images:
     """An image of any size as uint8 `[C, S, S]`: upright, its middle square, resampled, grey or in colour."""
+    plain = _converted(image, _mode(shape), (0, 0, *image.size))
+    return _middle(_turned(plain, image.getexif().get(ORIENTATION)), shape)
+
+
+def _mode(shape: tuple[int, int, int]) -> str:
+    return "L" if shape[0] == 1 else "RGB"
+
+
+def _turned(image: Image.Image, orientation: object) -> Image.Image:
+    """The image upright."""
+    from PIL import Image
+
+    return image.transpose(Image.Transpose[TURNS[orientation]]) if orientation in TURNS else image
+
+
+def _middle(image: Image.Image, shape: tuple[int, int, int]) -> Images:
+    """The middle square of a grey or coloured image, resampled."""
     from PIL import Image, ImageOps
 
     channels, size, _ = shape
-    plain = _flattened(ImageOps.exif_transpose(image)).convert("L" if channels == 1 else "RGB")
-    square = ImageOps.fit(plain, (size, size), Image.Resampling.BICUBIC)
+    square = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
     return np.asarray(square).reshape(size, size, channels).transpose(2, 0, 1).copy()
 
 
-def _cropped(image: Image.Image, shape: tuple[int, int, int], box: Box) -> Images:
-    """The pixels within `box`, cut as they lie in the file, turned upright, resampled.
+def _resampled(pixels: Images, shape: tuple[int, int, int]) -> Images:
+    """Pixels `[h, w, C]` as `[C, S, S]`.
 
     The filter is torch's bicubic with antialiasing: Pillow's own but for a rounding, in a quarter of its time.
     """
-    from PIL import ImageOps
-
-    channels, size, _ = shape
-    width, height = image.size
-    # a JPEG can be decoded at a fraction of its size; the box keeps at least twice the size wanted
-    image.draft(None, (round(2 * size * width / (box[2] - box[0])), round(2 * size * height / (box[3] - box[1]))))
-    across, down = image.width / width, image.height / height
-    left, top = round(box[0] * across), round(box[1] * down)
-    right, bottom = max(round(box[2] * across), left + 1), max(round(box[3] * down), top + 1)
-    crop = _flattened(ImageOps.exif_transpose(image.crop((left, top, right, bottom))))
-    mode = "L" if channels == 1 else "RGB"
-    pixels = np.asarray(crop if crop.mode == mode else crop.convert(mode))
-    batch = torch.from_numpy(pixels).view(1, crop.height, crop.width, channels).permute(0, 3, 1, 2)
-    return F.interpolate(batch, (size, size), mode="bicubic", antialias=True)[0].numpy()
+    batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
+    return F.interpolate(batch, shape[1:], mode="bicubic", antialias=True)[0].numpy()
 
 
-def _flattened(image: Image.Image) -> Image.Image:
-    """Transparent images on white; images of 16 bits reduced to 8, which Pillow would clip instead."""
+def _bands(box: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
+    """The box in bands of whole rows."""
+    left, top, right, bottom = box
+    rows = max(1, BAND // (right - left))
+    for start in range(top, bottom, rows):
+        yield left, start, right, min(start + rows, bottom)
+
+
+def _array(image: Image.Image) -> Images:
+    """The pixels of a grey or coloured image, uint8 `[h, w, C]`."""
+    pixels = np.empty((image.height, image.width, len(image.getbands())), np.uint8)
+    for band in _bands((0, 0, *image.size)):
+        pixels[band[1] : band[3]] = np.asarray(image.crop(band)).reshape(-1, *pixels.shape[1:])
+    return pixels
+
+
+def _is_plain(image: Image.Image, mode: str) -> bool:
+    return image.mode == mode and not image.has_transparency_data
+
+
+def _converted(image: Image.Image, mode: str, box: tuple[int, ...]) -> Image.Image:
+    """The part of an image within `box`, in grey ("L") or in colour ("RGB"), transparent images on white."""
+    from PIL import Image
+
+    if box == (0, 0, *image.size) and _is_plain(image, mode):
+        return image
+    stretch = _stretch(image)
+    bands = ((band, _flattened(image.crop(band), stretch).convert(mode)) for band in _bands(box))
+    (_, top, _, end), first = next(bands)
+    if end == box[3]:
+        return first
+    whole = Image.new(mode, (box[2] - box[0], box[3] - box[1]))
+    whole.paste(first, (0, 0))
+    for band, plain in bands:
+        whole.paste(plain, (0, band[1] - top))
+    return whole
+
+
+def _stretch(image: Image.Image) -> tuple[float, float] | None:
+    """The factor and the summand that bring pixels of 32 bits to 0 ... 255; None for other images.
+
+    The range of the pixels is 1 (numbers with a fraction), 255 or 65,535, the first that holds them all; pixels beyond
+    these, or below 0, are stretched from the least to the largest.
+    """
+    if image.mode not in ("I", "F"):
+        return None
+    # 16 bits by the header
+    ranges = (65_535.0,) if image.format == "PPM" else (1.0, 255.0, 65_535.0)[image.mode == "I" :]
+    low, high = image.getextrema()
+    if not (math.isfinite(low) and math.isfinite(high)):
+        remedy = "Replace what is not a number."
+        raise invalid("picture", "have finite pixels", f"{low} to {high}", remedy)
+    largest = next((largest for largest in ranges if low >= 0 and high <= largest), None)
+    if largest is not None:
+        return 255 / largest, 0.0
+    return 255 / (high - low), -255 * low / (high - low)
+
+
+def _flattened(image: Image.Image, stretch: tuple[float, float] | None) -> Image.Image:
+    """Transparent images on white; images of 16 or 32 bits reduced to 8, which Pillow would clip instead."""
     from PIL import Image
 
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image, dtype=np.uint16) >> 8).astype(np.uint8))
+    if stretch is not None:
+        factor, summand = stretch
+        # Pillow's form of a linear function; the conversion cuts off fractions and clips
+        return image.point(lambda value: value * factor + summand).convert("L")
     if image.has_transparency_data:
         paper = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(paper, image.convert("RGBA"))

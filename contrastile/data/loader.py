@@ -33,14 +33,17 @@ import torch
 from torch import Tensor
 
 from contrastile.data.base import Images, Skipped
+from contrastile.data.files import open_file
+from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.images import crop_box, decode
-from contrastile.data.shards import MOST_BYTES
 from contrastile.offload import usable_cpus
 
 # images of a task
 GROUP = 16
 # the largest buffer that a GPU fetches from while it computes: pinned memory cannot be swapped
 MOST_PINNED = 8 << 30
+# seconds for the answer of a decoding process, unless a recipe says `train.timeout`; to end by itself when it is closed
+TIMEOUT, PATIENCE = 100.0, 2.0
 # the largest message; the task of a group of images takes a few kilobytes
 MOST_MESSAGE = 1 << 20
 
@@ -62,7 +65,7 @@ class Piece:
 
     def __call__(self) -> bytes:
         """The bytes; raises `Skipped` where the file has become shorter, or is longer than any image."""
-        with open(self.path, "rb") as file:
+        with open_file(self.path) as file:
             size = os.fstat(file.fileno()).st_size if self.size is None else self.size
             if size > MOST_BYTES:
                 raise Skipped("too large")
@@ -121,10 +124,11 @@ class SharedBuffer:
 
 
 class Worker:
-    """This process's end of a decoding process."""
+    """This process's end of a decoding process, which has `timeout` seconds for each task."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = TIMEOUT) -> None:
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(timeout)
         path = os.pathsep.join(path for path in sys.path if path)
         # in a session of its own it gets no Ctrl-C; it ends when this end of the socket closes
         self._process = subprocess.Popen(
@@ -138,26 +142,36 @@ class Worker:
         self._buffer: SharedBuffer | None = None
 
     def run(self, buffer: SharedBuffer, task: dict[str, object]) -> Reasons:
-        """Have the process do a task; return its reasons."""
+        """Have the process do a task; return its reasons. ChildProcessError for a process that ended or is silent."""
         try:
             # a buffer that is new to it is handed over with its first task
             files = [] if buffer is self._buffer else [buffer.file]
             socket.send_fds(self._socket, [json.dumps({**task, "size": buffer.size}, default=vars).encode()], files)
             self._buffer = buffer
             answer = self._socket.recv(MOST_MESSAGE)
+        except TimeoutError:
+            seconds, number = self._socket.gettimeout(), self._process.pid
+            self.close(patience=0.0)
+            got = f"no answer for {seconds:g} s from the decoding process {number}"
+            raise ChildProcessError(f"{got}: was it stopped, or is the storage of the pictures lost?") from None
         except OSError:
             answer = b""
         if not answer:
             # a process that still runs, because the task could not be sent, ends now
             self._socket.close()
             code = self._process.wait()
-            raise RuntimeError(f"a decoding process ended with exit code {code}: is there memory enough?")
+            raise ChildProcessError(f"a decoding process ended with exit code {code}: is there memory enough?")
         return list(json.loads(answer))
 
-    def close(self) -> None:
-        """Close the socket, which ends the process."""
+    def close(self, patience: float = PATIENCE) -> None:
+        """Close the socket, which ends the process; one that does not end within `patience` seconds is killed."""
         self._socket.close()
-        self._process.wait()
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            # a stopped process cannot notice the socket
+            self._process.kill()
+            self._process.wait()
 
 
 def serve(connection: socket.socket) -> None:
@@ -181,15 +195,22 @@ def serve(connection: socket.socket) -> None:
 class ImageLoader:
     """Loads one batch ahead of its use, by `workers` threads; with `apart`, each leaves the decoding to a process.
 
-    `origin(row, example)` is the origin of a row's image; processes need a `Piece`.
+    `origin(row, example)` is the origin of a row's image; processes need a `Piece`, and have `timeout` seconds for
+    each group of images.
     """
 
     def __init__(
-        self, origin: Callable[[int, int], Origin], shape: tuple[int, int, int], workers: int, *, apart: bool
+        self,
+        origin: Callable[[int, int], Origin],
+        shape: tuple[int, int, int],
+        workers: int,
+        *,
+        apart: bool,
+        timeout: float = TIMEOUT,
     ) -> None:
         self._origin, self._shape = origin, shape
         self._pool = ThreadPoolExecutor(workers, "decoding")
-        self._workers = [Worker() for _ in range(workers)] if apart else []
+        self._workers = [Worker(timeout) for _ in range(workers)] if apart else []
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -258,7 +279,7 @@ class ImageLoader:
 
 
 def read_chunks(
-    paths: Sequence[str], shape: tuple[int, int, int], *, chunk: int, apart: bool
+    paths: Sequence[str], shape: tuple[int, int, int], *, chunk: int, apart: bool, timeout: float = TIMEOUT
 ) -> Iterator[tuple[range, Tensor, Reasons]]:
     """Whole images of files, `chunk` at a time, the next chunk decoded meanwhile: rows, uint8 `[n, C, S, S]`, reasons.
 
@@ -266,7 +287,7 @@ def read_chunks(
     """
     chunks = [range(len(paths))[start : start + chunk] for start in range(0, len(paths), chunk)]
     workers = min(cores(), max(len(paths) // GROUP, 1))
-    loader = ImageLoader(lambda row, _: Piece(paths[row], 0, None), shape, workers, apart=apart)
+    loader = ImageLoader(lambda row, _: Piece(paths[row], 0, None), shape, workers, apart=apart, timeout=timeout)
     with closing(loader):
         for rows, following in pairwise([*chunks, range(0)]):
             decoded = loader.load([(row, 0, None) for row in rows])

@@ -25,7 +25,7 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile.data.base import Images, Indices, ProgressFactory, check_bad, counted, silent
 from contrastile.data.files import cached_folder, open_in_place, write_text
-from contrastile.data.loader import ImageLoader, Key, Origin, Piece, Reasons, cores
+from contrastile.data.loader import TIMEOUT, ImageLoader, Key, Origin, Piece, Reasons, cores
 
 logger = logging.getLogger("contrastile")
 
@@ -105,6 +105,7 @@ class Stream:
     An image that cannot be read is counted by reason in `skipped`; the pair before it in the batch, or in this rank's
     share, replaces it: their ids are equal, so it is no negative. `check` refuses more than the share `most_bad`.
     `workers` decode: processes where `apart` is set, which leave this process free to keep a GPU busy, else threads.
+    A process that does not answer for `timeout` seconds is an error.
     """
 
     library: Library
@@ -118,6 +119,7 @@ class Stream:
     seen: int = 0
     workers: int = field(default_factory=cores)
     apart: bool = False
+    timeout: float = TIMEOUT
     _loader: ImageLoader | None = None
 
     def __len__(self) -> int:
@@ -143,7 +145,8 @@ class Stream:
     def _loading(self) -> ImageLoader:
         if self._loader is None:
             apart = self.apart and isinstance(self.library.origin(int(self.rows[0]), 0), Piece)
-            self._loader = ImageLoader(self.library.origin, self.shape, self.workers, apart=apart)
+            origin, timeout = self.library.origin, self.timeout
+            self._loader = ImageLoader(origin, self.shape, self.workers, apart=apart, timeout=timeout)
         return self._loader
 
     def _keys(self, rows: Sequence[int], examples: Sequence[int], crop_seed: int | None) -> list[Key]:

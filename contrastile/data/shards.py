@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 from contrastile._errors import invalid
 from contrastile.data.files import checksum, new_file, sync
+from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.sources import PICTURES, TABLES, Source
 from contrastile.data.tables import read_table
 
 SIZES, SUMS = "sizes.json", "SHA256SUMS"
-# the most bytes of an image, more than 64 megapixels take in any format, and of a caption
-MOST_BYTES, LONGEST_CAPTION = 1 << 28, 1 << 16
+# the most bytes of a caption
+LONGEST_CAPTION = 1 << 16
 # two empty records end a tar file, and tools fill it up to a whole number of larger ones
 TAIL, LONGEST_TAIL = 2 * tarfile.BLOCKSIZE, 2 * tarfile.BLOCKSIZE + tarfile.RECORDSIZE
 

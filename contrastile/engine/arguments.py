@@ -40,19 +40,18 @@ def captured(*tensors: Tensor) -> bool:
     return any(waits(x) for x in tensors) and torch.cuda.is_current_stream_capturing()
 
 
-def features(name: str, x: Tensor) -> None:
-    """Check that x is [rows, features] of a supported floating type."""
+def features(name: str, x: Tensor, *, own: bool = False) -> None:
+    """Check that x is [rows, features] of a supported floating type; `own`: or [rows, H, features]."""
     if not isinstance(x, Tensor):
         raise invalid(name, "be a tensor", type(x).__name__, "Convert it with torch.as_tensor.")
-    if x.ndim != 2:
-        raise invalid(
-            name, "have two dimensions [rows, features]", f"shape {list(x.shape)}", "Flatten the others first."
-        )
+    if x.ndim != 2 and not (own and x.ndim == 3):
+        rule = "have two dimensions [rows, features]" + ", or three [queries, H, features]" * own
+        raise invalid(name, rule, f"shape {list(x.shape)}", "Flatten the others first.")
     if not x.is_floating_point():
         raise invalid(name, "be floating point", x.dtype, "Convert it with .float().")
     if x.dtype not in FEATURES:
         raise invalid(name, "be bf16, fp16, fp32 or fp64", x.dtype, "Convert it with .float().")
-    if x.shape[1] == 0:
+    if x.shape[-1] == 0:
         raise invalid(name, "have at least one feature", f"shape {list(x.shape)}", "Check the encoder's output.")
 
 
@@ -61,11 +60,11 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtyp
 
     cast: the type to which autocast casts operands, whatever their own is; it leaves float64 as it is.
     """
-    if x.shape[1] != other.shape[1]:
+    if x.shape[-1] != other.shape[-1]:
         raise invalid(
             name,
             f"have the same feature size as `{other_name}`",
-            f"{other.shape[1]} and {x.shape[1]}",
+            f"{other.shape[-1]} and {x.shape[-1]}",
             "Project one side first.",
         )
     if x.dtype != other.dtype and (cast is None or torch.float64 in (x.dtype, other.dtype)):
@@ -76,6 +75,32 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtyp
         raise invalid(
             name, f"be on the device of `{other_name}`", f"{other.device} and {x.device}", "Move one side first."
         )
+
+
+def own_negatives(
+    own: Tensor | None, ids: Tensor | None, query_ids: Tensor | None, q: Tensor, device: torch.device | str | None
+) -> None:
+    """Check negatives [N, H, D] of each query alone, and their ids [N, H]."""
+    if own is None:
+        if ids is not None:
+            rule = "go with `negatives` of three dimensions [queries, H, features]"
+            raise invalid("negative_ids", rule, "others", "Continue `key_ids` over shared negatives.")
+        return
+    if len(own) != len(q):
+        got, remedy = f"shape {list(own.shape)}", "List each query's own, or pass shared ones as [H, features]."
+        raise invalid("negatives", f"be lists of {len(q)} queries where they have three dimensions", got, remedy)
+    if device is not None and torch.device(device).type != q.device.type:
+        got = f"shape {list(own.shape)}"
+        raise invalid("negatives", "be shared by all queries with features in host memory", got, "Leave `device` out.")
+    if ids is None:
+        return
+    if query_ids is None:
+        raise invalid("query_ids", "be given where `negative_ids` is", None, "Pass both, or neither.")
+    vector("query_ids", query_ids, "q", q, integer=True)
+    if not isinstance(ids, Tensor) or ids.shape != own.shape[:2] or ids.is_floating_point():
+        got = f"shape {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
+        rule = f"be integers of shape {list(own.shape[:2])}, one for each of the negatives"
+        raise invalid("negative_ids", rule, got, "A negative with the id of its query does not count.")
 
 
 def same_length(name: str, x: Tensor, other_name: str, other: Tensor, otherwise: str = "") -> None:

@@ -38,7 +38,7 @@ def traceable(arguments: Arguments) -> bool:
     options, loss = arguments.options, arguments.loss
     alone = options.exchange == "single" or collectives.size(options.group) == 1
     spelled = not isinstance(loss, PairLoss) or loss.spelled is not None
-    plain = arguments.scorer is None and not arguments.guides and arguments.targets is None
+    plain = arguments.scorer is None and not arguments.guides and arguments.targets is None and arguments.own is None
     return alone and spelled and plain and options.device is None
 
 

@@ -21,6 +21,7 @@ from contrastile._types import Reduction
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.first_order import first_order
 from contrastile.losses.base import Finished, PairLoss, Shard, changed, with_states
+from contrastile.tiles import own
 from contrastile.tiles.base import Accumulated, ForwardResult, Tiles, reduced
 from contrastile.tiles.scored import Scorer
 
@@ -61,14 +62,14 @@ class Call:
     device: torch.device
     scorer: Scorer | None = None
     # the types of the features that autocast casts, which their gradients get; the shards then hold the cast ones
-    given: tuple[torch.dtype, torch.dtype] | None = None
+    given: tuple[torch.dtype, ...] | None = None
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
         """The tiles of this call, with its numbers in the accumulator's type."""
         plan, loss = self.plan, self.loss
         used = None if bias is None or not loss.uses_bias else self._number(bias)
         tiles = plan.tiles(loss, self._number(scale), used, plan.workspace)
-        tiles.given = self.given
+        tiles.given = None if self.given is None else (self.given[0], self.given[1])
         if len(self.exchange.layout.rows) > 1:
             tiles.reserve(self.exchange.reserved())
         return tiles
@@ -82,8 +83,9 @@ class Call:
     def shards(self, inputs: Sequence[Tensor]) -> tuple[Shard, Shard]:
         """Rows and columns with these tensors as their features."""
         if self.scorer is None:
-            q, k = inputs
-            return changed(self.rows, features=q), changed(self.cols, features=k)
+            q, k, *negatives = inputs
+            own = negatives[0] if negatives else None
+            return changed(self.rows, features=q, own=own), changed(self.cols, features=k)
         n = len(self.rows.leaves)
         cols = inputs[n : n + len(self.cols.leaves)]
         return (
@@ -107,16 +109,18 @@ class Operation(torch.autograd.Function):
     def forward(ctx: Any, call: Call, scale: Tensor, bias: Tensor | None, *inputs: Tensor) -> Tensor:
         tiles = call.tiles(scale, bias)
         if call.given is not None:
-            inputs = call.rows.features, call.cols.features
+            inputs = (call.rows.features, call.cols.features, *[x for x in (call.rows.own,) if x is not None])
         with call.exchange.in_step(), without_autocast(call.device):
             if call.plan.at_once is not None:
                 value, accumulated = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])
                 results: Sequence[Any] = accumulated
             else:
                 rows, cols = call.shards(inputs)
-                stats = call.exchange.forward(tiles, rows, cols)
+                stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
+                if rows.own is not None:
+                    stats[0] = own.forward(tiles, rows, cols, stats[0])
                 value, states, coefficients = call.exchange.finish(
-                    tiles, [side for side in stats if side is not None], rows, cols, call.weights, call.reduction
+                    tiles, stats, rows, cols, call.weights, call.reduction
                 )
                 results = [*states, *coefficients]
         constants = call.constants()
@@ -218,9 +222,23 @@ def backward(
             half = len(results) // 2
             coefficients = [coefficient * factor for coefficient in results[half:]]
             rows, cols = with_states(rows, cols, results[:half], coefficients)
+            if rows.own is not None:
+                return _with_own(call, tiles, rows, cols, wanted, (scale, bias))
             accumulated = exchange.accumulate(tiles, rows, cols, wanted)
         left = None if call.plan.at_once is None else factor
         return exchange.gradients(tiles, accumulated, rows, cols, wanted, (scale, bias), left)
+
+
+def _with_own(
+    call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted, numbers: tuple[Tensor, Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of scale, bias, q, k and the rows' own columns."""
+    of_scale, of_bias, of_q, of_k, of_own = wanted
+    # the scale's gradient is read off the rows' accumulator, which has the products of their own columns too
+    accumulated = call.exchange.accumulate(tiles, rows, cols, (of_scale, of_bias, of_q or of_scale, of_k))
+    dtype = None if call.given is None else call.given[2]
+    gradient = own.backward(tiles, rows, accumulated, dtype, wanted=of_own)
+    return [*call.exchange.gradients(tiles, accumulated, rows, cols, wanted[:4], numbers, None), gradient]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

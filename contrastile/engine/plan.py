@@ -151,15 +151,17 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     every = (problem.scale, problem.bias, *problem.inputs)
     wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in every)
     pairwise = loss.pairwise and options.reduction != "none"
-    at_once: AtOnce | None = with_gradients if wants and pairwise else None
+    # columns of each row alone are computed after the exchange
+    own = problem.rows.own is not None
+    at_once: AtOnce | None = with_gradients if wants and pairwise and not own else None
     tiles: MakeTiles
     if scorer is None:
         tiles = choose_tiles(options.backend, loss, problem.rows, problem.cols)
-        alone = len(exchange.layout.rows) == 1 and options.reduction != "none"
+        alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
         number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
         if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
             at_once = with_gradients
-        if wants and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
+        if wants and not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
             at_once = replayed
     else:
         tiles = _scored_tiles(problem, scorer, exchange, workspace)

@@ -54,17 +54,28 @@ class Arguments:
     paired: bool = False
     # positives are in range by construction: their values need no check
     positives_in_range: bool = False
+    # with negatives [N, H, D]: [N, H] integers, and the number of them that are positives, the first ones
+    negative_ids: Tensor | None = None
+    own_positives: int = 0
 
     def signature(self) -> Hashable:
         """Everything that checks and plan depend on: two calls of equal signature differ in values alone."""
         tensors = (
             self.q, self.k, self.scale, self.bias, self.positives, self.negatives, self.query_labels, self.key_labels,
-            self.query_ids, self.key_ids, self.weights, self.targets, *[x for pair in self.guides for x in pair],
+            self.query_ids, self.key_ids, self.weights, self.targets, self.negative_ids,
+            *[x for pair in self.guides for x in pair],
         )  # fmt: skip
         kinds = [(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in tensors]
         return (
-            self.options, self.loss, self.paired, self.positives_in_range, torch.is_grad_enabled(), self.cast(), *kinds
+            self.options, self.loss, self.paired, self.positives_in_range, self.own_positives, torch.is_grad_enabled(),
+            self.cast(), *kinds,
         )  # fmt: skip
+
+    @property
+    def own(self) -> Tensor | None:
+        """The negatives [N, H, D] where each query has its own."""
+        one_each = self.scorer is None and isinstance(self.negatives, Tensor) and self.negatives.ndim == 3
+        return self.negatives if one_each else None
 
     def plain(self) -> bool:
         """A call of this signature that passed the checks needs none: no values to read, no tensors to join."""
@@ -83,6 +94,7 @@ class Arguments:
         q, k, loss, scored = self.q, self.k, self.loss, self.scorer is not None
         if not scored:
             _features(q, k, self.negatives, self.cast())
+            checks.own_negatives(self.own, self.negative_ids, self.query_ids, q, self.options.device)
         if not isinstance(loss, PairLoss):
             got = loss.__name__ if isinstance(loss, type) else type(loss).__name__
             remedy = "Pass Softmax(...) or Sigmoid(...) of contrastile.losses."
@@ -136,30 +148,30 @@ class Problem:
         cast = dtype if sides.scorer is None and device == q.device else None
         rows, cols = sides.shards(arguments, loss, cast, checked=checked)
         parameters = () if sides.scorer is None else sides.scorer.parameters
+        own = () if arguments.own is None else (arguments.own,)
         statement: dict[str, Any] = {}
         if not alone:
             statement = {
                 "scale": _stated(scale),
                 "bias": _stated(bias),
                 "weights": _stated(arguments.weights),
-                "requires_grad": _require_grad(*sides.rows, *sides.cols, scale, bias, *parameters[:1]),
+                "requires_grad": _require_grad(*sides.rows, *sides.cols, scale, bias, *parameters[:1], *own),
                 "key dtype": str(cols.features.dtype),
                 "scorer": None if sides.scorer is None else f"scores of {dtype}",
             }
         return cls(
-            loss, options, (*sides.rows, *sides.cols, *parameters), as_tensor(scale, device, dtype),
+            loss, options, (*sides.rows, *sides.cols, *parameters, *own), as_tensor(scale, device, dtype),
             None if bias is None else as_tensor(bias, device, dtype), rows, cols, arguments.weights, device, dtype,
             None if arguments.positives is None or arguments.positives_in_range else sides.keys,
             sides.scorer, statement,
         )  # fmt: skip
 
-    def given(self) -> tuple[torch.dtype, torch.dtype] | None:
+    def given(self) -> tuple[torch.dtype, ...] | None:
         """The types of the features, where the shards hold them in autocast's."""
         if self.scorer is not None:
             return None
-        q, k = self.inputs
-        same = q.dtype == self.rows.features.dtype and k.dtype == self.cols.features.dtype
-        return None if same else (q.dtype, k.dtype)
+        types = tuple([x.dtype for x in self.inputs])
+        return None if all(dtype == self.rows.features.dtype for dtype in types) else types
 
     def placed(self, exchange: Exchange) -> Problem:
         """The problem among all ranks: sharded numbers whole, positives in range, positions counted over all ranks."""
@@ -192,7 +204,8 @@ class _Sides:
     @classmethod
     def plain(cls, arguments: Arguments) -> _Sides:
         q, k, negatives = arguments.q, arguments.k, arguments.negatives
-        return cls((q,), (k if negatives is None else torch.cat([k, negatives]),), len(k))
+        shared = negatives is not None and arguments.own is None
+        return cls((q,), (torch.cat([k, negatives]) if shared else k,), len(k))
 
     @classmethod
     def scored(cls, arguments: Arguments, module: nn.Module) -> _Sides:
@@ -225,7 +238,7 @@ class _Sides:
         q, k, negatives = self.rows[0], self.cols[0], len(self.cols[0]) - self.keys
         weights = arguments.weights
         if not checked:
-            if negatives and loss.symmetric:
+            if loss.symmetric and (negatives or arguments.own is not None):
                 raise invalid("negatives", "be left out for a symmetric loss", "both", "Take a one-way loss.")
             if loss.symmetric or arguments.paired:
                 remedy = "" if arguments.paired else " Further keys go with loss=Softmax()."
@@ -234,7 +247,8 @@ class _Sides:
         ids = labels
         if arguments.query_labels is not None or arguments.key_labels is not None:
             labels = self._groups("labels", arguments.query_labels, arguments.key_labels, checked=checked)
-        if arguments.query_ids is not None or arguments.key_ids is not None:
+        only_own = arguments.negative_ids is not None and arguments.key_ids is None
+        if (arguments.query_ids is not None and not only_own) or arguments.key_ids is not None:
             ids = self._groups("ids", arguments.query_ids, arguments.key_ids, checked=checked)
         diagonal, positives = self._positives(arguments, loss, checked=checked)
         if weights is not None and not checked:
@@ -254,6 +268,7 @@ class _Sides:
                 others=tuple(more_q),
                 guides=guides[0],
                 targets=arguments.targets,
+                **_own(arguments, cast),
             ),
             Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), guides=guides[1]),
         )
@@ -262,7 +277,7 @@ class _Sides:
         """The first row's positive where key i belongs to query i, or all rows' [N, P]; neither with labels."""
         q, positives, labels = self.rows[0], arguments.positives, arguments.query_labels
         if positives is None:
-            if labels is not None:
+            if labels is not None or arguments.own_positives:
                 return None, None
             if self.keys < q.shape[0]:
                 got = f"{len(q)} and {self.keys}"
@@ -324,8 +339,18 @@ def _features(q: Any, k: Any, negatives: Any, cast: torch.dtype | None) -> None:
     checks.features("k", k)
     checks.alike("k", k, "q", q, cast)
     if negatives is not None:
-        checks.features("negatives", negatives)
+        checks.features("negatives", negatives, own=True)
         checks.alike("negatives", negatives, "k", k, cast)
+
+
+def _own(arguments: Arguments, cast: torch.dtype | None) -> dict[str, Any]:
+    """The parts of the rows' shard that belong to negatives of each query alone."""
+    own, ids, of_queries = arguments.own, arguments.negative_ids, arguments.query_ids
+    if own is None:
+        return {}
+    own = own.detach() if cast is None else own.detach().to(cast)
+    excluded = None if ids is None or of_queries is None else ids == of_queries[:, None]
+    return {"own": own, "own_excluded": excluded, "own_positives": arguments.own_positives}
 
 
 def _with_negatives(groups: Tensor, negatives: int) -> Tensor:

@@ -7,6 +7,7 @@ ordered by score, those of equal score (in float32, trec_eval's type) by descend
 
 from __future__ import annotations
 
+import logging
 import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +19,17 @@ import numpy as np
 
 from contrastile._errors import invalid
 
+logger = logging.getLogger("contrastile")
+
 Run = Mapping[str, Mapping[str, float]]
 Judgements = Mapping[str, Mapping[str, int]]
 
 USUAL = ("hit@1", "hit@5", "hit@20", "hit@100", "nDCG@10", "MRR@10", "MAP", "recall@100")
 MATCHES = ("string", "regex")
+# seconds of a pattern on one passage: usual ones take microseconds, and some would take longer than the universe
+LONGEST = 1.0
+# the patterns of this process that took longer
+_slow: set[str] = set()
 
 
 def ranking(scores: Mapping[str, float]) -> list[str]:
@@ -172,9 +179,17 @@ def _word_pattern() -> Any:
 def _has_pattern(pattern: str, text: str) -> bool:
     import regex
 
+    if pattern in _slow:
+        return False
     try:
-        return regex.search(pattern, text, regex.IGNORECASE | regex.UNICODE | regex.MULTILINE) is not None
+        flags = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
+        return regex.search(pattern, text, flags, timeout=LONGEST) is not None
     except regex.error:
+        return False
+    except TimeoutError:
+        _slow.add(pattern)
+        message = "the pattern %r takes over %g s on a passage of %d letters; from here on it is found in none"
+        logger.warning(message, pattern, LONGEST, len(text))
         return False
 
 

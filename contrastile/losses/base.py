@@ -64,6 +64,11 @@ class Shard:
     guides: tuple[Tensor, ...] = ()
     # [n, P] weight of each listed positive, which makes a tile's `target`
     targets: Tensor | None = None
+    # [n, H, D] further columns, of which each row meets its own H alone
+    own: Tensor | None = None
+    # [n, H] those that do not count; and how many of them, from the first on, are positives
+    own_excluded: Tensor | None = None
+    own_positives: int = 0
 
     def __len__(self) -> int:
         return self.features.shape[0]
@@ -88,6 +93,8 @@ class Shard:
             others=tuple([leaf[along] for leaf in self.others]),
             guides=tuple([guide[along] for guide in self.guides]),
             targets=None if self.targets is None else self.targets[along],
+            own=None if self.own is None else self.own[along],
+            own_excluded=None if self.own_excluded is None else self.own_excluded[along],
         )
 
     def payload(self) -> list[Tensor]:
@@ -168,6 +175,10 @@ class Tile(NamedTuple):
     guides: tuple[Tensor, ...] = ()
     # [I, J] weight of each listed positive, 0 elsewhere
     target: Tensor | None = None
+    # [] factor of the products in the logits
+    scale: Tensor | None = None
+    # the columns belong to each row alone: see `Shard.own`
+    own: bool = False
 
 
 def mark(rows: Shard, cols: Shard, *, exclude_self: bool) -> Marks:

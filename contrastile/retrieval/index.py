@@ -4,7 +4,7 @@ Stands after a retriever's training: the bodies of `contrastile encode` and `con
 of shards, each written completely or not at all: `00000.npy` holds the features in float16 and is memory-mapped,
 `00000.ids` one id per line, `00000.jsonl` the passages, `00000.offsets.npy` the byte at which each of their lines
 begins. `index.json` lists the finished shards with checksums, so that an interrupted call is continued after the last
-of them, once features and passages are verified to be the same.
+of them, once features and passages are verified to be the same. `integrity.py` compares them when an index is opened.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid, whole_number
+from contrastile._errors import invalid, printable, whole_number
 from contrastile.data.base import SkipCounter
 from contrastile.data.entries import read_passages
 from contrastile.data.texts import Passage
 from contrastile.evaluate.retrieval import topk
-from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder
+from contrastile.retrieval.integrity import check_index, described
+from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder, one_writer
 from contrastile.train.retriever.run import RetrieverRun, load_retriever, open_run_texts, passage_tokens
 
 FORMAT = 2
@@ -88,17 +89,26 @@ def encode_corpus(
     """
     shard = whole_number("shard", shard, 1, "65536 is usual.", rule="be at least 1 passage")
     folder.mkdir(parents=True, exist_ok=True)
-    files = RunFolder(folder)
     settings = {"format": FORMAT, "corpus": corpus, "made_by": made_by, "shard": shard, "dimensions": dimensions}
-    exists = (folder / INDEX).is_file()
+    remedy = "Wait for the other one to end, or choose another folder with --out."
+    with one_writer(folder, invalid("out", "be written by one command at a time", f'"{folder}"', remedy)):
+        _write_shards(run, passages, RunFolder(folder), settings)
+    return Index(folder)
+
+
+def _write_shards(run: RetrieverRun, passages: Iterable[Passage], files: RunFolder, settings: dict[str, Any]) -> None:
+    """Write the shards that are missing, and index.json after each of them."""
+    shard, dimensions = settings["shard"], settings["dimensions"]
+    exists = (files / INDEX).is_file()
     metadata: dict[str, Any] = files.read_json(INDEX) if exists else {**settings, "complete": False, "shards": []}
     differs = [name for name, value in settings.items() if metadata.get(name) != value]
     if differs:
         remedy = "Choose another folder with --out, or remove this one."
         raise invalid("out", "be empty, or hold the same corpus by the same run", f"another {differs[0]}", remedy)
+    check_index(files.path, metadata, whole=True)
     stream = iter(passages)
     for finished in metadata["shards"]:
-        _verify_shard(finished, list(islice(stream, finished["passages"])), files)
+        _verify_shard(finished, list(islice(stream, finished["passages"])))
     while chunk := list(islice(stream, shard)):
         metadata["shards"].append(_write_shard(run, chunk, files, len(metadata["shards"]), dimensions))
         metadata["complete"] = False
@@ -107,20 +117,15 @@ def encode_corpus(
         raise invalid("corpus", "hold passages", "none", "Name one that has some.")
     if not metadata["complete"]:
         files.write_json(INDEX, {**metadata, "complete": True})
-    return Index(folder)
 
 
-def _verify_shard(finished: dict[str, Any], passages: Sequence[Passage], files: RunFolder) -> None:
-    """Raise ValueError unless a finished shard was made of these passages and has the bytes that were written."""
-    name = finished["name"]
+def _verify_shard(finished: dict[str, Any], passages: Sequence[Passage]) -> None:
+    """Raise ValueError unless a finished shard was made of these passages."""
     if hashlib.sha256(b"".join(_lines(passages))).hexdigest() != finished["passages_sha256"]:
         fewer = len(passages) < finished["passages"]
-        got = "fewer passages" if fewer else f"another passage in shard {name}"
+        got = "fewer passages" if fewer else f"another passage in shard {finished['name']}"
         remedy = "Choose another folder with --out, or remove this one."
         raise invalid("corpus", "be the one that was begun with", got, remedy)
-    if not (files / f"{name}.npy").is_file() or files.checksum(f"{name}.npy") != finished["sha256"]:
-        remedy = "Remove the folder, and encode again."
-        raise invalid("out", "hold what was written there", f"other bytes in {name}.npy", remedy)
 
 
 def _write_shard(
@@ -148,6 +153,7 @@ def _write_shard(
         "passages": len(passages),
         "passages_sha256": files.checksum(f"{name}.jsonl"),
         "sha256": files.checksum(f"{name}.npy"),
+        "files": described(files.path, name),
     }
 
 
@@ -159,16 +165,18 @@ class Index:
     """A finished index with memory-mapped features.
 
     `engine`: "torch" multiplies tile by tile on the queries' device; "faiss" holds all features in a flat faiss index,
-    which is equally exact and, on a CPU, several times as fast once it is filled.
+    which is equally exact and, on a CPU, several times as fast once it is filled. verify: compare every byte with its
+    checksum, not only a sample; raises ValueError for a damaged file.
     """
 
-    def __init__(self, folder: str | Path, *, engine: str = "torch") -> None:
+    def __init__(self, folder: str | Path, *, engine: str = "torch", verify: bool = False) -> None:
         self.folder = Path(folder)
         if not (self.folder / INDEX).is_file():
             raise invalid("index", f"hold an {INDEX}", f'"{folder}"', "Make it first: contrastile encode RUN")
         if engine not in ENGINES:
             raise invalid("engine", f"be one of {', '.join(ENGINES)}", f'"{engine}"', "torch needs nothing else.")
         self.metadata = RunFolder(self.folder).read_json(INDEX)
+        check_index(self.folder, self.metadata, whole=verify)
         shards = self.metadata["shards"]
         if not self.metadata["complete"]:
             remedy = "Go on with the command that began it: contrastile encode RUN"
@@ -246,9 +254,9 @@ SearchEngine = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 ENGINES: dict[str, Callable[[Sequence[Any]], SearchEngine]] = {"torch": _torch_search, "faiss": _faiss_search}
 
 
-def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch") -> Index:
+def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch", verify: bool = False) -> Index:
     """The index of a run; raises ValueError where another run, or other weights, made it."""
-    opened = Index(index, engine=engine)
+    opened = Index(index, engine=engine, verify=verify)
     if opened.metadata["made_by"] != run_checksums(folder):
         remedy = f"Encode the corpus again: contrastile encode {folder.path}"
         raise invalid("index", "be made by this run", f'"{index}", made by another', remedy)
@@ -270,14 +278,17 @@ class Search:
         for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
             passage = self.index[row]
             name = f"{passage.title} ({passage.id})" if passage.title else passage.id
-            source = f"\n        {passage.source}" if passage.source else ""
+            source = f"\n        {printable(passage.source)}" if passage.source else ""
             text = passage.text.splitlines()
-            body = [textwrap.shorten(line, 160) if len(line) > 160 else line for line in text[:lines]]
+            body = [printable(textwrap.shorten(line, 160) if len(line) > 160 else line) for line in text[:lines]]
             joined = "\n".join([*body, "…"] if len(text) > lines else body)
-            blocks.append(f"{score:6.3f}  {name}{source}\n{textwrap.indent(joined, ' ' * 10)}")
+            blocks.append(f"{score:6.3f}  {printable(name)}{source}\n{textwrap.indent(joined, ' ' * 10)}")
         return "\n\n".join(blocks)
 
 
-def open_search(folder: RunFolder, index: Path, *, engine: str = "torch", device: str = "auto") -> Search:
+def open_search(
+    folder: RunFolder, index: Path, *, engine: str = "torch", device: str = "auto", verify: bool = False
+) -> Search:
     """A run with its index; raises ValueError where another run, or other weights, made the index."""
-    return Search(index=open_index(folder, index, engine=engine), run=load_retriever(folder.path, device=device))
+    opened = open_index(folder, index, engine=engine, verify=verify)
+    return Search(index=opened, run=load_retriever(folder.path, device=device))

@@ -171,7 +171,7 @@ class Eager(Tiles):
         marks = mark(rows, cols, exclude_self=self.loss.exclude_self)
         if marks.excluded is not None:
             fill(x, marks.excluded, -torch.inf)
-        tile = Tile(x, *marks, bounds)
+        tile = Tile(x, *marks, bounds, scale=self.scale)
         if not rows.guides and rows.targets is None:
             return tile
         guides = [a.to(x.dtype) @ b.to(x.dtype).T for a, b in zip(rows.guides, cols.guides, strict=True)]

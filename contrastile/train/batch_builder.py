@@ -27,6 +27,7 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices, check_bad
 from contrastile.data.files import cached_folder
 from contrastile.data.images import augment, draw_parameters, prepare
+from contrastile.data.loader import TIMEOUT
 from contrastile.data.pairs import PairSet, Stream
 from contrastile.data.registry import open_pairs
 from contrastile.gradcache.encode import encode
@@ -177,7 +178,7 @@ def _write(run: Run, pairs: PairSet, rows: range, folder: Path) -> None:
     """Write the features of `rows`, NaN for unreadable pictures, and the reasons for these."""
     skipped, chunks = Counter[str](), []
     if pairs.stream is not None:
-        pairs.stream.apart = run.device.type == "cuda"
+        pairs.stream.apart, pairs.stream.timeout = run.device.type == "cuda", run.recipe.train.timeout
     ranges = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
     for chunk, following in zip_longest(ranges, ranges[1:]):
         if pairs.stream is None:
@@ -255,13 +256,16 @@ _Texts = tuple[dict[int, int], Tensor, Tokens]
 class BatchBuilder:
     """Batches by rows. With `augment`, pictures are augmented by random numbers drawn from `seed`.
 
-    apart: decode a collection's pictures in other processes, which keeps this one free for its GPU.
+    apart: decode a collection's pictures in other processes, which keeps this one free for its GPU. timeout: the
+    seconds that these have for an answer.
     """
 
-    def __init__(self, bundle: DataBundle, *, augment: bool, seed: int, apart: bool = False) -> None:
+    def __init__(
+        self, bundle: DataBundle, *, augment: bool, seed: int, apart: bool = False, timeout: float = TIMEOUT
+    ) -> None:
         self._bundle, self._augment, self._stream = bundle, augment, bundle.pairs.stream
         if self._stream is not None:
-            self._stream.apart = apart
+            self._stream.apart, self._stream.timeout = apart, timeout
         images, home = bundle.pairs.images, bundle.home
         self._images_on_device = None if home is None else torch.from_numpy(np.array(images)).to(home)
         self._ids = torch.from_numpy(bundle.pairs.ids)

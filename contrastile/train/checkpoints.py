@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.data.files import checksum, own_folder, sync, write_text
+from contrastile.data.files import as_open_makes_it, checksum, own_folder, sync, write_text
 from contrastile.train.config import SaveSettings
 from contrastile.train.folder import RUN_ID, RunFolder, free_name, run_id
 
@@ -113,9 +113,8 @@ class Checkpoints:
                 plain["parts"][name] = split_tensors(part.state_dict(), name, tensors)
                 if tensors:
                     path = temporary / f"{name}.safetensors"
-                    save_file(tensors, path)
-                    # safetensors makes files that only their owner may read
-                    path.chmod(0o644)
+                    with as_open_makes_it(path):
+                        save_file(tensors, path)
                     sync(path)
             write_text(temporary / PLAIN, json.dumps(plain))
             files = {path.name: _size_and_checksum(path) for path in sorted(temporary.iterdir())}

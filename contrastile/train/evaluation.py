@@ -32,7 +32,7 @@ from contrastile.offload import settle
 from contrastile.train.config.image_text import EvaluateSettings, RetrievalSettings, ZeroShotSettings
 from contrastile.train.folder import EVALUATION, METADATA, METRICS, RunFolder, finished_run
 from contrastile.train.log import Metrics, progress
-from contrastile.train.report.page import table_text, write_report
+from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report
 from contrastile.train.run import Run, load
 from contrastile.train.sharded import is_sharded
 from contrastile.train.task import Measure
@@ -44,8 +44,7 @@ Row = dict[str, Any]
 KS = (1, 5, 10)
 # pictures that are read and encoded at once
 CHUNK = 2048
-# the names of the held-out parts in tables
-PARTS = {"faces": "held-out faces", "names": "held-out names", "held_out": "held-out pairs"}
+PARTS = IMAGE_TEXT.parts
 # of a test: features, the rows of their pictures, and the reasons why the others have none
 Gathered = tuple[Tensor, Indices, Counter[str]]
 AnyTest = ZeroShotSettings | RetrievalSettings
@@ -286,9 +285,10 @@ def _encode_own(run: Run, paths: Sequence[str], name: str) -> Gathered:
     data, size = run.recipe.data, max(FILES, run.recipe.train.sub_batch.image)
     own = np.flatnonzero(np.arange(len(paths)) // size % collectives.size(None) == collectives.rank(None))
     shape, features, readable, skipped = (data.channels, data.image_size, data.image_size), [], [], Counter[str]()
+    timeout = run.recipe.train.timeout
     files, apart = [paths[row] for row in own.tolist()], run.device.type == "cuda" and len(own) >= MANY
     with progress(len(own), f"encoding {name}", "pictures") as bar:
-        for part, pictures, reasons in read_chunks(files, shape, chunk=size, apart=apart):
+        for part, pictures, reasons in read_chunks(files, shape, chunk=size, apart=apart, timeout=timeout):
             good = [index for index, reason in enumerate(reasons) if reason is None]
             skipped.update(filter(None, reasons))
             readable += [part.start + index for index in good]
@@ -338,28 +338,30 @@ def _line(row: Row, **more: Any) -> dict[str, Any]:
 
 
 def measure_all(run: Run, folder: RunFolder, results: Mapping[int, list[Row]]) -> list[Row]:
-    """The rows of every test of the run's recipe on all pictures; failures go into the log and metrics.jsonl.
+    """The rows of every test of the run's recipe on all pictures; failures are logged.
 
-    results: rows that ranks have measured already, by the index of their test.
+    metrics.jsonl ends with a line of each, in place of those that an earlier evaluation wrote. results: rows that ranks
+    have measured already, by the index of their test.
     """
     rows: list[Row] = []
+    lines: list[tuple[str, dict[str, Any]]] = []
     tests, examples = settings_of(run.recipe.evaluate), folder.read_json(METADATA)["examples"]
-    with Metrics(folder / METRICS if tests else None) as metrics:
-        for index, test in enumerate(tests):
-            if index in results:
-                rows += results[index]
-                continue
-            try:
-                measured = open_test(test).measure(run)
-            except Exception as failure:
-                logger.warning("the test %s failed, the others go on: %r", test.called, failure)
-                metrics.write("failure", examples=examples, what=test.called, why=repr(failure))
-                label = f"{test.called}, failed: {failure}"
-                measured = [result_row(label, (0, 0), {}, None, headline=False, metrics={}, skipped={})]
-            for row in measured:
-                if row["metrics"]:
-                    metrics.write("test", examples=examples, **_line(row, whole=True))
-            rows += measured
+    for index, test in enumerate(tests):
+        try:
+            measured = results[index] if index in results else open_test(test).measure(run)
+            lines += [("test", _line(row, whole=True)) for row in measured]
+        except Exception as failure:
+            logger.warning("the test %s failed, the others go on: %r", test.called, failure)
+            lines.append(("failure", {"what": test.called, "why": repr(failure), "whole": True}))
+            label = f"{test.called}, failed: {failure}"
+            measured = [result_row(label, (0, 0), {}, None, headline=False, metrics={}, skipped={})]
+        rows += measured
+    if tests:
+        # written at once at the end: a kill while they are measured leaves the lines from before
+        with Metrics(folder / METRICS) as metrics:
+            metrics.drop_whole_tests()
+            for kind, values in lines:
+                metrics.write(kind, examples=examples, **values)
     return rows
 
 

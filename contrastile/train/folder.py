@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,19 @@ GALLERIES, QUESTIONS = "galleries.json", "questions.json"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 RUN_ID = "run.id"
+# the recipes that are installed with the package, which the command line knows by their names
+PACKAGED = Path(__file__).parent.parent / "recipes"
 # temporary names of the program: files of `written_whole`, and folders
 UNFINISHED, FOLDERS_LEFT = re.compile(r"\..+\.part"), re.compile(r"\.tokenizer-[a-z0-9_]{8}|\.spent-checkpoints")
+# a folder that another process has made, renamed, or filled meanwhile
+TAKEN = (errno.EEXIST, errno.ENOENT, errno.ENOTEMPTY)
 # in a folder that `contrastile encode` wrote
 INDEX = "index.json"
+
+
+def recipe_names() -> list[str]:
+    """The names of the packaged recipes."""
+    return sorted(path.stem for path in PACKAGED.glob("*.toml"))
 
 
 class RunFolder:
@@ -107,7 +116,7 @@ def finished_run(path: str | Path) -> RunFolder:
     folder = Path(path)
     missing = [name for name in (RECIPE, WEIGHTS, METADATA) if not (folder / name).is_file()]
     if missing:
-        remedy = "Train one first: contrastile train recipes/glyphs.toml"
+        remedy = "Train one first: contrastile train glyphs"
         if RECIPE not in missing and (folder / METRICS).is_file():
             remedy = f"It has begun: contrastile train {folder / RECIPE} --runs {folder.parent} --resume"
         raise invalid("run", f"be the folder of a run, with {', '.join(missing)}", f'"{folder}"', remedy)
@@ -119,12 +128,22 @@ def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
     """A new folder `runs/<name>`, locked by this process; an earlier run of that name is renamed first."""
     path = Path(runs) / name
     make_folder("--runs", runs)
-    if path.exists():
-        with _locked(path):
-            aside = path.rename(free_name(path))
-        logger.warning("the earlier %s is now %s", path, aside)
-    path.mkdir()
-    with _locked(path) as status:
+    with ExitStack() as at_end:
+        try:
+            if path.exists():
+                with _locked(path):
+                    aside = path.rename(free_name(path))
+                logger.warning("the earlier %s is now %s", path, aside)
+            path.mkdir()
+            status = at_end.enter_context(_locked(path))
+            is_own = os.path.samestat(status, path.stat())
+        except OSError as error:
+            if error.errno not in TAKEN:
+                raise
+            is_own = False
+        if not is_own:
+            # another run of this name begins at this moment
+            raise _under_way(path)
         yield RunFolder(path, status)
 
 
@@ -184,16 +203,24 @@ def free_name(path: Path) -> Path:
     return next(free for number in count(1) if not (free := path.with_name(f"{path.name}-{number}")).exists())
 
 
+def _locked(path: Path) -> AbstractContextManager[os.stat_result]:
+    return one_writer(path, _under_way(path))
+
+
+def _under_way(path: Path) -> ValueError:
+    remedy = "Wait for that run to end, or give this one another name: name=another"
+    return invalid("name", "be that of no run under way", f'"{path.name}"', remedy)
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[os.stat_result]:
-    """Lock a folder, which the system unlocks when the process ends; its file status. ValueError where it is locked."""
+def one_writer(path: Path, refusal: ValueError) -> Iterator[os.stat_result]:
+    """Lock a folder, which the system unlocks when the process ends; its file status. Raises `refusal` if locked."""
     handle = os.open(path, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            remedy = "Wait for that run to end, or give this one another name: name=another"
-            raise invalid("name", "be that of no run under way", f'"{path.name}"', remedy) from None
+            raise refusal from None
         yield os.fstat(handle)
     finally:
         os.close(handle)

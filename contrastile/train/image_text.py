@@ -54,8 +54,8 @@ class ImageText(Task[Batch]):
         self.bundle, self._tests = bundle, tests
         # rows of tests that ranks measured whole, by the test's index
         self._results: dict[int, list[Row]] = {}
-        apart = run.device.type == "cuda"
-        self.builder = BatchBuilder(bundle, augment=recipe.data.augment, seed=recipe.seed, apart=apart)
+        apart, timeout = run.device.type == "cuda", recipe.train.timeout
+        self.builder = BatchBuilder(bundle, augment=recipe.data.augment, seed=recipe.seed, apart=apart, timeout=timeout)
         self.state = {"feed": self.builder}
 
     @classmethod
@@ -122,7 +122,7 @@ class ImageText(Task[Batch]):
         pairs, recipe = self.bundle.pairs, self.run.recipe
         # by reason: skipped at opening, and while reading
         skipped = Counter(pairs.skipped) + Counter(pairs.stream.skipped if pairs.stream is not None else {})
-        batch = [batch for _, batch in recipe.train.batch]
+        batch = [batch for _, batch in recipe.train.fitted(len(self.rows)).batch]
         own = {"pairs": len(self.rows), "skipped": dict(skipped), "loss": recipe.loss.kind, "batch": batch}
         return {**base_metadata(self.run, result), **own}
 

@@ -35,6 +35,12 @@ class LoadedRun:
     tokenizer: Tokenizer
     device: torch.device
 
+    def __repr__(self) -> str:
+        """One line: the name, the methods, the size and the device."""
+        methods = (PICTURES if self.recipe.kind == "image-text" else RETRIEVER)[1]
+        millions = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        return f"<run {self.recipe.name}: {methods}; {millions:.1f} million parameters on {self.device}>"
+
     def transform(self, images: Sequence[Image]) -> Tensor:
         """Pillow pictures as uint8 `[n, C, S, S]`, for a run of pictures and texts."""
         raise _other("transform", PICTURES, RETRIEVER)

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +25,8 @@ LINE_EVERY = 10.0
 class Bar:
     """A long wait: tqdm's bar on a terminal, elsewhere a line every `LINE_EVERY` seconds and one at the end.
 
+    On a terminal the facts stand below the bar, in as many lines as its width needs.
+
     begun: units done before, which do not count for the speed. Without a `stream`, and from the moment that its reader
     has gone, as in `| head`, nothing is shown.
     """
@@ -34,18 +37,12 @@ class Bar:
         self._facts: dict[str, str] = {}
         self._began = self._printed = time.monotonic()
         self._tqdm: Any = None
+        self._fact_lines: list[Any] = []
         if stream is not None and stream.isatty():
-            from tqdm import tqdm
-
             # tqdm shows nothing on a terminal of unknown size, which here counts as 80 × 24
             size = shutil.get_terminal_size()
-            scale: dict[str, Any] = {
-                "unit": f" {unit}",
-                "unit_scale": True,
-                "ncols": size.columns - 1,
-                "nrows": size.lines,
-            }
-            self._tqdm = tqdm(total=total, desc=label, initial=begun, file=stream, **scale)
+            self._size: dict[str, Any] = {"ncols": size.columns - 1, "nrows": size.lines, "file": stream}
+            self._tqdm = _tqdm()(total=total, desc=label, initial=begun, unit=f" {unit}", unit_scale=True, **self._size)
 
     def update(self, n: int, *, total: int | None = None, **facts: str) -> None:
         """Add `n` finished units; `total`: a new estimate; `facts` are shown behind the bar."""
@@ -63,15 +60,27 @@ class Bar:
         try:
             if self._tqdm is not None:
                 self._tqdm.total = self._total
-                self._tqdm.set_postfix(self._facts, refresh=False)
-                self._tqdm.update(n)
-                if last:
-                    self._tqdm.close()
+                # tqdm redraws ten times a second at most
+                if self._tqdm.update(n) or last:
+                    self._show_facts()
+                for line in [self._tqdm, *self._fact_lines] if last else ():
+                    line.close()
             elif self._stream is not None:
                 print(self._line(), file=self._stream, flush=True)
         # writing to a closed file raises ValueError
         except (OSError, ValueError):
             self._stream = self._tqdm = None
+
+    def _show_facts(self) -> None:
+        """Draw the facts below the bar; a line breaks between two facts."""
+        facts = (f"{name} {value}".replace(" ", "\N{NO-BREAK SPACE}") for name, value in self._facts.items())
+        lines = textwrap.wrap(" · ".join(facts), self._size["ncols"])
+        for number in range(len(self._fact_lines), len(lines)):
+            line = _tqdm()(total=0, position=number + 1, bar_format="{desc}", **self._size)
+            self._fact_lines.append(line)
+        for number, line in enumerate(self._fact_lines):
+            text = lines[number] if number < len(lines) else ""
+            line.set_description_str(text.replace("\N{NO-BREAK SPACE}", " "))
 
     def _line(self) -> str:
         self._printed = time.monotonic()
@@ -87,6 +96,12 @@ class Bar:
             *(f"{name} {value}" for name, value in self._facts.items()),
         ]
         return " · ".join(parts)
+
+
+def _tqdm() -> Any:
+    from tqdm import tqdm
+
+    return tqdm
 
 
 @contextmanager
@@ -162,6 +177,17 @@ class Metrics:
             self._lost += 1
         self._notify(lambda listener: listener.log(kind, values))
 
+    def drop_whole_tests(self) -> None:
+        """Drop the lines of whole tests at the end of the file, and half a line: an evaluation replaces them."""
+        position = end = 0
+        with Path(self._file.name).open("rb") as file:
+            for line in file:
+                position += len(line)
+                if line.endswith(b"\n") and not _of_whole_test(line):
+                    end = position
+        if end < position:
+            self._file.truncate(end)
+
     def _notify(self, call: Callable[[Listener], None]) -> None:
         for name, listener in list(self._listeners.items()):
             try:
@@ -196,14 +222,29 @@ class Metrics:
             logger.warning("%d lines of %s were lost", self._lost, self._file.name)
 
 
+def _of_whole_test(line: bytes) -> bool:
+    # the text is looked at first, because parsing every line of a long run takes seconds
+    if b'"whole": true' not in line:
+        return False
+    with suppress(ValueError, AttributeError):
+        return bool(json.loads(line).get("whole") is True)
+    return False
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl` without damaged ones and a last one that a crash cut short."""
-    lines, damaged = [], 0
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            lines.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            damaged += 1
+    return list(metrics_lines(path))
+
+
+def metrics_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The same, one after the other: those of a long run would fill the memory."""
+    damaged = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if line.endswith(b"\n"):
+                    yield dict(json.loads(line))
+            except (ValueError, TypeError, RecursionError):
+                damaged += 1
     if damaged:
         logger.warning("%d lines of %s are damaged and are left out", damaged, path)
-    return lines

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from contrastile.train.optim import (
     clip_gradients,
     learning_rate,
     set_learning_rate,
+    weight_norm,
     with_warmup,
 )
 from contrastile.train.ranks import ALONE, Ranks
@@ -51,15 +53,17 @@ from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.run import begin_run, learned_by, same_recipe, save_run
-from contrastile.train.sharded import is_sharded
+from contrastile.train.sharded import full, is_sharded
 from contrastile.train.signals import StopRequest
-from contrastile.train.state import Ema, NonFiniteGuard, Progress
+from contrastile.train.state import Ema, NonFiniteGuard, Progress, all_finite
 from contrastile.train.stopwatch import DeviceTimer, HostTimer, Stopwatch, shares_text
 from contrastile.train.task import BatchPart, Task
 from contrastile.train.trackers import listeners, write_stopped_report
 
 logger = logging.getLogger("contrastile")
 
+# share of the run after which its end by the clock is foretold
+FORETOLD = 0.1
 # the task of each kind of recipe
 TASKS: dict[str, type[Task[Any]]] = {"image-text": ImageText, "retriever": RetrieverJob}
 
@@ -146,8 +150,8 @@ def saved_at_end(folder: RunFolder, task: Task[Any], result: TrainResult) -> Ite
         whole = False
         raise
     except BaseException:
-        # a failure before the first step must not overwrite the weights of an interrupted run
-        whole = result.steps > 0
+        # a failure before the first step, or one that destroyed the weights, must not overwrite those of the folder
+        whole = result.steps > 0 and all_finite(task.run.model)
         raise
     finally:
         # torchrun sends SIGTERM when another rank has ended; it must not interrupt the saving
@@ -174,6 +178,8 @@ def train(
         while trainer.agree_to_continue(stop.signal):
             trainer.step()
             trainer.show(bar)
+            trainer.foretell_end()
+            trainer.guard.check_weights(len(now.sizes), trainer.weight_norm, trainer.model)
             trainer.probe_if_due()
             trainer.save_if_due(checkpoints)
         trainer.end(checkpoints)
@@ -193,7 +199,8 @@ class Trainer:
         recipe: Any = task.run.recipe
         self.task, self.recipe, self.model = task, recipe, task.run.model
         self.metrics, self.result, self.ranks = metrics, result, ranks
-        self.optim = with_warmup(recipe.optim, recipe.train, len(task.rows))
+        self.steps = recipe.train.fitted(len(task.rows))
+        self.optim = with_warmup(recipe.optim, self.steps, len(task.rows))
         self.optimizer = build_optimizer(self.model, self.optim)
         self.scaler = torch.amp.GradScaler(task.run.device.type, enabled=recipe.train.precision == "fp16")
         self.ema = Ema(self.model, recipe.optim.ema)
@@ -207,7 +214,10 @@ class Trainer:
         self.guard = NonFiniteGuard()
         # numbers the measurements, of which two of one name may follow the same step
         self.measurements = 0
+        # that of all trained weights after the last step
+        self.weight_norm = 0.0
         self.shown: dict[str, str] = {}
+        self.foretold = False
         # the parts of a checkpoint, under the names that earlier versions gave them
         self.state: Parts = {
             "model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "average": self.ema,
@@ -223,7 +233,10 @@ class Trainer:
         sizes = self.progress.sizes
         self.batches = Batches(self.task.rows, sizes=sizes, seed=self.recipe.seed, step=len(sizes))
         self.progress.start()
-        most, rows = max(size for _, size in self.recipe.train.batch), len(self.task.rows)
+        most, rows = max(size for _, size in self.steps.batch), len(self.task.rows)
+        if self.steps != self.recipe.train and self.ranks.rank == 0:
+            message = "batches of %d at most: train.epoch_steps is %d, for %d %s to train on"
+            logger.warning(message, most, self.steps.epoch_steps, rows, self.task.unit)
         if most > rows and self.ranks.rank == 0:
             message = "train.batch is %d, of %d %s to train on: they come several times in a step."
             logger.warning(f"{message} Less makes more steps", most, rows, self.task.unit)
@@ -241,7 +254,7 @@ class Trainer:
 
     def _planned(self) -> tuple[int, int]:
         """The recipe's present batch size, and that of the next step, which is smaller at the end of the run."""
-        planned = self.recipe.train.batch_at(self.progress.share())
+        planned = self.steps.batch_at(self.progress.share())
         return planned, min(planned, self.progress.examples - self.progress.seen)
 
     def step(self) -> None:
@@ -260,7 +273,9 @@ class Trainer:
         self.stopwatch.mark("towers")
         value, norm = step(task, self.optimizer, parts, self.scaler, ranks)
         timing = self.stopwatch.read(count)
-        scale = self.model.logit_scale.exp().item()
+        # read together, because each reading waits for the device
+        both = torch.stack([full(self.model.logit_scale.exp()), weight_norm(self.model)])
+        scale, self.weight_norm = both.tolist()
         state.step_taken(count)
         if self._finite(number, value, norm, parts):
             self.ema.update()
@@ -291,6 +306,25 @@ class Trainer:
         self.result.update(state, self.guard.skipped)
         bar.update(state.sizes[-1], total=state.expected(), **self.shown, peak=size(state.peak_bytes))
 
+    def foretell_end(self) -> None:
+        """Warn once, early in the run, where `train.minutes` will end it before its examples."""
+        state = self.progress
+        if self.foretold or state.minutes is None or self.ranks.rank or not FORETOLD <= state.share() < 1:
+            return
+        self.foretold, rate = True, state.seen / max(state.elapsed(), 1e-9)
+        expected = round(60 * state.minutes * rate)
+        if expected >= (1 - FORETOLD) * state.examples:
+            return
+        sentence = f"{rate:,.0f} {self.task.unit} a second: train.minutes={state.minutes:g} will "
+        sentence += f"end the training after about {expected:,} of {state.examples:,}; more minutes learn more"
+        load, cores, threads = os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()
+        if self.task.run.device.type == "cpu" and threads > 1 and load > cores + 1:
+            # threads of one product wait for each other, and each of them for a core
+            sentence += (
+                f"; {load:.0f} processes share {cores} cores, where OMP_NUM_THREADS=1 may be several times as fast"
+            )
+        logger.warning(sentence)
+
     def probe_if_due(self) -> None:
         """Probe the averaged weights between two steps, `evaluate.every` share of the run apart."""
         if self.progress.next_probe <= self.progress.share() < 1:
@@ -309,9 +343,11 @@ class Trainer:
     def test(self) -> None:
         """Measure the tests whole with several ranks, which is faster than the first rank alone in the report."""
         for name, measure in self.task.tests(whole=True) if self.ranks.size > 1 else ():
-            self._measure(name, measure, kind="test")
+            self._measure(name, measure, kind="test", whole=True)
 
-    def _measure(self, name: str, measure: Callable[[], Sequence[Mapping[str, Any]]], kind: str = "probe") -> None:
+    def _measure(
+        self, name: str, measure: Callable[[], Sequence[Mapping[str, Any]]], kind: str = "probe", **failed: Any
+    ) -> None:
         examples, unit = self.progress.seen, self.task.unit
         self.measurements += 1
         try:
@@ -322,7 +358,7 @@ class Trainer:
             if is_sharded(self.model) and not all_failed(f"measurement {self.measurements}", None):
                 raise
             logger.warning("the %s after %d %s failed, the training goes on: %r", name, examples, unit, failure)
-            self.metrics.write("failure", examples=examples, what=name, why=repr(failure))
+            self.metrics.write("failure", examples=examples, what=name, why=repr(failure), **failed)
 
     def save_if_due(self, checkpoints: Checkpoints) -> None:
         """Save a checkpoint if the clock that all ranks share says so."""

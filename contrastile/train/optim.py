@@ -314,6 +314,12 @@ def clip_gradients(model: nn.Module, clip_norm: float) -> Tensor:
 
 
 @torch.no_grad()
+def weight_norm(model: nn.Module) -> Tensor:
+    """The norm of all trained weights, on their device; collective where they are sharded."""
+    return full(nn.utils.get_total_norm([p for p in model.parameters() if p.requires_grad]))
+
+
+@torch.no_grad()
 def clamp_scale(log_scale: Tensor) -> None:
     """Clamp the logarithm of the scale to [0, ln 100]."""
     log_scale.clamp_(*LOG_SCALE_BOUNDS)

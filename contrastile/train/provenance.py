@@ -51,9 +51,19 @@ def signature(device: torch.device, *packages: str) -> str:
 
 @cache
 def commit() -> str:
-    """The commit of the source, with "-dirty" if the source differs from it; empty without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
-    try:
+    """The commit of the package, with "-dirty" if a file of the package differs from it; empty where git has none.
+
+    Files beside the package, such as results that are being written, and the repository around an installed package
+    do not count.
+    """
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent.parent), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")
+        changed = "-dirty" if git("status", "--porcelain", "--", ".") else ""
+        return git("describe", "--always", "--exclude", "*") + changed
     except (OSError, subprocess.CalledProcessError):
         return ""

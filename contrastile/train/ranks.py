@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -209,6 +210,9 @@ class Heartbeat:
     sends one byte to the next rank every second, and another thread receives the previous rank's: a broken connection
     is a dead rank, silence for the timeout a hanging one. A main thread that waits for the lost rank through Gloo is
     woken and raises the error itself.
+
+    Ranks whose launcher, torchrun, has gone get a SIGTERM of their own: they save after this step and end, where they
+    would else train on with nobody to stop them.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -218,6 +222,8 @@ class Heartbeat:
         self._next, self._previous = (rank + 1) % size, (rank - 1) % size
         self._every = min(EVERY, timeout.total_seconds() / 4)
         self._done = threading.Event()
+        # None without a launcher: a rank that a shell has started may outlive it
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         # True where this process ends by an error of its own
         self._failed = False
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
@@ -245,8 +251,15 @@ class Heartbeat:
         with suppress(RuntimeError):
             while not self._done.wait(self._every):
                 dist.send(torch.tensor([ALIVE]), self._next, self._group)
+                self._follow_launcher()
             if not self._failed:
                 dist.send(torch.tensor([GOODBYE]), self._next, self._group)
+
+    def _follow_launcher(self) -> None:
+        if self._launcher not in (None, os.getppid()):
+            self._launcher = None
+            logger.warning("the launcher of this rank has gone; the run stops after this step, as by SIGTERM")
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _receive(self) -> None:
         beat = torch.tensor([ALIVE])

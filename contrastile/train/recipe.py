@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import os
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import known_keys, unused_keys
-from contrastile.train.folder import METRICS
+from contrastile.train.folder import METRICS, PACKAGED, recipe_names
 from contrastile.train.retriever.config import RetrieverRecipe
 
 logger = logging.getLogger("contrastile")
@@ -83,6 +84,8 @@ def load_retriever_recipe(path: str | Path, overrides: Sequence[str] = (), *, fi
 def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe | RetrieverRecipe:
     """Load the recipe at `path`, with `overrides` such as "optim.learning_rate=1e-3" put over it.
 
+    A name such as "glyphs", where there is no file of that name, is that of a packaged recipe.
+
     An override takes the place of a key that it excludes, as `train.examples` does of `train.epochs`. Keys of the file
     that an override makes unused, as `optim.schedule` may `optim.cooldown`, are left out with a warning. With `files`,
     for a recipe that is to be trained, its files and folders must exist, every key that it gives must have an effect,
@@ -99,12 +102,17 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), *, files: b
 
 
 def read_tables(origin: str) -> dict[str, Any]:
-    """Read a TOML file as nested dictionaries; raise `RecipeError` where it is none."""
+    """Read a TOML file, or a packaged recipe by its name, as nested dictionaries; raise `RecipeError` for neither."""
+    packaged = PACKAGED / f"{origin}.toml"
+    path = packaged if os.path.basename(origin) == origin and not os.path.exists(origin) else Path(origin)
     try:
-        return tomllib.loads(Path(origin).read_text(encoding="utf-8"))
+        return tomllib.loads((path if path.is_file() else Path(origin)).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        forgotten = "; a recipe comes before key=value, such as recipes/glyphs.toml" if "=" in origin else ""
-        reason = f"no such file{forgotten}"
+        reason = "no such file"
+        if "=" in origin:
+            reason += "; a recipe comes before key=value, such as glyphs"
+        elif near := difflib.get_close_matches(Path(origin).stem, recipe_names(), n=1, cutoff=0.7):
+            reason += f"; did you mean {near[0]}, a recipe of the package?"
     except OSError as error:
         reason = f"cannot be read ({error.strerror})"
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -200,7 +208,9 @@ class _Reader:
     def validated(self, *, files: bool) -> AnyRecipe:
         """The tables as a recipe; raises `RecipeError` for the first mistake."""
         try:
-            return self.schema.model_validate(_frozen(self.tables), context={"files": files})
+            return self.schema.model_validate(
+                _frozen(self.tables), context={"files": files, "overrides": [*self.overrides]}
+            )
         except ValidationError as error:
             mistakes = error.errors()
         # unknown keys first: one is often the reason why another is missing

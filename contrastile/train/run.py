@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
+from contrastile.data.files import as_open_makes_it, sync
 from contrastile.data.images import squared
 from contrastile.data.pairs import PairSet
 from contrastile.gradcache.encode import encode
@@ -59,7 +60,7 @@ def checked_list(name: str, values: Any, noun: str, *kinds: type) -> list[Any]:
     return items
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run(LoadedRun):
     """The towers of a run, with transform and tokenizer; features are unit rows, whose product is the cosine."""
 
@@ -183,7 +184,10 @@ def begin_run(folder: RunFolder, run: LoadedRun) -> None:
     with tempfile.TemporaryDirectory(dir=folder.path, prefix=".tokenizer-") as temporary:
         run.tokenizer.save(Path(temporary))
         for file in Path(temporary).iterdir():
+            sync(file)
             os.replace(file, folder / file.name)
+    # the recipe must not be on the disk before the names of these files
+    sync(folder.path)
     folder.write_text(RECIPE, to_toml(run.recipe))
 
 
@@ -194,13 +198,12 @@ def save_run(folder: RunFolder, run: LoadedRun, metadata: dict[str, Any]) -> Non
 
     with folder.written_whole(WEIGHTS) as path:
         try:
-            save_model(run.model, str(path))
+            with as_open_makes_it(path):
+                save_model(run.model, str(path))
         except SafetensorError as failure:
             # safetensors raises an error of its own for a full disk
             sentence = f"the weights could not be saved into {folder.path} ({failure})"
             raise OSError(f"{sentence}; what was saved before is there, free the disk and resume") from failure
-        # safetensors makes files that only their owner may read
-        path.chmod(0o644)
     folder.write_json(METADATA, {**metadata, "towers": run.model.settings, "weights_sha256": folder.checksum(WEIGHTS)})
 
 

@@ -23,6 +23,9 @@ logger = logging.getLogger("contrastile")
 
 # skipped steps in a row that end the run
 MOST_IN_A_ROW = 3
+# a norm of the weights beyond which no training comes back: squares of float32 end at 1e38, and one step of the
+# largest learning rate and weight decay that a recipe may have must not lead from finite weights to others
+LARGEST_NORM = 1e18
 
 
 @dataclass
@@ -177,6 +180,27 @@ class NonFiniteGuard:
         if counted:
             logger.warning("%s; its examples are passed over", sentence)
         return False
+
+    def check_weights(self, step: int, norm: float, model: nn.Module) -> None:
+        """End the run where the norm of the weights after a step is beyond `LARGEST_NORM`, or not finite.
+
+        Raises FloatingPointError. Weights that are merely too large are still finite, and are saved by the run's end.
+        """
+        # a skipped step leaves the weights as they are, and has its own end
+        if norm <= LARGEST_NORM or self.in_a_row:
+            return
+        remedy = "Lower optim.learning_rate or optim.weight_decay"
+        where = "" if all_finite(model) else f", first seen in {_first_nonfinite(model, ())}"
+        rest = "the newest checkpoint has the last finite ones" if where else "they are kept as they are now"
+        raise AllRanksError(
+            f"the weights must stay below a norm of {LARGEST_NORM:g}; step {step} left them at {norm:g}{where}. "
+            f"{remedy}; {rest}."
+        )
+
+
+def all_finite(model: nn.Module) -> bool:
+    """True where this rank's weights and buffers are all finite."""
+    return all(bool(local(tensor).isfinite().all()) for tensor in chain(model.parameters(), model.buffers()))
 
 
 def _first_nonfinite(model: nn.Module, inputs: Iterable[Mapping[str, Tensor]]) -> str:

@@ -27,6 +27,8 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Scale = Annotated[float, Field(ge=1.0, le=100.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+# a smaller one is 0 in float32, and 0 / 0 the update of a weight without a gradient
+Eps = Annotated[float, Field(ge=1e-30, le=1.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -35,6 +37,9 @@ Many = Annotated[int, Field(ge=1, le=2**53)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 
 DEVICE, DEVICE_RULE = re.compile(r"auto|cpu|cuda(:[0-9]+)?"), 'be "auto", "cpu", "cuda" or "cuda:1"'
+
+# the smallest batch that `train.epoch_steps` leaves, because a pair needs negatives
+LEAST = 16
 
 # the condition under which a value is refused, its key within the section ("": the section itself), and the sentence
 Clash = tuple[Any, str, str]
@@ -214,14 +219,15 @@ class OptimSettings(Settings):
     every stage of `train.batch`.
     """
 
-    learning_rate: Positive = 1e-3
+    # larger ones lead from finite weights to others in a single step
+    learning_rate: Annotated[float, Field(gt=0.0, le=1e3)] = 1e-3
     rate_scaling: Literal["none", "sqrt", "linear"] = "none"
-    base_batch: Count | None = None
-    weight_decay: NotNegative = 0.1
+    base_batch: Many | None = None
+    weight_decay: Annotated[float, Field(ge=0.0, le=1e3)] = 0.1
     schedule: Literal["cosine", "linear", "constant", "cooldown"] = "cosine"
     warmup: Fraction = 0.05
     warmup_steps: Count | None = None
-    warmup_epochs: Positive | None = None
+    warmup_epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     cooldown: Share = 0.2
     final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     clip_norm: NotNegative = 1.0
@@ -252,7 +258,7 @@ class AdamWSettings(OptimSettings):
 
     kind: Literal["adamw"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    eps: Positive = 1e-8
+    eps: Eps = 1e-8
 
 
 class AdafactorSettings(OptimSettings):
@@ -274,7 +280,7 @@ class MuonSettings(OptimSettings):
     kind: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    eps: Positive = 1e-8
+    eps: Eps = 1e-8
 
 
 AnyOptim = Annotated[AdamWSettings | AdafactorSettings | MuonSettings, Field(discriminator="kind"), kind_or("adamw")]
@@ -319,6 +325,7 @@ class Steps(Settings):
     batch: Annotated[tuple[tuple[Fraction, Count], ...], BeforeValidator(_constant_schedule)] = ((0.0, 256),)
     retain: Whole | Literal["auto"] = 1
     accumulate: Count = 1
+    epoch_steps: Count | None = None
     timeout: Annotated[float, Field(gt=0.0, le=1e6)] = 100.0
     parallel: Literal["replicate", "shard"] = "replicate"
     instead: ClassVar = one_of("examples", "epochs")
@@ -339,6 +346,13 @@ class Steps(Settings):
     def batch_at(self, fraction: float) -> int:
         """The batch size after that fraction of the run."""
         return next(size for start, size in reversed(self.batch) if start <= fraction)
+
+    def fitted(self, pairs: int) -> Self:
+        """The same with batches so small that an epoch of `pairs` has `epoch_steps` steps, but none below `LEAST`."""
+        if self.epoch_steps is None:
+            return self
+        most = max(pairs // self.epoch_steps, LEAST, self.accumulate * self.smallest_part)
+        return self.model_copy(update={"batch": tuple((start, min(size, most)) for start, size in self.batch)})
 
     def steps(self, count: int, examples: int) -> Iterator[int]:
         """The sizes of the first `count` steps of a run of so many examples; the last one is not cut."""

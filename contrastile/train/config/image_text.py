@@ -296,7 +296,7 @@ class SigLipSettings(LossSettings):
 
     kind: Literal["siglip"] = "siglip"
     scale: Scale = 10.0
-    bias: float = -10.0
+    bias: Annotated[float, Field(ge=-1e4, le=1e4)] = -10.0
 
 
 AnyLoss = Annotated[ClipSettings | SigLipSettings, Field(discriminator="kind"), kind_or("clip")]
@@ -332,7 +332,11 @@ class TrainSettings(Steps):
     def _reduce_to_the_largest_batch(cls, sub_batch: SubBatch, info: ValidationInfo) -> SubBatch:
         largest = max((size for _, size in info.data.get("batch", ())), default=2**53)
         given = {"image": sub_batch.image, "text": sub_batch.text}
-        for side, size in given.items() if needs_files(info) else ():
+        # a smaller batch on the command line needs no notice
+        overridden = any(
+            "train".startswith(key) or key == "train.batch" for key in (info.context or {}).get("overrides", ())
+        )
+        for side, size in given.items() if needs_files(info) and not overridden else ():
             if side in sub_batch.model_fields_set and size > largest:
                 logger.warning("train.sub_batch.%s is %d, the largest batch, instead of %d", side, largest, size)
         return sub_batch.model_copy(update={side: min(size, largest) for side, size in given.items()})

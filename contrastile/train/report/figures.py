@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # placeholder colours for matplotlib, and the variables of the page's style that replace them
-INK, FAINT = "#010203", "#030201"
-VARIABLES = {INK: "var(--ink)", FAINT: "var(--line)"}
+INK, SOFT, FAINT = "#010203", "#020103", "#030201"
+VARIABLES = {INK: "var(--ink)", SOFT: "var(--soft)", FAINT: "var(--line)"}
 COLOURS = ("#3f7fc4", "#d97b29", "#4a9c6d", "#a26bb5")
+# letters of a legend of one line
+LEGEND = 44
 
 Curve = tuple[Sequence[float], Sequence[float]]
 
@@ -30,10 +32,26 @@ def curves(
     percent: bool = False,
     under: Mapping[str, Curve] | None = None,
 ) -> str:
-    """An SVG of `lines` over the examples seen. stages: begin and name of each batch size. under: faint lines."""
+    """An SVG of `lines` over the examples seen. stages: begin and name of each batch size. under: dashed lines."""
+    import matplotlib
+
+    # a name from the data may hold dollar signs, which begin a formula
+    with matplotlib.rc_context({"text.parse_math": False}):
+        return _curves(lines, title, stages, unit, under or {}, percent=percent)
+
+
+def _curves(
+    lines: Mapping[str, Curve],
+    title: str,
+    stages: Sequence[tuple[float, str]],
+    unit: str,
+    under: Mapping[str, Curve],
+    *,
+    percent: bool,
+) -> str:
     figure, axes = _canvas(title, unit)
-    for name, (seen, values) in (under or {}).items():
-        axes.plot(seen, values, color=FAINT, linewidth=1.2, linestyle=(0, (3, 2)), label=name)
+    for name, (seen, values) in under.items():
+        axes.plot(seen, values, color=SOFT, linewidth=1.2, linestyle=(0, (3, 2)), label=name)
     for (name, (seen, values)), colour in zip(lines.items(), COLOURS, strict=False):
         # a single point needs a marker
         marker = "o" if percent or len(values) == 1 else ""
@@ -48,8 +66,10 @@ def curves(
     if percent:
         axes.set_ylim(0, 100)
         axes.yaxis.set_major_formatter("{x:.0f}%")
-    if len(lines) + len(under or {}) > 1:
-        axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="best")
+    if len(lines) + len(under) > 1:
+        # below the axes, where it covers no curve
+        columns = 4 if sum(map(len, [*lines, *under])) < LEGEND else 2
+        figure.legend(frameon=False, labelcolor=INK, fontsize=8, loc="outside lower center", ncols=columns)
     return _svg(figure)
 
 

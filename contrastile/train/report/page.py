@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from contrastile._errors import printable
 from contrastile.train.folder import EVALUATION, GALLERIES, METADATA, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
-from contrastile.train.log import clock, read_metrics, size
+from contrastile.train.log import clock, metrics_lines, size
 from contrastile.train.report.figures import Curve, curves
+from contrastile.train.report.steps import StepColumns
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 Line = Mapping[str, Any]
+# share of the plain way's memory from which its saving is shown
+SAVED = 0.25
+# fewer queries or choices say nothing about a model
+FEW_QUERIES, FEW_CHOICES = 20, 5
 # JSON of the samples that a page shows, as `samples.py` and `questions.py` make it
 Samples = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Wording:
-    """The terms of a task: the table's heads and rows, the title of the probes' curves, the unit of its examples."""
+    """The terms of a task: the table's heads and rows, the title of the probes' curves, the unit of its examples.
+
+    use: lines that use a finished run, with {run} for its folder. parts: the names of held-out parts in tables.
+    """
 
     heads: Sequence[str]
     row: Callable[[Mapping[str, Any]], list[str]]
     probes: str
     legend: str
+    use: str
     unit: str = "pairs"
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_report(
@@ -49,14 +59,19 @@ def write_report(
     wording = wording or IMAGE_TEXT
     metadata = folder.read_json(METADATA) if so_far is None else so_far
     results = folder.read_json(EVALUATION) if so_far is None else []
+    heads, *rows = table(results, wording)
     page = _template().render(
         run=metadata,
-        results=results,
+        heads=heads,
+        rows=list(zip(results, rows, strict=True)),
+        few=few_text(results),
+        memory=memory_saved(metadata),
+        use=wording.use.format(run=folder.path),
         so_far=so_far is not None,
         wording=wording,
         unit=wording.unit,
         measures=measures(results),
-        figures=_figures(read_metrics(folder / METRICS), metadata["loss"], wording),
+        figures=_figures(StepColumns(metrics_lines(folder / METRICS)), metadata["loss"], wording),
         galleries=stored_samples(folder, GALLERIES, galleries),
         questions=stored_samples(folder, QUESTIONS, questions),
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
@@ -81,6 +96,19 @@ def stored_samples(folder: RunFolder, name: str, samples: Samples | None = None)
         folder.write_json(name, samples)
         return samples
     return folder.read_json(name) if (folder / name).is_file() else []
+
+
+def memory_saved(metadata: Mapping[str, Any]) -> dict[str, int] | None:
+    """Bytes that a step took above those in use before it, and bytes of the plain way; None where it saved little.
+
+    The plain way holds the activations of all examples, and a matrix, in addition.
+    """
+    need = metadata.get("memory")
+    step = metadata["peak_bytes"] - metadata["base_bytes"]
+    if need is None or step <= 0:
+        return None
+    plain = step + need["activations"] + need["matrix"]
+    return {"step": step, "plain": plain} if plain - step >= SAVED * plain else None
 
 
 def measures(results: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
@@ -117,64 +145,97 @@ IMAGE_TEXT = Wording(
     row=_image_text_row,
     probes="Recall, picture → name (a sample)",
     legend="Recall@k: the share of queries with a right answer among the first k. Chance is the recall of guessing.",
+    use="""\
+import contrastile
+from PIL import Image
+
+run = contrastile.load("{run}")
+scores = run.encode_image([Image.open("picture.png")]) @ run.encode_text(["one title", "another title"]).T""",
+    parts={
+        "faces": "held-out fonts",
+        "names": "held-out names",
+        "held_out": "held-out pairs",
+        "images": "held-out pictures",
+    },
 )
+
+
+def table(results: Sequence[Mapping[str, Any]], wording: Wording) -> list[list[str]]:
+    """The heads and rows of the table of results, without a column `recall@k` that repeats the column `@k`."""
+    rows = [list(wording.heads), *(wording.row(row) for row in results)]
+    columns = {column[0]: column for column in zip(*rows, strict=True)}
+    kept = [
+        column
+        for head, column in columns.items()
+        if not head.startswith("recall@") or column[1:] != columns.get(head.removeprefix("recall"), ())[1:]
+    ]
+    return [list(row) for row in zip(*kept, strict=True)]
+
+
+def few_text(results: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence about tests with too few queries or choices for their numbers to mean something; empty without any."""
+    few = [
+        f"{row['test']} ({row['queries']:,} among {row['choices']:,})"
+        for row in results
+        if 0 < row["queries"] < FEW_QUERIES or 0 < row["choices"] < FEW_CHOICES
+    ]
+    sentence = (
+        f"Too few to say anything about the model: {'; '.join(few)}. More data, or a larger data.held_out, helps."
+    )
+    return sentence if few else ""
 
 
 def table_text(results: Sequence[Mapping[str, Any]], wording: Wording = IMAGE_TEXT) -> str:
     """The table of results for a terminal."""
-    rows = [list(wording.heads), *(wording.row(row) for row in results)]
+    rows = table(results, wording)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         lines.append("  ".join([first.ljust(widths[0]), *cells]))
     named = [f"{name}  {value}" for test in measures(results).values() for name, value in test]
-    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:], *([""] if named else []), *named])
+    few = [few] if (few := few_text(results)) else []
+    rows_text = [lines[0], "─" * len(lines[0]), *lines[1:], *([""] if named else []), *named, *few]
+    return "\n".join(map(printable, rows_text))
 
 
-def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
+def _figures(steps: StepColumns, loss: str, wording: Wording) -> list[str]:
     """The curves of a run as SVG; none before the first step."""
-    steps = [line for line in metrics if line["kind"] == "step"]
-    if not steps:
+    if not len(steps):
         return []
-    draw = partial(curves, stages=_stages(steps), unit=wording.unit)
+    draw, whole = partial(curves, stages=steps.stages, unit=wording.unit), slice(steps.full)
     # the loss of a uniform guess among the b texts of a batch is ln b
-    guess = {"guessing": averaged(steps, lambda line: math.log(line["planned"]))} if loss == "clip" else {}
-    figures = [draw({"loss": averaged(full(steps), itemgetter("loss"))}, title="Loss", under=guess)]
+    guess = {"guessing": steps.averaged(np.log(steps["planned"]))} if loss == "clip" else {}
+    figures = [draw({"loss": steps.averaged(steps["loss"][whole], whole)}, title="Loss", under=guess)]
     # there are no recalls if every probe failed, or if no question has known right passages
-    if recalls := _probed(metrics):
+    if recalls := _probed(steps.others, wording.parts):
         figures.append(draw(recalls, title=wording.probes, percent=True))
-    if tested := _tested(metrics):
+    if tested := _tested(steps.others):
         figures.append(draw(tested, title="Tests on other pictures (a sample)", percent=True))
-    single: dict[str, tuple[str, Callable[[Line], float]]] = {
-        "scale": ("Scale", itemgetter("scale")),
-        "rate": ("Learning rate", itemgetter("learning_rate")),
-        "speed": (f"{wording.unit.capitalize()} per second", lambda line: line["batch"] / line["seconds"]),
+    single = {
+        "scale": ("Scale", steps["scale"]),
+        "rate": ("Learning rate", steps["learning_rate"]),
+        "speed": (f"{wording.unit.capitalize()} per second", steps["batch"] / steps["seconds"]),
     }
-    figures += [draw({name: averaged(steps, value)}, title=title) for name, (title, value) in single.items()]
-    # earlier versions did not write the parts of a step's time
-    if timed := [line for line in steps if line.get("shares")]:
-        parts = sorted({part for line in timed for part in line["shares"]})
-        shares = {part: averaged(timed, partial(_share, part)) for part in parts}
+    if len(set(steps["scale"])) == 1 < len(steps):
+        # a constant line shows nothing
+        del single["scale"]
+    figures += [draw({name: steps.averaged(values)}, title=title) for name, (title, values) in single.items()]
+    if steps.shares:
+        shares = {part: steps.averaged(100 * values, steps.timed) for part, values in steps.shares.items()}
         figures.append(draw(shares, title="Where a step's time goes, in percent"))
     return figures
 
 
-def _share(part: str, line: Line) -> float:
-    return 100 * line["shares"].get(part, 0.0)
-
-
-def full(steps: Sequence[Line]) -> Sequence[Line]:
-    """The steps without a short last one, whose loss has fewer negatives."""
-    return steps[:-1] if len(steps) > 1 and steps[-1]["batch"] < steps[-1]["planned"] else steps
-
-
-def _probed(metrics: Sequence[Line]) -> dict[str, Curve]:
+def _probed(metrics: Sequence[Line], parts: Mapping[str, str]) -> dict[str, Curve]:
     """Recall at 1 and 5 of each held-out part at the probes, in percent."""
     probes = [line for line in metrics if line["kind"] == "probe"]
     seen = [line["examples"] for line in probes]
     return {
-        f"{part} @{k}": (seen, [100 * line["recall"][part][k] for line in probes])
+        f"{parts.get(part, part).removeprefix('held-out ')} @{k}": (
+            seen,
+            [100 * line["recall"][part][k] for line in probes],
+        )
         for part in (probes[0]["recall"] if probes else ())
         for k in ("1", "5")
     }
@@ -190,26 +251,3 @@ def _tested(metrics: Sequence[Line]) -> dict[str, Curve]:
             seen.append(line["examples"])
             values.append(100 * line[name])
     return dict(tested)
-
-
-def _stages(steps: Sequence[Line]) -> list[tuple[float, str]]:
-    """The begin of each batch size, and its name; a short last step is no stage."""
-    firsts = [next(group) for _, group in groupby(steps, itemgetter("planned"))]
-    return [(line["examples"] - line["batch"], f"batch {line['planned']:,}") for line in firsts]
-
-
-def averaged(steps: Sequence[Line], value: Callable[[Line], float], points: int = 200) -> Curve:
-    """`value` over examples seen: means of `points` equal intervals at most, a gap where the batch size changes."""
-    interval = steps[-1]["examples"] / points
-    seen: list[float] = []
-    values: list[float] = []
-    planned = None
-    for (batch, _), group in groupby(steps, lambda line: (line["planned"], int(line["examples"] / interval))):
-        lines = list(group)
-        if planned not in (None, batch):
-            seen.append(seen[-1])
-            values.append(math.nan)
-        planned = batch
-        seen.append(sum(line["examples"] for line in lines) / len(lines))
-        values.append(sum(map(value, lines)) / len(lines))
-    return seen, values

@@ -8,6 +8,7 @@ none is right. A passage has `name`, `source`, `score`, `right` and `pieces` of 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,8 +36,13 @@ logger = logging.getLogger("contrastile")
 
 # questions shown of each part, passages shown to each, letters shown of each passage
 SHOWN, ANSWERS, LETTERS = 8, 4, 2400
-# the shortest word of a question that is marked in a passage, in letters
+# the shortest word of a question that is marked in a passage, in letters, and longer ones that say nothing
 MARKED = 3
+UNMARKED = re.compile(
+    "about|after|all|also|and|any|are|been|before|but|can|could|did|does|each|for|from|had|has|have|how|into|its|may|"
+    "more|most|not|only|other|our|out|over|should|some|such|than|that|the|their|them|then|there|these|they|this|those|"
+    "through|under|use|using|very|was|were|what|when|where|which|who|why|will|with|would|you|your"
+)
 SENTENCE = (
     "Random questions and the best of all {:,} passages; words of the question are marked. A tick marks a passage that "
     "the data list as right, or one with an answer if none is listed; others may be right as well."
@@ -87,7 +93,11 @@ WORDING = Wording(
     row=_row,
     probes="Right passage first or among five (a sample among its own)",
     legend="@k: the share of queries with a right passage among the first k. nDCG, MRR, MAP, recall are trec_eval's.",
+    use="""\
+contrastile encode {run}
+contrastile search {run} "a question\"""",
     unit="queries",
+    parts=PARTS,
 )
 
 
@@ -121,10 +131,10 @@ def is_right(passage: Passage, query: Query, texts: TextSet, match: str) -> bool
 def marked(text: str, question: str) -> list[tuple[str, bool]]:
     """`text` in pieces, with a mark on words of the question.
 
-    >>> marked("the minimum_value", "find a minimum")
+    >>> marked("the minimum_value", "find the minimum")
     [('the ', False), ('minimum', True), ('_value', False)]
     """
-    question_words = {word for word in words(question) if len(word) >= MARKED}
+    question_words = {word for word in words(question) if len(word) >= MARKED and not UNMARKED.fullmatch(word)}
     pieces: list[tuple[str, bool]] = []
     end = 0
     for match in WORD.finditer(text):

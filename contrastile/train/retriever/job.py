@@ -124,7 +124,7 @@ class RetrieverJob(Task[TextBatch]):
             "passages": len(texts.passages),
             "skipped": texts.skipped,
             "loss": "infonce",
-            "batch": [batch for _, batch in self.run.recipe.train.batch],
+            "batch": [batch for _, batch in self.run.recipe.train.fitted(len(self.rows)).batch],
         }
 
 

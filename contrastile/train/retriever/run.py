@@ -84,7 +84,7 @@ def passage_tokens(passages: Sequence[Passage], tokenizer: Tokenizer, recipe: Re
     return TokenStore(texts, tokenizer, recipe.model.tokenizer.length)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RetrieverRun(LoadedRun):
     """The encoders of a run with their recipe and tokenizer.
 

@@ -1,0 +1,372 @@
+"""The losses for sentence-transformers beside its own, with the library itself: values, gradients, its trainer."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sentence_transformers")
+
+import torch
+import torch.distributed as dist
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import BertConfig, BertModel, BertTokenizerFast
+
+from contrastile.integrations.sentence_transformers import CachedRankingLoss, CachedSymmetricLoss
+
+with warnings.catch_warnings():
+    # version 6 has moved what version 5 has there
+    warnings.simplefilter("ignore")
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+        losses,
+        models,
+        util,
+    )
+
+# features of the model
+WIDTH = 16
+N = 8
+# warnings of the library about itself
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
+
+
+def build(folder: Path, dropout: float = 0.0) -> Any:
+    """A small model that leaves prompts out of its mean."""
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ":", *"abcdefghij"]))
+    sizes = {"vocab_size": 16, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    BertModel(BertConfig(**sizes, **rates, intermediate_size=32)).save_pretrained(folder)
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    modules = [models.Transformer(str(folder)), models.Pooling(WIDTH, include_prompt=False)]
+    return SentenceTransformer(modules=modules, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    torch.manual_seed(0)
+    return build(tmp_path_factory.mktemp("model")).double()
+
+
+def texts(column: str, count: int = N) -> list[str]:
+    words = ("ab", "cde", "f g", "a b c", "h", "ij ij", "b d f", "a e")
+    return [f"{word} {column}" * (1 + len(word) % 3) for word in words[:count]]
+
+
+def columns_of(model: Any, names: str, prompt: str | None = None) -> list[dict[str, Any]]:
+    return [dict(model.preprocess(texts(name), prompt=prompt)) for name in names]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+def step(loss: nn.Module, columns: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Value and gradients of a loss, on a copy of its model."""
+    loss = deepcopy(loss)
+    loss.zero_grad()
+    value = loss([dict(column) for column in columns], None)
+    value.backward()
+    return value.detach(), gradients(loss.model)
+
+
+def same(found: Any, truth: Any, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(found, truth, rtol=tolerance, atol=tolerance / 100)
+
+
+Q2D, Q2Q, D2Q, D2D = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
+DIRECTIONS = [
+    {},
+    {"directions": (Q2D, Q2Q)},
+    {"directions": (Q2D, D2Q)},
+    {"directions": (Q2D, D2Q), "partition_mode": "per_direction"},
+    {"directions": (Q2D, Q2Q, D2Q, D2D)},
+    {"directions": (Q2D, D2Q, D2D)},
+    {"similarity_fct": util.dot_score, "scale": 1.5},
+    {"similarity_fct": util.dot_score, "scale": 1.5, "directions": (Q2D, D2Q), "partition_mode": "per_direction"},
+]
+
+
+@pytest.mark.parametrize("names", ["ab", "abcd"], ids=["pairs", "n-tuples"])
+@pytest.mark.parametrize("words", DIRECTIONS, ids=lambda words: "-".join(map(str, words.values())) or "default")
+def test_the_loss_and_gradients_of_their_class(model: Any, words: dict[str, Any], names: str) -> None:
+    columns = columns_of(model, names)
+    truth = step(losses.MultipleNegativesRankingLoss(model, **words), columns)
+    same(step(CachedRankingLoss(model, mini_batch_size=3, **words), columns), truth)
+
+
+@pytest.mark.parametrize("words", [{}, {"mini_batch_num_tokens": 40}, {"retain": "auto"}, {"retain": 1}])
+def test_sub_batches(model: Any, words: dict[str, Any]) -> None:
+    columns = columns_of(model, "abc")
+    truth = step(losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4), columns)
+    same(step(CachedRankingLoss(model, mini_batch_size=3, **words), columns), truth)
+
+
+def test_both_directions(model: Any) -> None:
+    columns = columns_of(model, "ab")
+    truth = step(losses.CachedMultipleNegativesSymmetricRankingLoss(model, mini_batch_size=4), columns)
+    same(step(CachedSymmetricLoss(model, mini_batch_size=3), columns), truth)
+
+
+@pytest.mark.parametrize("more", [{"prompt": "a: "}, {"prompt": None}], ids=["prompt", "none"])
+def test_prompts_and_features_that_are_no_tensors(model: Any, more: dict[str, Any]) -> None:
+    columns = [{**column, "modality": "text", "flag": True} for column in columns_of(model, "ab", **more)]
+    assert ("prompt_length" in columns[0]) == (more["prompt"] is not None)
+    truth = step(losses.MultipleNegativesRankingLoss(model), columns)
+    same(step(CachedRankingLoss(model, mini_batch_size=3), columns), truth)
+
+
+def test_a_router_gets_its_task(model: Any) -> None:
+    heads = {"query": [models.Dense(WIDTH, WIDTH)], "document": [models.Dense(WIDTH, WIDTH)]}
+    routed = SentenceTransformer(modules=[*deepcopy(model), models.Router(heads, "document")], device="cpu").double()
+    columns = columns_of(model, "ab")
+    columns = [{**column, "task": task} for column, task in zip(columns, ("query", "document"), strict=True)]
+    truth = step(losses.MultipleNegativesRankingLoss(routed), columns)
+    same(step(CachedRankingLoss(routed, mini_batch_size=3), columns), truth)
+
+
+class Flat(nn.Module):
+    """The face of a model of flattened texts, or of images of many sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.patch = nn.Embedding(16, WIDTH), nn.Linear(3, WIDTH)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        if "cu_seq_lens_q" in features:
+            offsets = features["cu_seq_lens_q"][:-1]
+            found = nn.functional.embedding_bag(features["input_ids"][0], self.words.weight, offsets)
+        else:
+            counts = features["num_images_per_sample"].tolist()
+            patches = [int(each.prod(-1).sum()) for each in features["image_grid_thw"].split(counts)]
+            images = [each.sum(0) for each in self.patch(features["pixel_values"]).split(patches)]
+            found = self.words(features["input_ids"]).mean(1) + torch.stack(images)
+        return {**features, "sentence_embedding": found * features["factor"]}
+
+
+def flattened() -> dict[str, Any]:
+    lengths = torch.randint(1, 5, (N,))
+    total = int(lengths.sum())
+    cumulative = nn.functional.pad(lengths.cumsum(0), (1, 0))
+    ids = torch.randint(0, 16, (1, total))
+    return {"input_ids": ids, "cu_seq_lens_q": cumulative, "max_length_q": int(lengths.max()), "factor": 0.5}
+
+
+def pictured() -> dict[str, Any]:
+    counts = torch.tensor([1, 2, 1, 1, 2, 1, 1, 1])
+    grid = torch.randint(1, 4, (int(counts.sum()), 3))
+    pixels = torch.randn(int(grid.prod(-1).sum()), 3, dtype=torch.float64)
+    return {
+        "input_ids": torch.randint(0, 16, (N, 4)), "pixel_values": pixels, "image_grid_thw": grid,
+        "num_images_per_sample": counts, "factor": 0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("column", [flattened, pictured])
+@pytest.mark.parametrize("words", [{}, {"mini_batch_num_tokens": 6}], ids=["texts", "tokens"])
+def test_packed_inputs(column: Any, words: dict[str, Any]) -> None:
+    pytest.importorskip("sentence_transformers.base.losses.gradcache")
+    if words and column is pictured:
+        pytest.skip("the library counts tokens in a mask")
+    columns, flat = [column(), column()], Flat().double()
+    truth = step(losses.MultipleNegativesRankingLoss(flat), columns)
+    same(step(CachedRankingLoss(flat, mini_batch_size=3, **words), columns), truth)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 0.3]])
+def test_inside_matryoshka(model: Any, weights: list[float] | None) -> None:
+    columns = columns_of(model, "abc")
+    ours, theirs = (
+        losses.MatryoshkaLoss(model, loss, [WIDTH, 8], weights)
+        for loss in (
+            CachedRankingLoss(model, mini_batch_size=3),
+            losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3),
+        )
+    )
+    found, truth = [], []
+    for loss, results in ((ours, found), (theirs, truth)):
+        model.zero_grad()
+        value = loss(columns, None)
+        (2 * value).backward()
+        results += [value.detach(), gradients(model)]
+    same(found, truth)
+    with torch.no_grad():
+        same(ours(columns, None), theirs(columns, None))
+
+
+def test_dropout_gives_the_gradient_of_what_was_drawn(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build(tmp_path, dropout=0.3).double().train()
+    columns = columns_of(model, "ab")
+    steps = []
+    for retain in (0, N):
+        torch.manual_seed(5)
+        steps.append(step(CachedRankingLoss(model, mini_batch_size=3, retain=retain), columns))
+    same(*steps)
+
+
+def on_a_rank(rank: int, group: Any, folder: Path, words: dict[str, Any]) -> None:
+    model, columns = torch.load(folder / "whole.pt", weights_only=False)
+    W = dist.get_world_size(group)
+    default, dist.GroupMember.WORLD = dist.GroupMember.WORLD, group
+    try:
+        rows = slice(rank * N // W, (rank + 1) * N // W)
+        mine = [{name: x[rows] if isinstance(x, Tensor) else x for name, x in column.items()} for column in columns]
+        wrapped = DistributedDataParallel(model)
+        value = CachedRankingLoss(wrapped, mini_batch_size=3, **words)(mine, None)
+        value.backward()
+    finally:
+        dist.GroupMember.WORLD = default
+    torch.save((value.detach(), gradients(model)), folder / f"{rank}.pt")
+
+
+@pytest.mark.parametrize("words", DIRECTIONS[:5], ids=lambda words: "-".join(map(str, words.values())) or "default")
+def test_two_ranks_have_the_gradient_of_the_whole_batch(
+    pool: Pool, tmp_path: Path, model: Any, words: dict[str, Any]
+) -> None:
+    columns = columns_of(model, "abc")
+    value, truth = step(losses.MultipleNegativesRankingLoss(model, **words), columns)
+    torch.save((model, columns), tmp_path / "whole.pt")
+    pool.check(on_a_rank, 2, tmp_path, {**words, "gather_across_devices": True})
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for _, each in found:
+        same(each, truth)
+    same((found[0][0] + found[1][0]) / 2, value)
+
+
+def test_without_gathering_each_rank_has_its_own_negatives(pool: Pool, tmp_path: Path, model: Any) -> None:
+    columns = columns_of(model, "abc")
+    halves = [
+        [{name: x[rows] if isinstance(x, Tensor) else x for name, x in column.items()} for column in columns]
+        for rows in (slice(0, N // 2), slice(N // 2, N))
+    ]
+    truths = [step(losses.MultipleNegativesRankingLoss(model), half) for half in halves]
+    torch.save((model, columns), tmp_path / "whole.pt")
+    pool.check(on_a_rank, 2, tmp_path, {})
+    for rank, (value, _) in enumerate(truths):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        mean = {name: (truths[0][1][name] + truths[1][1][name]) / 2 for name in truths[0][1]}
+        same(found, (value, mean))
+
+
+def trained(model: Any, loss: Any, folder: Path, **words: Any) -> tuple[list[float], dict[str, Tensor]]:
+    from datasets import Dataset
+
+    dataset = Dataset.from_dict({"anchor": texts("a"), "positive": texts("b"), "negative": texts("c")})
+    data: Any = {"first": dataset, "second": dataset} if isinstance(loss, dict) else dataset
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, num_train_epochs=2, logging_steps=1, report_to=[],
+        use_cpu=True, save_strategy="no", disable_tqdm=True, learning_rate=1e-3, prompts={"anchor": "a: "}, **words,
+    )  # fmt: skip
+    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=loss)
+    trainer.train()
+    curve = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return curve, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("words", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
+def test_their_trainer(model: Any, tmp_path: Path, words: dict[str, Any]) -> None:
+    ours, theirs = deepcopy(model), deepcopy(model)
+    found = trained(ours, CachedRankingLoss(ours, mini_batch_size=3), tmp_path / "ours", **words)
+    truth = trained(theirs, losses.MultipleNegativesRankingLoss(theirs), tmp_path / "theirs", **words)
+    # AdamW divides by gradients that may be next to nothing
+    same(found, truth, 1e-5)
+
+
+def test_their_trainer_with_several_datasets_bf16_and_a_model_card(model: Any, tmp_path: Path) -> None:
+    ours = deepcopy(model).float()
+    loss = {"first": CachedRankingLoss(ours, mini_batch_size=3), "second": CachedSymmetricLoss(ours, mini_batch_size=3)}
+    curve, weights = trained(ours, loss, tmp_path, bf16=True)
+    assert len(curve) == 8
+    assert all(torch.isfinite(p).all() for p in weights.values())
+    ours.save_pretrained(str(tmp_path / "saved"))
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "CachedRankingLoss" in card
+    assert '"mini_batch_size": 3' in card
+    assert "gao2021scaling" in card
+
+
+def test_adapters_of_peft(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = deepcopy(model)
+    adapted.add_adapter(peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False))
+    adapted.double()
+    columns = columns_of(model, "ab")
+    truth = step(losses.MultipleNegativesRankingLoss(adapted), columns)
+    assert any("lora" in name and gradient.abs().sum() > 0 for name, gradient in truth[1].items())
+    same(step(CachedRankingLoss(adapted, mini_batch_size=3), columns), truth)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (CachedRankingLoss, losses.CachedMultipleNegativesRankingLoss),
+        (CachedRankingLoss, losses.MultipleNegativesRankingLoss),
+        (CachedSymmetricLoss, losses.CachedMultipleNegativesSymmetricRankingLoss),
+    ],
+)
+def test_their_constructors_words(model: Any, ours: Any, theirs: Any) -> None:
+    words = dict(list(inspect.signature(theirs.__init__).parameters.items())[1:])
+    known = inspect.signature(ours).parameters
+    assert words.keys() <= known.keys()
+    if theirs is not losses.MultipleNegativesRankingLoss:
+        assert list(words) == list(known)[: len(words)]
+    for name, word in words.items():
+        if name not in ("model", "similarity_fct"):
+            assert known[name].default == word.default
+    loss = ours(model)
+    config = theirs(model).get_config_dict()
+    assert {**config, **loss.get_config_dict()} == {**loss.get_config_dict(), **config, "mini_batch_size": 32}
+    assert loss.temperature == 1 / 20
+
+
+def refused(**words: Any) -> Any:
+    return lambda model: CachedRankingLoss(model, **words)
+
+
+SENTENCES = {
+    "`scale` must be above 0; got 0. Pass 1 / temperature.": refused(scale=0),
+    "`similarity_fct` must be util.cos_sim or util.dot_score; got euclidean_sim. Pass one of": refused(
+        similarity_fct=util.euclidean_sim
+    ),
+    "`show_progress_bar` must be False; got True. Leave it out: the trainer shows its own.": refused(
+        show_progress_bar=True
+    ),
+    "`hardness_mode` must be None; got 'hard_negatives'. Leave it out, or take Multiple": refused(
+        hardness_mode="hard_negatives", hardness_strength=5.0
+    ),
+    "`partition_mode` must be one of joint, per_direction; got 'both'.": refused(partition_mode="both"),
+    "`directions` must be one of query_to_doc, query_to_query, doc_to_query, doc_to_doc; got 'q2d'.": refused(
+        directions=("q2d",)
+    ),
+    '`directions` must hold "query_to_doc", which has the positives; got': refused(directions=(D2Q,)),
+    '`directions` must hold "doc_to_query" where they hold "doc_to_doc"; got': refused(directions=(Q2D, D2D)),
+    '`directions` must be "query_to_doc" and "doc_to_query" with partition_mode="per_direction"; got': refused(
+        directions=(Q2D, Q2Q), partition_mode="per_direction"
+    ),
+    "`sentence_features` must have two columns or more; got 1. Give the dataset": lambda model: CachedRankingLoss(
+        model
+    )(columns_of(model, "a"), None),
+    "`model` must take texts one by one; got a StaticEmbedding. Take Multiple": lambda model: CachedRankingLoss(model)(
+        [{"input_ids": torch.arange(3), "offsets": torch.arange(3)}] * 2, None
+    ),
+    "`loss` must be called by a trainer, or by MatryoshkaLoss; got adaptive_layer, which": lambda model: (
+        losses.AdaptiveLayerLoss(model, CachedRankingLoss(model))(columns_of(model, "ab"), None)
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_refusals(model: Any, sentence: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        SENTENCES[sentence](model)
+    assert str(raised.value).startswith(sentence)

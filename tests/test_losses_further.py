@@ -1,0 +1,204 @@
+"""Losses with inputs of their own equal their plain formulas: in every dtype, on ranks, in kernels, behind `encode`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from further import CASES, Case, N
+from problems import distance
+from ranks import Pool
+from torch import Tensor, nn
+
+from contrastile import InfoNCELoss, contrast, encode
+from contrastile.losses import Hardness
+from contrastile.tiles import eager
+
+# the loss is one number, which can be right by luck
+LUCK = 1e-6
+SHARES = {1: [N], 2: [28, N - 28], 3: [20, 0, N - 20]}
+# those that a fused kernel computes
+FUSED = ["own_negatives", "own_negatives_only", "hardness_in_batch", "hardness_own", "hardness_all"]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 columns, so that a batch has several."""
+    monkeypatch.setattr(eager, "SIDE_CPU", 16)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", CASES)
+def test_float64_equals_the_plain_formula(name: str, reduction: str) -> None:
+    case = CASES[name]()
+    tensors = case.tensors(torch.float64)
+    truth, true_gradients = case.by_formula(tensors, reduction)
+    # once in several tiles, once in as few as the workspace allows
+    for how in ({"backend": "eager"}, {"backend": "dense"}):
+        loss, gradients = case.by_tiles(tensors, reduction=reduction, workspace=2**20, **how)
+        assert (loss - truth).abs().max() <= 1e-12 * truth.abs().max().clamp(min=1)
+        for key, gradient in gradients.items():
+            assert distance(gradient, true_gradients[key]) <= 1e-12, key
+
+
+def _no_worse_than_twice(case: Case, dtype: torch.dtype, scale: float, **how: Any) -> None:
+    """The distances from float64 of loss and gradients are at most twice those of the plain formula in this type."""
+    tensors = case.tensors(dtype, scale)
+    exact = {key: x.detach().double().requires_grad_() for key, x in tensors.items()}
+    truth, true_gradients = case.by_formula(exact)
+    plain, plain_gradients = case.by_formula(tensors)
+    loss, gradients = case.by_tiles(tensors, **how)
+    assert loss.dtype == torch.float32
+    assert distance(loss, truth) <= max(2 * distance(plain, truth), LUCK)
+    for key, gradient in gradients.items():
+        assert gradient.dtype == tensors[key].dtype
+        allowed = 2 * distance(plain_gradients[key], true_gradients[key])
+        assert distance(gradient, true_gradients[key]) <= (allowed if gradient.ndim else max(allowed, LUCK)), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [20.0, 100.0])
+@pytest.mark.parametrize("name", CASES)
+def test_no_further_from_float64_than_twice_the_plain_formula(name: str, scale: float, dtype: torch.dtype) -> None:
+    _no_worse_than_twice(CASES[name](), dtype, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels(name: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    _no_worse_than_twice(CASES[name](), dtype, 20.0, backend="triton")
+
+
+def _on_a_rank(rank: int, group: Any, exchange: str) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    """Of every case the loss, and the gradients of a tower behind `encode` and of all else that wants one."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        W = 1 if group is None else torch.distributed.get_world_size(group)
+        return {name: _behind_encode(CASES[name]().of_rank(rank, SHARES[W]), exchange, group) for name in CASES}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _behind_encode(case: Case, exchange: str, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(1)
+    tensors = case.tensors(torch.float64)
+    first = next(iter(tensors))
+    tower = nn.Linear(tensors[first].shape[-1], tensors[first].shape[-1])
+    # each rank must not only compute its own rows, but meet the others' encoded ones
+    encoded = {key: encode(tower, x, sub_batch=7) if x.ndim == 2 else x for key, x in tensors.items()}
+    loss = case.module(exchange=exchange, group=group)(**encoded, **case.constants)
+    loss.backward()
+    found = {key: x.grad for key, x in tower.named_parameters()}
+    found |= {key: x.grad for key, x in tensors.items() if x.ndim != 2}
+    return loss.detach(), {key: x for key, x in found.items() if x is not None}
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring", "replicate"])
+@pytest.mark.parametrize("W", [2, 3])
+def test_ranks_have_the_gradients_of_one_process(pool: Pool, W: int, exchange: str) -> None:
+    truths = _on_a_rank(0, None, "single")
+    answers = pool.run(_on_a_rank, W, exchange)
+    for name, (truth, true_gradients) in truths.items():
+        for loss, _ in (answer[name] for answer in answers):
+            assert distance(loss, truth) <= 1e-12, name
+        for key, true in true_gradients.items():
+            parts = [answer[name][1][key] for answer in answers]
+            # the wrapper's mean of a parameter, and the rows of each rank
+            rows = key in CASES[name]().leaves and true.ndim
+            combined = torch.cat(parts) / W if rows else torch.stack(parts).mean(0)
+            assert distance(combined, true) <= 1e-12, (name, key)
+
+
+# of Dynamo itself, about a tensor that it hands over a break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", ["own_negatives"])
+def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
+    """These calls are no operation of a graph, which breaks before them."""
+    case = CASES[name]()
+    tensors = case.tensors(torch.float64)
+    truth = case.by_formula(tensors)[0]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **named: case.module()(**named) * 2, backend="eager")
+    assert distance(compiled(**tensors, **case.constants).detach(), 2 * truth) <= 1e-12
+
+
+def _x(*shape: int) -> Tensor:
+    return torch.ones(*shape)
+
+
+def test_features_that_are_not_finite_in_negatives_of_one_query_give_nan() -> None:
+    tensors = CASES["own_negatives_only"]().tensors(torch.float32)
+    with torch.no_grad():
+        tensors["negatives"][3, 1] = -torch.inf
+    loss = InfoNCELoss()(**tensors)
+    loss.backward()
+    assert loss.isnan()
+    assert all(x.grad is not None and x.grad.isnan().all() for x in (tensors["query"], tensors["key"]))
+
+
+def test_negatives_of_each_query_under_autocast() -> None:
+    case = CASES["own_negatives"]()
+    tensors = case.tensors(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, gradients = case.by_tiles(tensors)
+    narrow = {key: x.detach().to(torch.bfloat16 if x.ndim else x.dtype).requires_grad_() for key, x in tensors.items()}
+    assert torch.equal(loss, case.by_tiles(narrow)[0])
+    assert {x.dtype for x in gradients.values()} == {torch.float32}
+
+
+def test_the_fused_kernels_decline_weights_of_negatives_with_positives_by_label() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="no kernel for Hardness with positives by label"):
+        CASES["hardness_symmetric_positives"]().module(backend="triton")(
+            _x(3, 4), _x(3, 4), torch.ones(()), query_labels=torch.arange(3), key_labels=torch.arange(3)
+        )
+
+
+SENTENCES: dict[str, Callable[[], Any]] = {
+    '`hardness_mode` must be given with `hardness_strength`; got None. "all_negatives", say.': lambda: InfoNCELoss(
+        hardness_strength=5.0
+    ),
+    "`hardness_mode` must be one of in_batch_negatives, hard_negatives, all_negatives; got 'all'. They are "
+    "sentence-transformers' words.": lambda: Hardness(hardness_mode="all"),
+    "`hardness_strength` must be at least 0; got -1.0. 5 to 9 is usual.": lambda: Hardness(hardness_strength=-1.0),
+    "`negatives` must have two dimensions [rows, features], or three [queries, H, features]; got shape [4]. "
+    "Flatten the others first.": lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(4)),
+    "`negatives` must be lists of 3 queries where they have three dimensions; got shape [2, 5, 4]. List each query's "
+    "own, or pass shared ones as [H, features].": lambda: InfoNCELoss()(_x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 5, 4)),
+    "`negatives` must have the same feature size as `key`; got 4 and 5. Project one side first.": lambda: InfoNCELoss()(
+        _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 5)
+    ),
+    "`negatives` must be left out for a symmetric loss; got both. Take a one-way loss.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, negatives=_x(3, 2, 4)
+    ),
+    "`negatives` must be shared by all queries with features in host memory; got shape [3, 2, 4]. Leave `device` "
+    "out.": lambda: InfoNCELoss(device="meta")(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4)),
+    "`negative_ids` must go with `negatives` of three dimensions [queries, H, features]; got others. Continue "
+    "`key_ids` over shared negatives.": lambda: InfoNCELoss()(
+        _x(3, 4), _x(3, 4), 1.0, negatives=_x(2, 4), negative_ids=torch.arange(2)
+    ),
+    "`query_ids` must be given where `negative_ids` is; got None. Pass both, or neither.": lambda: InfoNCELoss()(
+        _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), negative_ids=torch.zeros(3, 2).long()
+    ),
+    "`negative_ids` must be integers of shape [3, 2], one for each of the negatives; got shape [3], torch.int64. A "
+    "negative with the id of its query does not count.": lambda: InfoNCELoss()(
+        _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), query_ids=torch.arange(3), negative_ids=torch.arange(3)
+    ),
+    "`negatives` must be [N, H, D], each query's own, with in_batch=False; got NoneType. List them.": lambda: (
+        InfoNCELoss(in_batch=False)(_x(3, 4), _x(3, 4), 1.0)
+    ),
+    "`positives` must be left out with in_batch=False; got both. Key i belongs to query i.": lambda: InfoNCELoss(
+        in_batch=False
+    )(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), positives=torch.arange(3)),
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_every_sentence(sentence: str) -> None:
+    with pytest.raises(ValueError) as error:
+        SENTENCES[sentence]()
+    assert str(error.value) == sentence
