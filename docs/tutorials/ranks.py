@@ -125,4 +125,4 @@ for name in one:
 # | "`encoder` must ..." and the wrapper is named | you passed `wrapped.module.encode_image`; pass `(wrapped, "encode_image")` |
 # | ranks wait for each other | one rank made a call that the others did not; every rank must call the loss, with as many steps |
 # | all ranks raise the same `ValueError` | inputs or options differ between ranks; the sentence names the rank and the value |
-# | "got no answer from rank 1" | that rank died; its own message comes first in its log. [When a rank fails](../scale.md#when-a-rank-fails) |
+# | "got no answer from rank 1" | that rank died; its own message comes first in its log. [When a rank fails](../rank_failure.md) |

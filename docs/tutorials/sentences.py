@@ -154,4 +154,4 @@ for name, rows, sub_batch in (
 # | out of memory in the first step | a smaller `SUB_BATCH`; the batch may stay |
 # | equal texts in a batch are counted as wrong | pass `query_ids` and `key_ids`: equal ids are not negatives |
 # | long texts make every sub-batch slow | `sub_batch_tokens=` sorts texts by length and limits tokens instead |
-# | the second pass warns about other features | the encoder has a state; see [the guarantees](../gradients.md#guarantees-of-encode) |
+# | the second pass warns about other features | the encoder has a state; see [the guarantees](../guarantees.md) |
