@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks demo-kills demo-search docs test test-faults test-hostile test-integrations test-gpu test-gpu-multi \
+.PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-faults test-hostile test-integrations test-gpu test-gpu-multi \
 	lint format bench clean
 
 help: ## this list
@@ -41,8 +41,11 @@ demo-search: $(VENV)/.train ## train a retriever for the Python code on this mac
 	$(BIN)/contrastile encode runs/docstrings
 	$(BIN)/contrastile search runs/docstrings "bracket the minimum of a function"
 
-docs: $(VENV)/.docs ## build the documentation site: build/site/index.html
+docs: $(VENV)/.docs ## build the documentation site, build/site/index.html; runs tutorials that changed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+tutorials: $(VENV)/.docs ## run the five tutorials anew, for the site (five to ten minutes on 2 cores)
+	$(BIN)/python docs/site/tutorials.py
 
 test: $(VENV)/.dev ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

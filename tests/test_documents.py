@@ -131,6 +131,34 @@ def _run_blocks(document):
             names = run(block.replace('"cuda"', '"cpu"'), **names)
 
 
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
+# constants of a tutorial, small enough for a test
+SMALL = {"STEPS": 1, "HEAD_STEPS": 1}
+
+
+@pytest.mark.parametrize("script", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_is_a_notebook_with_a_title(script):
+    first, *others = _written_by("tutorials").cells(script.read_text(encoding="utf-8"))
+    assert first.markdown
+    assert first.text.startswith("# ")
+    assert f"tutorials/{script.stem}.md" in LISTED
+    for cell in others:
+        if not cell.markdown:
+            compile(cell.text, script.name, "exec")
+        for link in LINK.findall(cell.text) if cell.markdown else ():
+            target = (script.parent / link.partition("#")[0]).resolve()
+            assert link[0] == "#" or target.exists() or f"reference/{target.name}" in LISTED, link
+
+
+def test_a_tutorial_runs():
+    names = {}
+    for cell in _written_by("tutorials").cells((ROOT / "docs" / "tutorials" / "views.py").read_text(encoding="utf-8")):
+        if not cell.markdown:
+            exec(compile(cell.text, "views.py", "exec"), names)
+            names |= {name: value for name, value in SMALL.items() if name in names}
+    assert names["accuracy"](names["trunk"]) > 0.8
+
+
 def _run_on_rank(rank, group, document):
     _run_blocks(document)
 

@@ -16,6 +16,7 @@ from typing import Any
 import checks
 import figures
 import reference
+import tutorials
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,12 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
     for name, write in REFERENCE.items():
         files.append(File.generated(config, f"reference/{name}.md", content=write()))
+    for script in sorted(tutorials.SCRIPTS.glob("*.py")):
+        folder = tutorials.page(script)
+        text = (folder / "page.md").read_text(encoding="utf-8")
+        files.append(File.generated(config, f"tutorials/{script.stem}.md", content=text))
+        for picture in folder.glob("*.png"):
+            files.append(File.generated(config, f"tutorials/{picture.name}", abs_src_path=str(picture)))
     drawn = {name for file in files.documentation_pages() for name, _ in FIGURE.findall(file.content_string)}
     for name in sorted(drawn):
         for scheme in ("light", "dark"):
