@@ -318,7 +318,7 @@ class TrainSettings(Steps):
     """
 
     sub_batch: Annotated[SubBatch, same_for("image", "text"), Field(validate_default=True)] = SubBatch()
-    precision: Literal["float32", "float64", "bf16", "fp16"] = "float32"
+    precision: Literal["auto", "float32", "float64", "bf16", "fp16"] = "float32"
     compile: bool = False
     smallest_part: ClassVar[int] = 2
 
