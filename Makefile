@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks demo-kills demo-search docs test test-faults test-hostile test-integrations test-gpu test-gpu-multi \
+.PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-faults test-hostile test-integrations test-gpu test-gpu-multi \
 	lint format bench clean
 
 help: ## this list
@@ -41,14 +41,24 @@ demo-search: $(VENV)/.train ## train a retriever for the Python code on this mac
 	$(BIN)/contrastile encode runs/docstrings
 	$(BIN)/contrastile search runs/docstrings "bracket the minimum of a function"
 
-docs: $(VENV)/.docs ## build the documentation site: build/site/index.html
+docs: $(VENV)/.docs ## build the documentation site, build/site/index.html; runs tutorials that changed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+tutorials: $(VENV)/.docs ## run the five tutorials anew, for the site (five to ten minutes on 2 cores)
+	$(BIN)/python docs/site/tutorials.py
 
 test: $(VENV)/.dev ## the test suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage, random bytes (two minutes)
 	$(BIN)/python -m pytest -m 'hostile or not hostile' tests/test_hostile_*.py
+
+test-integrations: .venv-integrations/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
+	.venv-integrations/bin/python -m pytest tests/integrations
+	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py
+
+test-faults: $(VENV)/.dev ## kill, tear and fail file events of every command that writes, a sample of 30 (a minute on 2 cores)
+	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py $(FAULTS)
 
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600
@@ -69,10 +79,24 @@ bench: $(VENV)/.train ## time and memory of the losses beside the dense formula 
 	$(BIN)/contrastile bench loss
 
 clean: ## remove the environment and caches; runs stay
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-integrations .venv-open-clip build *.egg-info .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
+
+.venv-integrations/.done: pyproject.toml constraints.txt constraints-integrations.txt
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu
+	@touch $@
+
+# torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators
+.venv-open-clip/.done: pyproject.toml constraints.txt constraints-integrations.txt
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train]' pytest pytest-timeout \
+		open_clip_torch webdataset pandas braceexpand
+	@touch $@
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,search]'

@@ -1,4 +1,4 @@
-"""The table of docs/scale.md: operations, bytes and memory of a symmetric loss on n GPUs, on paper.
+"""The table of docs/cost.md: operations, bytes and memory of a symmetric loss on n GPUs, on paper.
 
 python benchmarks/scale.py [--hop 0.5]
 """

@@ -6,8 +6,8 @@
     loss.backward()
 
 CLIP is `ClipLoss`, SigLIP `SigLipLoss`, SimCLR `NTXentLoss`, SupCon `SupConLoss`, DPR `InfoNCELoss`; GradCache is
-`encode`; `contrast` is the function under all losses, also with a learned distance of `contrastile.scorers`; `load`
-gives the towers of a finished run.
+`encode`, and `Ragged` its input where values are packed; `contrast` is the function under all losses, also with a
+learned distance of `contrastile.scorers`; `load` gives the towers of a finished run.
 """
 
 from __future__ import annotations
@@ -18,18 +18,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from contrastile.functional import contrast
     from contrastile.gradcache.encode import encode
-    from contrastile.modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
+    from contrastile.gradcache.inputs import Ragged
+    from contrastile.modules import ClipLoss, DCLLoss, GISTLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
     from contrastile.train.load import load
 
 __version__ = "0.2.0"
 
-__all__ = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss", "contrast", "encode", "load"]
+__all__ = [
+    "ClipLoss",
+    "DCLLoss",
+    "GISTLoss",
+    "InfoNCELoss",
+    "NTXentLoss",
+    "Ragged",
+    "SigLipLoss",
+    "SupConLoss",
+    "contrast",
+    "encode",
+    "load",
+]
 
 # names are fetched when first used, so that the command line can refuse a bad recipe before torch is loaded
 _HOMES = {
     "ClipLoss": "modules",
+    "DCLLoss": "modules",
+    "GISTLoss": "modules",
     "InfoNCELoss": "modules",
     "NTXentLoss": "modules",
+    "Ragged": "gradcache.inputs",
     "SigLipLoss": "modules",
     "SupConLoss": "modules",
     "contrast": "functional",

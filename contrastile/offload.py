@@ -98,32 +98,30 @@ def usable_cpus(group: Path = Path("/sys/fs/cgroup")) -> float:
     return float(bound) if quota == "max" else min(float(bound), int(quota) / int(period))
 
 
-def stream(
-    leaves: Sequence[Tensor | None], bounds: Sequence[Bounds], device: torch.device | None
-) -> Iterator[list[Tensor | None]]:
-    """The rows start … stop − 1 of all leaves, on the device, for each of the bounds in their order.
+def stream(batches: Sequence[Sequence[Tensor | None]], device: torch.device | None) -> Iterator[list[Tensor | None]]:
+    """The tensors of each sub-batch, on the device, in their order.
 
-    On a CUDA device the rows of the next bounds are copied meanwhile, on a stream of their own; the copy runs beside
+    On a CUDA device those of the next sub-batch are copied meanwhile, on a stream of their own; the copy runs beside
     the computation if the host memory is pinned.
     """
-    in_place = device is None or device.type != "cuda" or all(leaf is None or leaf.device == device for leaf in leaves)
-    # no bounds: every graph was kept, and nothing is encoded again
-    if in_place or not bounds:
-        for start, stop in bounds:
-            yield [None if leaf is None else _move(leaf[start:stop], device) for leaf in leaves]
+    in_place = device is None or device.type != "cuda"
+    # no sub-batches: every graph was kept, and nothing is encoded again
+    if in_place or all(rows is None or rows.device == device for batch in batches for rows in batch):
+        for batch in batches:
+            yield [None if rows is None else _move(rows, device) for rows in batch]
         return
     copies = torch.cuda.Stream(device)
 
-    def fetch(start: int, stop: int) -> tuple[list[Tensor | None], torch.cuda.Event]:
+    def fetch(batch: Sequence[Tensor | None]) -> tuple[list[Tensor | None], torch.cuda.Event]:
         with torch.cuda.stream(copies):
-            rows = [None if leaf is None else _move(leaf[start:stop], device) for leaf in leaves]
+            rows = [None if rows is None else _move(rows, device) for rows in batch]
             return rows, copies.record_event()
 
-    ahead = fetch(*bounds[0])
-    for following in [*bounds[1:], None]:
+    ahead = fetch(batches[0])
+    for following in [*batches[1:], None]:
         present, copied = ahead
         if following is not None:
-            ahead = fetch(*following)
+            ahead = fetch(following)
         computing = torch.cuda.current_stream(device)
         computing.wait_event(copied)
         for tensor in present:

@@ -419,14 +419,14 @@ BAD = {
     "`retain` must be a whole number of at least 0; got -1.": lambda t: encode(t, _inputs(), sub_batch=4, retain=-1),
     "`inputs` must be tensors whose first axis is the batch; got ndarray. Convert arrays with torch.as_tensor; bind "
     "other arguments with functools.partial.": lambda t: encode(t, _inputs().numpy(), sub_batch=4),
-    "`inputs` must be tensors whose first axis is the batch; got str. Tokenise texts first; bind other": lambda t: (
+    "`inputs[0]` must be tensors whose first axis is the batch; got str. Tokenise texts first; bind other": lambda t: (
         encode(t, ("a",), sub_batch=4)
     ),
     "`inputs` must be tensors whose first axis is the batch; got a tensor without": lambda t: encode(
         t, torch.tensor(1.0), sub_batch=4
     ),
     "`inputs` must contain a tensor; got none.": lambda t: encode(t, (None,), sub_batch=4),
-    "`inputs` must have the same first axis, the batch; got [4, 5].": lambda t: encode(
+    "`inputs` must have the same first axis, the batch; got 4 for inputs[0] and 5 for inputs[1].": lambda t: encode(
         t, (torch.randn(4, 3), torch.randn(5, 3)), sub_batch=4
     ),
     "`encoder` must treat examples one by one; got BatchNorm1d in training mode": lambda t: encode(

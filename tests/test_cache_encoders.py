@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contrastile import ClipLoss, NTXentLoss, SigLipLoss, contrast, encode
-from contrastile.gradcache.introspect import PROBE_ROWS
+from contrastile.gradcache.inputs import PROBE_ROWS
 from contrastile.scorers import MaxSim
 
 B, D_IN, D, SUB = 23, 6, 8, 5

@@ -3,12 +3,17 @@
 import doctest
 import importlib
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
+from ranks import Pool
+from test_coming_from import Clip, run
+from torch import nn
+from torch.optim import SGD
 
 import contrastile
 from contrastile.train.config.base import Settings
@@ -21,6 +26,10 @@ CHAPTERS = sorted(
     for path in Path(contrastile.__file__).parent.rglob("*.py")
     if ">>> " in path.read_text(encoding="utf-8")
 )
+LISTED = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# the first has tests of its own; the second loads a run that must exist
+OWN_TESTS, WITH_A_RUN = "coming_from", "contrastile.load("
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
@@ -55,14 +64,17 @@ def test_every_link_leads_somewhere(document):
             continue
         place, _, anchor = link.partition("#")
         target = document.parent / place if place else document
+        # pages of the reference are written when the site is built
+        if target.resolve().parent == ROOT / "docs" / "reference":
+            assert f"reference/{target.name}" in LISTED, link
+            continue
         assert target.exists(), link
         assert not anchor or anchor in _anchors(target), link
 
 
 def test_every_page_is_reached_from_the_first_one():
     # mkdocs.yml lists the pages of the site
-    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    reached, waiting = set(), [ROOT / "README.md", *(ROOT / "docs" / name for name in listed)]
+    reached, waiting = set(), [ROOT / "README.md", *(ROOT / "docs" / name for name in LISTED)]
     while waiting:
         page = waiting.pop().resolve()
         if page in reached or page.suffix != ".md" or not page.exists():
@@ -70,6 +82,98 @@ def test_every_page_is_reached_from_the_first_one():
         reached.add(page)
         waiting += [page.parent / link.partition("#")[0] for link in LINK.findall(_prose(page)) if "://" not in link]
     assert {page.resolve() for page in DOCUMENTS} <= reached
+
+
+def _written_by(name):
+    """A module of the site's own code."""
+    sys.path.insert(0, str(ROOT / "docs" / "site"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_tables_are_those_of_the_measured_files(document):
+    text = document.read_text(encoding="utf-8")
+    assert _written_by("tables").current(text) == text, "run docs/site/tables.py"
+
+
+class Tokens(nn.Module):
+    """Vectors of tokens, or a score of each text."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.words = nn.Embedding(20, features)
+
+    def forward(self, texts):
+        return self.words(texts)
+
+
+def _stand_ins():
+    """What a reader has by then: a model, a batch, an optimizer."""
+    torch.manual_seed(0)
+    model, N = Clip(bias=False), 6
+    pixels, tokens, mask = torch.randn(N, 5), torch.randint(0, 20, (N, 3)), torch.ones(N, 3, dtype=torch.bool)
+    return {
+        "model": model, "pixels": pixels, "tokens": tokens, "loader": [(pixels, tokens)],
+        "optimizer": SGD(model.parameters(), 0.1), "image_tower": model.visual, "scale": model.logit_scale.exp(),
+        "text_tower": nn.Sequential(nn.EmbeddingBag(20, 4)), "tower": Tokens(4), "queries": tokens,
+        "documents": tokens.flip(1), "query_mask": mask, "document_mask": mask, "query_ids": tokens,
+        "document_ids": tokens, "read": nn.Sequential(nn.EmbeddingBag(20, 4), nn.Linear(4, 1)),
+    }  # fmt: skip
+
+
+def _run_blocks(document):
+    names = _stand_ins()
+    for block in PYTHON.findall(document.read_text(encoding="utf-8")):
+        if WITH_A_RUN not in block:
+            names = run(block.replace('"cuda"', '"cpu"'), **names)
+
+
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
+# constants of a tutorial, small enough for a test
+SMALL = {"STEPS": 1, "HEAD_STEPS": 1}
+
+
+@pytest.mark.parametrize("script", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_is_a_notebook_with_a_title(script):
+    first, *others = _written_by("tutorials").cells(script.read_text(encoding="utf-8"))
+    assert first.markdown
+    assert first.text.startswith("# ")
+    assert f"tutorials/{script.stem}.md" in LISTED
+    for cell in others:
+        if not cell.markdown:
+            compile(cell.text, script.name, "exec")
+        for link in LINK.findall(cell.text) if cell.markdown else ():
+            target = (script.parent / link.partition("#")[0]).resolve()
+            assert link[0] == "#" or target.exists() or f"reference/{target.name}" in LISTED, link
+
+
+def test_a_tutorial_runs():
+    names = {}
+    for cell in _written_by("tutorials").cells((ROOT / "docs" / "tutorials" / "views.py").read_text(encoding="utf-8")):
+        if not cell.markdown:
+            exec(compile(cell.text, "views.py", "exec"), names)
+            names |= {name: value for name, value in SMALL.items() if name in names}
+    assert names["accuracy"](names["trunk"]) > 0.8
+
+
+def _run_on_rank(rank, group, document):
+    _run_blocks(document)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.filterwarnings("ignore:.*got rows of length other than 1")
+def test_the_code_of_a_page_runs(document, pool: Pool):
+    text = document.read_text(encoding="utf-8")
+    if OWN_TESTS in document.as_posix() or "```python" not in text:
+        return
+    if "DistributedDataParallel" in "".join(PYTHON.findall(text)):
+        # the page's code knows the default group alone
+        pool.check(_run_on_rank, 4, document)
+    else:
+        _run_blocks(document)
 
 
 def _models(kind):

@@ -165,7 +165,8 @@ def test_importing_the_library_costs_little_and_loads_nothing_optional(tmp_path:
 
 
 def test_public_names() -> None:
-    names = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss", "contrast", "encode", "load"]
+    losses = ["ClipLoss", "DCLLoss", "GISTLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss"]
+    names = sorted([*losses, "Ragged", "contrast", "encode", "load"])
     assert contrastile.__all__ == names
     assert dir(contrastile) == sorted(names)
     assert all(getattr(contrastile, name).__doc__ for name in names)

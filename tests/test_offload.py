@@ -33,8 +33,8 @@ def test_a_device_type_without_index_and_streams_is_supported(monkeypatch):
     assert asked == ["waited", 7]
 
 
-def test_without_bounds_nothing_is_copied():
-    assert list(stream([torch.zeros(4, 2), None], [], torch.device("cuda", 0))) == []
+def test_without_sub_batches_nothing_is_copied():
+    assert list(stream([], torch.device("cuda", 0))) == []
 
 
 @pytest.mark.parametrize(

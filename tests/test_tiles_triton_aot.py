@@ -89,7 +89,7 @@ def _type(name: str, shape: Any) -> str:
         return "*i32"
     if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
         return "*i64"
-    return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation") else "i32"
+    return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
 
 
 def _kernels() -> list[Any]:

@@ -9,10 +9,12 @@ import torch
 from tiny_texts import entries
 
 import contrastile
+from contrastile.losses import Hardness, Softmax
 from contrastile.modules import InfoNCELoss
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.recipe import load_any_recipe
+from contrastile.train.retriever.config import RetrieverLoss
 from contrastile.train.retriever.job import RetrieverJob
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -109,3 +111,9 @@ def test_the_dpr_recipes_have_the_published_settings():
         assert recipe.train.batch == ((0.0, batch),)
         assert (recipe.train.epochs, recipe.optim.learning_rate, recipe.train.precision) == (40.0, 2e-5, "fp16")
         assert (recipe.data.negatives, recipe.optim.clip_norm, recipe.optim.weight_decay) == (1, 2.0, 0.0)
+
+
+def test_the_strength_of_hardness_reaches_the_loss():
+    assert RetrieverLoss(hardness_strength=5.0).words()["hardness_mode"] == "all_negatives"
+    assert InfoNCELoss(**RetrieverLoss(hardness_strength=5.0).words()).loss == Hardness(hardness_strength=5.0)
+    assert InfoNCELoss(**RetrieverLoss().words()).loss == Softmax()

@@ -93,14 +93,14 @@ def tries(device: torch.device | None) -> bool:
 
 def with_fitting_size(
     job: Job,
-    leaves: Sequence[Tensor | None],
+    leaves: Sequence[Tensor],
     batch: int,
     wrapper: DistributedDataParallel | None,
     run: Callable[[int], Result],
 ) -> Result:
     """run(size) with the largest sub-batch that fits into memory, or with half of it where it did not after all."""
     key = next(iter((*job.reached.modules, *job.reached.parameters)), None)
-    shapes = tuple(None if leaf is None else (leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
     # two towers may be methods of one module, which are made anew for each call; a wrapped function has the name of the
     # one inside, so the code tells them apart; more fits without a graph, and less where more is trained
     function = without_partials(job.encoder)
@@ -124,7 +124,7 @@ def with_fitting_size(
     return result
 
 
-def search(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:
+def search(job: Job, leaves: Sequence[Tensor], batch: int) -> int:
     """The largest sub-batch whose forward fits, and whose backward, if there will be one.
 
     The size follows from the bytes that an example adds; on a CUDA device it is then tried.
@@ -134,12 +134,12 @@ def search(job: Job, leaves: Sequence[Tensor | None], batch: int) -> int:
 
     def encoded(n: int, backward: bool = False) -> object:
         """Encode the first n examples, and back-propagate if asked."""
-        (rows,) = stream(values, [(0, n)], job.device)
+        (rows,) = stream([job.layout.rows(values, (0, n))], job.device)
         with job.sharding.attempt():
             if not differentiates:
                 with torch.no_grad():
-                    return job.run(0, rows, OutputForm())
-            outputs, inputs = job.run(0, rows, OutputForm(), wanted)
+                    return job.run(0, rows, OutputForm(), examples=(0, n))
+            outputs, inputs = job.run(0, rows, OutputForm(), wanted, (0, n))
             outs = [out for out in outputs if out is not None and out.requires_grad]
             if backward and outs:
                 back_propagated(outs, [*parameters, *inputs], [torch.zeros_like(out) for out in outs])

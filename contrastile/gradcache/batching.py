@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class SubBatches:
         widths = [*self.widths, *list(self.widths[-1:]) * more]
         return replace(self, bounds=[*self.bounds, *[(end, end)] * more], widths=widths)
 
-    @property
+    @cached_property
     def encoded(self) -> list[Bounds]:
         """The rows that each sub-batch runs on: of an empty one, the last row before it, or the stand-ins."""
         return [
@@ -49,9 +50,9 @@ class SubBatches:
             for start, stop in self.bounds
         ]
 
-    def sort(self, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def sort(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Inputs in the order of encoding."""
-        return [leaf if leaf is None or self.order is None else leaf[self.order.to(leaf.device)] for leaf in leaves]
+        return [leaf if self.order is None else leaf[self.order.to(leaf.device)] for leaf in leaves]
 
     def unsort(self, features: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Features in the batch's own order."""
@@ -117,7 +118,7 @@ def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None) -> SubBatch
     return SubBatches(bounds, order, widths, length)
 
 
-def stand_ins(leaves: Sequence[Tensor | None], inputs: Any) -> list[Tensor | None]:
+def stand_ins(leaves: Sequence[Tensor], inputs: Any) -> list[Tensor]:
     """An empty batch's inputs with stand-in rows behind: numbers from −1 to 1, index 0, and 1 in the mask.
 
     Their features are dropped, so their gradient is 0 times a derivative, which must be finite: no row is 0, which an
@@ -132,4 +133,4 @@ def stand_ins(leaves: Sequence[Tensor | None], inputs: Any) -> list[Tensor | Non
             rows = torch.linspace(-1, 1, rows.numel()).view(rows.shape).to(rows)
         return torch.cat([leaf, rows])
 
-    return [None if leaf is None else extended(leaf) for leaf in leaves]
+    return [extended(leaf) for leaf in leaves]

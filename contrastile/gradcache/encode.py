@@ -28,6 +28,7 @@ from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, s
 from contrastile.gradcache.ddp_fsdp import Sharding, as_forward_of, refuse_bypass, unwrap
 from contrastile.gradcache.first_order import first_order
 from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
+from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts
 from contrastile.gradcache.introspect import (
     graph_leaves,
     has_other_path,
@@ -40,13 +41,14 @@ from contrastile.gradcache.introspect import (
 from contrastile.gradcache.memory import AUTO
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, sharing_casts, silent
 from contrastile.gradcache.replay_check import ReplayCheck, poll
-from contrastile.offload import Bounds, numbered, present_device, settle, stream
+from contrastile.offload import numbered, present_device, settle, stream
 
 
 def encode(
     encoder: Callable[..., Any] | tuple[nn.Module, str | Callable[..., Any]],
-    inputs: Any,
+    inputs: Any = None,
     *,
+    parts: Sequence[Any] | None = None,
     sub_batch: int | Literal["auto"] | None = None,
     sub_batch_tokens: int | None = None,
     retain: int | Literal["auto"] = 0,
@@ -65,8 +67,12 @@ def encode(
             `function(model, ...)`, with the module inside where DistributedDataParallel wraps the model. Each gradient
             is reduced once, however many sub-batches and calls there are.
         inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nesting is
-            allowed. Every leaf is None or a tensor whose first axis is the batch, on the device or in (pinned) host
-            memory.
+            allowed. A tensor's first axis is the batch; it may be on the device or in (pinned) host memory. Packed
+            values, such as the patches of images of many sizes, come as `Ragged(values, lengths)`. A list with an entry
+            for each example, and no tensor in it, is cut as well; everything else that is no tensor is passed on as it
+            is.
+        parts: in place of `inputs`, the sub-batches as a data loader made them, a list of what `inputs` may be, and of
+            anything that the encoder takes: each is passed whole, and its features follow those of the one before.
         sub_batch: examples encoded at once; the last sub-batch may be shorter. "auto": as many as fit into memory,
             measured at the first call for an encoder and remembered, and halved if memory ends after all. Ranks that a
             wrapper joins take the smallest size of any.
@@ -98,32 +104,33 @@ def encode(
     if torch.compiler.is_compiling():
         # the compiled graph ends here: compiled with the first pass only, the encoder would draw other numbers
         return torch.compiler.disable(encode)(
-            encoder, inputs, sub_batch=sub_batch, sub_batch_tokens=sub_batch_tokens, retain=retain, device=device,
-            features=features,
+            encoder, inputs, parts=parts, sub_batch=sub_batch, sub_batch_tokens=sub_batch_tokens, retain=retain,
+            device=device, features=features,
         )  # fmt: skip
     poll()
     function, wrapper = unwrap(encoder)
     if not callable(function):
         remedy = "Pass a module, a method of one, or a function."
         raise invalid("encoder", "be callable", type(function).__name__, remedy)
-    if sub_batch is None and sub_batch_tokens is None:
-        raise invalid("sub_batch", "be given, or sub_batch_tokens", None, 'Say how much is encoded at once, or "auto".')
+    _check_sizes(inputs, parts, sub_batch, sub_batch_tokens)
     examples, retain = _count("sub_batch", sub_batch, 1), _count("retain", retain, 0, (AUTO,))
     tokens = _count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
     one_of("features", features, ("device", "host"), "The host has room for more.")
-    args = inputs if isinstance(inputs, tuple) else (inputs,)
-    leaves, structure = pytree.tree_flatten(((), dict(inputs)) if isinstance(inputs, Mapping) else (args, {}))
-    batch = _batch_size(leaves)
+    layout, leaves = laid_out(inputs) if parts is None else laid_out_parts(parts)
+    batch = layout.batch
     if batch == 0:
         leaves = stand_ins(leaves, inputs)
+    if tokens is not None and not layout.plain:
+        remedy = "Cut by examples with sub_batch."
+        raise invalid("sub_batch_tokens", "come with inputs that are all rows", "packed values or lists", remedy)
     target = None if device is None else numbered(present_device(device, "where the encoder is"))
-    reached = reach(function, leaves, structure, target)
+    reached = reach(function, leaves, layout, target)
     refuse_bypass(wrapper, reached.modules, reached.parameters)
     sharding = Sharding.of(function, reached.modules)
     parameters = sharding.wholes_of(reached.parameters, reached.modules)
     # the batch is one sub-batch until its size is known
     job = Job(
-        function, structure, SubBatches([(0, batch)]), retain, features == "host",
+        function, layout, SubBatches([(0, batch)]), retain, features == "host",
         replace(reached, parameters=parameters), Autocast.current(reached.device), sharding,
         has_other_path(function, reached.modules),
     )  # fmt: skip
@@ -132,7 +139,11 @@ def encode(
     wrapper = wrapper if parameters else None
 
     def run(size: int | None = examples) -> list[Tensor | None]:
-        batches = split(batch, size or batch) if tokens is None else split_by_tokens(inputs, tokens, size)
+        batches = (
+            split(batch, size or (batch if parts is None else 1))
+            if tokens is None
+            else split_by_tokens(inputs, tokens, size)
+        )
         batches = batches.extended(sharding.most(len(batches.bounds)))
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)
         if not planned.differentiates(ordered):
@@ -151,7 +162,7 @@ class _Encode(torch.autograd.Function):
     """Acts 1 and 3. The parameters are its inputs, so each one's hooks fire once, with the whole gradient."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, form: OutputForm, leaves: list[Tensor | None], *inputs: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, job: Job, form: OutputForm, leaves: list[Tensor], *inputs: Tensor) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.job = job
         ctx.parameters = inputs[: len(inputs) - len(differentiable(leaves))]
@@ -167,13 +178,13 @@ class _Encode(torch.autograd.Function):
 
     @staticmethod
     @first_order("encode")
-    def backward(ctx: Any, leaves: Sequence[Tensor | None], *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, leaves: Sequence[Tensor], *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         rule = "have the parameters of the first pass"
         _refuse_changed_parameters(ctx, rule, "that has changed since", "Step the optimizer after backward.")
         return None, None, None, *second_pass(ctx.job, ctx.record, ctx.parameters, leaves, upstream)
 
 
-def first_pass(job: Job, leaves: Sequence[Tensor | None], form: OutputForm, *, grad: bool) -> tuple[list[Any], Record]:
+def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bool) -> tuple[list[Any], Record]:
     """Act 1: features of the whole batch, and the record for act 3; without `grad` nothing will be back-propagated."""
     values, wanted = detached(leaves)
     record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules])
@@ -181,7 +192,7 @@ def first_pass(job: Job, leaves: Sequence[Tensor | None], form: OutputForm, *, g
     features = Features(job, form)
     # grad mode stays as the caller set it: without `grad`, an output with a graph shows a parameter that was missed
     with refusing_state(job.reached.modules), refusing_changes(leaves):
-        for index, rows in enumerate(stream(values, job.batches.encoded, job.device)):
+        for index, rows in enumerate(stream(job.rows(values), job.device)):
             random = job.reached.random(last=record.random[-1] if record.random else None)
             record.random.append(random)
             outputs = job.run_retaining(record, index, rows, wanted)
@@ -204,7 +215,7 @@ def second_pass(
     job: Job,
     record: Record,
     parameters: Sequence[Tensor],
-    leaves: Sequence[Tensor | None],
+    leaves: Sequence[Tensor],
     upstream: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Act 3: gradients of the parameters, and of the leaves that want one.
@@ -213,7 +224,7 @@ def second_pass(
     first.
     """
     values, wanted = detached(leaves)
-    sums = GradientSums(job.bounds, parameters, differentiable(leaves), upstream, record.form.shared)
+    sums = GradientSums(job, record.form, parameters, leaves, upstream)
     check = ReplayCheck(record.sketches, [*job.reached.dtypes, *job.autocast.dtypes])
     after = job.reached.random(process={name for state in record.random for name in state.process})
 
@@ -228,9 +239,8 @@ def second_pass(
     with after.restoring(), job.sharding.in_step(), silent(parameters), job.sharding.holding_back(), modes:
         done = _consume_graphs(job, record, sums)
         replayed = [index for index in range(len(job.bounds)) if index not in done]
-        bounds = [job.batches.encoded[index] for index in replayed]
         with sharing_casts(job.device):
-            for index, rows in zip(replayed, stream(values, bounds, job.device), strict=True):
+            for index, rows in zip(replayed, stream(job.rows(values, replayed), job.device), strict=True):
                 record.random[index].restore()
                 job.with_room(partial(replay, index, rows), record.random[index])
     check.report(job.name)
@@ -245,31 +255,31 @@ class GradientSums:
     """Sums of gradients over sub-batches. `upstream`: gradients of each output of the encoder, for the whole batch.
 
     The first sub-batch's gradients stay as autograd returned them, the second's sum allocates the accumulator, and all
-    others are added to it in place: a few kernels for all parameters, and nothing copied. `leaves`: inputs that want a
-    gradient. `shared`: outputs that are one number for all examples.
+    others are added to it in place: a few kernels for all parameters, and nothing copied. `leaves`: all tensors of
+    the inputs.
     """
 
-    bounds: Sequence[Bounds]
+    job: Job
+    form: OutputForm
     parameters: Sequence[Tensor]
     leaves: Sequence[Tensor]
     upstream: Sequence[Tensor | None]
-    shared: Sequence[bool]
     # sums by position of the parameter
     totals: dict[int, Tensor] = field(default_factory=dict)
     # totals that may be added to in place; the first gradient is autograd's, and may be shared
     owned: set[int] = field(default_factory=set)
-    # gradients of the leaves, by position
+    # gradients of leaves, by position
     inputs: dict[int, Tensor] = field(default_factory=dict)
     # graph leaves that are no known parameter; dead by now if the encoder made them
     strangers: list[ReferenceType[Tensor]] = field(default_factory=list)
 
     def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
         """Back-propagate one sub-batch from its part of the cached gradients."""
-        start, stop = self.bounds[index]
+        start, stop = self.form.bounds[index]
         pairs = [
             # gradients that wait on the host are copied now; that of a shared number counts once
             (out, (whole if shared else whole[start:stop]).to(out.device, non_blocking=True))
-            for out, whole, shared in zip(outputs, self.upstream, self.shared, strict=True)
+            for out, whole, shared in zip(outputs, self.upstream, self.form.shared, strict=True)
             if out is not None and out.requires_grad and whole is not None and (index == 0 or not shared)
         ]
         # a parameter that was frozen after the first pass gets no gradient, as in plain autograd
@@ -281,12 +291,25 @@ class GradientSums:
         # while the device still computes
         self._refuse_strangers(outs, inputs)
         self._accumulate({at: x for at, x in zip(trained, results, strict=False) if x is not None})
-        for position, gradient in enumerate(results[len(trained) :]):
+        for place, gradient in zip(self._places(index), results[len(trained) :], strict=True):
             if gradient is not None:
-                if position not in self.inputs:
-                    self.inputs[position] = torch.zeros_like(self.leaves[position])
+                if place.tensor not in self.inputs:
+                    self.inputs[place.tensor] = torch.zeros_like(self.leaves[place.tensor])
                 # an empty sub-batch ran on a row of another
-                self.inputs[position][start:stop] = gradient[: stop - start]
+                if start < stop:
+                    place.of(self.inputs[place.tensor]).copy_(gradient)
+
+    def _places(self, index: int) -> list[Place]:
+        """Places of the inputs that want a gradient; packed values of which the sub-batch has none are no input."""
+        if not differentiable(self.leaves):
+            return []
+        bounds = self.job.batches.encoded[index]
+        rows = self.job.layout.rows(self.leaves, bounds)
+        return [
+            place
+            for place, row in zip(self.job.layout.places(bounds), rows, strict=True)
+            if row is not None and self.leaves[place.tensor].requires_grad
+        ]
 
     def _accumulate(self, gradients: Mapping[int, Tensor]) -> None:
         """Add gradients by position of the parameter."""
@@ -325,7 +348,8 @@ class GradientSums:
             self.totals[position].to(parameter.dtype) if position in self.totals else None
             for position, parameter in enumerate(self.parameters)
         ]
-        return [*totals, *(self.inputs.get(position) for position in range(len(self.leaves)))]
+        wanted = (index for index, leaf in enumerate(self.leaves) if leaf.requires_grad)
+        return [*totals, *map(self.inputs.get, wanted)]
 
 
 def _consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:
@@ -361,17 +385,11 @@ def _count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AU
     return whole_number(name, value, least, remedy)
 
 
-def _batch_size(leaves: Sequence[Any]) -> int:
-    present = [leaf for leaf in leaves if leaf is not None]
-    for leaf in present:
-        if not isinstance(leaf, Tensor) or leaf.ndim == 0:
-            got = "a tensor without axes" if isinstance(leaf, Tensor) else type(leaf).__name__
-            first = "Tokenise texts first" if isinstance(leaf, str) else "Convert arrays with torch.as_tensor"
-            remedy = f"{first}; bind other arguments with functools.partial."
-            raise invalid("inputs", "be tensors whose first axis is the batch", got, remedy)
-    if not present:
-        raise invalid("inputs", "contain a tensor", "none", "Pass what the encoder takes.")
-    sizes = sorted({len(leaf) for leaf in present})
-    if len(sizes) > 1:
-        raise invalid("inputs", "have the same first axis, the batch", sizes, "Check each tensor's shape.")
-    return sizes[0]
+def _check_sizes(inputs: Any, parts: Any, sub_batch: Any, sub_batch_tokens: Any) -> None:
+    """Raise where a size is missing, or given for parts that are made already."""
+    sized = sub_batch is not None or sub_batch_tokens is not None
+    if parts is None and not sized:
+        raise invalid("sub_batch", "be given, or sub_batch_tokens", None, 'Say how much is encoded at once, or "auto".')
+    if parts is not None and (sized or inputs is not None):
+        remedy = "Leave the others out, or pass inputs and sub_batch."
+        raise invalid("parts", "come without inputs and a size", "both", remedy)

@@ -6,10 +6,12 @@ and `memory.py`, which chooses the graphs that stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,7 +21,8 @@ from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
 from contrastile.gradcache.batching import SubBatches
 from contrastile.gradcache.ddp_fsdp import Sharding
-from contrastile.gradcache.introspect import PROBE_ROWS, Reached, graph_leaves, not_owned, without_partials
+from contrastile.gradcache.inputs import Layout, Parts
+from contrastile.gradcache.introspect import Reached, graph_leaves, not_owned, without_partials
 from contrastile.gradcache.memory import AUTO, Graph, RetainedGraphs, as_written, free_a_graph, later_bytes
 from contrastile.gradcache.modes import Autocast
 from contrastile.gradcache.replay_check import Sketches
@@ -38,6 +41,8 @@ class OutputForm:
     row_shapes: list[torch.Size | None] = field(default_factory=list)
     # outputs that are one number for all examples, such as a scale
     shared: list[bool] = field(default_factory=list)
+    # rows of the features that each sub-batch returned
+    bounds: list[Bounds] = field(default_factory=list)
 
     def flatten(self, tree: Any) -> list[Any]:
         """The outputs as a list. Raises ValueError where their structure is another one."""
@@ -58,8 +63,7 @@ class Job:
     """One call of `encode`: everything that is not differentiated."""
 
     encoder: Callable[..., Any]
-    # nesting of the inputs
-    structure: Any
+    layout: Layout | Parts
     batches: SubBatches
     retain: int | Literal["auto"]
     # features go to host memory
@@ -83,20 +87,25 @@ class Job:
 
     @property
     def bounds(self) -> list[Bounds]:
-        """First row of each sub-batch, and the row behind its last."""
+        """First example of each sub-batch, and the one behind its last; or its part."""
         return self.batches.bounds
 
-    def differentiates(self, leaves: Sequence[Tensor | None]) -> bool:
+    def rows(self, values: Sequence[Tensor], indices: Iterable[int] | None = None) -> list[list[Tensor | None]]:
+        """The inputs of sub-batches, by default of all."""
+        indices = range(len(self.bounds)) if indices is None else indices
+        return [self.layout.rows(values, self.batches.encoded[index]) for index in indices]
+
+    def differentiates(self, leaves: Sequence[Tensor]) -> bool:
         """Return whether anything will be back-propagated."""
         return torch.is_grad_enabled() and bool(self.reached.parameters or differentiable(leaves))
 
-    def graphs(self, leaves: Sequence[Tensor | None], grad: bool) -> RetainedGraphs:
+    def graphs(self, leaves: Sequence[Tensor], grad: bool) -> RetainedGraphs:
         """Room for the graphs that the call keeps; for none without `grad`."""
         return RetainedGraphs(
             self.retain if grad else 0,
             len(self.bounds),
             self.device,
-            resident=[*self.reached.resident, *self.sharding.wholes(), *(leaf for leaf in leaves if leaf is not None)],
+            resident=[*self.reached.resident, *self.sharding.wholes(), *leaves],
             frugal=grad and self.reached.partly_frozen,
             # the user did not ask for a number, and no other rank would have to replay as well
             yielding=self.retain in (AUTO, 0) and not self.sharding.modules,
@@ -104,14 +113,21 @@ class Job:
         )
 
     def run(
-        self, index: int, rows: Sequence[Tensor | None], form: OutputForm, wanted: Sequence[bool] | None = None
+        self,
+        index: int,
+        rows: Sequence[Tensor | None],
+        form: OutputForm,
+        wanted: Sequence[bool] | None = None,
+        examples: Bounds | None = None,
     ) -> Graph:
         """The outputs of a sub-batch, and its inputs that want a gradient; with a graph where `wanted` is given.
 
-        An empty sub-batch runs on a row or two and returns no rows.
+        An empty sub-batch runs on a row or two and returns no rows. `examples`: those that `rows` hold, where they are
+        others than the sub-batch's.
         """
+        examples = examples or self.batches.encoded[index]
         if wanted is not None:
-            pairs = zip(rows, wanted, strict=True)
+            pairs = [(row, wanted[place.tensor]) for row, place in zip(rows, self.layout.places(examples), strict=True)]
             rows = [row.detach().requires_grad_() if want and row is not None else row for row, want in pairs]
         # before the encoder runs, which may mark its inputs
         inputs = differentiable(rows)
@@ -121,11 +137,11 @@ class Job:
             without_parametrization_cache(),
             nullcontext() if start < stop else self.reached.random().restoring(),
         ):
-            args, kwargs = pytree.tree_unflatten(self.batches.trim(index, rows), self.structure)
+            args, kwargs = self.layout.arguments(self.batches.trim(index, rows), examples)
             outputs = form.flatten(self.encoder(*args, **kwargs))
             outputs = [self.batches.pad(index, out, shape) for out, shape in zip(outputs, form.row_shapes, strict=True)]
             if start == stop:
-                ran = next(len(row) for row in rows if row is not None)
+                ran = self.layout.count(examples, outputs)
                 outputs = [
                     out[:0] if isinstance(out, Tensor) and out.shape[:1] == (ran,) and not shared else out
                     for out, shared in zip(outputs, form.shared or [False] * len(outputs), strict=True)
@@ -176,21 +192,21 @@ class Job:
                 random.restore()
 
     def shared(
-        self, outputs: Sequence[Any], values: Sequence[Tensor | None], form: OutputForm, random: RandomState
+        self, outputs: Sequence[Any], values: Sequence[Tensor], form: OutputForm, random: RandomState
     ) -> list[bool]:
         """Return for each output of the first sub-batch whether it is a number of shape [] or [1] for all examples.
 
         Of a single row, [1] may also be one number for each example; then two rows are encoded, which decide it.
         """
-        (start, stop), (_, batch) = self.bounds[0], self.bounds[-1]
-        rows = stop - start
-        one_axis = any(isinstance(out, Tensor) and out.ndim == 1 for out in outputs)
+        batch, rows = self.bounds[-1][1], self.layout.count(self.bounds[0], outputs)
+        one_axis = isinstance(self.layout, Layout) and any(isinstance(x, Tensor) and x.ndim == 1 for x in outputs)
         # ranks that run together have outputs of the same axes, so all of them compare
         if one_axis and self.sharding.most(int(rows == 1 < batch)):
-            (two,) = stream(values, [(0, PROBE_ROWS)], self.device)
+            probe = self.layout.probe
+            (two,) = stream([self.layout.rows(values, probe)], self.device)
             with torch.no_grad(), self.reached.random().restoring(), as_written():
-                outputs, _ = self.with_room(partial(self.run, 0, two, form), random)
-            rows = min(PROBE_ROWS, batch)
+                outputs, _ = self.with_room(partial(self.run, 0, two, form, examples=probe), random)
+            rows = min(probe[1], batch)
         return [isinstance(out, Tensor) and (out.ndim == 0 or (out.shape == (1,) and rows != 1)) for out in outputs]
 
 
@@ -212,20 +228,23 @@ class Features:
 
     def __init__(self, job: Job, form: OutputForm) -> None:
         self.job, self.form = job, form
-        # a list collects a shared number of every sub-batch
+        form.bounds.clear()
+        # a list collects a shared number of every sub-batch, and the rows of parts, whose number shows here
         self.wholes: list[Any] = []
         self.devices: set[torch.device] = set()
 
     def add(self, index: int, outputs: Sequence[Any]) -> None:
         """Copy a sub-batch's outputs to their rows."""
-        start, stop = self.job.bounds[index]
+        shared = self.form.shared
+        start = self.form.bounds[-1][1] if self.form.bounds else 0
+        stop = start + self.job.layout.count(self.job.bounds[index], list(compress(outputs, map(not_, shared))))
+        self.form.bounds.append((start, stop))
         self.wholes = self.wholes or [
-            [] if shared else self._room(out, stop - start)
-            for out, shared in zip(outputs, self.form.shared, strict=True)
+            [] if one else self._room(out, stop - start) for out, one in zip(outputs, shared, strict=True)
         ]
-        for whole, rows in zip(self.wholes, outputs, strict=True):
-            if isinstance(whole, list) and rows is not None and (not whole or rows.shape == whole[0].shape):
-                whole.append(rows.detach().clone())
+        for whole, rows, one in zip(self.wholes, outputs, shared, strict=True):
+            if isinstance(whole, list) and rows is not None and _fits(whole, rows, None if one else stop - start):
+                whole.append(self._copy(rows))
             elif isinstance(whole, Tensor) and rows is not None and rows.shape == (stop - start, *whole.shape[1:]):
                 whole[start:stop].copy_(rows, non_blocking=self.job.to_host)
             elif whole is not None or rows is not None:
@@ -234,7 +253,13 @@ class Features:
                 raise invalid("encoder", rule, got, remedy)
         self.devices.update(out.device for out in outputs if out is not None)
 
-    def _room(self, out: Any, rows: int) -> Tensor | None:
+    def _copy(self, rows: Tensor) -> Tensor:
+        """The rows, in the memory in which the features wait."""
+        if self.job.to_host and on_accelerator(rows):
+            return host_room(rows.shape, rows.dtype).copy_(rows, non_blocking=True)
+        return rows.detach().clone()
+
+    def _room(self, out: Any, rows: int) -> Tensor | list[Tensor] | None:
         """Memory for an output of all sub-batches."""
         if out is None:
             return None
@@ -242,6 +267,8 @@ class Features:
             got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             rule = f"return tensors whose first axis is the sub-batch of {rows}"
             raise invalid("encoder", rule, got, "Return the features only.")
+        if isinstance(self.job.layout, Parts):
+            return []
         shape = (self.job.bounds[-1][1], *out.shape[1:])
         return host_room(shape, out.dtype) if self.job.to_host and on_accelerator(out) else out.new_empty(shape)
 
@@ -249,7 +276,17 @@ class Features:
         """The features, once they are on the host if they go there."""
         for device in self.devices if self.job.to_host else ():
             settle(device)
-        return [_equal_number(whole) if isinstance(whole, list) else whole for whole in self.wholes]
+        return [
+            (_equal_number if one else torch.cat)(whole) if isinstance(whole, list) else whole
+            for whole, one in zip(self.wholes, self.form.shared, strict=True)
+        ]
+
+
+def _fits(before: Sequence[Tensor], rows: Tensor, count: int | None) -> bool:
+    """Return whether rows may follow those before: `count` of them, or one number for all examples."""
+    if count is None:
+        return not before or rows.shape == before[0].shape
+    return len(rows) == count and (not before or rows.shape[1:] == before[0].shape[1:])
 
 
 def _equal_number(numbers: Sequence[Tensor]) -> Tensor:
@@ -267,10 +304,9 @@ def differentiable(leaves: Sequence[Tensor | None]) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
 
 
-def detached(leaves: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[bool]]:
+def detached(leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
     """The leaves without their graph, and which of them want a gradient."""
-    values = [None if leaf is None else leaf.detach() for leaf in leaves]
-    return values, [leaf is not None and leaf.requires_grad for leaf in leaves]
+    return [leaf.detach() for leaf in leaves], [leaf.requires_grad for leaf in leaves]
 
 
 def refuse_gradients(outputs: Sequence[Any]) -> None:

@@ -23,12 +23,11 @@ from torch.nn.parameter import is_lazy
 
 from contrastile._errors import invalid
 from contrastile._torch import BatchNorm, is_compiled, pytree, uncompiled, version, without_parametrization_cache
+from contrastile.gradcache.inputs import Layout, Parts
 from contrastile.gradcache.memory import as_written
 from contrastile.gradcache.rng import Generator, RandomState, own_generators
 from contrastile.offload import stream
 
-# rows of a probe
-PROBE_ROWS = 2
 # parts of the names of what attention adds to its scores for the distance of positions: T5's, Swin's, BEiT's, SAM's
 RELATIVE = ("relative_", "rel_pos")
 
@@ -78,7 +77,7 @@ def without_partials(function: Any) -> Any:
 
 
 def reach(
-    encoder: Callable[..., Any], leaves: Sequence[Tensor | None], structure: Any, device: torch.device | None
+    encoder: Callable[..., Any], leaves: Sequence[Tensor], layout: Layout | Parts, device: torch.device | None
 ) -> Reached:
     """The modules and parameters of an encoder: its own, its owner's, or those that a probe shows.
 
@@ -88,12 +87,12 @@ def reach(
     while not isinstance(owner, nn.Module) and (inner := uncompiled(owner)) is not None:
         owner = without_partials(inner)
     owner = getattr(owner, "__self__", owner)
-    input_device = next((leaf.device for leaf in leaves if leaf is not None), None)
+    input_device = next((leaf.device for leaf in leaves), None)
     if isinstance(owner, nn.Module):
         modules, parameters, differentiable = list(owner.modules()), list[Tensor](owner.parameters()), True
         first = next(iter(parameters), None)
     else:
-        probe = partial(_probe, encoder, leaves, structure, device or input_device)
+        probe = partial(_probe, encoder, leaves, layout, device or input_device)
         modules, parameters, differentiable = _probe_function(probe)
         first = next((parameter for parameter in parameters if parameter.requires_grad), None)
     device = device or (input_device if first is None else first.device)
@@ -106,7 +105,7 @@ def reach(
     partly_frozen = 0 < len(trained) < len(parameters)
     if partly_frozen and isinstance(owner, nn.Module):
         with refusing_batch_norm(modules):
-            outputs = _probe(encoder, leaves, structure, device, own_generators(modules))
+            outputs = _probe(encoder, leaves, layout, device, own_generators(modules))
         differentiable = any(out.requires_grad for out in outputs)
     # an encoder whose outputs want no gradient has no parameters to train
     return Reached(modules, trained if differentiable else [], device, partly_frozen)
@@ -144,16 +143,16 @@ def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module],
 
 def _probe(
     encoder: Callable[..., Any],
-    leaves: Sequence[Tensor | None],
-    structure: Any,
+    leaves: Sequence[Tensor],
+    layout: Layout | Parts,
     device: torch.device | None,
     own: Sequence[Generator] = (),
 ) -> list[Tensor]:
-    """The encoder's outputs for two rows, not compiled; random generators are restored."""
+    """The encoder's outputs for two rows, or one part, not compiled; random generators are restored."""
     # clones, in case the encoder writes over its inputs
-    few = [None if leaf is None else leaf.detach()[:PROBE_ROWS].clone() for leaf in leaves]
-    (rows,) = stream(few, [(0, PROBE_ROWS)], device)
-    args, kwargs = pytree.tree_unflatten(rows, structure)
+    few = [None if rows is None else rows.detach().clone() for rows in layout.rows(leaves, layout.probe)]
+    (rows,) = stream([few], device)
+    args, kwargs = layout.arguments(rows, layout.probe)
     with RandomState.capture(device, own=own).restoring(), without_parametrization_cache(), as_written():
         return [out for out in pytree.tree_leaves(encoder(*args, **kwargs)) if isinstance(out, Tensor)]
 

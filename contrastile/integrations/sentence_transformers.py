@@ -214,6 +214,9 @@ class CachedRankingLoss(nn.Module):
             found: Tensor = model({**whole, **rows})["sentence_embedding"]
             return found
 
+        if (parts := self._parts(rows)) is not None:
+            packed: Tensor = encode((self.model, embedding), parts=parts, retain=self.retain)
+            return packed
         tokens, mask = self.mini_batch_num_tokens, rows.get("attention_mask")
         if tokens is None and mask is not None and mask.ndim == 2 and mask.numel():
             # no further limit: it puts texts of like length together, and trims them
@@ -223,6 +226,18 @@ class CachedRankingLoss(nn.Module):
             (self.model, embedding), rows, sub_batch=size, sub_batch_tokens=tokens, retain=self.retain
         )
         return embeddings
+
+    def _parts(self, rows: dict[str, Tensor]) -> list[dict[str, Any]] | None:
+        """Sub-batches of packed inputs (flattened texts, images of many sizes), as the library cuts them itself."""
+        if len({len(x) for x in rows.values()}) < 2 and "cu_seq_lens_q" not in rows:
+            return None
+        try:
+            from sentence_transformers.base.losses.gradcache import _create_minibatch, _minibatch_ranges
+        except ImportError as error:
+            remedy = "Take sentence-transformers of version 6.2."
+            raise invalid("sentence_features", "be rows of the batch", "packed inputs", remedy) from error
+        bounds = _minibatch_ranges(rows, self.mini_batch_size, self.mini_batch_num_tokens)
+        return [_create_minibatch(rows, *each) for each in bounds]
 
 
 class CachedSymmetricLoss(CachedRankingLoss):

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import checks
+import figures
+import reference
+import tutorials
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +24,13 @@ DOCS = ROOT / "docs"
 # documents beside docs/, and the pages that they become
 BESIDE = {"README.md": "index.md", "CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(?=[)#\s])")
+REFERENCE: dict[str, Callable[[], str]] = {
+    **{name: partial(reference.api, name) for name in reference.API},
+    "command": reference.command,
+    "errors": reference.errors,
+}
+# <!-- figure: name | what it shows -->
+FIGURE = re.compile(r"<!-- figure: (\w+) \| (.+?) -->")
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash"}
 
 
@@ -27,6 +39,19 @@ def on_files(files: Files, config: Any) -> Files:
     for name, uri in BESIDE.items():
         if name != "README.md":
             files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
+    for name, write in REFERENCE.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=write()))
+    for script in sorted(tutorials.SCRIPTS.glob("*.py")):
+        folder = tutorials.page(script)
+        text = (folder / "page.md").read_text(encoding="utf-8")
+        files.append(File.generated(config, f"tutorials/{script.stem}.md", content=text))
+        for picture in folder.glob("*.png"):
+            files.append(File.generated(config, f"tutorials/{picture.name}", abs_src_path=str(picture)))
+    drawn = {name for file in files.documentation_pages() for name, _ in FIGURE.findall(file.content_string)}
+    for name in sorted(drawn):
+        for scheme in ("light", "dark"):
+            svg = figures.draw(name, dark=scheme == "dark")
+            files.append(File.generated(config, f"figures/{name}-{scheme}.svg", content=svg))
     targets = {target for file in files.documentation_pages() for target in _outside(file)}
     for target in sorted(targets):
         files.append(File.generated(config, _source_uri(target), content=_source_page(target)))
@@ -50,12 +75,30 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Turn links that leave docs/ into links within the site."""
     if page.file.src_uri.startswith("source/"):
         return markdown
-    return LINK.sub(lambda link: _within(link[1], page.file), markdown)
+    if page.file.src_uri == "recipe.md":
+        markdown = _with_types(markdown)
+    markdown = LINK.sub(lambda link: _within(link[1], page.file), markdown)
+    return FIGURE.sub(lambda figure: _figure(figure[1], figure[2], page.file), markdown)
 
 
 def on_post_build(config: Any) -> None:
     """Refuse a site with dead links, or with scripts, styles, fonts or images of other hosts."""
     checks.check(Path(config["site_dir"]))
+
+
+def _figure(name: str, shows: str, file: File) -> str:
+    """A figure in both schemes; the theme hides one of them."""
+    root = "../" * file.src_uri.count("/")
+    images = (f"![{shows}]({root}figures/{name}-{scheme}.svg#only-{scheme})" for scheme in ("light", "dark"))
+    return f"<figure markdown>\n{chr(10).join(images)}\n</figure>"
+
+
+def _with_types(markdown: str) -> str:
+    """The page of keys with a column of types, which the program's own classes say."""
+    types = reference.key_types()
+    markdown = markdown.replace("| key | default | |\n|---|---|---|", "| key | type | default | |\n|---|---|---|---|")
+    row = re.compile(r"^\| `([\w.]+)` \| ", re.MULTILINE)
+    return row.sub(lambda match: f"{match[0]}{types.get(match[1], '')} | ", markdown)
 
 
 def _origin(file: File) -> Path:
@@ -86,7 +129,8 @@ def _within(link: str, file: File) -> str:
     elif _leaves(path):
         uri = _source_uri(path)
     elif DOCS in path.parents:
-        uri = path.relative_to(DOCS).as_posix()
+        # a tutorial is a script in the repository and a page of the site
+        uri = path.relative_to(DOCS).as_posix().replace(".py", ".md")
     else:
         return link
     return os.path.relpath(uri, os.path.dirname(file.src_uri) or ".")

@@ -134,6 +134,54 @@ def test_a_router_gets_its_task(model: Any) -> None:
     same(step(CachedRankingLoss(routed, mini_batch_size=3), columns), truth)
 
 
+class Flat(nn.Module):
+    """The face of a model of flattened texts, or of images of many sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.patch = nn.Embedding(16, WIDTH), nn.Linear(3, WIDTH)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        if "cu_seq_lens_q" in features:
+            offsets = features["cu_seq_lens_q"][:-1]
+            found = nn.functional.embedding_bag(features["input_ids"][0], self.words.weight, offsets)
+        else:
+            counts = features["num_images_per_sample"].tolist()
+            patches = [int(each.prod(-1).sum()) for each in features["image_grid_thw"].split(counts)]
+            images = [each.sum(0) for each in self.patch(features["pixel_values"]).split(patches)]
+            found = self.words(features["input_ids"]).mean(1) + torch.stack(images)
+        return {**features, "sentence_embedding": found * features["factor"]}
+
+
+def flattened() -> dict[str, Any]:
+    lengths = torch.randint(1, 5, (N,))
+    total = int(lengths.sum())
+    cumulative = nn.functional.pad(lengths.cumsum(0), (1, 0))
+    ids = torch.randint(0, 16, (1, total))
+    return {"input_ids": ids, "cu_seq_lens_q": cumulative, "max_length_q": int(lengths.max()), "factor": 0.5}
+
+
+def pictured() -> dict[str, Any]:
+    counts = torch.tensor([1, 2, 1, 1, 2, 1, 1, 1])
+    grid = torch.randint(1, 4, (int(counts.sum()), 3))
+    pixels = torch.randn(int(grid.prod(-1).sum()), 3, dtype=torch.float64)
+    return {
+        "input_ids": torch.randint(0, 16, (N, 4)), "pixel_values": pixels, "image_grid_thw": grid,
+        "num_images_per_sample": counts, "factor": 0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("column", [flattened, pictured])
+@pytest.mark.parametrize("words", [{}, {"mini_batch_num_tokens": 6}], ids=["texts", "tokens"])
+def test_packed_inputs(column: Any, words: dict[str, Any]) -> None:
+    pytest.importorskip("sentence_transformers.base.losses.gradcache")
+    if words and column is pictured:
+        pytest.skip("the library counts tokens in a mask")
+    columns, flat = [column(), column()], Flat().double()
+    truth = step(losses.MultipleNegativesRankingLoss(flat), columns)
+    same(step(CachedRankingLoss(flat, mini_batch_size=3, **words), columns), truth)
+
+
 @pytest.mark.parametrize("weights", [None, [1.0, 0.3]])
 def test_inside_matryoshka(model: Any, weights: list[float] | None) -> None:
     columns = columns_of(model, "abc")

@@ -84,6 +84,8 @@ class Triton(Tiles):
         unknown = plan.unknown_part(loss)
         if unknown is not None:
             return f"no kernel for {unknown}"
+        if by_label(rows) and plan.epilogue_for(loss).hardness:
+            return f"no kernel for {type(loss).__name__} with positives by label"
         if features.dtype not in plan.PIECES:
             return f"no kernel for {features.dtype}"
         if plan.interpreting():

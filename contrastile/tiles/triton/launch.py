@@ -155,7 +155,7 @@ def block_constants(
     run(
         reductions.block_constants, (1,), norms_ptr=largest, scale_ptr=scale, bias_ptr=scale if bias is None else bias,
         out_ptr=out, q_blocks=q_blocks, blocks=blocks, truncation=truncation(q), careful=int(careful),
-        BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
+        hardness=epilogue.hardness, BIASED=bias is not None, BLOCK=NORMS, **epilogue.flags,
     )  # fmt: skip
     return out
 

@@ -132,16 +132,18 @@ def is_readable(x: Tensor) -> bool:
 
 # numbers that `maxima` writes per tile and row with positives by label: all statistics of a row
 LABEL_CHANNELS = len(SoftmaxStats._fields)
-# fields of a loss that the kernels compute; of exponentials also the label smoothing
+# fields of a loss that the kernels compute; of exponentials also the label smoothing and the weights of negatives
 FIELDS = frozenset({"symmetric", "exclude_self", "uses_bias", "pairwise"})
+OF_EXPONENTIALS = frozenset({"label_smoothing", "hardness_strength", "hardness_mode"})
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The work on a tile of products: the formula that a loss declares, and its label smoothing."""
+    """The work on a tile of products: the formula that a loss declares, its label smoothing and β of its negatives."""
 
     formula: Formula
     label_smoothing: float = 0.0
+    hardness: float = 0.0
 
     @cached_property
     def exponential(self) -> bool:
@@ -180,7 +182,7 @@ class Epilogue:
 @cache
 def epilogue_for(loss: PairLoss) -> Epilogue:
     assert loss.formula is not None
-    return Epilogue(loss.formula, getattr(loss, "label_smoothing", 0.0))
+    return Epilogue(loss.formula, getattr(loss, "label_smoothing", 0.0), getattr(loss, "block_hardness", 0.0))
 
 
 def unknown_part(loss: PairLoss) -> str | None:
@@ -192,7 +194,7 @@ def unknown_part(loss: PairLoss) -> str | None:
     if loss.formula.pairs == "exponential":
         # a bias is not added to the logits, and gradients wait for the statistics
         unfit = {name for name in ("uses_bias", "pairwise") if getattr(loss, name)}
-        known = (known | {"label_smoothing"}) - unfit
+        known = (known | OF_EXPONENTIALS) - unfit
     return next((f"{name}.{field.name}" for field in fields(loss) if field.name not in known), None)  # type: ignore[arg-type]
 
 

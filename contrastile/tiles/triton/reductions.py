@@ -103,7 +103,7 @@ def norms(q_ptr, k_ptr, out_ptr, N, M, D, q_row_stride, q_stride, k_row_stride, 
 
 
 @triton.jit(do_not_specialize=ANY)
-def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, careful,
+def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, truncation, careful, hardness,
                     BIASED: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The constants of a block, as `forward.py` counts them; the shift of exponentials makes t ≤ HIGHEST."""
     at = tl.arange(0, BLOCK)
@@ -117,8 +117,8 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, t
         k_norm = tl.maximum(k_norm, tl.where(block < q_blocks, 0.0, norm))
         zero += tl.load(norms_ptr + blocks + block, mask=block < blocks, other=0.0)
     scale = tl.load(scale_ptr)
-    # in float64, because every logit has their rounding error
-    binary = scale.to(tl.float64) * LOG2E
+    # in float64, because every logit has their rounding error; negatives have the weight exp(hardness · ⟨q, k⟩)
+    binary = (scale.to(tl.float64) + hardness) * LOG2E
     bias = scale * 0.0
     if BIASED:
         bias = tl.load(bias_ptr)

@@ -18,6 +18,7 @@ from contrastile.train.config.base import (
     Count,
     Fraction,
     LossSettings,
+    NotNegative,
     Positive,
     Scale,
     Settings,
@@ -165,12 +166,19 @@ class RetrieverSettings(Settings):
 
 
 class RetrieverLoss(LossSettings):
-    """InfoNCE from queries to passages. The scale is fixed unless `learn_scale`; DPR's dot product has a scale of 1."""
+    """InfoNCE from queries to passages. The scale is fixed unless `learn_scale`; DPR's dot product has a scale of 1.
+
+    `hardness_strength`: negatives have the weight exp(hardness_strength · similarity).
+    """
 
     scale: Scale = 20.0
     learn_scale: bool = False
     label_smoothing: Fraction = 0.0
+    hardness_strength: NotNegative = 0.0
     workspace: Annotated[int, Field(ge=2**20)] | None = None
+
+    def words(self) -> dict[str, Any]:
+        return super().words() | ({"hardness_mode": "all_negatives"} if self.hardness_strength else {})
 
     def unused(self) -> Iterable[Unused]:
         yield Unused(self.backend == "dense", "workspace", ("backend",))

@@ -1,0 +1,262 @@
+"""Inputs of an encoder: the tensors in them, and how a sub-batch is cut out of each.
+
+First station of `encode.py`; every pass cuts by a `Layout`. Rows are cut along their first axis, packed values after
+the lengths of their examples (`Ragged`), and lists that have an entry for each example after these. Everything else
+that is no tensor is passed on as it is. A batch may also come in ready-made sub-batches, which are not cut at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from contrastile._errors import invalid
+from contrastile._torch import pytree
+from contrastile.offload import Bounds
+
+# rows of a probe
+PROBE_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Values of a batch in one tensor, of each example as many as its length says.
+
+    Such are the patches of images of many sizes (`pixel_values` of Qwen-VL, with `image_grid_thw`), or the tokens of
+    texts without padding (`cu_seqlens`). The encoder gets the values of its examples, a plain tensor; None if they have
+    none. It learns of lengths from an input of its own, as [B, ...] rows or ragged as well.
+
+    Arguments:
+        values: [..., Σ lengths, ...], packed in the order of the examples.
+        lengths: [B] whole numbers of at least 0, as a tensor or a list; `cu_seqlens.diff()`.
+        axis: the packed one.
+
+    Raises ValueError where these do not fit together.
+
+    >>> import torch
+    >>> images = torch.tensor([1, 0, 2])
+    >>> grid = torch.tensor([[1, 2, 2], [1, 4, 2], [1, 2, 2]])
+    >>> patches = [int(each.prod(-1).sum()) for each in grid.split(images.tolist())]
+    >>> Ragged(torch.randn(16, 8), patches).lengths
+    [4, 0, 12]
+    """
+
+    values: Tensor
+    lengths: Any
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        lengths = self.lengths.tolist() if isinstance(self.lengths, Tensor) else list(self.lengths)
+        if not all(isinstance(length, int) and length >= 0 for length in lengths):
+            remedy = "Count the values of each example."
+            raise invalid("lengths", "be a list of whole numbers of at least 0", lengths[:8], remedy)
+        object.__setattr__(self, "lengths", lengths)
+        if not isinstance(self.values, Tensor) or not -self.values.ndim <= self.axis < self.values.ndim:
+            got = f"{list(self.values.shape)}" if isinstance(self.values, Tensor) else type(self.values).__name__
+            raise invalid("values", f"be a tensor with an axis {self.axis}", got, "Pass what is packed along it.")
+        if sum(lengths) != self.values.shape[self.axis]:
+            got = f"{sum(lengths)} for {self.values.shape[self.axis]}"
+            raise invalid("lengths", "sum to the size of the packed axis", got, "Count the values of each example.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of a tensor that a sub-batch gets."""
+
+    # position among all tensors
+    tensor: int
+    rows: slice
+    axis: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """A view of the part."""
+        return x[(*[slice(None)] * self.axis, self.rows)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How inputs are made of tensors and other leaves, and cut by examples.
+
+    `tensors` and `lists`: positions, among all leaves, of tensors and of lists with an entry for each example.
+    `others`: the leaves that are no tensors, None in the place of each tensor. `packed`: the axis and the first value
+    of each example, by position among the tensors.
+    """
+
+    batch: int
+    # nesting: a mapping's leaves are keywords of the encoder, a tuple's are arguments
+    structure: Any
+    others: list[Any]
+    tensors: list[int]
+    lists: list[int]
+    packed: dict[int, tuple[int, list[int]]]
+
+    @property
+    def plain(self) -> bool:
+        """Whether all that is cut are rows, which may be put in another order."""
+        return not self.packed and not self.lists
+
+    @property
+    def probe(self) -> Bounds:
+        """The examples of a trial run."""
+        return 0, PROBE_ROWS
+
+    def places(self, bounds: Bounds) -> list[Place]:
+        """The parts of all tensors that hold these examples."""
+        places = []
+        for tensor in range(len(self.tensors)):
+            start, stop, axis = *bounds, 0
+            if tensor in self.packed:
+                axis, offsets = self.packed[tensor]
+                start, stop = offsets[start], offsets[min(stop, self.batch)]
+            places.append(Place(tensor, slice(start, stop), axis))
+        return places
+
+    def rows(self, tensors: Sequence[Tensor], bounds: Bounds) -> list[Tensor | None]:
+        """The parts of all tensors that hold these examples; None for packed values of which they have none."""
+        rows = ((place, place.of(tensors[place.tensor])) for place in self.places(bounds))
+        return [None if place.tensor in self.packed and not row.numel() else row for place, row in rows]
+
+    def arguments(self, rows: Sequence[Tensor | None], bounds: Bounds) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The encoder's arguments and keywords for these examples."""
+        leaves = list(self.others)
+        for position in self.lists:
+            leaves[position] = leaves[position][slice(*bounds)]
+        return _arguments(leaves, self.tensors, rows, self.structure)
+
+    def count(self, bounds: Bounds, outputs: Sequence[Any]) -> int:
+        """The number of these examples."""
+        del outputs
+        return bounds[1] - bounds[0]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Sub-batches as the caller made them, in the place of a `Layout`: each counts as one row, and is passed whole."""
+
+    batch: int
+    # of each part: its nesting, its leaves that are no tensors, the positions of its tensors, and its first tensor
+    parts: list[tuple[Any, list[Any], list[int], int]]
+    plain: bool = False
+    packed: Mapping[int, Any] = field(default_factory=dict)
+
+    @property
+    def probe(self) -> Bounds:
+        """The part of a trial run."""
+        return 0, 1
+
+    def places(self, bounds: Bounds) -> list[Place]:
+        """All tensors of the part."""
+        _, _, positions, first = self.parts[bounds[0]]
+        return [Place(first + index, slice(None)) for index in range(len(positions))]
+
+    def rows(self, tensors: Sequence[Tensor], bounds: Bounds) -> list[Tensor | None]:
+        """All tensors of the part."""
+        return [tensors[place.tensor] for place in self.places(bounds)]
+
+    def arguments(self, rows: Sequence[Tensor | None], bounds: Bounds) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The encoder's arguments and keywords for the part."""
+        structure, others, positions, _ = self.parts[bounds[0]]
+        return _arguments(list(others), positions, rows, structure)
+
+    def count(self, bounds: Bounds, outputs: Sequence[Any]) -> int:
+        """The examples of the part: the rows of what the encoder returns for it."""
+        shapes = [out.shape for out in outputs if isinstance(out, Tensor) and out.ndim]
+        # a number of shape [1] may stand for all examples
+        return 0 if bounds[0] == bounds[1] else max((shape[0] for shape in shapes), default=1)
+
+
+def laid_out(inputs: Any) -> tuple[Layout, list[Tensor]]:
+    """The layout of a batch, and its tensors. Raises ValueError for what cannot be cut, with its path."""
+    paths, leaves, structure = _flatten(inputs)
+    _check(paths, leaves)
+    sizes = {
+        path: len(leaf.lengths if isinstance(leaf, Ragged) else leaf)
+        for path, leaf in zip(paths, leaves, strict=True)
+        if isinstance(leaf, (Tensor, Ragged))
+    }
+    if len(set(sizes.values())) > 1:
+        first = next(iter(sizes))
+        other = next(path for path, size in sizes.items() if size != sizes[first])
+        got = f"{sizes[first]} for {first} and {sizes[other]} for {other}"
+        remedy = "Check each tensor's shape; wrap packed values with their lengths in contrastile.Ragged."
+        raise invalid("inputs", "have the same first axis, the batch", got, remedy)
+    batch = next(iter(sizes.values()))
+    tensors = [position for position, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, Ragged))]
+    values = [leaves[position] for position in tensors]
+    packed = {
+        index: (leaf.axis % leaf.values.ndim, [0, *accumulate(leaf.lengths)])
+        for index, leaf in enumerate(values)
+        if isinstance(leaf, Ragged)
+    }
+    if packed and batch == 0:
+        raise invalid("inputs", "hold an example where one is Ragged", "none", "Leave the call out.")
+    lists = [position for position, leaf in enumerate(leaves) if isinstance(leaf, list) and len(leaf) == batch]
+    others = [None if position in tensors else leaf for position, leaf in enumerate(leaves)]
+    layout = Layout(batch, structure, others, tensors, lists, packed)
+    return layout, [leaf.values if isinstance(leaf, Ragged) else leaf for leaf in values]
+
+
+def laid_out_parts(parts: Iterable[Any]) -> tuple[Parts, list[Tensor]]:
+    """The layout of ready-made sub-batches, and the tensors of all of them."""
+    made: list[tuple[Any, list[Any], list[int], int]] = []
+    tensors: list[Tensor] = []
+    for part in parts:
+        _, leaves, structure = _flatten(part)
+        leaves = [leaf.values if isinstance(leaf, Ragged) else leaf for leaf in leaves]
+        positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        made.append((structure, others, positions, len(tensors)))
+        tensors += [leaves[position] for position in positions]
+    if not made:
+        raise invalid("parts", "hold a sub-batch", "none", "Leave the call out.")
+    return Parts(len(made), made), tensors
+
+
+def _flatten(inputs: Any) -> tuple[list[str], list[Any], Any]:
+    """Paths and leaves of the inputs, and their nesting."""
+    tree = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    pairs, structure = pytree.tree_flatten_with_path(tree, is_leaf=_is_leaf)
+    return [f"inputs{pytree.keystr(path)}" for path, _ in pairs], [leaf for _, leaf in pairs], structure
+
+
+def _check(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise ValueError for a leaf that could not be cut."""
+    cut = any(isinstance(leaf, (Tensor, Ragged)) for leaf in leaves)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            refused = leaf.ndim == 0
+        else:
+            # an array, or a mapping that pytree does not know, would not be cut
+            array = hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
+            refused = array or isinstance(leaf, Mapping) or not (cut or leaf is None)
+        if refused:
+            got = "a tensor without axes" if isinstance(leaf, Tensor) else type(leaf).__name__
+            remedy = "Tokenise texts first" if isinstance(leaf, (str, list)) else "Convert arrays with torch.as_tensor"
+            remedy = "Make it a dict" if isinstance(leaf, Mapping) else remedy
+            remedy = f"{remedy}; bind other arguments with functools.partial."
+            raise invalid(path, "be tensors whose first axis is the batch", got, remedy)
+    if not cut:
+        raise invalid("inputs", "contain a tensor", "none", "Pass what the encoder takes.")
+
+
+def _is_leaf(x: Any) -> bool:
+    """Packed values, and a list without tensors, which may have an entry for each example."""
+    if isinstance(x, list):
+        return not any(isinstance(leaf, (Tensor, Ragged)) for leaf in pytree.tree_leaves(x))
+    return isinstance(x, Ragged)
+
+
+def _arguments(
+    leaves: list[Any], positions: Sequence[int], rows: Sequence[Tensor | None], structure: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and keywords of an encoder, from their leaves."""
+    for position, row in zip(positions, rows, strict=True):
+        leaves[position] = row
+    tree = pytree.tree_unflatten(leaves, structure)
+    if isinstance(tree, dict):
+        return (), tree
+    return (tree if isinstance(tree, tuple) else (tree,)), {}

@@ -1,0 +1,228 @@
+"""Losses with the constructor words of open_clip's, and its command line with the gradient cache (2.30 to 3.x).
+
+    python -m contrastile.integrations.open_clip --sub-batch 64 --model ViT-B-16 --batch-size 4096 ...
+
+runs `open_clip_train.main` with all its flags. The model encodes each batch in sub-batches of 64, and the losses hold
+no matrix of logits. With `--accum-freq k` the k batches of a step are one batch: the gradient is that of the whole,
+the scale's and the bias's too, which open_clip's own loop makes k times too large.
+
+The classes may also take the place of open_clip's: `open_clip.factory.ClipLoss = ClipLoss`, as `replace_losses` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import contrastile
+from contrastile import encode
+from contrastile._errors import invalid, one_of, whole_number
+from contrastile._types import ExchangeName
+
+# ways of SigLIP between ranks, and the exchange that does the same
+EXCHANGES: dict[str | None, ExchangeName] = {
+    None: "auto", "bidir": "ring", "shift": "ring", "reduce": "gather", "gather": "gather",
+}  # fmt: skip
+
+
+def _exchange(world_size: int, exchange: ExchangeName = "auto") -> ExchangeName:
+    """The exchange of this many ranks, which must be those of the process group."""
+    present = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if world_size > 1 and world_size != present:
+        remedy = "Call torch.distributed.init_process_group first, or launch with torchrun."
+        raise invalid("world_size", f"be that of the process group, {present}", world_size, remedy)
+    return exchange if world_size > 1 else "single"
+
+
+class ClipLoss(contrastile.ClipLoss):
+    """`contrastile.ClipLoss` with open_clip's constructor words.
+
+    Arguments:
+        local_loss, gather_with_grad, cache_labels: taken, and without effect. Whatever they say, the value is the loss
+            of the global batch, and the gradient, after DistributedDataParallel's mean, is that of the global batch;
+            open_clip has this gradient with the first two both on.
+        rank, world_size: of the process group; with a world size of 1 the loss is of this process alone.
+        use_horovod: only False.
+
+    Called as open_clip's: `loss(image_features, text_features, logit_scale, logit_bias=None, output_dict=False)`.
+    """
+
+    def __init__(
+        self,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
+    ) -> None:
+        if use_horovod:
+            raise invalid("use_horovod", "be False", True, "Launch with torchrun.")
+        super().__init__(exchange=_exchange(world_size))
+        self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
+        self.rank, self.world_size, self.use_horovod = rank, world_size, use_horovod
+
+
+class SigLipLoss(contrastile.SigLipLoss):
+    """`contrastile.SigLipLoss` with open_clip's constructor words.
+
+    Arguments:
+        cache_labels, chunk_size: taken, and without effect: no labels exist, and tiles bound the memory.
+        rank, world_size: as for `ClipLoss`.
+        dist_impl: "bidir" and "shift" are `exchange="ring"`, "reduce" and "gather" are "gather"; None is "auto".
+    """
+
+    def __init__(
+        self,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dist_impl: str | None = None,
+        chunk_size: int = 0,
+    ) -> None:
+        if dist_impl is not None:
+            one_of("dist_impl", dist_impl, ("bidir", "shift", "reduce", "gather"), "Leave it out to have one chosen.")
+        super().__init__(exchange=_exchange(world_size, EXCHANGES[dist_impl]))
+        self.cache_labels, self.rank, self.world_size = cache_labels, rank, world_size
+        self.dist_impl, self.chunk_size = dist_impl, chunk_size
+
+
+class CoCaLoss(ClipLoss):
+    """The contrastive and the caption loss of CoCa, with open_clip's constructor and call.
+
+    The caption loss is the mean cross-entropy over this rank's tokens that are not `pad_id`.
+    """
+
+    def __init__(
+        self, caption_loss_weight: float, clip_loss_weight: float, pad_id: int = 0, *words: Any, **named: Any
+    ) -> None:
+        super().__init__(*words, **named)
+        self.caption_loss_weight, self.clip_loss_weight = caption_loss_weight, clip_loss_weight
+        self.caption_loss = nn.CrossEntropyLoss(ignore_index=pad_id)
+
+    def forward(  # type: ignore[override]
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logits: Tensor,
+        labels: Tensor,
+        logit_scale: Tensor | float,
+        output_dict: bool = False,
+    ) -> Any:
+        # a weight of 0 spares the exchange with other ranks
+        contrastive = logits.new_zeros(())
+        if self.clip_loss_weight:
+            contrastive = self.clip_loss_weight * super().forward(image_features, text_features, logit_scale)
+        caption = self.caption_loss_weight * self.caption_loss(logits.permute(0, 2, 1), labels)
+        if output_dict:
+            return {"contrastive_loss": contrastive, "caption_loss": caption}
+        return contrastive, caption
+
+
+def replace_losses() -> None:
+    """Have `open_clip.create_loss` make these losses. That of distillation stays open_clip's own."""
+    from open_clip import factory
+
+    for loss in (ClipLoss, SigLipLoss, CoCaLoss):
+        setattr(factory, loss.__name__, loss)
+
+
+class CachedModel:
+    """A model whose call goes through `encode`; everything else is the model's own.
+
+    Its outputs are the model's for the whole batch, so that open_clip's loop of one epoch runs on it as it is.
+    """
+
+    def __init__(self, model: nn.Module, sub_batch: int) -> None:
+        self._model, self._sub_batch = model, sub_batch
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return encode(self._model, inputs, sub_batch=self._sub_batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class Joined:
+    """A data loader that joins every `count` batches of another, and drops the rest of an epoch."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader, self._count = loader, count
+        self.num_batches = loader.num_batches // count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return int(self.num_batches)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        batches: list[Sequence[Tensor]] = []
+        for batch in self._loader:
+            batches.append(batch)
+            if len(batches) == self._count:
+                yield [torch.cat(side) for side in zip(*batches, strict=True)]
+                batches = []
+
+
+def train_one_epoch(model: Any, data: Any, *positional: Any, sub_batch: int | None, own: Any, **named: Any) -> Any:
+    """open_clip's `train_one_epoch`, here `own`, with its model in a cache, and `--accum-freq` batches as one."""
+    *before, args = positional
+    joined, loader = copy.copy(args), data["train"].dataloader
+    joined.batch_size, joined.accum_freq = args.batch_size * args.accum_freq, 1
+    train = copy.copy(data["train"])
+    train.dataloader = Joined(loader, args.accum_freq) if args.accum_freq > 1 else loader
+    cached = CachedModel(model, sub_batch or args.batch_size)
+    return own(cached, {**data, "train": train}, *before, joined, **named)
+
+
+def main(words: Sequence[str] | None = None) -> Any:
+    """Run open_clip's command line with the gradient cache."""
+    parser = argparse.ArgumentParser(
+        prog="python -m contrastile.integrations.open_clip", allow_abbrev=False, add_help=False,
+        description="open_clip_train.main with contrastile's losses and gradient cache.",
+    )  # fmt: skip
+    parser.add_argument("--sub-batch", type=int, help="pairs that the model encodes at once (default: --batch-size)")
+    own, theirs = parser.parse_known_args(words)
+    sub_batch = own.sub_batch
+    if sub_batch is not None:
+        whole_number("--sub-batch", sub_batch, 1, "Count the pairs that the model encodes at once.")
+    import open_clip_train.main as open_clip_main
+
+    if not hasattr(open_clip_main, "create_loss"):
+        remedy = 'Run: pip install "open_clip_torch>=2.30,<4".'
+        raise invalid("open_clip", "be of version 2.30 to 3.x", "another, which trains by tasks", remedy)
+    its_epoch = open_clip_main.train_one_epoch
+
+    def epoch(model: Any, data: Any, *positional: Any, **named: Any) -> Any:
+        _refuse(positional[-1])
+        return train_one_epoch(model, data, *positional, sub_batch=sub_batch, own=its_epoch, **named)
+
+    replace_losses()
+    open_clip_main.train_one_epoch = epoch
+    try:
+        return open_clip_main.main(theirs)
+    finally:
+        open_clip_main.train_one_epoch = its_epoch
+
+
+def _refuse(args: Any) -> None:
+    """Raise for jobs whose outputs are more than features."""
+    for flag, given in (("--distill-model", args.distill), ("--model", "coca" in args.model.lower())):
+        if given:
+            got = args.distill_model if flag == "--distill-model" else args.model
+            remedy = "Run open_clip_train.main, which needs no cache for it; replace_losses() brings the losses."
+            raise invalid(flag, "be one of two towers alone", got, remedy)
+    if args.horovod:
+        raise invalid("--horovod", "be left out", True, "Launch with torchrun.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Pictures of the concepts, drawn when the site is built: an SVG for the light scheme and one for the dark."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from contrastile import ClipLoss
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+class Colours(NamedTuple):
+    """Colours of one scheme: text and lines, the two sides of a loss, what is computed now, what is left out."""
+
+    ink: str
+    faint: str
+    row: str
+    column: str
+    now: str
+    ghost: str
+    paper: str
+
+
+LIGHT = Colours("#26303a", "#8a95a1", "#3b73b9", "#d0762d", "#2f9e6e", "#e6eaee", "#ffffff")
+DARK = Colours("#dde3ea", "#8c97a5", "#6ea8ec", "#eea160", "#4fc793", "#353b49", "#1e2129")
+
+
+def draw(name: str, dark: bool) -> str:
+    """The SVG of a figure."""
+    colours = DARK if dark else LIGHT
+    style = {
+        "text.color": colours.ink, "axes.edgecolor": colours.faint, "axes.labelcolor": colours.ink,
+        "xtick.color": colours.ink, "ytick.color": colours.ink, "font.size": 11, "svg.hashsalt": name,
+        "axes.spines.top": False, "axes.spines.right": False,
+    }  # fmt: skip
+    with mpl.rc_context(style):
+        figure = FIGURES[name](colours)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    return out.getvalue()
+
+
+def _panels(width: float, height: float, count: int = 1) -> tuple[Figure, list[Any]]:
+    """Empty panels whose unit is the same in both directions."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False)[0]
+    for axis in axes:
+        axis.set_aspect("equal")
+        axis.axis("off")
+    return figure, list(axes)
+
+
+def _box(
+    axis: Any, x: float, y: float, w: float, h: float, face: str, text: str = "", ink: str = "", **more: Any
+) -> None:
+    axis.add_patch(Rectangle((x, y), w, h, facecolor=face, **{"linewidth": 0, **more}))
+    if text:
+        axis.text(x + w / 2, y + h / 2, text, ha="center", va="center", color=ink, fontsize=9.5)
+
+
+def _arrow(axis: Any, start: tuple[float, float], end: tuple[float, float], colour: str, bend: float = 0.0) -> None:
+    style = f"arc3,rad={bend}"
+    axis.add_patch(
+        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=12, color=colour, connectionstyle=style)
+    )
+
+
+def _limits(axis: Any, x0: float, x1: float, y0: float, y1: float) -> None:
+    axis.set_xlim(x0, x1)
+    axis.set_ylim(y0, y1)
+
+
+def _matrix(axis: Any, c: Colours, n: int, lit: Callable[[int, int], str]) -> None:
+    """A matrix of n × n tiles, the images on the left and the texts above."""
+    for i in range(n):
+        _box(axis, -0.75, n - 1 - i + 0.06, 0.5, 0.88, c.row)
+        _box(axis, i + 0.06, n + 0.25, 0.88, 0.5, c.column)
+        for j in range(n):
+            _box(axis, j + 0.04, n - 1 - i + 0.04, 0.92, 0.92, lit(i, j))
+    axis.text(-1.0, n / 2, "images", rotation=90, ha="right", va="center", color=c.row)
+    axis.text(n / 2, n + 0.95, "texts", ha="center", va="bottom", color=c.column)
+
+
+def _stack(axis: Any, c: Colours, n: int, lit: Callable[[int], str]) -> None:
+    """Activations of n sub-batches, layer by layer, from inputs to features."""
+    for i in range(n):
+        y = n - 1 - i
+        _box(axis, -0.75, y + 0.06, 0.5, 0.88, c.faint)
+        for j in range(4):
+            _box(axis, j + 0.04, y + 0.06, 0.92, 0.88, lit(i))
+        _box(axis, 4.25, y + 0.06, 0.5, 0.88, c.row)
+    for x, text, colour in ((-0.5, "inputs", c.faint), (2.0, "activations", c.ink), (4.6, "features", c.row)):
+        axis.text(x, n + 0.15, text, ha="center", va="bottom", color=colour, fontsize=9.5)
+
+
+def walls(c: Colours) -> Figure:
+    figure, (left, right) = _panels(9.5, 4.2, 2)
+    _matrix(left, c, 6, lambda *_: c.now)
+    left.set_title("Wall 1: the b × b matrix of the loss", fontsize=12)
+    left.text(3, -0.35, "65,536 pairs: 16 GiB in float32\n1,048,576 pairs: 4 TiB", ha="center", va="top")
+    _limits(left, -1.7, 6.3, -1.6, 7.6)
+    _stack(right, c, 6, lambda *_: c.now)
+    right.set_title("Wall 2: the activations of the encoders", fontsize=12)
+    right.text(
+        2, -0.35, f"a ViT-B/16 and its text tower:\n{_steps()[0]:.0f} GiB for 1,024 pairs", ha="center", va="top"
+    )
+    _limits(right, -1.7, 5.7, -1.6, 7.6)
+    return figure
+
+
+def instead(c: Colours) -> Figure:
+    figure, (left, right) = _panels(9.5, 4.2, 2)
+    _matrix(left, c, 6, lambda i, j: c.now if (i, j) == (2, 3) else c.ghost)
+    left.set_title("Tiles: one block of the matrix at a time", fontsize=12)
+    left.text(
+        3, -0.35, "the loss needs sums of rows and columns,\nand a tile can be computed again", ha="center", va="top"
+    )
+    _limits(left, -1.7, 6.3, -1.6, 7.6)
+    _stack(right, c, 6, lambda i: c.now if i == 2 else c.ghost)
+    right.set_title("Gradient cache: one sub-batch at a time", fontsize=12)
+    right.text(2, -0.35, "features stay, activations go;\nthe backward computes them again", ha="center", va="top")
+    _limits(right, -1.7, 5.7, -1.6, 7.6)
+    return figure
+
+
+def tiles_forward(c: Colours) -> Figure:
+    figure, (axis,) = _panels(8.5, 4.6)
+
+    def lit(i: int, j: int) -> str:
+        return c.now if (i, j) == (1, 2) else c.faint if 5 * i + j < 7 else c.ghost
+
+    _matrix(axis, c, 5, lit)
+    for i in range(5):
+        _box(axis, 5.35, 4 - i + 0.06, 0.5, 0.88, c.row if i <= 1 else c.ghost)
+        _box(axis, i + 0.06, -0.85, 0.88, 0.5, c.column)
+    _arrow(axis, (2.5, 3.5), (5.5, 3.5), c.row)
+    _arrow(axis, (2.5, 3.4), (2.5, -0.5), c.column)
+    axis.text(6.1, 3.5, "for each image: the largest logit,\nthe sum of exponentials", va="center", color=c.row)
+    axis.text(6.1, -0.6, "the same for each text", va="center", color=c.column)
+    axis.text(6.1, 2.0, "green: the tile in memory\ngrey: done and dropped\npale: still to come", va="center")
+    _limits(axis, -1.7, 12.2, -1.1, 6.4)
+    return figure
+
+
+def tiles_backward(c: Colours) -> Figure:
+    figure, (axis,) = _panels(8.5, 4.6)
+    _matrix(axis, c, 5, lambda i, j: c.now if (i, j) == (1, 2) else c.ghost)
+    for i in range(5):
+        _box(axis, 5.35, 4 - i + 0.06, 0.5, 0.88, c.row)
+        _box(axis, i + 0.06, -0.85, 0.88, 0.5, c.column)
+    _arrow(axis, (-0.5, 3.3), (2.1, 3.3), c.row)
+    _arrow(axis, (2.3, 5.5), (2.3, 3.8), c.column)
+    _arrow(axis, (2.9, 3.5), (5.5, 3.5), c.row)
+    _arrow(axis, (2.5, 3.1), (2.5, -0.5), c.column)
+    axis.text(6.1, 3.5, "+ w · texts: the images' gradient", va="center", color=c.row)
+    axis.text(6.1, -0.6, "+ wᵀ · images: the texts' gradient", va="center", color=c.column)
+    axis.text(
+        6.1, 2.0, "the tile is multiplied again;\nthe sums of the forward turn its\nlogits into weights w", va="center"
+    )
+    _limits(axis, -1.7, 12.2, -1.1, 6.4)
+    return figure
+
+
+def ring(c: Colours) -> Figure:
+    figure, (axis,) = _panels(10, 2.6)
+    for hop in range(4):
+        left = 6.3 * hop
+        for i in range(4):
+            held = (i - hop) % 4
+            _box(axis, left - 0.75, 3 - i + 0.06, 0.5, 0.88, c.row)
+            for j in range(4):
+                face = c.now if j == held else c.faint if (i - j) % 4 < hop else c.ghost
+                text = f"T{j}" if j == held else ""
+                _box(axis, left + j + 0.04, 3 - i + 0.04, 0.92, 0.92, face, text, c.paper)
+            if hop == 0:
+                axis.text(-1.0, 3.5 - i, f"rank {i}", ha="right", va="center", color=c.row)
+            if hop < 3:
+                _arrow(axis, (left + 4.15, 3.5 - i), (left + 5.35, 3.5 - i), c.column)
+        axis.text(left + 2, 4.3, f"hop {hop}", ha="center", va="bottom")
+    _limits(axis, -3.2, 23.2, -0.1, 5.0)
+    return figure
+
+
+def gradcache(c: Colours) -> Figure:
+    figure, (axis,) = _panels(10, 3.4)
+    for top, (title, retain) in zip((4.0, 0.9), (("retain=0", 0), ("retain=2", 2)), strict=True):
+        axis.text(-0.4, top + 0.95, title, ha="right", va="center", fontsize=12, family="monospace")
+        x = 0.0
+        for k in range(5):
+            kept = k >= 5 - retain
+            _box(axis, x, top + 0.5, 0.9, 0.9, c.now if kept else c.row, f"f{k + 1}", c.paper)
+            x += 1.0
+        axis.text(2.45, top + 1.6, "1  forward", ha="center", va="bottom")
+        _box(axis, 5.3, top + 0.5, 1.7, 0.9, c.column, "loss", c.paper)
+        axis.text(6.15, top + 1.6, "2  loss", ha="center", va="bottom")
+        x = 7.3
+        start = x
+        order = [4, 3, 0, 1, 2] if retain else [0, 1, 2, 3, 4]
+        for k in order:
+            if k < 5 - retain:
+                _box(axis, x, top + 0.5, 0.9, 0.9, c.row, f"f{k + 1}", c.paper)
+                x += 1.0
+            _box(axis, x - (0.1 if k < 5 - retain else 0.0), top + 0.5, 1.4, 0.9, c.faint, f"b{k + 1}", c.paper)
+            x += 1.5 - (0.1 if k < 5 - retain else 0.0)
+        axis.text((start + x) / 2, top + 1.6, "3  replay and backward", ha="center", va="bottom")
+    notes = (
+        (c.row, "forward without a graph, or its replay"),
+        (c.now, "forward that keeps its graph"),
+        (c.faint, "backward"),
+    )
+    for k, (colour, text) in enumerate(notes):
+        _box(axis, 8.6 * k, -0.9, 0.5, 0.5, colour)
+        axis.text(8.6 * k + 0.7, -0.65, text, va="center")
+    axis.set_title("time →", loc="left", fontsize=10, color=c.faint)
+    _limits(axis, -2.8, 22.4, -1.3, 6.5)
+    return figure
+
+
+def _steps() -> tuple[float, dict[int, float]]:
+    """Peak GiB of a plain step of 1,024 pairs, and by their batch of steps in sub-batches of 512 without graphs."""
+    with open(RESULTS / "h200_step.csv", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["model"] == "vit-b-16" and row["peak_bytes"]]
+    peaks: dict[str, dict[int, float]] = {"plain": {}, "contrastile": {}}
+    for row in rows:
+        ours = [row[name] for name in ("impl", "retain", "sub_batch")] == ["contrastile", "0", "512"]
+        if ours or (row["impl"], row["way"]) == ("plain", "whole batch"):
+            sizes, batch = peaks[row["impl"]], int(row["batch"])
+            sizes[batch] = min(float(row["peak_bytes"]) / 2**30, sizes.get(batch, float("inf")))
+    return peaks["plain"][1024], peaks["contrastile"]
+
+
+def memory(c: Colours) -> Figure:
+    """Peak memory of a step against its batch, as measured."""
+    plain, cached = _steps()
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axis = figure.subplots()
+    sizes = sorted(cached)
+    axis.plot(sizes, [plain * size / 1024 for size in sizes], color=c.column, ls="--", label="plain, extrapolated")
+    axis.plot([1024], [plain], "o", color=c.column, label="plain, measured")
+    axis.plot(sizes, [cached[size] for size in sizes], "o-", color=c.now, label="contrastile, retain=0, measured")
+    axis.axhline(139, color=c.faint, lw=1)
+    axis.text(sizes[-1], 145, "the memory of an H200", ha="right", va="bottom", color=c.faint)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axis.set_ylim(0, 260)
+    axis.set_xlabel("pairs in a batch (ViT-B/16 and its text tower)")
+    axis.set_ylabel("peak, GiB")
+    axis.legend(frameon=False, loc="upper right", labelcolor=c.ink)
+    return figure
+
+
+def convention(c: Colours) -> Figure:
+    figure, (axis,) = _panels(10, 3.0)
+    for rank in range(3):
+        y = 4.2 - 2.0 * rank
+        _box(axis, 0, y, 3.2, 1.3, c.row, f"rank {rank}\nits share of L", c.paper)
+        _box(axis, 4.6, y, 4.2, 1.3, c.column, "features' gradient\n3 · ∂L/∂features", c.paper)
+        _arrow(axis, (3.2, y + 0.65), (4.6, y + 0.65), c.ink)
+        _arrow(axis, (8.8, y + 0.65), (11.0, 2.85 + 0.3 * (1 - rank)), c.ink)
+    _box(axis, 11.0, 2.0, 3.6, 1.7, c.faint, "DDP:\nmean of the ranks", c.paper)
+    _box(axis, 16.0, 2.0, 5.2, 1.7, c.now, "the gradient of one process\nwith the whole batch", c.paper)
+    _arrow(axis, (14.6, 2.85), (16.0, 2.85), c.ink)
+    _limits(axis, -0.2, 21.4, -0.2, 5.8)
+    return figure
+
+
+def numerics(c: Colours) -> Figure:
+    """Relative error of a small loss in float32 at scale 100, computed here against float64."""
+    torch.manual_seed(0)
+    base = F.normalize(torch.randn(64, 32, dtype=torch.float64), dim=-1)
+    true, plain, ours = [], [], []
+    for noise in torch.linspace(0.0, 1.3, 60):
+        image, text = F.normalize(base + noise * torch.randn_like(base) / 6, dim=-1), base
+        logits = 100.0 * image @ text.T
+        # both directions apart: log(1 + the sum of the others), exact in float64
+        both = [
+            x.masked_fill(torch.eye(64, dtype=torch.bool), -torch.inf).logsumexp(1) - x.diagonal()
+            for x in (logits, logits.T)
+        ]
+        truth = float(sum(torch.log1p(x.exp()).mean() for x in both) / 2)
+        i32, t32 = image.float(), text.float()
+        x32 = 100.0 * i32 @ t32.T
+        dense = float(sum((x.logsumexp(1) - x.diagonal()).mean() for x in (x32, x32.T)) / 2)
+        true.append(truth)
+        plain.append(max(abs(dense - truth) / truth, 1e-8))
+        ours.append(max(abs(float(ClipLoss()(i32, t32, 100.0)) - truth) / truth, 1e-8))
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axis = figure.subplots()
+    axis.loglog(true, plain, "o", ms=4, color=c.column, label="log-sum-exp minus positive")
+    axis.loglog(true, ours, "o", ms=4, color=c.now, label="contrastile")
+    axis.axhline(1.0, color=c.faint, lw=1, ls="--")
+    axis.set_xlabel("the loss")
+    axis.set_ylabel("relative error, float32")
+    axis.legend(frameon=False, labelcolor=c.ink)
+    return figure
+
+
+FIGURES: dict[str, Callable[[Colours], Figure]] = {
+    each.__name__: each
+    for each in (walls, instead, tiles_forward, tiles_backward, ring, gradcache, memory, convention, numerics)
+}

@@ -1,0 +1,338 @@
+"""Pages of the reference that are written from the code: public names, the command, and the errors."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+ROOT = Path(__file__).parents[2]
+# page, its title, its first sentence, and its names with their modules
+API = {
+    "losses": (
+        "Which losses are there?",
+        "Five modules by name, and `contrast`, the function under all of them. All take the same options.",
+        dict.fromkeys(("ClipLoss", "SigLipLoss", "InfoNCELoss", "SupConLoss", "NTXentLoss", "contrast"), "contrastile"),
+    ),
+    "pair_losses": (
+        "Which values does `contrast` take as its loss?",
+        "`contrast(q, k, loss=...)` takes one of these, and any subclass of `PairLoss`.",
+        {},
+    ),
+    "encode": (
+        "How is the gradient cache called?",
+        "`encode` runs an encoder over a batch of any size, with the activations of one sub-batch in memory.",
+        {"encode": "contrastile"},
+    ),
+    "scorers": (
+        "Which learned distances are there?",
+        "A scorer takes the place of the dot product: `contrast(q, k, scorer=...)`.",
+        dict.fromkeys(("Bilinear", "PairMLP", "MaxSim"), "contrastile.scorers"),
+    ),
+    "load": (
+        "How is a finished run loaded?",
+        "`load` returns the encoders and the tokenizer of a run's folder.",
+        {"load": "contrastile"},
+    ),
+}  # fmt: skip
+SECTION = re.compile(r"^(Arguments.*|How it is computed.*):$")
+ENTRY = re.compile(r"^(\w[\w, ]*?): +(.*)$")
+
+
+def api(page: str) -> str:
+    """The page of some public names, from their signatures and docstrings."""
+    title, sentence, names = API[page]
+    if page == "pair_losses":
+        losses = importlib.import_module("contrastile.losses")
+        names = dict.fromkeys(losses.__all__, "contrastile.losses")
+    parts = [f"# {title}\n\n{sentence}\n"]
+    for name, module in names.items():
+        value = getattr(importlib.import_module(module), name)
+        parts.append(f"## `{name}`\n\n{_signature(name, module, value)}\n\n{docstring(inspect.getdoc(value) or '')}")
+        parts.append(f"Source: [{_file(value)}](../../{_file(value)})\n")
+    return "\n".join(parts)
+
+
+def _file(value: Any) -> str:
+    return Path(inspect.getsourcefile(inspect.unwrap(value)) or "").relative_to(ROOT).as_posix()
+
+
+def _signature(name: str, module: str, value: Any) -> str:
+    """How a name is imported, made and called, with its types."""
+    own = inspect.signature(value)
+    lines = [f"from {module} import {name}", ""]
+    if inspect.isclass(value):
+        lines.append(_call(name, list(own.parameters.values()), None))
+        if "forward" in dir(value):
+            call = inspect.signature(value.forward)
+            lines += ["", _call(f"{name}(...)", list(call.parameters.values())[1:], call.return_annotation)]
+    else:
+        lines.append(_call(name, list(own.parameters.values()), own.return_annotation))
+    return "```py\n" + "\n".join(lines) + "\n```"
+
+
+def _call(name: str, parameters: list[inspect.Parameter], returns: Any) -> str:
+    """A call with its types, one parameter a line where it is long."""
+    words, starred = [], False
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            starred = True
+            words.append("*")
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+            words.append(f"{parameter.name}: {_type(parameter.annotation)}{default}")
+    end = "" if returns is None else f" -> {_type(returns)}"
+    line = f"{name}({', '.join(words)}){end}"
+    return line if len(line) <= 90 else "\n".join([f"{name}(", *(f"    {word}," for word in words), f"){end}"])
+
+
+def _type(annotation: Any) -> str:
+    """An annotation as it stands in the source, with the words of a named choice spelled out."""
+    from contrastile import _types
+
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    choices = get_args(getattr(_types, text, None))
+    return f"Literal[{', '.join(map(repr, choices))}]" if choices else text
+
+
+def docstring(text: str) -> str:
+    """A docstring of this project as Markdown: code blocks, examples, and a table for each list of arguments."""
+    lines, out, k = text.splitlines(), [], 0
+    while k < len(lines):
+        line = lines[k]
+        if SECTION.match(line):
+            entries, k = _indented(lines, k + 1)
+            out += ["", f"**{line.removesuffix(':')}**", "", *_table(entries), ""]
+        elif line.startswith(">>> "):
+            end = next((i for i in range(k, len(lines)) if not lines[i].strip()), len(lines))
+            out += ["", "```pycon", *lines[k:end], "```", ""]
+            k = end
+        elif line.startswith("    ") and (k == 0 or not lines[k - 1].strip()):
+            code, k = _indented(lines, k)
+            out += ["```py", *code, "```", ""]
+        else:
+            out.append(line)
+            k += 1
+    return "\n".join(out).replace("docs/scorers.md", "[learned distances](../scorers.md)") + "\n"
+
+
+def _indented(lines: list[str], start: int) -> tuple[list[str], int]:
+    """The indented block from a line on, without its indent, and the line behind it."""
+    end = start
+    while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):
+        end += 1
+    return textwrap.dedent("\n".join(lines[start:end])).strip().splitlines(), end
+
+
+def _table(entries: list[str]) -> Iterator[str]:
+    yield from ("| name | meaning |", "|---|---|")
+    rows: list[list[str]] = []
+    for line in entries:
+        if match := ENTRY.match(line):
+            names = ", ".join(f"`{name.strip()}`" for name in match[1].split(","))
+            rows.append([names, match[2]])
+        elif rows:
+            rows[-1][1] += " " + line.strip()
+    for names, meaning in rows:
+        yield f"| {names} | {meaning.replace('|', chr(92) + '|')} |"
+
+
+def command() -> str:
+    """The page of the command, from its parser."""
+    from contrastile.cli.main import build_parser
+
+    # the width of the usage lines
+    os.environ["COLUMNS"] = "88"
+    parser = build_parser()
+    verbs = next(action for action in parser._actions if hasattr(action, "choices") and action.choices)
+    about = {choice.dest: choice.help for choice in verbs._choices_actions}
+    parts = ["# Which verbs and options does the command have?\n", f"{parser.description}\n"]
+    parts += [
+        "| verb | what it does |",
+        "|---|---|",
+        *(f"| [`{verb}`](#{verb}) | {about[verb]} |" for verb in about),
+        "",
+    ]
+    parts += [f"\n`contrastile` itself takes these options, before the verb:\n\n{_arguments(parser)}\n"]
+    for verb, each in verbs.choices.items():
+        parts += _verb(verb, each, about.get(verb))
+    return "\n".join(parts) + "\nExit codes are on the page of [failures](../trust.md).\n"
+
+
+def _verb(name: str, parser: Any, about: str | None, level: int = 2) -> Iterator[str]:
+    heading = name.split()[-1] if level == 2 else name
+    usage = parser.format_usage().strip().removeprefix("usage: ").replace("\n" + " " * 7, "\n")
+    yield f"{'#' * level} {heading}\n\n{_sentence(parser.description or about or '')}\n\n```text\n{usage}\n```\n"
+    yield _arguments(parser)
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            helps = {choice.dest: choice.help for choice in action._choices_actions}
+            for inner, each in action.choices.items():
+                yield from _verb(f"{name} {inner}", each, helps.get(inner), level + 1)
+
+
+def _sentence(text: str) -> str:
+    text = " ".join(text.split())
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}." if text else ""
+
+
+def _arguments(parser: Any) -> str:
+    rows = []
+    for action in parser._actions:
+        if action.dest in ("help", "verb") or isinstance(action.choices, dict):
+            continue
+        value = action.metavar or (action.dest.upper() if action.nargs != 0 and not action.choices else "")
+        value = value if isinstance(value, str) else " ".join(value)
+        names = ", ".join(f"`{f'{name} {value}'.strip()}`" for name in action.option_strings)
+        names = names or f"`{action.metavar or action.dest}`"
+        text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
+        if action.choices:
+            text += f" (one of {', '.join(f'`{choice}`' for choice in action.choices)})"
+        rows.append(f"| {names} | {_cell(text)} |")
+    return "\n".join(["| argument | meaning |", "|---|---|", *rows, ""]) if rows else ""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def errors() -> str:
+    """The index of errors: every sentence of the program's one form, by the part of the program that raises it."""
+    found: dict[str, set[tuple[str, str, str, str]]] = defaultdict(set)
+    for path in sorted((ROOT / "contrastile").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        words: dict[str, str] = {}
+        for node in tree.body:
+            if isinstance(node, ast.Assign):
+                _assign(node.targets[0], node.value, words)
+        for scope in ast.walk(tree):
+            if isinstance(scope, ast.FunctionDef):
+                _collect(scope, path, dict(words), found)
+    parts = [
+        "# What does this error mean?\n",
+        "Every error of contrastile has one form: *`name` must ...; got .... What to do.* The tables below list all of",
+        "them, by the argument that they name. … stands for words that depend on the call.\n",
+        "An error of the command ends with exit code 2. `contrastile --traceback VERB ...` shows where it came from.\n",
+        "Your error is not here? [What went wrong?](../start/problems.md) begins with the symptom.\n",
+    ]
+    for part in sorted(found):
+        parts += [f"## {part}\n", "| name | must | what to do | source |", "|---|---|---|---|"]
+        for name, rule, remedy, source in sorted(found[part]):
+            file = source.rsplit("/", 1)[1]
+            parts.append(f"| `{name}` | {_cell(rule)} | {_cell(remedy)} | [{file}](../../{source}) |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _collect(
+    scope: ast.FunctionDef, path: Path, texts: dict[str, str], found: dict[str, set[tuple[str, str, str, str]]]
+) -> None:
+    """Add the errors that a function raises; its names stand for the text that they were given."""
+    source, drawer = path.relative_to(ROOT).as_posix(), path.relative_to(ROOT / "contrastile").parts[0]
+    part = PARTS.get(drawer.removesuffix(".py"), drawer)
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            _assign(node.targets[0], node.value, texts)
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Call) and _name(node.func) == "invalid" and len(node.args) == 4:
+            name, rule, _, remedy = (_text(arg, texts) for arg in node.args)
+            if rule.strip("…. "):
+                found[part].add((name, rule, remedy, source))
+        elif isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 3:
+            # a rule of a recipe's section: condition, key, sentence
+            _, key, sentence = (_text(each, texts) for each in node.value.elts)
+            if sentence.startswith("must "):
+                found["Recipes"].add((key or "recipe", sentence.removeprefix("must "), "", source))
+
+
+# the parts of the program, in a user's words
+PARTS = {
+    "engine": "Losses", "modules": "Losses", "functional": "Losses", "losses": "Losses", "tiles": "Losses",
+    "exchange": "Losses", "_dispatch": "Losses", "_types": "Losses", "scorers": "Losses", "offload": "Losses",
+    "_errors": "Losses", "_torch": "Losses", "gradcache": "The gradient cache", "distributed": "Ranks", "data": "Data",
+    "models": "Models", "evaluate": "Evaluation", "train": "Training", "retrieval": "Search",
+    "experiments": "Comparisons", "bench": "Benchmarks", "cli": "The command",
+}  # fmt: skip
+
+
+def key_types() -> dict[str, str]:
+    """The type and bounds of every key of a recipe, from the classes that check it."""
+    from contrastile.train.config.base import known_keys
+    from contrastile.train.recipe import KINDS
+
+    types: dict[str, list[str]] = defaultdict(list)
+    for kind in KINDS.values():
+        for key, section in known_keys(kind):
+            field = section.model_fields[key.rsplit(".", 1)[-1]]
+            text = _kind(field.annotation, field.metadata)
+            if text not in types[key]:
+                types[key].append(text)
+    return {key: " or ".join(texts) for key, texts in types.items()}
+
+
+NAMES = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true, false",
+    tuple: "list",
+    list: "list",
+    dict: "table",
+}
+
+
+def _kind(annotation: Any, bounds: Sequence[Any] = ()) -> str:
+    """A type in words: numbers with their limits, the words of a choice, lists and tables."""
+    arguments = get_args(annotation)
+    if hasattr(annotation, "__metadata__"):
+        return _kind(arguments[0], annotation.__metadata__)
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{json.dumps(word)}`" for word in arguments)
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [_kind(each, bounds) for each in arguments if each is not type(None)]
+        return " or ".join(dict.fromkeys(kinds))
+    name = NAMES.get(get_origin(annotation) or annotation, "table")
+    limits = [
+        f"{sign} {getattr(each, limit)}"
+        for item in bounds
+        for each in (item, *getattr(item, "metadata", ()))
+        for limit, sign in (("ge", "≥"), ("gt", "&gt;"), ("le", "≤"), ("lt", "&lt;"))
+        if getattr(each, limit, None) is not None and getattr(each, limit) < 2**20
+    ]
+    return " ".join([name, *([", ".join(limits)] if limits and name.endswith("number") else [])])
+
+
+def _assign(target: ast.expr, value: ast.expr, texts: dict[str, str]) -> None:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for each, part in zip(target.elts, value.elts, strict=True):
+            _assign(each, part, texts)
+    elif isinstance(target, ast.Name):
+        texts.setdefault(target.id, _text(value, texts))
+
+
+def _name(function: ast.expr) -> str:
+    return getattr(function, "id", getattr(function, "attr", ""))
+
+
+def _text(node: ast.expr, texts: dict[str, str]) -> str:
+    """The words of an argument, with … for what only a call knows."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.Name):
+        return texts.get(node.id, "…")
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.IfExp):
+        return f"{_text(node.body, texts)} / {_text(node.orelse, texts)}"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left, texts) + _text(node.right, texts)
+    return "…"
