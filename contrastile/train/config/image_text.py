@@ -320,7 +320,7 @@ class SubBatch(SubBatches):
 
 
 class TrainSettings(Steps):
-    """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it.
+    """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it; no override needs a notice.
 
     "float64" is for comparing ways to compute the same: after a hundred steps rounding still does not show.
     """
@@ -340,10 +340,7 @@ class TrainSettings(Steps):
     def _reduce_to_the_largest_batch(cls, sub_batch: SubBatch, info: ValidationInfo) -> SubBatch:
         largest = max((size for _, size in info.data.get("batch", ())), default=2**53)
         given = {"image": sub_batch.image, "text": sub_batch.text}
-        # a smaller batch on the command line needs no notice
-        overridden = any(
-            "train".startswith(key) or key == "train.batch" for key in (info.context or {}).get("overrides", ())
-        )
+        overridden = {"train", "train.batch"} & {*(info.context or {}).get("overrides", ())}
         for side, size in given.items() if needs_files(info) and not overridden else ():
             if side in sub_batch.model_fields_set and size > largest:
                 logger.warning("train.sub_batch.%s is %d, the largest batch, instead of %d", side, largest, size)
