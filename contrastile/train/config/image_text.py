@@ -320,7 +320,7 @@ class SubBatch(SubBatches):
 
 
 class TrainSettings(Steps):
-    """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it; no override needs a notice.
+    """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it.
 
     "float64" is for comparing ways to compute the same: after a hundred steps rounding still does not show.
     """
