@@ -156,6 +156,15 @@ class PairedLoss(Loss):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
+        """Return the loss of N pairs, over the batch of all ranks.
+
+        Arguments:
+            image_features, text_features: [N, D], rows of unit length.
+            logit_scale, logit_bias: numbers, or tensors of shape [] or [1]; the scale, not its logarithm.
+            output_dict: return `{"contrastive_loss": loss}`, as open_clip's losses can.
+            ids: [N] integers; pairs of equal ids are not negatives of each other.
+            weights: [N]; the loss is Σ w·loss / Σ w.
+        """
         operation, inputs = self._prepared(
             image_features, text_features, logit_scale, bias=logit_bias, query_ids=ids, key_ids=ids, weights=weights,
             paired=True,

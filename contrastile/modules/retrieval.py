@@ -83,6 +83,17 @@ class InfoNCELoss(Loss):
         negative_ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
+        """Return the loss of N queries among the keys of all ranks.
+
+        Arguments:
+            query, key: [N, D] and [M, D]; without `positives` key i belongs to query i.
+            scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
+            positives: [N] or [N, P] indices into this rank's keys, −1 pads.
+            negatives: further keys: [H, D] of every query, or [N, H, D] of each query alone.
+            query_ids, key_ids, negative_ids: [N], [M], [N, H] integers; pairs of equal ids that are not positive do
+                not count.
+            weights: [N]; the loss is Σ w·loss / Σ w.
+        """
         others: dict[str, Any] = {
             "positives": positives, "negatives": negatives, "query_ids": query_ids, "key_ids": key_ids,
             "negative_ids": negative_ids, "weights": weights,
@@ -175,6 +186,17 @@ class GISTLoss(Loss):
         key_ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
+        """Return the loss of N queries among the keys of all ranks, without those that the guide takes for positives.
+
+        Arguments:
+            query, key: [N, D] and [M, D]; without `positives` key i belongs to query i.
+            scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
+            guide_query, guide_key: [N, G] and [M, G], the guide's features, rows of unit length; constants.
+            positives: [N] or [N, P] indices into this rank's keys, −1 pads.
+            negatives, guide_negatives: [H, D] and [H, G], further keys of every query.
+            query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count.
+            weights: [N]; the loss is Σ w·loss / Σ w.
+        """
         try:
             if (negatives is None) != (guide_negatives is None):
                 got = None if guide_negatives is None else "some"
