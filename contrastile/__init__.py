@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from contrastile.functional import contrast
     from contrastile.gradcache.encode import encode
-    from contrastile.modules import ClipLoss, DCLLoss, GISTLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
+    from contrastile.modules import (
+        ClipLoss,
+        DCLLoss,
+        DistillClipLoss,
+        GISTLoss,
+        InfoNCELoss,
+        NTXentLoss,
+        SigLipLoss,
+        SupConLoss,
+    )
     from contrastile.train.load import load
 
 __version__ = "0.1.0"
@@ -26,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ClipLoss",
     "DCLLoss",
+    "DistillClipLoss",
     "GISTLoss",
     "InfoNCELoss",
     "NTXentLoss",
@@ -40,6 +50,7 @@ __all__ = [
 _HOMES = {
     "ClipLoss": "modules",
     "DCLLoss": "modules",
+    "DistillClipLoss": "modules",
     "GISTLoss": "modules",
     "InfoNCELoss": "modules",
     "NTXentLoss": "modules",

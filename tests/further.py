@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from problems import _with_gradients as gradients
 from torch import Tensor, nn
 
-from contrastile import DCLLoss, GISTLoss, InfoNCELoss, contrast
-from contrastile.losses import DecoupledWeighted, Hardness
+from contrastile import DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, contrast
+from contrastile.losses import DecoupledWeighted, Distilled, Hardness
 
 N, H, D = 45, 3, 19
 # of a formula, [N]: the losses of its rows, and which of them count
@@ -275,6 +275,68 @@ def gist_relative() -> Case:
     return _gist("relative", 0.05)
 
 
+def _kl(x: Tensor, teacher: Tensor) -> Tensor:
+    """Σ q log(q / p) of each row; pairs that do not count are −∞ in both."""
+    log_p, log_q = x.log_softmax(1), teacher.log_softmax(1)
+    return (log_q.exp() * (log_q - log_p).masked_fill(x == -torch.inf, 0.0)).sum(1)
+
+
+def _teacher() -> tuple[Tensor, Tensor]:
+    image = _unit(N, 7, seed=8)
+    return image, _unit(N, 7, seed=9, near=image)
+
+
+def distill_clip() -> Case:
+    """Both directions, with ids that exclude pairs, and weights of rows."""
+
+    def formula(
+        image_features: Tensor, text_features: Tensor, logit_scale: Tensor, dist_image_features: Tensor,
+        dist_text_features: Tensor, dist_logit_scale: Tensor, ids: Tensor,
+    ) -> list[RowLosses]:  # fmt: skip
+        excluded = (ids[:, None] == ids) & ~torch.eye(N, dtype=torch.bool)
+        x = (logit_scale * image_features @ text_features.T).masked_fill(excluded, -torch.inf)
+        t = dist_logit_scale * dist_image_features @ dist_text_features.T
+        t = t.to(x.dtype).masked_fill(excluded, -torch.inf)
+        return [
+            (0.7 * F.cross_entropy(a, torch.arange(N), reduction="none") + 0.3 * _kl(a, b), torch.ones(N).bool())
+            for a, b in ((x, t), (x.T, t.T))
+        ]
+
+    def module(**how: Any) -> nn.Module:
+        return DistillClipLoss(weight=0.3, **how)
+
+    query, key, scale = _leaves().values()
+    image, text = _teacher()
+    constants = {
+        "dist_image_features": image,
+        "dist_text_features": text,
+        "dist_logit_scale": torch.tensor(15.0, dtype=torch.float64),
+        "ids": _whole(12, N, seed=3),
+        "weights": torch.rand(N, generator=_generator(4), dtype=torch.float64) + 0.1,
+    }
+    leaves = {"image_features": query, "text_features": key, "logit_scale": scale}
+    return Case(module, formula, leaves, constants)
+
+
+def distill_labels() -> Case:
+    """One direction, several positives, the teacher alone."""
+
+    def formula(
+        query: Tensor, key: Tensor, scale: Tensor, query_labels: Tensor, key_labels: Tensor, guide_q: Tensor,
+        guide_k: Tensor,
+    ) -> list[RowLosses]:  # fmt: skip
+        x, positive = scale * query @ key.T, query_labels[:, None] == key_labels
+        hard = -(x.log_softmax(1) * positive).sum(1) / positive.sum(1)
+        return [(0.5 * hard + 0.5 * _kl(x, (guide_q @ guide_k.T).to(x.dtype)), positive.any(1))]
+
+    def module(**how: Any) -> nn.Module:
+        return _Contrast(loss=Distilled(), **how)
+
+    labels, (image, text) = torch.arange(N) // 2, _teacher()
+    constants = {"query_labels": labels, "key_labels": labels, "guide_q": 15 * image, "guide_k": text}
+    return Case(module, formula, _leaves(), constants)
+
+
 CASES = {
     make.__name__: make
     for make in (
@@ -288,5 +350,7 @@ CASES = {
         dclw_labels,
         gist_absolute,
         gist_relative,
+        distill_clip,
+        distill_labels,
     )
 }

@@ -166,6 +166,7 @@ def test_public_names() -> None:
     names = [
         "ClipLoss",
         "DCLLoss",
+        "DistillClipLoss",
         "GISTLoss",
         "InfoNCELoss",
         "NTXentLoss",

@@ -13,7 +13,7 @@ from problems import distance
 from ranks import Pool
 from torch import Tensor, nn
 
-from contrastile import DCLLoss, GISTLoss, InfoNCELoss, contrast, encode
+from contrastile import DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, contrast, encode
 from contrastile.losses import Guided, Hardness, Softmax
 from contrastile.tiles import eager
 
@@ -127,7 +127,7 @@ def test_ranks_have_the_gradients_of_one_process(pool: Pool, W: int, exchange: s
 
 # of Dynamo itself, about a tensor that it hands over a break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("name", ["own_negatives", "gist_absolute"])
+@pytest.mark.parametrize("name", ["own_negatives", "gist_absolute", "distill_clip"])
 def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     """These calls are no operation of a graph, which breaks before them."""
     case = CASES[name]()
@@ -138,10 +138,22 @@ def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     assert distance(compiled(**tensors, **case.constants).detach(), 2 * truth) <= 1e-12
 
 
-def test_the_fused_kernels_decline_a_guide() -> None:
+@pytest.mark.parametrize("name", ["gist_absolute", "distill_clip"])
+def test_the_fused_kernels_decline_a_guide(name: str) -> None:
     pytest.importorskip("triton")
-    with pytest.raises(ValueError, match=r"no kernel for (Guided|guides)"):
-        CASES["gist_absolute"]().by_tiles(CASES["gist_absolute"]().tensors(torch.float32), backend="triton")
+    case = CASES[name]()
+    with pytest.raises(ValueError, match=r"It declines: no kernel for guides"):
+        case.by_tiles(case.tensors(torch.float32), backend="triton")
+
+
+def test_a_student_that_is_its_teacher_has_no_soft_loss() -> None:
+    query, key, _ = (x.float() for x in CASES["own_negatives_only"]().leaves.values() if x.ndim < 3)
+    student = query.clone().requires_grad_()
+    loss = DistillClipLoss(weight=1.0)(student, key, 30.0, query, key, 30.0)
+    loss.backward()
+    assert loss.detach().abs() <= 1e-6
+    assert student.grad is not None
+    assert student.grad.abs().max() <= 1e-6
 
 
 def _x(*shape: int) -> Tensor:
@@ -243,6 +255,20 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`symmetric` must be False for a guided loss; got True. Add the loss of the exchanged sides for both directions.": (
         lambda: Guided(symmetric=True)
+    ),
+    "`dist_logit_scale` must be a number or a tensor of shape [] or [1]; got NoneType. Pass logit_scale.exp(), say.": (
+        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 5), None)  # type: ignore[arg-type]
+    ),
+    "`dist_logit_scale` must not require a gradient; got some that do. Detach them: they are taken as constants.": (
+        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 5), _x(1).requires_grad_())
+    ),
+    "`dist_text_features` must have the same feature size as `dist_image_features`; got 5 and 6. Project one side "
+    "first.": lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 6), 1.0),
+    "`dist_image_features` must have as many rows as `image_features`; got 3 and 2. One row for each, and for each of "
+    "the `negatives`.": lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(2, 5), _x(3, 5), 1.0),
+    "`weight` must be from 0 to 1; got 1.5. 0.5 weighs teacher and labels alike.": lambda: DistillClipLoss(weight=1.5),
+    "`label_smoothing` must be 0 for distillation; got 0.1. The teacher's targets are soft already.": lambda: (
+        DistillClipLoss(label_smoothing=0.1)
     ),
     "`sigma` must be positive; got 0.0. The paper has 0.5.": lambda: DCLLoss(sigma=0.0),
     "`label_smoothing` must be 0 for the decoupled loss; got 0.1. Leave it out, or take the softmax loss.": lambda: (
