@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from contrastile.functional import contrast
     from contrastile.gradcache.encode import encode
+    from contrastile.losses.queue import KeyQueue
     from contrastile.modules import (
         ClipLoss,
         DCLLoss,
@@ -38,6 +39,7 @@ __all__ = [
     "DistillClipLoss",
     "GISTLoss",
     "InfoNCELoss",
+    "KeyQueue",
     "NTXentLoss",
     "SigLipLoss",
     "SupConLoss",
@@ -53,6 +55,7 @@ _HOMES = {
     "DistillClipLoss": "modules",
     "GISTLoss": "modules",
     "InfoNCELoss": "modules",
+    "KeyQueue": "losses.queue",
     "NTXentLoss": "modules",
     "SigLipLoss": "modules",
     "SupConLoss": "modules",

@@ -169,6 +169,7 @@ def test_public_names() -> None:
         "DistillClipLoss",
         "GISTLoss",
         "InfoNCELoss",
+        "KeyQueue",
         "NTXentLoss",
         "SigLipLoss",
         "SupConLoss",
