@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         GISTLoss,
         InfoNCELoss,
         NTXentLoss,
+        ScoreDistillLoss,
         SigLipLoss,
         SupConLoss,
     )
@@ -41,6 +42,7 @@ __all__ = [
     "InfoNCELoss",
     "KeyQueue",
     "NTXentLoss",
+    "ScoreDistillLoss",
     "SigLipLoss",
     "SupConLoss",
     "contrast",
@@ -57,6 +59,7 @@ _HOMES = {
     "InfoNCELoss": "modules",
     "KeyQueue": "losses.queue",
     "NTXentLoss": "modules",
+    "ScoreDistillLoss": "modules",
     "SigLipLoss": "modules",
     "SupConLoss": "modules",
     "contrast": "functional",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from problems import _with_gradients as gradients
 from torch import Tensor, nn
 
-from contrastile import DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, contrast
+from contrastile import DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, contrast
 from contrastile.losses import DecoupledWeighted, Distilled, Hardness
 
 N, H, D = 45, 3, 19
@@ -63,7 +63,7 @@ def _part(name: str, x: Any, rank: int, shares: list[int]) -> Any:
         return x
     own = x.split(shares)[rank]
     # counted from this rank's first key
-    return torch.where(own >= 0, own - sum(shares[:rank]), own) if name == "positives" else own
+    return torch.where(own >= 0, own - sum(shares[:rank]), own) if name in ("positives", "lists") else own
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -337,6 +337,47 @@ def distill_labels() -> Case:
     return Case(module, formula, _leaves(), constants)
 
 
+def _scores(kind: str) -> tuple[Callable[..., list[RowLosses]], Callable[..., nn.Module]]:
+    def formula(
+        query: Tensor, key: Tensor, scale: Tensor, scores: Tensor, lists: Tensor | None = None
+    ) -> list[RowLosses]:
+        counted = torch.ones_like(scores, dtype=torch.bool) if lists is None else lists >= 0
+        listed = key if lists is None else key[lists.clamp(min=0)]
+        x, scores = scale * _own_products(query, listed), scores.to(query.dtype)
+        if kind == "kl":
+            both = [
+                each.masked_fill(~counted, -torch.inf).where(counted.any(1, keepdim=True), 0.0) for each in (x, scores)
+            ]
+            return [(_kl(*both), counted.any(1))]
+        error = (x[:, :1] - x[:, 1:]) - (scores[:, :1] - scores[:, 1:])
+        counted = counted[:, 1:] & counted[:, :1]
+        return [((error.square() * counted).sum(1) / counted.sum(1).clamp(min=1), counted.any(1))]
+
+    def module(**how: Any) -> nn.Module:
+        return ScoreDistillLoss(kind=kind, **how)  # type: ignore[arg-type]
+
+    return formula, module
+
+
+def scores_kl() -> Case:
+    """Lists of keys of the batch with pads, one of pads alone."""
+    formula, module = _scores("kl")
+    # within two neighbours, which are on the same rank
+    first, second = torch.arange(N), (torch.arange(N) ^ 1).clamp(max=N - 1)
+    lists = torch.stack([first, second.where(first % 3 > 0, torch.tensor(-1))], 1)
+    lists[7] = -1
+    scores = torch.randn(N, 2, generator=_generator(5), dtype=torch.float64)
+    return Case(module, formula, _leaves(), {"scores": scores, "lists": lists})
+
+
+def scores_margin() -> Case:
+    """Keys of each query alone."""
+    formula, module = _scores("margin_mse")
+    scores = torch.randn(N, H, generator=_generator(5), dtype=torch.float64)
+    weights = torch.rand(N, generator=_generator(4), dtype=torch.float64) + 0.1
+    return Case(module, formula, _leaves(key=_unit(N, H, D, seed=2)), {"scores": scores, "weights": weights})
+
+
 CASES = {
     make.__name__: make
     for make in (
@@ -352,5 +393,7 @@ CASES = {
         gist_relative,
         distill_clip,
         distill_labels,
+        scores_kl,
+        scores_margin,
     )
 }

@@ -171,6 +171,7 @@ def test_public_names() -> None:
         "InfoNCELoss",
         "KeyQueue",
         "NTXentLoss",
+        "ScoreDistillLoss",
         "SigLipLoss",
         "SupConLoss",
         "contrast",

@@ -13,7 +13,7 @@ from problems import distance
 from ranks import Pool
 from torch import Tensor, nn
 
-from contrastile import DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, contrast, encode
+from contrastile import DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, contrast, encode
 from contrastile.losses import Guided, Hardness, Softmax
 from contrastile.tiles import eager
 
@@ -178,6 +178,17 @@ def test_a_guide_that_is_not_finite_gives_nan() -> None:
     assert all(x.isnan().all() for x in gradients.values())
 
 
+def test_a_score_that_is_not_finite() -> None:
+    """−∞ has no share of the target; NaN is a loss of NaN."""
+    query, key = torch.randn(2, 4), torch.randn(2, 3, 4)
+    scores = torch.tensor([[0.0, -torch.inf, 1.0], [0.0, 2.0, 1.0]])
+    x = (key @ query[..., None])[..., 0]
+    truth = F.kl_div(x.log_softmax(1), scores.softmax(1), reduction="batchmean")
+    torch.testing.assert_close(ScoreDistillLoss()(query, key, scores), truth)
+    scores[1, 1] = torch.nan
+    assert ScoreDistillLoss()(query, key, scores).isnan()
+
+
 def test_a_copy_of_the_positive_does_not_exceed_it() -> None:
     """However its similarity is rounded: it is a negative, as in the plain formula."""
     generator = torch.Generator().manual_seed(0)
@@ -269,6 +280,29 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`weight` must be from 0 to 1; got 1.5. 0.5 weighs teacher and labels alike.": lambda: DistillClipLoss(weight=1.5),
     "`label_smoothing` must be 0 for distillation; got 0.1. The teacher's targets are soft already.": lambda: (
         DistillClipLoss(label_smoothing=0.1)
+    ),
+    "`scores` must be floating point of shape [3, 2], one for each listed key; got shape [3, 4], torch.float32. Score "
+    "the keys that are listed, with anything for pads.": lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 4)),
+    "`scores` must not require a gradient; got some that do. Detach them: they are taken as constants.": lambda: (
+        ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2).requires_grad_())
+    ),
+    "`scores` must be on the device of `key`; got cpu and meta. Move one side first.": lambda: ScoreDistillLoss()(
+        _x(3, 4), _x(3, 2, 4), torch.ones(3, 2, device="meta")
+    ),
+    "`key` must be [N, P, D], or [M, D] with `lists`; got shape [3, 4]. List each query's keys.": lambda: (
+        ScoreDistillLoss()(_x(3, 4), _x(3, 4), _x(3, 2))
+    ),
+    "`lists` must index this rank's 5 keys, or be -1; got 5. Count from this rank's first key.": lambda: (
+        ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=torch.tensor([[0, 5]] * 3))
+    ),
+    "`lists` must have two dimensions [N, P]; got shape [3]. List several keys.": lambda: ScoreDistillLoss()(
+        _x(3, 4), _x(5, 4), _x(3, 2), lists=torch.arange(3)
+    ),
+    "`kind` must be one of kl, margin_mse; got 'mse'. Leave it out for the divergence.": lambda: ScoreDistillLoss(
+        kind="mse"  # type: ignore[arg-type]
+    ),
+    "`label_smoothing` must be 0 for a distillation of scores; got 0.1. Soften the scores instead.": lambda: (
+        ScoreDistillLoss(label_smoothing=0.1)
     ),
     "`sigma` must be positive; got 0.0. The paper has 0.5.": lambda: DCLLoss(sigma=0.0),
     "`label_smoothing` must be 0 for the decoupled loss; got 0.1. Leave it out, or take the softmax loss.": lambda: (

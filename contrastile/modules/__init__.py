@@ -1,7 +1,7 @@
 """The losses by name: what a training script writes."""
 
 from contrastile.modules.paired import ClipLoss, DCLLoss, DistillClipLoss, SigLipLoss
-from contrastile.modules.retrieval import GISTLoss, InfoNCELoss
+from contrastile.modules.retrieval import GISTLoss, InfoNCELoss, ScoreDistillLoss
 from contrastile.modules.views import NTXentLoss, SupConLoss
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "GISTLoss",
     "InfoNCELoss",
     "NTXentLoss",
+    "ScoreDistillLoss",
     "SigLipLoss",
     "SupConLoss",
 ]
