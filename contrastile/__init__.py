@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from contrastile.functional import contrast
     from contrastile.gradcache.encode import encode
     from contrastile.gradcache.inputs import Ragged
-    from contrastile.modules import ClipLoss, DCLLoss, GISTLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
+    from contrastile.losses.queue import KeyQueue
+    from contrastile.modules import (
+        ClipLoss,
+        DCLLoss,
+        DistillClipLoss,
+        GISTLoss,
+        InfoNCELoss,
+        NTXentLoss,
+        ScoreDistillLoss,
+        SigLipLoss,
+        SupConLoss,
+    )
     from contrastile.train.load import load
 
 __version__ = "0.2.0"
@@ -27,10 +38,13 @@ __version__ = "0.2.0"
 __all__ = [
     "ClipLoss",
     "DCLLoss",
+    "DistillClipLoss",
     "GISTLoss",
     "InfoNCELoss",
+    "KeyQueue",
     "NTXentLoss",
     "Ragged",
+    "ScoreDistillLoss",
     "SigLipLoss",
     "SupConLoss",
     "contrast",
@@ -42,10 +56,13 @@ __all__ = [
 _HOMES = {
     "ClipLoss": "modules",
     "DCLLoss": "modules",
+    "DistillClipLoss": "modules",
     "GISTLoss": "modules",
     "InfoNCELoss": "modules",
+    "KeyQueue": "losses.queue",
     "NTXentLoss": "modules",
     "Ragged": "gradcache.inputs",
+    "ScoreDistillLoss": "modules",
     "SigLipLoss": "modules",
     "SupConLoss": "modules",
     "contrast": "functional",
