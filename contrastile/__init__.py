@@ -7,7 +7,7 @@
 
 CLIP is `ClipLoss`, SigLIP `SigLipLoss`, SimCLR `NTXentLoss`, SupCon `SupConLoss`, DPR `InfoNCELoss`; GradCache is
 `encode`; `contrast` is the function under all losses, also with a learned distance of `contrastile.scorers`; `load`
-gives the towers of a finished run.
+gives the towers of a finished run, `plan` the memory and the time of one to come.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from contrastile.gradcache.encode import encode
     from contrastile.modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
     from contrastile.train.load import load
+    from contrastile.train.plan import plan
 
 __version__ = "0.1.0"
 
-__all__ = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss", "contrast", "encode", "load"]
+__all__ = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss", "contrast", "encode", "load", "plan"]
 
 # names are fetched when first used, so that the command line can refuse a bad recipe before torch is loaded
 _HOMES = {
@@ -35,6 +36,7 @@ _HOMES = {
     "contrast": "functional",
     "encode": "gradcache.encode",
     "load": "train.load",
+    "plan": "train.plan",
 }
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from contrastile import __version__
-from contrastile.cli import bench, compare, doctor, encode, evaluate, search, train
+from contrastile.cli import bench, compare, doctor, encode, evaluate, plan, search, train
 
 # arguments of pip for modules outside "contrastile[train]"
 PACKAGES = {
@@ -27,7 +27,7 @@ PACKAGES = {
     "faiss": "faiss-cpu",
     "open_clip": "open_clip_torch",
 }
-VERBS = (train, evaluate, encode, search, compare, bench, doctor)
+VERBS = (train, evaluate, encode, search, compare, bench, plan, doctor)
 
 
 class Parser(argparse.ArgumentParser):
