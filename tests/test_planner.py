@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,10 @@ from contrastile.planner.towers import TowerCost, Work, measure, shapes_only
 from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings
 from contrastile.train.memory import Weighed
 from contrastile.train.optim import build_optimizer, state_bytes
+from contrastile.train.planned import planned_memory
 from contrastile.train.recipe import load_recipe
+from contrastile.train.report.figures import memory_bars
+from contrastile.train.report.page import _memory_figure
 
 CPU = torch.device("cpu")
 WIDTH, D, SUB_BATCH = 96, 32, 16
@@ -288,3 +292,20 @@ def test_what_the_command_refuses(words: list[str], sentence: str, tmp_path: Pat
     big = [word.replace("1M", str(2**20)).replace("2M", str(2**21)) if "train." in word else word for word in words]
     assert main(["plan", *(str(path) if word == "RECIPE" else word for word in big)]) == 2
     assert capsys.readouterr().err == sentence + "\n"
+
+
+@pytest.mark.drawn
+def test_the_report_shows_the_plan_beside_the_measured_peak() -> None:
+    svg = memory_bars({"graphs": 3 * 2**30, "weights": 2**30}, 5 * 2**30)
+    assert svg.startswith("<svg")
+    assert all(f">{word}<" in svg for word in ("planned", "measured", "graphs", "weights"))
+    # earlier versions wrote no plan, and on a CPU there is none
+    assert [*_memory_figure({"peak_bytes": 1}), *_memory_figure({"planned_memory": None, "peak_bytes": 1})] == []
+
+
+def test_a_plan_that_fails_costs_a_finished_run_nothing(caplog: Any) -> None:
+    run: Any = SimpleNamespace(device=CPU, recipe=None)
+    assert planned_memory(run, 64, 1) is None
+    run.device = SimpleNamespace(type="cuda")
+    assert planned_memory(run, 64, 1) is None
+    assert "no plan of the memory" in caplog.text

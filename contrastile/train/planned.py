@@ -6,6 +6,7 @@ is `contrastile.plan`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, pairwise, product
@@ -24,6 +25,7 @@ from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.models.text import load_tokenizer, train_tokenizer
 from contrastile.models.timm_openclip import clip_tokenizer
+from contrastile.offload import free_memory
 from contrastile.planner.loss import LossSize
 from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
 from contrastile.planner.plan import Plan
@@ -31,11 +33,14 @@ from contrastile.planner.profile import Target, target
 from contrastile.planner.towers import TowerCost, made_without_memory, measure, shapes_only, without_memory
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.sizes import without_folders
+from contrastile.train.loaded import LoadedRun
 from contrastile.train.optim import state_bytes, step_bytes
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import build_retriever_run
 from contrastile.train.run import HALVES, autocast, build_run
+
+logger = logging.getLogger("contrastile")
 
 LOSSES: dict[str, PairLoss] = {"clip": Softmax(symmetric=True), "siglip": Sigmoid(), "infonce": Softmax()}
 # numbers of a token: its index, and the mask
@@ -54,6 +59,22 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
         raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
     model, costs = towers(settings, machines.ranks, batch or largest)
     return plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs) if not batch else ())
+
+
+def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | None:
+    """The parts of a finished run's planned peak, for its report; None on a CPU, whose tensors are not counted.
+
+    A plan that fails is reported and never costs a run its end.
+    """
+    if run.device.type != "cuda" or not batch:
+        return None
+    try:
+        memory = free_memory(run.device)[1]
+        machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type)
+        return plan_of(run.recipe, machines, batch, *towers(run.recipe, ranks, batch)).peak.parts
+    except Exception as error:
+        logger.warning("no plan of the memory: %s: %s", type(error).__name__, error)
+        return None
 
 
 def stages(recipe: Any, pairs: int | None = None) -> tuple[tuple[int, int], ...]:

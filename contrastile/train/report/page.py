@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from contrastile.train.folder import EVALUATION, GALLERIES, METADATA, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
 from contrastile.train.log import clock, read_metrics, size
-from contrastile.train.report.figures import Curve, curves
+from contrastile.train.report.figures import Curve, curves, memory_bars
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -56,7 +56,7 @@ def write_report(
         wording=wording,
         unit=wording.unit,
         measures=measures(results),
-        figures=_figures(read_metrics(folder / METRICS), metadata["loss"], wording),
+        figures=_figures(read_metrics(folder / METRICS), metadata["loss"], wording) + _memory_figure(metadata),
         galleries=stored_samples(folder, GALLERIES, galleries),
         questions=stored_samples(folder, QUESTIONS, questions),
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
@@ -158,6 +158,12 @@ def _figures(metrics: Sequence[Line], loss: str, wording: Wording) -> list[str]:
         shares = {part: averaged(timed, partial(_share, part)) for part in parts}
         figures.append(draw(shares, title="Where a step's time goes, in percent"))
     return figures
+
+
+def _memory_figure(metadata: Mapping[str, Any]) -> list[str]:
+    """Planned memory beside the measured; none of a run on CPUs, of one that still trains, or of earlier versions."""
+    planned = metadata.get("planned_memory")
+    return [memory_bars(planned, metadata["peak_bytes"])] if planned else []
 
 
 def _share(part: str, line: Line) -> float:
