@@ -7,7 +7,8 @@
 
 CLIP is `ClipLoss`, SigLIP `SigLipLoss`, SimCLR `NTXentLoss`, SupCon `SupConLoss`, DPR `InfoNCELoss`; GradCache is
 `encode`, and `Ragged` its input where values are packed; `contrast` is the function under all losses, also with a
-learned distance of `contrastile.scorers`; `load` gives the towers of a finished run.
+learned distance of `contrastile.scorers`; `load` gives the towers of a finished
+run, `plan` the memory and the time of one to come.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         SupConLoss,
     )
     from contrastile.train.load import load
+    from contrastile.train.plan import plan
 
 __version__ = "0.2.0"
 
@@ -50,6 +52,7 @@ __all__ = [
     "contrast",
     "encode",
     "load",
+    "plan",
 ]
 
 # names are fetched when first used, so that the command line can refuse a bad recipe before torch is loaded
@@ -68,6 +71,7 @@ _HOMES = {
     "contrast": "functional",
     "encode": "gradcache.encode",
     "load": "train.load",
+    "plan": "train.plan",
 }
 
 

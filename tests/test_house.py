@@ -29,7 +29,8 @@ BELOW["engine"] = BELOW["_dispatch"] | {"_dispatch"}
 BELOW["functional"] = BELOW["engine"] | {"engine"}
 BELOW["modules"] = BELOW["functional"] | {"functional"}
 BELOW["evaluate"] = BELOW["modules"] | {"modules", "models", "data"}
-BELOW["train"] = BELOW["evaluate"] | {"evaluate"}
+BELOW["planner"] = BELOW["modules"] | {"modules"}
+BELOW["train"] = BELOW["evaluate"] | {"evaluate", "planner"}
 BELOW["retrieval"] = BELOW["train"] | {"train"}
 BELOW["experiments"] = BELOW["bench"] = BELOW["retrieval"] | {"retrieval"}
 BELOW["integrations"] = BELOW["bench"] | {"bench", "experiments"}
@@ -180,6 +181,7 @@ def test_public_names() -> None:
         "contrast",
         "encode",
         "load",
+        "plan",
     ]
     assert contrastile.__all__ == names
     assert dir(contrastile) == sorted(names)
