@@ -57,6 +57,9 @@ test-integrations: .venv-integrations/.done .venv-open-clip/.done ## the adapter
 	.venv-integrations/bin/python -m pytest tests/integrations
 	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py
 
+test-faults: $(VENV)/.dev ## kill, tear and fail file events of every command that writes, a sample of 30 (a minute on 2 cores)
+	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py $(FAULTS)
+
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600
 

@@ -19,16 +19,30 @@ if TYPE_CHECKING:
     from contrastile.functional import contrast
     from contrastile.gradcache.encode import encode
     from contrastile.gradcache.inputs import Ragged
-    from contrastile.modules import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
+    from contrastile.modules import ClipLoss, DCLLoss, GISTLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
     from contrastile.train.load import load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-__all__ = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "Ragged", "SigLipLoss", "SupConLoss", "contrast", "encode", "load"]
+__all__ = [
+    "ClipLoss",
+    "DCLLoss",
+    "GISTLoss",
+    "InfoNCELoss",
+    "NTXentLoss",
+    "Ragged",
+    "SigLipLoss",
+    "SupConLoss",
+    "contrast",
+    "encode",
+    "load",
+]
 
 # names are fetched when first used, so that the command line can refuse a bad recipe before torch is loaded
 _HOMES = {
     "ClipLoss": "modules",
+    "DCLLoss": "modules",
+    "GISTLoss": "modules",
     "InfoNCELoss": "modules",
     "NTXentLoss": "modules",
     "Ragged": "gradcache.inputs",

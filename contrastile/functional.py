@@ -1,6 +1,6 @@
 """contrast(q, k, ...): the function under every loss.
 
-Stands between the five loss classes of `modules.py`, which only name their options, and `engine/`, which checks the
+Stands between the loss classes of `modules/`, which only name their options, and `engine/`, which checks the
 arguments, plans the call and runs it as one autograd operation. Features go in, one number comes out; the backward
 returns their gradients and those of the scale and the bias. No matrix of size b × b exists at any moment.
 """
@@ -21,7 +21,7 @@ from contrastile.losses.softmax import Softmax
 # the keywords of `contrast` beside its options
 ARGUMENTS = (
     "q", "k", "scale", "bias", "loss", "positives", "negatives", "query_labels", "key_labels", "query_ids", "key_ids",
-    "negative_ids", "weights", "scorer",
+    "negative_ids", "guide_q", "guide_k", "weights", "scorer",
 )  # fmt: skip
 
 
@@ -39,6 +39,8 @@ def contrast(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     negative_ids: Tensor | None = None,
+    guide_q: Tensor | None = None,
+    guide_k: Tensor | None = None,
     weights: Tensor | None = None,
     scorer: nn.Module | None = None,
     backend: Backend = "auto",
@@ -65,7 +67,7 @@ def contrast(
         q, k: features, bf16, fp16, fp32 or fp64, used as given: normalise them first if the method wants that. Under
             autocast products are made in its type, as by `torch.matmul`; sums and the loss stay in float32.
         scale, bias: numbers, or tensors of shape [] or [1]; x_ij = scale · ⟨q_i, k_j⟩ + bias.
-        loss: `Softmax(...)`, `Sigmoid(...)` or `Decoupled(...)` of `contrastile.losses`.
+        loss: `Softmax(...)`, `Sigmoid(...)`, `Decoupled(...)` and others of `contrastile.losses`.
         positives: [N] or [N, P] indices into this rank's keys, −1 pads; without it (and without labels) key i is the
             positive of query i. The loss of a row is the mean over its positives of −log p. A row without any
             leaves the mean; if no row has one the mean is NaN, as `F.cross_entropy` has it when every target is
@@ -77,6 +79,8 @@ def contrast(
             `negatives` [H, D], key_labels and key_ids may go on over them ([M + H]); else negatives share theirs with
             nobody.
         negative_ids: [N, H] integers for negatives [N, H, D]: one with the id of its query does not count, a pad.
+        guide_q, guide_k: [N, G], [M, G] features of another model, constants, for losses that compare them too:
+            `Guided(...)`. With `negatives`, guide_k goes on over them.
         weights: [N]; the loss is Σ w·loss / Σ w. In a symmetric loss they weigh the keys' direction too. They are
             constants: weights that require a gradient are refused.
         scorer: a module whose `scorer(rows, columns)` are the scores [I, J] of a block, instead of dot products:
@@ -128,7 +132,7 @@ def contrast(
     operation, inputs = prepare(
         q, k, scale, loss, options, bias=bias, positives=positives, negatives=negatives, query_labels=query_labels,
         key_labels=key_labels, query_ids=query_ids, key_ids=key_ids, negative_ids=negative_ids, weights=weights,
-        scorer=scorer,
+        scorer=scorer, guides=() if guide_q is None and guide_k is None else ((guide_q, guide_k),),
     )  # fmt: skip
     value: Tensor = operation(*inputs)
     return value

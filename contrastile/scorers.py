@@ -1,6 +1,6 @@
 """Learned distances for `contrast(..., scorer=module)`: three that are provided, and the pattern for any other.
 
-Beside `modules.py`; what computes with them is `tiles/scored.py`. A scorer is a module that is called with a block
+Beside `modules/`; what computes with them is `tiles/scored.py`. A scorer is a module that is called with a block
 of rows and a block of columns, each nested as the user passed them, and returns their scores [I, J]. It must treat
 pairs one by one, and hold every parameter that it uses; its memory is I · J times what one pair takes, of which the
 tiles see to it that it fits.

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from problems import _with_gradients as gradients
 from torch import Tensor, nn
 
-from contrastile import InfoNCELoss, contrast
-from contrastile.losses import Hardness
+from contrastile import DCLLoss, GISTLoss, InfoNCELoss, contrast
+from contrastile.losses import DecoupledWeighted, Hardness
 
 N, H, D = 45, 3, 19
 # of a formula, [N]: the losses of its rows, and which of them count
@@ -32,7 +32,7 @@ class Case:
     def tensors(self, dtype: torch.dtype, scale: float | None = None) -> dict[str, Tensor]:
         """The leaves, features in this type and numbers in float32 or float64."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        given = self.leaves if scale is None else self.leaves | {"scale": torch.tensor(scale, dtype=torch.float64)}
+        given = {name: torch.tensor(scale).to(x) if scale and not x.ndim else x for name, x in self.leaves.items()}
         return {name: x.to(dtype if x.ndim else wide).requires_grad_() for name, x in given.items()}
 
     def by_tiles(self, tensors: dict[str, Tensor], **how: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -53,15 +53,17 @@ class Case:
     def of_rank(self, rank: int, shares: list[int]) -> Case:
         """The part of a rank that has so many of the rows; every tensor but numbers has rows."""
         return Case(
-            self.module, self.formula, *({name: _part(x, rank, shares) for name, x in group.items()}
+            self.module, self.formula, *({name: _part(name, x, rank, shares) for name, x in group.items()}
             for group in (self.leaves, self.constants)),
         )  # fmt: skip
 
 
-def _part(x: Any, rank: int, shares: list[int]) -> Any:
-    if isinstance(x, tuple):
-        return tuple(_part(each, rank, shares) for each in x)
-    return x.split(shares)[rank] if isinstance(x, Tensor) and x.ndim else x
+def _part(name: str, x: Any, rank: int, shares: list[int]) -> Any:
+    if not isinstance(x, Tensor) or not x.ndim:
+        return x
+    own = x.split(shares)[rank]
+    # counted from this rank's first key
+    return torch.where(own >= 0, own - sum(shares[:rank]), own) if name == "positives" else own
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -189,9 +191,102 @@ def hardness_symmetric_positives() -> Case:
     return Case(module, formula, _leaves(), {"query_labels": labels, "key_labels": labels})
 
 
+def _decoupled(products: Tensor, scale: Tensor, positive: Tensor, sigma: float) -> RowLosses:
+    """Rows without a positive or a negative have no loss."""
+    x, counts = scale * products, positive.any(1) & ~positive.all(1)
+    mean = (products * positive).sum(1) / positive.sum(1).clamp(min=1)
+    kernel = (mean.detach() / sigma).exp() * counts
+    weights = 2 - kernel * counts.sum() / kernel.sum()
+    negatives = x.masked_fill(positive, -torch.inf).where(counts[:, None], torch.zeros(()).to(x)).logsumexp(1)
+    return negatives - weights * scale * mean, counts
+
+
+def dclw() -> Case:
+    def formula(image_features: Tensor, text_features: Tensor, logit_scale: Tensor) -> list[RowLosses]:
+        products, positive = image_features @ text_features.T, torch.eye(N, dtype=torch.bool)
+        return [_decoupled(x, logit_scale, positive, 0.4) for x in (products, products.T)]
+
+    def module(**how: Any) -> nn.Module:
+        return DCLLoss(sigma=0.4, **how)
+
+    query, key, scale = _leaves().values()
+    weights = torch.rand(N, generator=_generator(4), dtype=torch.float64) + 0.1
+    leaves = {"image_features": query, "text_features": key, "logit_scale": scale}
+    return Case(module, formula, leaves, {"weights": weights})
+
+
+def dclw_labels() -> Case:
+    """One direction, several positives or none, further negatives."""
+
+    def formula(
+        query: Tensor, key: Tensor, scale: Tensor, query_labels: Tensor, key_labels: Tensor, negatives: Tensor
+    ) -> list[RowLosses]:
+        products = torch.cat([query @ key.T, _own_products(query, negatives)], dim=1)
+        positive = torch.cat([query_labels[:, None] == key_labels, torch.zeros(N, H, dtype=torch.bool)], dim=1)
+        return [_decoupled(products, scale, positive, 0.5)]
+
+    def module(**how: Any) -> nn.Module:
+        return _Contrast(loss=DecoupledWeighted(), **how)
+
+    labels = {"query_labels": _whole(20, N, seed=6), "key_labels": _whole(20, N, seed=7)}
+    return Case(module, formula, _leaves(negatives=_unit(N, H, D, seed=2)), labels)
+
+
+def _gist(strategy: str, margin: float) -> Case:
+    """A guide's similarities exclude negatives; some queries have several positives, and there are hard negatives."""
+
+    def formula(
+        query: Tensor, key: Tensor, scale: Tensor, negatives: Tensor, positives: Tensor, guide_query: Tensor,
+        guide_key: Tensor, guide_negatives: Tensor, query_ids: Tensor, key_ids: Tensor,
+    ) -> list[RowLosses]:  # fmt: skip
+        guide = guide_query @ torch.cat([guide_key, guide_negatives]).T
+        # a last column takes the pads
+        marks = torch.zeros(N, 2 * N + 1, dtype=torch.bool)
+        marks = marks.scatter(1, positives.where(positives >= 0, torch.tensor(2 * N)), True)[:, :-1]
+        least = guide.masked_fill(~marks, torch.inf).amin(1, keepdim=True)
+        false = guide > least - margin * (least.abs() if strategy == "relative" else 1)
+        same = torch.cat([query_ids[:, None] == key_ids, torch.zeros(N, N, dtype=torch.bool)], 1)
+        x = scale * query @ torch.cat([key, negatives]).T
+        log_p = x.masked_fill((false | same) & ~marks, -torch.inf).log_softmax(1)
+        return [(-log_p.where(marks, 0.0).sum(1) / marks.sum(1), torch.ones(N, dtype=torch.bool))]
+
+    def module(**how: Any) -> nn.Module:
+        return GISTLoss(margin=margin, margin_strategy=strategy, **how)  # type: ignore[arg-type]
+
+    # of each row its own key, and of every fifth its neighbour's, which is on the same rank
+    second = (torch.arange(N) ^ 1).where((torch.arange(N) % 5 == 0) & (torch.arange(N) < N - 1), torch.tensor(-1))
+    guide = _unit(N, 7, seed=8)
+    constants = {
+        "positives": torch.stack([torch.arange(N), second], 1),
+        "guide_query": guide,
+        "guide_key": _unit(N, 7, seed=9, near=guide),
+        "guide_negatives": _unit(N, 7, seed=10),
+        "query_ids": _whole(12, N, seed=3),
+        "key_ids": _whole(12, N, seed=4),
+    }
+    return Case(module, formula, _leaves(negatives=_unit(N, D, seed=2)), constants)
+
+
+def gist_absolute() -> Case:
+    return _gist("absolute", 0.1)
+
+
+def gist_relative() -> Case:
+    return _gist("relative", 0.05)
+
+
 CASES = {
     make.__name__: make
     for make in (
-        own_negatives, own_negatives_only, hardness_in_batch, hardness_own, hardness_all, hardness_symmetric_positives
+        own_negatives,
+        own_negatives_only,
+        hardness_in_batch,
+        hardness_own,
+        hardness_all,
+        hardness_symmetric_positives,
+        dclw,
+        dclw_labels,
+        gist_absolute,
+        gist_relative,
     )
-}  # fmt: skip
+}

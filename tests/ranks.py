@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from contrastile.train.report import figures
+
 RANKS = 4
 # seconds after which a rank that waits for another gives up
 PATIENCE = 40
@@ -35,18 +37,42 @@ def set_aside() -> None:
     gc.freeze()
 
 
+# what processes would else load each for itself, for seconds
+LOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.models.bert.modeling_bert",
+    "matplotlib.figure",
+    "jinja2",
+    "pytest",
+    "faults",
+)
+
+
+def server() -> Any:
+    """The context of processes that are forks of a server without threads.
+
+    A fork of this process can inherit a lock that a thread holds, and then waits for it for ever.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # read once, when the server starts
+    context.set_forkserver_preload([*LOADED])
+    return context
+
+
+def as_in_tests() -> None:
+    """Give a process of the server what `conftest.py` gives a test: one thread, NaN in new memory, no drawn figures."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    figures._svg = lambda figure: "<svg></svg>"
+
+
 @contextmanager
 def fresh(
     W: int, function: Callable[..., None], *arguments: Any, method: str = "forkserver"
 ) -> Iterator[list[BaseProcess]]:
-    """W processes, in each of which function(rank, *arguments) runs; none outlives the block.
-
-    They are forks of a server that has no threads: a fork of this process can inherit a lock that a thread holds, and
-    then waits for it for ever.
-    """
-    context: Any = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", function.__module__])
+    """W processes, in each of which function(rank, *arguments) runs; none outlives the block."""
+    context: Any = server() if method == "forkserver" else multiprocessing.get_context(method)
     processes = [context.Process(target=function, args=(rank, *arguments)) for rank in range(W)]
     for process in processes:
         process.start()

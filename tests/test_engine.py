@@ -203,9 +203,10 @@ def test_a_decoupled_row_that_has_only_its_positive_in_a_tile_keeps_its_gradient
 
 
 @dataclass(frozen=True)
-class Guided(PairLoss):
+class Taught(PairLoss):
     """Σ_j (x_ij − g_ij)² − Σ_p t_ip · x_ip of a row: g the product of the guides, t the weights of listed positives."""
 
+    guides: ClassVar[int] = 1
     state_rows: ClassVar[int] = 0
     symmetric: bool = False
     exclude_self: bool = False
@@ -246,7 +247,7 @@ def _guided(rank: int, group: Any, parts: int, **how: Any) -> tuple[Tensor, Tens
     rows = q[own].requires_grad_()
     options = Options(group=group, gradient="sum", **how)
     operation, inputs = prepare(
-        rows, k[own], 2.0, Guided(), options, positives=positives, guides=((a[own], b[own]),), targets=targets
+        rows, k[own], 2.0, Taught(), options, positives=positives, guides=((a[own], b[own]),), targets=targets
     )
     value = operation(*inputs)
     (gradient,) = torch.autograd.grad(value, [rows])

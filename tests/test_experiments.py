@@ -4,6 +4,7 @@ import csv
 import math
 import multiprocessing
 import os
+import re
 import statistics
 
 import numpy as np
@@ -107,9 +108,13 @@ def test_every_way_is_run_for_equal_examples_and_for_equal_time(tmp_path, comman
     assert {row["examples"] for row in rows[:8:2]} == {"64"}
     assert "held-out pairs, picture → name" in rows[0]
     page = (folder / "compare.md").read_text()
+    output = capsys.readouterr()
+    assert re.search(r"^16 runs: about [0-9:]+ one after the other$", output.err, re.MULTILINE)
+    named = re.findall(r"^run (\d+) of 16: budget (\w+), way (\w+), seed (\d)$", output.err, re.MULTILINE)
+    assert [tuple(words[1:]) for words in named] == [(*way, seed) for way in FOUR_WAYS for seed in "01"]
     assert "| time | schedule |" in page
     assert "over 2 seeds" in page
-    assert page.split("\n\n")[2] in capsys.readouterr().out
+    assert page.split("\n\n")[2] in output.out
 
 
 def test_an_interrupted_comparison_goes_on(tmp_path, command, capsys):

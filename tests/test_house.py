@@ -165,7 +165,7 @@ def test_importing_the_library_costs_little_and_loads_nothing_optional(tmp_path:
 
 
 def test_public_names() -> None:
-    losses = ["ClipLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss"]
+    losses = ["ClipLoss", "DCLLoss", "GISTLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss"]
     names = sorted([*losses, "Ragged", "contrast", "encode", "load"])
     assert contrastile.__all__ == names
     assert dir(contrastile) == sorted(names)

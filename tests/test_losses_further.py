@@ -7,20 +7,30 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from further import CASES, Case, N
 from problems import distance
 from ranks import Pool
 from torch import Tensor, nn
 
-from contrastile import InfoNCELoss, contrast, encode
-from contrastile.losses import Hardness
+from contrastile import DCLLoss, GISTLoss, InfoNCELoss, contrast, encode
+from contrastile.losses import Guided, Hardness, Softmax
 from contrastile.tiles import eager
 
 # the loss is one number, which can be right by luck
 LUCK = 1e-6
 SHARES = {1: [N], 2: [28, N - 28], 3: [20, 0, N - 20]}
 # those that a fused kernel computes
-FUSED = ["own_negatives", "own_negatives_only", "hardness_in_batch", "hardness_own", "hardness_all"]
+FUSED = [
+    "own_negatives",
+    "own_negatives_only",
+    "hardness_in_batch",
+    "hardness_own",
+    "hardness_all",
+    "dclw",
+    "dclw",
+    "dclw_labels",
+]
 
 
 @pytest.fixture
@@ -89,7 +99,9 @@ def _behind_encode(case: Case, exchange: str, group: Any) -> tuple[Tensor, dict[
     first = next(iter(tensors))
     tower = nn.Linear(tensors[first].shape[-1], tensors[first].shape[-1])
     # each rank must not only compute its own rows, but meet the others' encoded ones
-    encoded = {key: encode(tower, x, sub_batch=7) if x.ndim == 2 else x for key, x in tensors.items()}
+    encoded = {
+        key: F.normalize(encode(tower, x, sub_batch=7), dim=-1) if x.ndim == 2 else x for key, x in tensors.items()
+    }
     loss = case.module(exchange=exchange, group=group)(**encoded, **case.constants)
     loss.backward()
     found = {key: x.grad for key, x in tower.named_parameters()}
@@ -115,7 +127,7 @@ def test_ranks_have_the_gradients_of_one_process(pool: Pool, W: int, exchange: s
 
 # of Dynamo itself, about a tensor that it hands over a break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("name", ["own_negatives"])
+@pytest.mark.parametrize("name", ["own_negatives", "gist_absolute"])
 def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     """These calls are no operation of a graph, which breaks before them."""
     case = CASES[name]()
@@ -124,6 +136,12 @@ def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda **named: case.module()(**named) * 2, backend="eager")
     assert distance(compiled(**tensors, **case.constants).detach(), 2 * truth) <= 1e-12
+
+
+def test_the_fused_kernels_decline_a_guide() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match=r"no kernel for (Guided|guides)"):
+        CASES["gist_absolute"]().by_tiles(CASES["gist_absolute"]().tensors(torch.float32), backend="triton")
 
 
 def _x(*shape: int) -> Tensor:
@@ -138,6 +156,26 @@ def test_features_that_are_not_finite_in_negatives_of_one_query_give_nan() -> No
     loss.backward()
     assert loss.isnan()
     assert all(x.grad is not None and x.grad.isnan().all() for x in (tensors["query"], tensors["key"]))
+
+
+def test_a_guide_that_is_not_finite_gives_nan() -> None:
+    case = CASES["gist_absolute"]()
+    case.constants["guide_key"][2, 1] = torch.nan
+    loss, gradients = case.by_tiles(case.tensors(torch.float32))
+    assert loss.isnan()
+    assert all(x.isnan().all() for x in gradients.values())
+
+
+def test_a_copy_of_the_positive_does_not_exceed_it() -> None:
+    """However its similarity is rounded: it is a negative, as in the plain formula."""
+    generator = torch.Generator().manual_seed(0)
+    guide = F.normalize(torch.randn(64, 33, generator=generator), dim=-1)
+    key = torch.randn(64, 8, generator=generator)
+    loss = GISTLoss()(key, torch.cat([key, key]), 1.0, guide_query=guide, guide_key=torch.cat([guide, guide]))
+    ids = torch.arange(64)
+    without = InfoNCELoss()(key, torch.cat([key, key]), 1.0, query_ids=ids, key_ids=torch.cat([ids, ids]))
+    # the guide finds no other negative as similar as the positive, which is the query itself
+    assert float(loss) > float(without) + 0.1
 
 
 def test_negatives_of_each_query_under_autocast() -> None:
@@ -161,6 +199,54 @@ def test_the_fused_kernels_decline_weights_of_negatives_with_positives_by_label(
 SENTENCES: dict[str, Callable[[], Any]] = {
     '`hardness_mode` must be given with `hardness_strength`; got None. "all_negatives", say.': lambda: InfoNCELoss(
         hardness_strength=5.0
+    ),
+    "`guide_key` must have as many rows as `key`; got 3 and 2. One row for each, and for each of the `negatives`.": (
+        lambda: GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5))
+    ),
+    "`guide_key` must have the same feature size as `guide_query`; got 5 and 6. Project one side first.": lambda: (
+        GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 6))
+    ),
+    "`guide_query` must not require a gradient; got some that do. Detach them: they are taken as constants.": lambda: (
+        GISTLoss()(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5).requires_grad_(), guide_key=_x(3, 5))
+    ),
+    "`guide_q` must be a tensor; got NoneType. Convert it with torch.as_tensor.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=None, guide_k=_x(3, 5)
+    ),
+    "`guide_query` must be on the device of `query`; got cpu and meta. Move one side first.": lambda: GISTLoss()(
+        _x(3, 4), _x(3, 4), 1.0, guide_query=torch.ones(3, 5, device="meta"), guide_key=_x(3, 5)
+    ),
+    "`guide_q` must be given for the loss Guided; got None. Further features go with a loss that reads them.": lambda: (
+        contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Guided())
+    ),
+    "`guide_q` must be left out for the loss Softmax; got both. Further features go with a loss that reads them.": (
+        lambda: contrast(_x(3, 4), _x(3, 4), scale=1.0, loss=Softmax(), guide_q=_x(3, 5), guide_k=_x(3, 5))
+    ),
+    "`guide_negatives` must be given just where `negatives` is; got None. Pass both, or neither.": lambda: GISTLoss()(
+        _x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), negatives=_x(2, 4)
+    ),
+    "`negatives` must be shared by all queries with a guide; got shape [3, 2, 4]. Pass them as [H, "
+    "features].": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(3, 5), guide_k=_x(3, 5), negatives=_x(3, 2, 4)
+    ),
+    "`query_labels` must be left out for a guided loss; got some. Pass `positives`.": lambda: contrast(
+        _x(3, 4),
+        _x(3, 4),
+        scale=1.0,
+        loss=Guided(),
+        guide_q=_x(3, 5),
+        guide_k=_x(3, 5),
+        query_labels=torch.arange(3),
+        key_labels=torch.arange(3),
+    ),
+    "`margin_strategy` must be one of absolute, relative; got 'both'. They are sentence-transformers' words.": lambda: (
+        GISTLoss(margin_strategy="both")  # type: ignore[arg-type]
+    ),
+    "`symmetric` must be False for a guided loss; got True. Add the loss of the exchanged sides for both directions.": (
+        lambda: Guided(symmetric=True)
+    ),
+    "`sigma` must be positive; got 0.0. The paper has 0.5.": lambda: DCLLoss(sigma=0.0),
+    "`label_smoothing` must be 0 for the decoupled loss; got 0.1. Leave it out, or take the softmax loss.": lambda: (
+        DCLLoss(label_smoothing=0.1)
     ),
     "`hardness_mode` must be one of in_batch_negatives, hard_negatives, all_negatives; got 'all'. They are "
     "sentence-transformers' words.": lambda: Hardness(hardness_mode="all"),

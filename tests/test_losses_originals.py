@@ -5,15 +5,18 @@ pip install sentence-transformers pytorch-metric-learning lightly open_clip_torc
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from further import _unit as unit
 from problems import distance
 from torch import Tensor
 
-from contrastile import InfoNCELoss
+from contrastile import GISTLoss, InfoNCELoss, contrast
+from contrastile.losses import Decoupled, DecoupledWeighted
 
 N, H, D = 14, 2, 9
 
@@ -48,3 +51,44 @@ def test_hardness_of_sentence_transformers(mode: Any) -> None:
         key_ids=rows.repeat(1 + H), negative_ids=torch.full((N, H), -1),
     )  # fmt: skip
     _equal(ours, theirs.compute_loss_from_embeddings(leaves, None), leaves)
+
+
+@pytest.mark.parametrize("sigma", [None, 0.5])
+def test_decoupled_losses_of_lightly(sigma: float | None) -> None:
+    """Theirs normalise, and have the other examples of the same view among the negatives."""
+    losses = pytest.importorskip("lightly.loss.dcl_loss")
+    a, b = leaves = _leaves((N, D), (N, D))
+    theirs = losses.DCLLoss(temperature=0.1) if sigma is None else losses.DCLWLoss(temperature=0.1, sigma=sigma)
+    loss, rows = Decoupled() if sigma is None else DecoupledWeighted(sigma=sigma), torch.arange(N)
+    ours = [
+        contrast(q, k, scale=10.0, loss=loss, negatives=q, query_ids=rows, key_ids=rows.repeat(2))
+        for q, k in itertools.permutations([F.normalize(a, dim=-1), F.normalize(b, dim=-1)])
+    ]
+    _equal((ours[0] + ours[1]) / 2, theirs(a, b), leaves)
+
+
+@pytest.mark.parametrize("contrast_anchors", [False, True])
+@pytest.mark.parametrize("strategy", ["absolute", "relative"])
+def test_guided_loss_of_sentence_transformers(strategy: Any, contrast_anchors: bool) -> None:
+    """Theirs normalises; the anchors are further keys. Pairs of positives are rows of their own, which ours has not."""
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    leaves = _leaves(*[(N, D)] * (2 + H))
+    guide = unit(N, 5, seed=11)
+    # alike enough that some exceed the threshold, and not all do
+    guides = [guide, *(unit(N, 5, seed=12 + index, near=guide) for index in range(1 + H))]
+    theirs = losses.CachedGISTEmbedLoss.__new__(losses.CachedGISTEmbedLoss)
+    torch.nn.Module.__init__(theirs)
+    theirs.temperature, theirs.mini_batch_size, theirs.show_progress_bar = 0.05, 5, False
+    theirs.margin, theirs.margin_strategy, theirs.gather_across_devices = 0.1, strategy, False
+    theirs.contrast_anchors, theirs.contrast_positives = contrast_anchors, False
+    theirs.similarity_fct = torch.nn.CosineSimilarity(dim=-1)
+    theirs.cross_entropy_loss = torch.nn.CrossEntropyLoss()
+    anchor, positive, *negatives = [F.normalize(x, dim=-1) for x in leaves]
+    guide_anchor, guide_positive, *guide_negatives = guides
+    if contrast_anchors:
+        negatives, guide_negatives = [anchor, *negatives], [guide_anchor, *guide_negatives]
+    loss = GISTLoss(margin=0.1, margin_strategy=strategy)(
+        anchor, positive, 20.0, negatives=torch.cat(negatives), guide_query=guide_anchor, guide_key=guide_positive,
+        guide_negatives=torch.cat(guide_negatives),
+    )  # fmt: skip
+    _equal(loss, theirs.calculate_loss([[x] for x in leaves], [[x] for x in guides]), leaves)

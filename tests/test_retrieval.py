@@ -18,6 +18,7 @@ from contrastile.data.texts import Passage
 from contrastile.retrieval import index as indexing
 from contrastile.retrieval import integrity
 from contrastile.retrieval.index import Index, encode_corpus, run_checksums
+from contrastile.retrieval.search import Search
 from contrastile.train.folder import finished_run
 from contrastile.train.loop import run_recipe
 
@@ -351,6 +352,47 @@ def test_the_prompt_answers_until_an_empty_line(trained, tmp_path, capsys, monke
     assert capsys.readouterr().out.count("texts.jsonl:") == 4
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["search", str(trained), "--index", str(tmp_path / "index")]) == 0
+
+
+def test_a_terminal_has_line_editing(trained, tmp_path, monkeypatch):
+    assert main(["encode", str(trained), "--out", str(tmp_path / "index")]) == 0
+    loaded = []
+    for terminal in (False, True):
+        stdin = io.StringIO("\n")
+        stdin.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr("sys.stdin", stdin)
+        monkeypatch.setattr("contrastile.cli.search.import_module", loaded.append)
+        assert main(["search", str(trained), "--index", str(tmp_path / "index")]) == 0
+        assert loaded == ["readline"] * terminal
+
+
+class Near:
+    """Features of a question: how near the best passage is, which its number says; of random words 0.3."""
+
+    def encode_query(self, questions, dimensions):
+        assert dimensions == 2
+        scores = [float(question) if question[0] == "0" else 0.3 for question in questions]
+        return torch.tensor([[score, 0.0] for score in scores])
+
+
+@pytest.mark.parametrize(("count", "best", "close"), [(300, "0.2", False), (300, "0.4", True), (20, "0.2", True)])
+def test_a_question_that_random_words_surpass_is_told_that_nothing_is_close(tmp_path, count, best, close):
+    passages = [Passage(f"p{n}", f"def name_{n}(): return house", "", "") for n in range(count)]
+    text = Search(Near(), fake_index(passages)).results_text(best, 2, lines=1)
+    sentence = f"nothing close: {best}00, and random words of the corpus come as near as 0.300; the nearest are\n\n"
+    assert text.startswith(f" {best}00  p0" if close else f"{sentence} {best}00  p0")
+
+
+def fake_index(passages):
+    """An index whose passages all have the feature [1, 0]."""
+
+    class Fake(list):
+        dimensions = 2
+
+        def search(self, features, k):
+            return features[:, :1].expand(-1, k), torch.arange(k).expand(len(features), -1)
+
+    return Fake(passages)
 
 
 NO_ROOM = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -24,9 +23,6 @@ from contrastile.train.image_text import ImageText
 from contrastile.train.log import read_metrics
 from contrastile.train.run import load
 from contrastile.train.sharded import shard
-
-# loaded once, before ranks are forked
-importlib.import_module("torch.distributed.fsdp")
 
 SHORT = ("train.examples=48", "train.batch=16", "evaluate.every=1.0")
 
@@ -125,11 +121,18 @@ def _tests(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "test"]
 
 
+def _of_few_files(rank: int, words: list[str]) -> int:
+    evaluation.FILES = 4
+    return main(words)
+
+
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_at_the_end_all_ranks_measure_all_pictures(tmp_path: Path, parallel: str) -> None:
     words = (*overrides(tmp_path), *SHORT, "evaluate.probe=5", f"train.parallel={parallel}", "optim.ema=0.9")
+    with Launched(3, tmp_path, _of_few_files, _words(tmp_path, *words, "train.sub_batch=4")) as launched:
+        assert launched.codes() == [0] * 3
     with patch.object(evaluation, "FILES", 4):
-        folder = _trained(tmp_path, 3, *words, "train.sub_batch=4")
+        folder = tmp_path / "runs" / "tiny"
         recipe = tiny_recipe(tmp_path, *words)
         run = load(folder, device="cpu")
         alone = [row for test in ImageText.open(recipe)._tests for row in test.measure(run)]

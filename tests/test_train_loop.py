@@ -553,9 +553,10 @@ def test_the_memory_of_a_step_is_shown_where_the_plain_way_takes_more(copied):
 
 
 def test_a_constant_scale_has_no_figure(finished):
-    folder = finished[1].folder
-    lines = [{**line, "scale": 20.0} for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"]
-    assert len(_figures(StepColumns(lines), "siglip", IMAGE_TEXT)) == 4
+    lines = [line for line in read_metrics(finished[1].folder / "metrics.jsonl") if line["kind"] == "step"]
+    for scale, count in ((20.0, 4), (None, 5)):
+        changed = [{**line, "scale": scale or line["scale"]} for line in lines]
+        assert len(_figures(StepColumns(changed), "siglip", IMAGE_TEXT)) == count
 
 
 def test_few_queries_or_choices_are_named_below_the_table():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import multiprocessing
 import os
 import random
 import signal
@@ -21,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pool, fresh, set_aside
+from ranks import Pool, as_in_tests, fresh, server
 from test_train_resume import DROPOUT
 from test_train_resume import SAVED as SAVED_EVERY_FOURTH
 from tiny_runs import same_run, timed, tiny_recipe, weights, write_pictures, write_recipe, write_shards
@@ -36,14 +34,6 @@ from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.ranks import Heartbeat, Ranks
 
-# what ranks would else load each for itself, for seconds, once they are forked
-LOADED = (
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "transformers.models.bert.modeling_bert",
-    "matplotlib.figure",
-    "jinja2",
-)
 # seconds in which all have to be gone, on a busy machine too: fewer than those of `train.timeout`, of a rank that waits
 SOON = 60
 # seconds after which a rank that waits gives up: for one that is stopped, and where nobody is to wait so long
@@ -60,19 +50,9 @@ class Launched:
     """Processes with the environment that torchrun gives them, each running a function of its rank."""
 
     def __init__(self, size: int, folder: Path, run: Any, *arguments: Any) -> None:
-        self.port, self.folder = str(_free_port()), folder
-        for name in LOADED:
-            importlib.import_module(name)
-        set_aside()
-        context = multiprocessing.get_context("fork")
-        self.processes = [context.Process(target=self._one, args=(rank, size, run, *arguments)) for rank in range(size)]
-
-    def _one(self, rank: int, size: int, run: Any, *arguments: Any) -> None:
-        torch.set_num_threads(1)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": self.port}
-        with (self.folder / f"{rank}.err").open("w") as sys.stderr:
-            raise SystemExit(run(rank, *arguments))
+        self.folder, start = folder, server().Process
+        shared = (size, str(_free_port()), folder, run, *arguments)
+        self.processes = [start(target=_launched, args=(rank, *shared)) for rank in range(size)]
 
     def __enter__(self) -> Launched:
         for process in self.processes:
@@ -91,6 +71,14 @@ class Launched:
 
     def said(self, rank: int) -> str:
         return (self.folder / f"{rank}.err").read_text()
+
+
+def _launched(rank: int, size: int, port: str, folder: Path, run: Any, *arguments: Any) -> None:
+    as_in_tests()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    with (folder / f"{rank}.err").open("w") as sys.stderr:
+        raise SystemExit(run(rank, *arguments))
 
 
 def _main(rank: int, words: list[str]) -> int:
@@ -216,6 +204,7 @@ def test_computing_ranks_notice_a_lost_rank(tmp_path: Path, victim: int, how: si
 
 def _launcher(_: int, folder: Path, words: list[str], port: int) -> None:
     """What torchrun is to its ranks: their parent, which says so in their environment."""
+    as_in_tests()
     os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x"}
     for rank in range(2):
         if not os.fork():
@@ -378,6 +367,12 @@ def test_a_stopped_run_resumes_bit_identically_on_as_many_ranks(tmp_path: Path) 
     same_run(folder, whole)
 
 
+def _impatient(rank: int, words: list[str]) -> int:
+    """A rank that is alone does not look long for the other."""
+    failure.PATIENCE = 0.5
+    return main(words)
+
+
 def _killed_at(launched: Launched, metrics: Path, step: int, seconds: float, victims: list[int]) -> bool:
     """SIGKILL to some ranks, so long after so many steps were told of; False where the run was through before."""
     end = None
@@ -396,11 +391,7 @@ def _killed_at(launched: Launched, metrics: Path, step: int, seconds: float, vic
     return False
 
 
-def test_kills_at_random_moments_on_two_ranks_leave_the_result_bit_identical(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # who is alone does not look long for the other
-    monkeypatch.setattr(failure, "PATIENCE", 0.5)
+def test_kills_at_random_moments_on_two_ranks_leave_the_result_bit_identical(tmp_path: Path) -> None:
     # shards that are written on the way, dropout, and a checkpoint every fourth of twelve steps
     overrides = ("data.copies=5", "evaluate.every=1.0", DROPOUT, *SAVED_EVERY_FOURTH)
     whole = _trained(tmp_path, 2, *overrides).rename(tmp_path / "whole")
@@ -409,7 +400,7 @@ def test_kills_at_random_moments_on_two_ranks_leave_the_result_bit_identical(
     # while it starts, all over its steps, at its end
     for step in [0, *sorted(lot.randrange(1, 12) for _ in range(3)), 12, 10**9]:
         victims = [0, 1] if lot.random() < 0.5 else [lot.randrange(2)]
-        with Launched(2, tmp_path, _main, [*words, "--resume"]) as launched:
+        with Launched(2, tmp_path, _impatient, [*words, "--resume"]) as launched:
             kills += _killed_at(launched, metrics, step, lot.uniform(0, 0.3), victims)
     assert kills >= 3
     same_run(tmp_path / "runs" / "tiny", whole)

@@ -151,6 +151,7 @@ def test_a_line_break_in_an_override_stays_one_line(recipe_file):
         (["data.augment=false"], "data.augment", False),
         (["optim.learning_rate=1e-2"], "optim.learning_rate", 0.01),
         (["loss.kind=siglip"], "loss.bias", -10.0),
+        (["loss.kind=dcl", "loss.sigma=0.5"], "loss.sigma", 0.5),
         (["seed=1", "seed=2"], "seed", 2),
     ],
 )

@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import shutil
-import sys
+import signal
 
 import pytest
 import safetensors.torch
 import torch
+from faults import Faults
+from ranks import fresh
 from torch import nn
 
 from contrastile.train.batch_builder import Batch
@@ -230,41 +232,11 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
 
 # --- killed in the middle of a save
 
-EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
 
-
-def save_and_die(folder, step, fatal):
-    """In a process of its own: save, and be gone at the event number `fatal`, without any cleaning up.
-
-    Python itself tells of every opening, renaming and removing before it happens; syncing and the writing of tensors,
-    which it does not tell of, are told of here; the latter may be killed half way.
-    """
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    seen = 0
-
-    def event(name, *arguments):
-        nonlocal seen
-        seen += name in EVENTS and str(folder) in str(arguments)
-        if seen == fatal:
-            os._exit(9)
-
-    def told(name, real):
-        def call(*arguments):
-            event("open", folder)
-            result = real(*arguments)
-            if name == "save_file" and seen + 1 == fatal:
-                os.truncate(arguments[1], os.path.getsize(arguments[1]) // 2)
-            event("open", folder)
-            return result
-
-        return call
-
-    os.fsync = told("fsync", os.fsync)
-    safetensors.torch.save_file = told("save_file", safetensors.torch.save_file)
-    sys.addaudithook(event)
-    saved(folder, [step], keep=2)
+def save_and_die(_, folder, fatal):
+    """In a process of its own: save, and be gone at the event number `fatal`, with half of what was not synced."""
+    Faults(folder, fatal, "tear").install()
+    saved(folder, [3], keep=2)
     os._exit(0)
 
 
@@ -274,10 +246,11 @@ def test_a_kill_at_any_event_of_a_save_loses_nothing(tmp_path):
     for fatal in range(1, 200):
         folder = tmp_path / str(fatal)
         shutil.copytree(tmp_path / "checkpoints", folder / "checkpoints")
-        code = save_and_die(folder, 3, fatal)
-        if code == 0:
+        with fresh(1, save_and_die, folder, fatal) as (process,):
+            process.join()
+        if (code := process.exitcode) == 0:
             break
-        assert code == 9
+        assert code == -signal.SIGKILL
         deaths += 1
         step, number = restored(folder)
         # the one before, or the whole new one: nothing else is ever found

@@ -16,10 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.bench.peers import Case, Loss
-from contrastile.losses.reference import dense_clip, dense_sigmoid, dense_softmax
-from contrastile.modules import ClipLoss, InfoNCELoss, SigLipLoss
+from contrastile.losses.reference import (
+    dense_clip,
+    dense_decoupled,
+    dense_sigmoid,
+    dense_softmax,
+    mises_fisher_weights,
+)
+from contrastile.modules import ClipLoss, DCLLoss, InfoNCELoss, SigLipLoss
 
 SCALE = 100.0
+# of dclw, and of hardness
+SIGMA, HARDNESS = 0.5, 5.0
 # rows on which whole results are compared with float64
 GATE_ROWS = {"cuda": 10048}
 GATE_ROWS_ELSEWHERE = 1000
@@ -61,10 +69,29 @@ def _some_clip(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return (_some_rows(dense_softmax, some, q, k, scale) + _some_rows(dense_softmax, some, k, q, scale)) / 2
 
 
+def _some_dclw(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """Both directions of a few rows; their weights depend on all."""
+    weighted = partial(dense_decoupled, of_positives=mises_fisher_weights(q, k, SIGMA)[some])
+    return (_some_rows(weighted, some, q, k, scale) + _some_rows(weighted, some, k, q, scale)) / 2
+
+
+def _some_dcl(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    return (_some_rows(dense_decoupled, some, q, k, scale) + _some_rows(dense_decoupled, some, k, q, scale)) / 2
+
+
+def _dense_dclw(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    return dense_decoupled(q, k, scale, symmetric=True, of_positives=mises_fisher_weights(q, k, SIGMA))
+
+
+_dense_hardness = partial(dense_softmax, hardness=HARDNESS)
+_hardness = partial(InfoNCELoss, hardness_mode="all_negatives", hardness_strength=HARDNESS)
 SUBJECTS = {
     "clip": Subject(dense_clip, _some_clip, ClipLoss, 8),
     "siglip": Subject(dense_sigmoid, partial(_some_rows, dense_sigmoid), SigLipLoss, 6, bias=-10.0),
     "infonce": Subject(dense_softmax, partial(_some_rows, dense_softmax), InfoNCELoss, 8),
+    "dcl": Subject(partial(dense_decoupled, symmetric=True), _some_dcl, DCLLoss, 8),
+    "dclw": Subject(_dense_dclw, _some_dclw, partial(DCLLoss, sigma=SIGMA), 8),
+    "hardness": Subject(_dense_hardness, partial(_some_rows, _dense_hardness), _hardness, 8),
 }
 
 

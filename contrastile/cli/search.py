@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from contrastile._errors import invalid
@@ -43,13 +46,17 @@ def run(arguments: argparse.Namespace) -> int:
         command = f"contrastile encode {arguments.run}" + (f" --out {index}" if arguments.index else "")
         raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: {command}")
 
-    from contrastile.retrieval.index import open_search
+    from contrastile.retrieval.search import open_search
 
     how = {"engine": arguments.engine, "device": arguments.device, "verify": arguments.verify}
     search = open_search(folder, index, **how)
     if arguments.question is not None:
         print(search.results_text(arguments.question, arguments.k, lines=arguments.lines))
         return 0
+    if sys.stdin.isatty():
+        # arrow keys edit the line and bring earlier questions back; not every Python has it
+        with suppress(ImportError):
+            import_module("readline")
     print(f"{len(search.index):,} passages; an empty line ends it")
     while question := _next_question():
         print(search.results_text(question, arguments.k, lines=arguments.lines))

@@ -11,20 +11,25 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
 from contrastile._errors import invalid
 from contrastile.data.base import ProgressFactory, SkipCounter, Skipped
 from contrastile.data.docstrings import LEFT_OUT, module_name, parse_functions, source_files
+from contrastile.data.files import open_file, plain_file
 from contrastile.data.tables import is_utf8, read_rows
 from contrastile.data.texts import Passage
 
-# the characters of a JSON list that are read at once, and of its longest entry
-BLOCK, MOST_CHARACTERS = 1 << 20, 64 << 20
+# the characters of a JSON list that are read at once, of the longest line or entry, and of blanks in a row
+BLOCK, MOST_CHARACTERS, MOST_BLANKS = 1 << 20, 16 << 20, 1 << 20
+# the limit of what parquet unpacks to: so many times its size, and so many bytes more; the rows that are read at once
+MOST_TIMES, MOST_MORE, ROWS = 100, 1 << 28, 64
 # what lies between the entries of a JSON list
 GAP = re.compile(r"[\s,]*")
 # first lines that do not name columns: a tab, then a list of answers as Python writes it; two ids and a grade, with a
@@ -64,7 +69,7 @@ def read_entries(path: Path, counter: SkipCounter) -> Iterator[tuple[str, Entry]
                 yield f"{path}:{line}", row
     except FileNotFoundError:
         raise invalid("source", "be a file that exists", path, "Check its path.") from None
-    except (OSError, EOFError) as failure:
+    except (OSError, EOFError, zlib.error) as failure:
         raise invalid("source", "be a file that can be read", path, f"{failure}.") from failure
 
 
@@ -90,7 +95,7 @@ class _ProgressFile(io.FileIO):
     """A file that moves a bar by the bytes read."""
 
     def __init__(self, path: Path, advance: Callable[[int], object]) -> None:
-        super().__init__(path, "rb")
+        super().__init__(plain_file(str(path)), "rb")
         self._advance = advance
 
     def readinto(self, buffer: Any) -> int | None:
@@ -111,15 +116,40 @@ def _open(path: Path, advance: Callable[[int], object]) -> Iterator[TextIO]:
 def _json(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]:
     """A list of entries, or lines of entries; a list that begins with a text is itself an entry of a line."""
     with _open(path, lambda _: None) as file:
-        signs = (sign for sign in iter(lambda: file.read(1), "") if not sign.isspace())
-        start, second = next(signs, ""), next(signs, "")
-    return (_list if start == "[" and second != '"' else _lines)(path, counter)
+        beginning = file.read(BLOCK).lstrip()
+    listed = beginning.startswith("[") and not beginning[1:].lstrip().startswith('"')
+    return (_list if listed else _lines)(path, counter)
+
+
+def _limited(file: TextIO, path: Path) -> Iterator[str]:
+    """The lines of a text file. A few packed bytes may be an endless line, or endless blanks: ValueError for these."""
+    blanks = 0
+    for number in count(1):
+        line = file.readline(MOST_CHARACTERS + 1)
+        if not line:
+            return
+        blanks = blanks + len(line) if line.isspace() else 0
+        if len(line) > MOST_CHARACTERS:
+            raise _too_long(path, number)
+        if blanks > MOST_BLANKS:
+            raise _too_blank(path, number)
+        yield line
+
+
+def _too_long(path: Path, line: int) -> ValueError:
+    rule = f"have lines and entries of at most {MOST_CHARACTERS:,} characters"
+    return invalid("source", rule, f"a longer one at {path}:{line}", "Write one object a line.")
+
+
+def _too_blank(path: Path, line: int) -> ValueError:
+    got = f"more up to {path}:{line}"
+    return invalid("source", f"have at most {MOST_BLANKS:,} blanks in a row", got, "Write one object a line.")
 
 
 def _lines(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]:
     with _open(path, counter.advance) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
+        for number, line in enumerate(_limited(file, path), start=1):
+            if not line.isspace():
                 try:
                     yield number, _entry(json.loads(line), line)
                 except (ValueError, RecursionError):
@@ -139,13 +169,16 @@ def _list(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]
     """The objects of a JSON list, read block by block; a list that breaks off is an error."""
     decoder = json.JSONDecoder()
     with _open(path, counter.advance) as file:
-        buffer, line, start = file.read(BLOCK), 1, 0
+        buffer, line, start, blanks = file.read(BLOCK), 1, 0, 0
         end = buffer.index("[") + 1
         while True:
             gap = GAP.match(buffer, end).end()  # type: ignore[union-attr]
-            line += buffer.count("\n", start, gap)
+            line, blanks = line + buffer.count("\n", start, gap), blanks + gap - end
             start = gap
+            if blanks > MOST_BLANKS:
+                raise _too_blank(path, line)
             if buffer.startswith("]", start):
+                _check_end(chain([buffer[start + 1 :]], iter(lambda: file.read(BLOCK), "")), path, line)
                 return
             try:
                 value, end = decoder.raw_decode(buffer, start)
@@ -154,21 +187,46 @@ def _list(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]
             except (ValueError, RecursionError):
                 complete = False
             if complete:
+                blanks = 0
                 yield line, _entry(value, buffer[start:end])
                 continue
             block = file.read(BLOCK)
-            if not block or len(buffer) - start > MOST_CHARACTERS:
+            if block and len(buffer) - start > MOST_CHARACTERS:
+                raise _too_long(path, line)
+            if not block:
                 got = f"one that breaks off or cannot be read at {path}:{line}"
                 raise invalid("source", "be a whole JSON list", got, "Mend the file, or write one object a line.")
             buffer, start, end = buffer[start:] + block, 0, 0
 
 
+def _check_end(blocks: Iterator[str], path: Path, line: int) -> None:
+    """Raise ValueError where more than blanks follow the list that ends in `line`."""
+    blanks = 0
+    for block in blocks:
+        line += block.count("\n", 0, len(block) - len(block.lstrip()))
+        if not block.isspace() and block:
+            got = f"more behind its end at {path}:{line}"
+            raise invalid("source", "be one JSON list", got, "Join the lists, or write one object a line.")
+        blanks += len(block)
+        if blanks > MOST_BLANKS:
+            raise _too_blank(path, line)
+
+
+def check_names(names: Sequence[str], path: Path, *, name: str = "source") -> None:
+    """Raise ValueError where two columns have one name: all but one would be lost."""
+    twice = [column for column, times in Counter(filter(None, names)).items() if times > 1]
+    if twice:
+        remedy = "Rename one of them."
+        raise invalid(name, "have columns of different names", f'"{twice[0]}" twice in {path}', remedy)
+
+
 def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]:
     """The rows of a table whose first row names its columns; DPR's tables have tabs and no names, also as .csv."""
     with _open(path, counter.advance) as file:
-        header = next(iter(file), "")
+        lines = _limited(file, path)
+        header = next(lines, "")
         tabs = _kind(path) == ".tsv" or bool(LISTED.search(header))
-        rows = read_rows(chain([header], file), "\t" if tabs else ",", path)
+        rows = read_rows(chain([header], lines), "\t" if tabs else ",", path)
         if LISTED.search(header):
             names: list[str] | str = ["question", "answers"]
         elif tabs and (judged := JUDGED.search(header)):
@@ -178,6 +236,7 @@ def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]
         if isinstance(names, str):
             got = f"{path}, where it is broken" if header.strip() else f"{path}, which is empty"
             raise invalid("source", "have a first line", got, "Name the columns there.")
+        check_names(names, path)
         for number, fields in rows:
             if not isinstance(fields, str) and len(fields) != len(names):
                 yield number, "wrong number of columns"
@@ -190,15 +249,24 @@ def _parquet(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | st
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
-    counter.advance(path.stat().st_size)
+    number, size = 0, path.stat().st_size
+    counter.advance(size)
+    remaining = MOST_TIMES * size + MOST_MORE
     try:
-        with pq.ParquetFile(path) as file:
-            entries = (entry for batch in file.iter_batches(batch_size=1024) for entry in batch.to_pylist())
-            for number, entry in enumerate(entries, start=1):
-                yield number, entry
-    except pa.ArrowInvalid as failure:
-        got = f"{path} (at row {number + 1}: {str(failure).splitlines()[0]})"
+        with open_file(path) as source, pq.ParquetFile(source) as file:
+            check_names(file.schema_arrow.names, path)
+            for batch in file.iter_batches(batch_size=ROWS):
+                if (remaining := remaining - batch.nbytes) < 0:
+                    got = f"more in {path} up to row {number + batch.num_rows}"
+                    raise invalid("source", f"unpack to at most {MOST_TIMES} times its size", got, "Write it again.")
+                for entry in batch.to_pylist():
+                    number += 1
+                    yield number, entry
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as failure:
+        # the library's own failures have no error number
+        if isinstance(failure, OSError) and failure.errno is not None:
+            raise
+        got = f"{path} (at row {number + 1}: {next(iter(str(failure).splitlines()), repr(failure))})"
         raise invalid("source", "be a whole parquet file", got, "Write it again.") from failure
 
 

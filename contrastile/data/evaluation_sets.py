@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices, counted
+from contrastile.data.files import open_file
 from contrastile.data.sources import PICTURES, PROMPTS
 from contrastile.data.tables import read_table
 
@@ -136,7 +137,8 @@ def read_prompts(name: str | Path) -> tuple[str, ...]:
 
 def _text(path: str | Path, name: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        with open_file(path) as file:
+            return file.read().decode("utf-8-sig")
     except UnicodeDecodeError as failure:
         raise invalid(name, "be a text in UTF-8", path, "Save it again.") from failure
     except OSError as failure:
@@ -316,6 +318,8 @@ def _json_captions(file: Path, folder: Path, split: str) -> list[tuple[Path, lis
             (str(entry["split"]), str(entry.get("filepath", "")), str(entry["filename"]), _texts(entry))
             for entry in json.loads(text)["images"]
         ]
+        if any("\0" in f"{subfolder}{name}" for _, subfolder, name, _ in entries):
+            raise ValueError("NUL in a name")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         remedy = "Each of `images` has split, filename and sentences with raw."
         raise invalid("captions", "be Karpathy's JSON", f"{file} ({failure!r})", remedy) from failure

@@ -64,19 +64,26 @@ def open_in_place(path: Path, mode: str, *, buffering: int = -1, encoding: str |
         raise _linked(path, "file") from None
 
 
-def open_file(path: str | Path) -> IO[bytes]:
-    """Open a file for reading; OSError for a pipe or a device, whose end may never come, and for a NUL in a name."""
-    if "\0" in str(path):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    # without waiting for the other end of a pipe
+def plain_file(path: str) -> int:
+    """The descriptor of a file that is read; OSError for a pipe or a device, whose end may never come.
+
+    The opening alone could wait for the other end of a pipe.
+    """
+    if "\0" in path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = os.fstat(handle).st_mode
-    if stat.S_ISREG(kind):
-        return open(handle, "rb")
-    os.close(handle)
-    if stat.S_ISDIR(kind):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "Not a plain file", str(path))
+    if not stat.S_ISREG(kind):
+        os.close(handle)
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        raise OSError(errno.EINVAL, "Not a plain file", path)
+    return handle
+
+
+def open_file(path: str | Path) -> IO[bytes]:
+    """Open a file for reading; OSError for a pipe or a device, and for a NUL in a name."""
+    return open(plain_file(str(path)), "rb")
 
 
 def read_whole(path: str | Path, most: int) -> bytes:

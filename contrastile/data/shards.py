@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from contrastile._errors import invalid
-from contrastile.data.files import checksum, new_file, sync
+from contrastile.data.files import checksum, new_file, open_file, sync
 from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.sources import PICTURES, TABLES, Source
 from contrastile.data.tables import read_table
@@ -107,7 +107,7 @@ def _stated_size(shard: Path) -> int | None:
     try:
         stated = json.loads(sizes.read_text(encoding="utf-8")).get(shard.name)
         return None if stated is None else int(stated)
-    except (ValueError, TypeError, AttributeError) as failure:
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as failure:
         remedy = "Write it again, or remove it."
         raise invalid(SIZES, "be an object of shards and their numbers of pairs", sizes, remedy) from failure
 
@@ -122,7 +122,7 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
     """Every entry, then a check of the end: the library stops silently at a header that is damaged or cut."""
     end = 0
     try:
-        with shard.open("rb") as file:
+        with open_file(shard) as file:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for entry in tar:
                     # with a size below zero the library would go back and forth between two headers for ever
@@ -162,7 +162,7 @@ def _pair(shard: Path, members: Sequence[tarfile.TarInfo]) -> Finding | None:
         return "missing title"
     if len(images) > 1 or len(texts) > 1:
         return "key used twice"
-    with shard.open("rb") as file:
+    with open_file(shard) as file:
         file.seek(texts[0].offset_data)
         # one byte more than a caption may have, so that a longer one is noticed
         caption = file.read(min(texts[0].size, LONGEST_CAPTION + 1))
@@ -206,7 +206,7 @@ def find_in_folder(folder: Path) -> Iterator[Finding]:
             continue
         caption = path.parent.name.replace("_", " ").encode()
         if text.is_file():
-            with text.open("rb") as file:
+            with open_file(text) as file:
                 caption = file.read(LONGEST_CAPTION + 1)
         yield _checked(path, 0, path.stat().st_size, caption)
 

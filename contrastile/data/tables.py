@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from contrastile._errors import invalid
+from contrastile.data.files import open_file
 
 # the most lines of a row, and the most characters of a field
 ROW_LINES, FIELD_CHARACTERS = 16, 1 << 20
@@ -77,7 +78,8 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
     Paths are relative to `folder`, by default the table's own; `name` is what errors call the table.
     """
     try:
-        content = table.read_bytes()
+        with open_file(table) as file:
+            content = file.read()
     except OSError as failure:
         rule = 'be "glyphs" or a file that can be read' if name == "source" else "be a file that can be read"
         raise invalid(name, rule, table, f"{failure.strerror}.") from failure
@@ -98,6 +100,8 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
             return fields
         if len(fields) != len(columns):
             return "wrong number of columns"
+        if "\0" in fields[path_column]:
+            return "NUL in a path"
         caption = " ".join(fields[caption_column].split())
         return ((folder or table.parent) / fields[path_column].strip(), caption) if caption else "empty title"
 

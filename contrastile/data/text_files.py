@@ -30,6 +30,8 @@ logger = logging.getLogger("contrastile")
 NUMBERS = {"label", "labels", "score", "scores"}
 # names of columns in any order; negatives may be numbered
 QUESTIONS, POSITIVE, NEGATIVE = ("anchor", "query", "question"), "positive", "negative"
+# the longest list that is written as Python writes it: an element takes a few hundred bytes while it is read
+LONGEST_LIST = 1 << 17
 # names of the ids of passages within an entry
 CONTEXT_IDS = ("passage_id", "psg_id", "docid", "id", "_id")
 
@@ -205,7 +207,7 @@ def _columns(entry: Entry, place: str) -> Question:
     for name in NUMBERS & entry.keys():
         try:
             matches = float(entry[name] or 0) > 0
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise Skipped("a label that is no number") from None
         if not matches:
             raise Skipped("a pair that is no match")
@@ -218,11 +220,22 @@ def _columns(entry: Entry, place: str) -> Question:
         raise Skipped("no positives")
     question, positive, *others = texts.values()
     if isinstance(positive, str) and positive.startswith("[") and not others:
-        try:
-            return Question(question, answers=_texts(ast.literal_eval(positive)))
-        except (ValueError, SyntaxError):
-            pass
+        answers = _listed(positive)
+        if answers is not None:
+            return Question(question, answers=_texts(answers))
     return Question(question, _plain(positive, place), [passage for text in others for passage in _plain(text, place)])
+
+
+def _listed(text: str) -> Any:
+    """The list that `text` is, as Python writes it; None for any other text. `Skipped` for one that is too much."""
+    if len(text) > LONGEST_LIST and text.rstrip().endswith("]"):
+        raise Skipped("a list of answers that is too long")
+    try:
+        return ast.literal_eval(text) if len(text) <= LONGEST_LIST else None
+    except (ValueError, SyntaxError):
+        return None
+    except (TypeError, RecursionError, MemoryError):
+        raise Skipped("a list of answers that cannot be read") from None
 
 
 def _contexts(entries: Any, place: str) -> list[Passage]:

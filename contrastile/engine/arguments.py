@@ -1,12 +1,13 @@
 """Checks on the tensors that a user passes to the losses, in the sentence form of `_errors.py`.
 
-Used by `problem.py` and `modules.py`. A check looks at shapes, types and devices only. Two need values: positives in
+Used by `problem.py` and `modules/`. A check looks at shapes, types and devices only. Two need values: positives in
 range and rows of unit length. On a GPU they are read in the first `MOST_LOOKS` calls of a process only (`Looks`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
@@ -75,6 +76,30 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtyp
         raise invalid(
             name, f"be on the device of `{other_name}`", f"{other.device} and {x.device}", "Move one side first."
         )
+
+
+def guides(pairs: Sequence[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, negatives: Tensor | None) -> None:
+    """Check further features of queries and keys, such as a teacher's: constants of one size."""
+    for pair in pairs:
+        for name, x, other_name, rows in (("guide_q", pair[0], "q", q), ("guide_k", pair[1], "k", k)):
+            features(name, x)
+            if x.device != rows.device:
+                got = f"{rows.device} and {x.device}"
+                raise invalid(name, f"be on the device of `{other_name}`", got, "Move one side first.")
+            constant(name, x)
+        if negatives is not None and negatives.ndim == 3:
+            remedy = "Pass them as [H, features]."
+            raise invalid(
+                "negatives", "be shared by all queries with a guide", f"shape {list(negatives.shape)}", remedy
+            )
+        alike("guide_k", pair[1], "guide_q", pair[0])
+        for name, x, other_name, n in (
+            ("guide_q", pair[0], "q", len(q)),
+            ("guide_k", pair[1], "k", len(k) + (0 if negatives is None else len(negatives))),
+        ):
+            if len(x) != n:
+                remedy = "One row for each, and for each of the `negatives`."
+                raise invalid(name, f"have as many rows as `{other_name}`", f"{n} and {len(x)}", remedy)
 
 
 def own_negatives(

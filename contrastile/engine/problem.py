@@ -23,6 +23,7 @@ from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import numbered, present_device
+from contrastile.tiles.base import nonfinite_flag
 from contrastile.tiles.scored import Form, Scorer
 
 PLAIN = (Tensor, nn.Parameter)
@@ -94,11 +95,16 @@ class Arguments:
         q, k, loss, scored = self.q, self.k, self.loss, self.scorer is not None
         if not scored:
             _features(q, k, self.negatives, self.cast())
+            checks.guides(self.guides, q, k, self.negatives)
             checks.own_negatives(self.own, self.negative_ids, self.query_ids, q, self.options.device)
         if not isinstance(loss, PairLoss):
             got = loss.__name__ if isinstance(loss, type) else type(loss).__name__
             remedy = "Pass Softmax(...) or Sigmoid(...) of contrastile.losses."
             raise invalid("loss", "be a loss as an object", got, remedy)
+        if loss.guides != len(self.guides):
+            name, rule = type(loss).__name__, "be given for" if loss.guides else "be left out for"
+            got = "both" if self.guides else None
+            raise invalid("guide_q", f"{rule} the loss {name}", got, "Further features go with a loss that reads them.")
         if self.scale is None and not scored:
             raise invalid("scale", "be given for a dot product", None, "Pass logit_scale.exp(), say.")
 
@@ -180,6 +186,9 @@ class Problem:
             scale = collectives.unsharded(scale, self.options.gradient)
         if bias is not None and type(bias) not in PLAIN:
             bias = collectives.unsharded(bias, self.options.gradient)
+        if rows.guides:
+            # a guide that is not finite would be a mask without a word
+            scale = scale + nonfinite_flag(torch.zeros_like(scale), *self.rows.guides, *self.cols.guides)
         if rows.positives is not None and self.indexed is not None and not torch.compiler.is_compiling():
             positives, scale = checks.kept_in_range(rows.positives, self.indexed, scale)
             rows = replace(rows, positives=positives)
@@ -257,7 +266,7 @@ class _Sides:
         (q, *more_q), (k, *more_k) = [x.detach() for x in self.rows], [x.detach() for x in self.cols]
         if cast is not None:
             q, k = cast_features(q, k, cast)
-        guides: tuple[tuple[Tensor, ...], ...] = tuple(zip(*arguments.guides, strict=True)) or ((), ())
+        guides = loss.guide_sides(arguments.guides, diagonal, positives)
         return (
             Shard(
                 q,

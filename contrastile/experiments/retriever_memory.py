@@ -129,6 +129,10 @@ class RetrieverMemory(Study):
                 trials.append(Trial({"way": way, "batch": batch}, seed, overrides, seconds=seconds[way, batch]))
         return trials
 
+    def seconds(self, _data: TextMaterials) -> float:
+        """0, because updates are timed before the trials are listed."""
+        return 0.0
+
     def run(self, trial: Trial, data: TextMaterials, ranks: Ranks, folder: RunFolder) -> Result | int | None:
         """Train and evaluate a trial; BM25 answers without training."""
         if trial.labels != BM25_LABELS:

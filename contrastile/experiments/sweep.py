@@ -7,7 +7,9 @@ table or figure of the papers: it lists trials and lays out their results. Each 
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -18,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from contrastile.data.batches import Batches
 from contrastile.experiments.results import PAGE, RESULTS, Result, read_results, to_csv
 from contrastile.experiments.workers import run_parallel
 from contrastile.train.batch_builder import DataBundle, open_data_bundle, with_cached_features
@@ -25,12 +28,16 @@ from contrastile.train.evaluation import encode_held_out, evaluate
 from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resumed_run
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, clock, progress
-from contrastile.train.loop import train
+from contrastile.train.loop import step, train
 from contrastile.train.metadata import TrainResult
+from contrastile.train.optim import build_optimizer
 from contrastile.train.provenance import provenance
-from contrastile.train.ranks import Ranks
+from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.run import build_run, choose_device, same_recipe
+
+# steps that are timed beforehand, the first of which does not count
+TIMED_STEPS = 4
 
 T = TypeVar("T")
 
@@ -128,6 +135,20 @@ class Study(ABC):
         run = build_run(recipe, data.tokenizer)
         return ImageText(run, with_cached_features(run, training_share(data, share)))
 
+    def seconds(self, data: Any) -> float:
+        """Estimate the seconds of one training from a few steps of the recipe's first batch."""
+        size = min(self.recipe.train.batch[0][1], len(data.pairs.splits["train"]))
+        job, times = self.job(self.recipe, data, 1.0), []
+        optimizer = build_optimizer(job.run.model, self.recipe.optim)
+        batches = Batches(job.rows, sizes=[size] * TIMED_STEPS, seed=self.recipe.seed)
+        with closing(job):
+            for number, rows in enumerate(batches, start=1):
+                began = time.perf_counter()
+                step(job, optimizer, job.parts(rows, number, ALONE))
+                times.append(time.perf_counter() - began)
+        # the first step allocates and compiles
+        return statistics.median(times[1:]) / size * self.examples(data)
+
     def costs(self, _trial: Trial, trained: TrainResult) -> dict[str, float]:
         """List the costs of a training, by columns of compare.csv."""
         return {"examples": trained.examples, "steps": trained.steps, "seconds": round(trained.seconds, 3)}
@@ -191,7 +212,8 @@ def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparis
         results = sorted(read_results(folder), key=study.order)
         finished = [(result.labels, result.seed) for result in results]
         trials = [trial for trial in study.trials(data) if (trial.labels, trial.seed) not in finished]
-        if expected := sum(trial.seconds for trial in trials):
+        if trials:
+            expected = sum(trial.seconds for trial in trials) or len(trials) * study.seconds(data)
             sys.stderr.write(f"{len(trials)} runs: about {clock(expected)} one after the other\n")
         if results:
             study.write(folder, results)
@@ -228,7 +250,10 @@ def _outcomes(
 ) -> Generator[Result | int, None, None]:
     """Run the trials in this process or in several; yield a result or the signal that stopped it."""
     if study.jobs * study.ranks == 1:
-        for trial in trials:
+        for number, trial in enumerate(trials, start=1):
+            labels = ", ".join(f"{name} {label}" for name, label in trial.labels.items())
+            seed = "" if trial.seed is None else f", seed {trial.seed}"
+            sys.stderr.write(f"run {number} of {len(trials)}: {labels}{seed}\n")
             if (outcome := study.run(study.ready(trial, results), data, Ranks(), folder)) is not None:
                 yield outcome
         return

@@ -1,8 +1,9 @@
 """Losses: the statistics of a row over its pairs, the loss made of them, and the gradient of one pair."""
 
-from contrastile.losses.decoupled import Decoupled
+from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
+from contrastile.losses.guided import Guided
 from contrastile.losses.hardness import Hardness
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 
-__all__ = ["Decoupled", "Hardness", "Sigmoid", "Softmax"]
+__all__ = ["Decoupled", "DecoupledWeighted", "Guided", "Hardness", "Sigmoid", "Softmax"]

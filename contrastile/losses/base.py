@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from ast import literal_eval
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -305,6 +305,10 @@ class PairLoss(ABC):
     formula: ClassVar[Formula | None] = None
     # rows of `Finished.state`
     state_rows: ClassVar[int]
+    # number of pairs of further features, whose products a tile has as its `guides`
+    guides: ClassVar[int] = 0
+    # the loss of a row depends on no other row
+    rowwise: ClassVar[bool] = True
     # the class and all fields as a string; None if a field is no number, truth value or word
     spelled: str | None
 
@@ -338,6 +342,13 @@ class PairLoss(ABC):
     def smoothed(self, label_smoothing: float) -> PairLoss:
         """The same loss with that share of every target spread over the keys that count."""
 
+    def guide_sides(
+        self, guides: Sequence[tuple[Tensor, Tensor]], diagonal: int | None, positives: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The guides of the rows' shard and of the columns', of this rank's further features of queries and keys."""
+        del diagonal, positives
+        return tuple([a.detach() for a, _ in guides]), tuple([b.detach() for _, b in guides])
+
     @abstractmethod
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The statistics [K, n] of n rows that have met no column."""
@@ -356,6 +367,13 @@ class PairLoss(ABC):
     @abstractmethod
     def finish(self, stats: Tensor) -> Finished:
         """The rows' losses, and their state for the backward."""
+
+    def finish_all(
+        self, directions: Sequence[Tensor], scale: Tensor, total: Callable[[Tensor], Tensor]
+    ) -> list[Finished]:
+        """`finish` of each direction's statistics; `total` sums a small tensor over the ranks."""
+        del scale, total
+        return [self.finish(stats) for stats in directions]
 
     @abstractmethod
     def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:

@@ -10,7 +10,9 @@ Positives and negatives are summed apart by the softmax, so only the end of a ro
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,12 +44,17 @@ class Decoupled(Softmax):
             raise invalid("label_smoothing", "be 0 for the decoupled loss", self.label_smoothing, remedy)
 
     def finish(self, stats: Tensor) -> Finished:
-        named = SoftmaxStats(*stats)
-        # NaN differs from 0: it stays NaN in the loss
-        counts = ((named.positive_count > 0) & (named.total != 0)).to(stats.dtype)
+        return self._finished(stats, None)
+
+    def _finished(self, stats: Tensor, weights: Tensor | None) -> Finished:
+        """weights: [n], of each row's positives; None: 1."""
+        named, counts = SoftmaxStats(*stats), _counts(stats)
         zero, share = torch.zeros_like(counts), named.positive_count.clamp(min=1).reciprocal()
         total = named.total.masked_fill(named.total == 0, 1.0)
-        loss = (finite(named.top) - finite(named.positive_top)) + (total.log() - named.positive_sum * share)
+        top, mean = finite(named.positive_top), named.positive_sum * share
+        if weights is not None:
+            top, mean, share = top * weights, mean * weights, share * weights
+        loss = (finite(named.top) - top) + (total.log() - mean)
         # no probability is a positive's, so that its gradient is −1/|P|
         state = SoftmaxState(
             top=finite(named.top),
@@ -59,3 +66,56 @@ class Decoupled(Softmax):
             share=zero,
         )
         return Finished(torch.where(counts > 0, loss, zero), counts, torch.stack(state))
+
+
+@dataclass(frozen=True)
+class DecoupledWeighted(Decoupled):
+    """The decoupled loss with von Mises-Fisher weights (DCLW, Yeh et al. 2022, equation 7).
+
+    The positives of row i, of mean similarity s_i = mean_{p ∈ P(i)} ⟨q_i, k_p⟩, have the weight
+    w_i = 2 − exp(s_i / σ) / mean_j exp(s_j / σ), a constant, over the rows j of all ranks that have a loss: pairs that
+    are apart weigh more. Naively, with a diagonal of positives,
+
+        s = (q * k).sum(1).detach()
+        w = 2 - N * torch.softmax(s / sigma, 0)
+        (torch.logsumexp(x.masked_fill(eye, -inf), 1) - w * x.diagonal()).mean()
+
+    sigma: σ, for rows of unit length; 0.5 in the paper.
+
+    >>> from contrastile import contrast
+    >>> q, k = torch.nn.functional.normalize(torch.randn(2, 6, 16), dim=-1)
+    >>> contrast(q, k, scale=10.0, loss=DecoupledWeighted(symmetric=True)).shape
+    torch.Size([])
+    """
+
+    formula = Formula("exponential", finish_fields=frozenset({"sigma"}))
+    rowwise: ClassVar[bool] = False
+
+    sigma: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.sigma > 0.0:
+            raise invalid("sigma", "be positive", self.sigma, "The paper has 0.5.")
+
+    def finish_all(
+        self, directions: Sequence[Tensor], scale: Tensor, total: Callable[[Tensor], Tensor]
+    ) -> list[Finished]:
+        kernels = []
+        for stats in directions:
+            named = SoftmaxStats(*stats)
+            mean = finite(named.positive_top) + named.positive_sum / named.positive_count.clamp(min=1)
+            counts = _counts(stats)
+            kernels.append(torch.stack([torch.where(counts > 0, (mean / (scale * self.sigma)).exp(), 0.0), counts]))
+        # of each direction the sum over all ranks' rows, and their number
+        sums = total(torch.stack([kernel.sum(1) for kernel in kernels]))
+        return [
+            self._finished(stats, 2 - kernel[0] * (number / whole))
+            for stats, kernel, (whole, number) in zip(directions, kernels, sums, strict=True)
+        ]
+
+
+def _counts(stats: Tensor) -> Tensor:
+    """1 for each row with a positive and a negative, 0 for others. NaN differs from 0: it stays NaN in the loss."""
+    named = SoftmaxStats(*stats)
+    return ((named.positive_count > 0) & (named.total != 0)).to(stats.dtype)

@@ -26,12 +26,14 @@ def dense_softmax(
     symmetric: bool = False,
     weights: Tensor | None = None,
     label_smoothing: float = 0.0,
+    hardness: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """InfoNCE of q [N, D] against k [M, D]: cross-entropy of softmax(scale · q kᵀ) at the positives.
 
     positive, excluded: [N, M] bool; by default the diagonal, and nothing. A row's loss is the mean over its
-    positives of −log p; rows without one leave the mean. Symmetric adds the transposed problem and halves the sum;
+    positives of −log p; rows without one leave the mean. hardness: β · ⟨q, k⟩ is added to negatives' logits as a
+    constant, the weight exp(β · ⟨q, k⟩). Symmetric adds the transposed problem and halves the sum;
     then weights [N] serve both directions. A scalar, or [N] with reduction="none", in the type of the features.
 
     >>> q = F.normalize(torch.randn(4, 8), dim=-1)
@@ -39,7 +41,7 @@ def dense_softmax(
     tensor(True)
     """
     row_losses = partial(_cross_entropy, label_smoothing=label_smoothing)
-    return _over_rows(row_losses, q, k, scale, positive, excluded, symmetric, weights, reduction)
+    return _over_rows(row_losses, q, k, scale, positive, excluded, symmetric, weights, reduction, hardness)
 
 
 def dense_decoupled(
@@ -51,17 +53,30 @@ def dense_decoupled(
     excluded: Tensor | None = None,
     symmetric: bool = False,
     weights: Tensor | None = None,
+    of_positives: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """The decoupled loss: log Σ exp x over the negatives − mean x over the positives (Yeh et al. 2022, equation 6).
 
-    Arguments as in `dense_softmax`; rows without a negative leave the mean too.
+    Arguments as in `dense_softmax`; rows without a negative leave the mean too. of_positives: [N] weights of the
+    rows' positives, of both directions, such as `mises_fisher_weights`.
 
     >>> q = F.normalize(torch.randn(4, 8), dim=-1)
     >>> dense_decoupled(q, q, 10.0, symmetric=True) < dense_softmax(q, q, 10.0, symmetric=True)
     tensor(True)
     """
-    return _over_rows(_decoupled, q, k, scale, positive, excluded, symmetric, weights, reduction)
+    row_losses = partial(_decoupled, of_positives=of_positives)
+    return _over_rows(row_losses, q, k, scale, positive, excluded, symmetric, weights, reduction)
+
+
+def mises_fisher_weights(q: Tensor, k: Tensor, sigma: float) -> Tensor:
+    """2 − N · softmax(⟨q_i, k_i⟩ / σ) of N pairs, constants (Yeh et al. 2022, equation 7).
+
+    >>> q = F.normalize(torch.randn(4, 8), dim=-1)
+    >>> bool((mises_fisher_weights(q, q, 0.5) - 1).abs().max() < 1e-5)
+    True
+    """
+    return 2 - len(q) * torch.softmax((q * k).sum(1).detach() / sigma, 0)
 
 
 def dense_clip(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
@@ -113,6 +128,7 @@ def _over_rows(
     symmetric: bool,
     weights: Tensor | None,
     reduction: Reduction,
+    hardness: float = 0.0,
 ) -> Tensor:
     """The reduced losses of the rows, or the mean of theirs and of the columns' where symmetric.
 
@@ -122,7 +138,11 @@ def _over_rows(
         positive = torch.eye(len(q), len(k), dtype=torch.bool, device=q.device)
     if excluded is None:
         excluded = torch.zeros_like(positive)
-    x = (scale * (q @ k.T)).masked_fill(excluded, -torch.inf)
+    products = q @ k.T
+    x = scale * products
+    if hardness:
+        x = x + hardness * products.detach() * ~positive
+    x = x.masked_fill(excluded, -torch.inf)
     directions = [(x, positive, excluded), (x.T, positive.T, excluded.T)][: 1 + symmetric]
     reduced = []
     for direction in directions:
@@ -142,12 +162,13 @@ def _cross_entropy(x: Tensor, positive: Tensor, excluded: Tensor, *, label_smoot
     return loss, count > 0
 
 
-def _decoupled(x: Tensor, positive: Tensor, excluded: Tensor) -> tuple[Tensor, Tensor]:
+def _decoupled(x: Tensor, positive: Tensor, excluded: Tensor, *, of_positives: Tensor | None) -> tuple[Tensor, Tensor]:
     count, negative = positive.sum(1), ~(positive | excluded)
     # a sum over no key has no gradient, and autograd would make it NaN
     counts = (count > 0) & negative.any(1)
     among = x.masked_fill(~negative & counts[:, None], -torch.inf).masked_fill(~counts[:, None], 0.0)
-    return among.logsumexp(1) - x.masked_fill(~positive, 0.0).sum(1) / count.clamp(min=1), counts
+    mean = x.masked_fill(~positive, 0.0).sum(1) / count.clamp(min=1)
+    return among.logsumexp(1) - (mean if of_positives is None else of_positives * mean), counts
 
 
 def _reduce(weighted: Tensor, weight_sum: Tensor, reduction: Reduction) -> Tensor:

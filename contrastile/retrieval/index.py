@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid, printable, whole_number
+from contrastile._errors import invalid, whole_number
 from contrastile.data.base import SkipCounter
 from contrastile.data.entries import read_passages
 from contrastile.data.texts import Passage
@@ -261,34 +260,3 @@ def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch", v
         remedy = f"Encode the corpus again: contrastile encode {folder.path}"
         raise invalid("index", "be made by this run", f'"{index}", made by another', remedy)
     return opened
-
-
-@dataclass(frozen=True)
-class Search:
-    """A retriever and an index of its features."""
-
-    run: RetrieverRun
-    index: Index
-
-    def results_text(self, question: str, k: int, *, lines: int) -> str:
-        """The `k` best passages for a terminal: score, name, source, and the first `lines` lines of each."""
-        features = self.run.encode_query([question], dimensions=self.index.dimensions)
-        scores, rows = self.index.search(features, k)
-        blocks = []
-        for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
-            passage = self.index[row]
-            name = f"{passage.title} ({passage.id})" if passage.title else passage.id
-            source = f"\n        {printable(passage.source)}" if passage.source else ""
-            text = passage.text.splitlines()
-            body = [printable(textwrap.shorten(line, 160) if len(line) > 160 else line) for line in text[:lines]]
-            joined = "\n".join([*body, "…"] if len(text) > lines else body)
-            blocks.append(f"{score:6.3f}  {printable(name)}{source}\n{textwrap.indent(joined, ' ' * 10)}")
-        return "\n\n".join(blocks)
-
-
-def open_search(
-    folder: RunFolder, index: Path, *, engine: str = "torch", device: str = "auto", verify: bool = False
-) -> Search:
-    """A run with its index; raises ValueError where another run, or other weights, made the index."""
-    opened = open_index(folder, index, engine=engine, verify=verify)
-    return Search(index=opened, run=load_retriever(folder.path, device=device))

@@ -171,7 +171,7 @@ class Tiles(ABC):
 
         total: sums a small tensor over the ranks. nonfinite: 0, or NaN where an input is not finite.
         """
-        return reduced([self.loss.finish(side) for side in stats], weights, reduction, total, nonfinite())
+        return reduced(self.loss.finish_all(stats, self.scale, total), weights, reduction, total, nonfinite())
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
         """Zeros for u and v where a gradient is wanted; `wanted`: of scale, bias, q and k.

@@ -55,11 +55,16 @@ class Eager(Tiles):
         return sums
 
     def strip(self, rows: Shard, cols: Shard) -> int:
-        return self._height(len(rows), len(cols), rows.features.dtype)
+        return self._height(len(rows), len(cols), rows.features.dtype) if self.loss.rowwise else 0
+
+    @property
+    def _held(self) -> int:
+        """Tiles that are held at once, those of the products of guides included."""
+        return TILES_HELD + 2 * self.loss.guides
 
     def _height(self, N: int, M: int, dtype: torch.dtype) -> int:
         side = self._side(dtype)
-        fit = self.workspace // (TILES_HELD * self.scale.dtype.itemsize * max(M, 1))
+        fit = self.workspace // (self._held * self.scale.dtype.itemsize * max(M, 1))
         if max(N, M) <= side:
             # a dense matrix beyond the workspace is held once, not twice
             return N if M and fit >= N else 0
@@ -158,7 +163,7 @@ class Eager(Tiles):
         side = self._side(dtype)
         height = self._height(N, M, dtype)
         rows, cols = (height, M) if height else (min(N, side), min(M, side))
-        return accumulator(dtype).itemsize * (TILES_HELD * rows * cols + 2 * (rows + cols) * D)
+        return accumulator(dtype).itemsize * (self._held * rows * cols + 2 * (rows + cols) * D)
 
     def _tile(self, x: Tensor, rows: Shard, cols: Shard) -> Tile:
         """The tile of the logits x without bias, which it may overwrite."""
@@ -192,7 +197,7 @@ class Eager(Tiles):
         """Rows, and columns, of a tile: the fastest size that fits the workspace."""
         del dtype
         most = SIDE_CPU if self.scale.device.type == "cpu" else SIDE_ACCELERATOR
-        fit = int((self.workspace / (TILES_HELD * self.scale.dtype.itemsize)) ** 0.5)
+        fit = int((self.workspace / (self._held * self.scale.dtype.itemsize)) ** 0.5)
         return max(16, min(most, fit))
 
 

@@ -15,7 +15,7 @@ from contrastile.data.pairs import Stream
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.text import load_tokenizer
-from contrastile.modules import ClipLoss, SigLipLoss
+from contrastile.modules import ClipLoss, DCLLoss, SigLipLoss
 from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import (
@@ -38,7 +38,7 @@ from contrastile.train.report.samples import picture_samples
 from contrastile.train.run import Run, build_run, choose_device, fingerprint, load
 from contrastile.train.task import Measure, Task
 
-LOSSES: dict[str, type[ClipLoss | SigLipLoss]] = {"clip": ClipLoss, "siglip": SigLipLoss}
+LOSSES: dict[str, type[ClipLoss | SigLipLoss | DCLLoss]] = {"clip": ClipLoss, "siglip": SigLipLoss, "dcl": DCLLoss}
 
 
 class ImageText(Task[Batch]):

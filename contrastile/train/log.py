@@ -216,6 +216,10 @@ class Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._discarded:
+            # on the disk before the files that say that the run is finished; a disk that fails has been reported
+            with suppress(OSError):
+                os.fsync(self._file.fileno())
         self._file.close()
         self._notify(lambda listener: listener.close())
         if self._lost:

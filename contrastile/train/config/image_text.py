@@ -299,7 +299,15 @@ class SigLipSettings(LossSettings):
     bias: Annotated[float, Field(ge=-1e4, le=1e4)] = -10.0
 
 
-AnyLoss = Annotated[ClipSettings | SigLipSettings, Field(discriminator="kind"), kind_or("clip")]
+class DclSettings(LossSettings):
+    """DCLLoss; with `sigma` positives have von Mises-Fisher weights."""
+
+    kind: Literal["dcl"] = "dcl"
+    scale: Scale = 14.3
+    sigma: Positive | None = None
+
+
+AnyLoss = Annotated[ClipSettings | SigLipSettings | DclSettings, Field(discriminator="kind"), kind_or("clip")]
 
 
 class SubBatch(SubBatches):

@@ -217,7 +217,7 @@ def _figures(steps: StepColumns, loss: str, wording: Wording) -> list[str]:
         "rate": ("Learning rate", steps["learning_rate"]),
         "speed": (f"{wording.unit.capitalize()} per second", steps["batch"] / steps["seconds"]),
     }
-    if len(set(steps["scale"])) == 1 < len(steps):
+    if len(steps) > 1 and np.ptp(steps["scale"]) == 0:
         # a constant line shows nothing
         del single["scale"]
     figures += [draw({name: steps.averaged(values)}, title=title) for name, (title, values) in single.items()]

@@ -1,0 +1,157 @@
+"""A Trainer of transformers that trains with the gradient cache, and the mixin that makes one of any subclass.
+
+    from contrastile.integrations.transformers import ContrastileTrainer, TextPairs
+
+    trainer = ContrastileTrainer(
+        model=model, args=args, train_dataset=pairs, data_collator=TextPairs(tokenizer), sub_batch=64
+    )
+    trainer.train()
+
+The batch of a step is `per_device_train_batch_size` on all ranks; `sub_batch` is what the model sees at once. Gradient
+accumulation remains the Trainer's: it adds no negatives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from contrastile import InfoNCELoss, encode
+from contrastile._errors import invalid
+
+# an encoder of one side: the name of a method of the model, or a function that gets the model and one side's inputs
+Encoder = str | Callable[..., Tensor]
+
+
+def mean_pooled(model: nn.Module, /, **inputs: Any) -> Tensor:
+    """Unit rows [B, D]: the mean of the last hidden states over the tokens of the attention mask."""
+    states: Tensor = model(**inputs).last_hidden_state
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return F.normalize(states.mean(1), dim=-1)
+    weights = (mask != 0)[..., None].to(states.dtype)
+    return F.normalize((states * weights).sum(1) / weights.sum(1).clamp(min=1), dim=-1)
+
+
+class TextPairs:
+    """A collator for columns of texts: each side's tokenizer output, padded, under the name of its column."""
+
+    def __init__(self, tokenizer: Any, sides: Sequence[str] = ("query", "key"), **how: Any) -> None:
+        self.tokenizer, self.sides = tokenizer, tuple(sides)
+        self.how = {"padding": True, "truncation": True, "return_tensors": "pt", **how}
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
+        return {side: dict(self.tokenizer([row[side] for row in examples], **self.how)) for side in self.sides}
+
+
+class ContrastileMixin:
+    """Put before a Trainer's class: `class MyTrainer(ContrastileMixin, Trainer)`.
+
+    Arguments, beside the Trainer's:
+        sub_batch: examples of a side that the model encodes at once, or "auto".
+        sides: the columns of queries, keys, and further columns of hard negatives. A side's inputs are the mapping or
+            the tensor of this name in a batch, or all entries named `<side>_...`, without this prefix.
+        encoders: for all sides one, or one for each: the name of a method of the model, such as "get_image_features",
+            or a function `f(model, **inputs)` that returns features [B, D]. The default is `mean_pooled`.
+        loss: called as `loss(queries, keys, scale)`; by default InfoNCE, whose keys may be more than the queries.
+        scale: a number, or a function of the model, as `lambda model: model.logit_scale.exp()`.
+        retain: as for `encode`.
+
+    The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, FSDP2, gradient
+    accumulation, evaluation and resuming are the Trainer's own. Raises ValueError for several GPUs in one process.
+    """
+
+    # the loss is a mean over the batch: the Trainer divides it by the steps that it accumulates
+    loss_is_scaled_for_ga: ClassVar[bool | None] = False
+
+    if TYPE_CHECKING:
+        args: Any
+        accelerator: Any
+        model: Any
+        _prepare_inputs: Any
+
+    def __init__(
+        self,
+        *positional: Any,
+        sub_batch: int | Literal["auto"],
+        sides: Sequence[str] = ("query", "key"),
+        encoders: Encoder | Sequence[Encoder] = mean_pooled,
+        loss: Callable[..., Tensor] | None = None,
+        scale: float | Callable[[Any], Tensor] = 20.0,
+        retain: int | Literal["auto"] = 0,
+        **named: Any,
+    ) -> None:
+        if len(sides) < 2:
+            raise invalid("sides", "name two columns or more", tuple(sides), 'Pass ("query", "key").')
+        one = isinstance(encoders, str) or callable(encoders)
+        self.encoders: list[Encoder] = [encoders] * len(sides) if one else list(encoders)  # type: ignore[list-item,arg-type]
+        if len(self.encoders) != len(sides):
+            raise invalid("encoders", f"be one, or one for each of {len(sides)} sides", len(self.encoders), "Add some.")
+        self.sub_batch, self.sides, self.scale, self.retain = sub_batch, tuple(sides), scale, retain
+        self.contrastive_loss = InfoNCELoss() if loss is None else loss
+        super().__init__(*positional, **named)
+        # the columns of both sides are no arguments of the model's forward
+        self.args.remove_unused_columns = False
+        if self.args.n_gpu > 1:
+            raise invalid("n_gpu", "be 1", self.args.n_gpu, "Launch one process for each GPU, with torchrun.")
+        if getattr(self, "is_deepspeed_enabled", False):
+            remedy = "Use FSDP2 (fsdp_version 2) or DistributedDataParallel."
+            raise invalid("deepspeed", "be left out", "a DeepSpeed engine", remedy)
+        if self.args.gradient_accumulation_steps > 1:
+            warnings.warn(
+                "gradient_accumulation_steps adds no negatives: each step's loss sees its own batch. Raise "
+                "per_device_train_batch_size instead; sub_batch bounds the memory.",
+                stacklevel=2,
+            )
+
+    def compute_loss(
+        self, model: Any, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a batch; with `return_outputs` also the features by side."""
+        del num_items_in_batch
+        # accelerate puts autocast on the model's forward alone, which methods and the loss would miss
+        with self.accelerator.autocast():
+            features = {
+                side: encode(
+                    (model, encoder), self.inputs_of(inputs, side), sub_batch=self.sub_batch, retain=self.retain
+                )
+                for side, encoder in zip(self.sides, self.encoders, strict=True)
+            }
+            query, *keys = features.values()
+            scale = self.scale(self.accelerator.unwrap_model(model)) if callable(self.scale) else self.scale
+            loss = self.contrastive_loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], scale)
+        return (loss, features) if return_outputs else loss
+
+    def inputs_of(self, inputs: Mapping[str, Any], side: str) -> Any:
+        """The inputs of a side's encoder."""
+        if side in inputs:
+            return inputs[side]
+        prefixed = {name.removeprefix(f"{side}_"): x for name, x in inputs.items() if name.startswith(f"{side}_")}
+        if not prefixed:
+            remedy = "Name the columns in `sides`, or let the collator return them."
+            raise invalid("inputs", f"hold {side} or {side}_...", sorted(inputs), remedy)
+        return prefixed
+
+    def prediction_step(
+        self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        """The loss of a batch in evaluation."""
+        del prediction_loss_only, ignore_keys
+        with torch.no_grad():
+            loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ContrastileTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from transformers import Trainer
+
+    described = {"__doc__": ContrastileMixin.__doc__, "__module__": __name__}
+    globals()[name] = type(name, (ContrastileMixin, Trainer), described)
+    return globals()[name]

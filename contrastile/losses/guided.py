@@ -1,0 +1,95 @@
+"""GIST: a guide says which negatives are false (Solatorio 2024).
+
+A guide is another model, with features a_i of the queries and b_j of the keys. For row i with positives P(i) and the
+guide's similarity of its positive t_i = min_{p ∈ P(i)} ⟨a_i, b_p⟩, the negatives j with
+
+    ⟨a_i, b_j⟩ > t_i − margin            ("absolute")
+    ⟨a_i, b_j⟩ > t_i − margin · |t_i|    ("relative")
+
+leave the denominator of the softmax. The guide's similarities are a second product of each tile, which is its mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from contrastile._errors import invalid, one_of
+from contrastile._types import accumulator
+from contrastile.losses.base import Shard, Tile, fill
+from contrastile.losses.softmax import Softmax
+
+STRATEGIES = ("absolute", "relative")
+# roundings within which a similarity equals that of the positive
+TIES = 16
+
+
+@dataclass(frozen=True)
+class Guided(Softmax):
+    """The softmax loss of one direction without the negatives that a guide finds too similar to the query.
+
+    Naively, with a diagonal of positives,
+
+        guide = guide_q @ guide_k.T
+        threshold = guide.diagonal()[:, None]
+        false = guide > threshold - margin
+        F.cross_entropy(x.masked_fill(false & ~eye, -torch.inf), labels)
+
+    margin, margin_strategy: as above. A similarity that equals the threshold but for 16 roundings of the accumulator's
+    type does not exceed it, so that copies of the positive are treated alike whatever computes them.
+
+    >>> from contrastile import contrast
+    >>> q, k, a, b = torch.nn.functional.normalize(torch.randn(4, 6, 16), dim=-1)
+    >>> contrast(q, k, scale=10.0, loss=Guided(), guide_q=a, guide_k=b).shape
+    torch.Size([])
+    """
+
+    guides: ClassVar[int] = 1
+
+    margin: float = 0.0
+    margin_strategy: str = "absolute"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("margin_strategy", self.margin_strategy, STRATEGIES, "They are sentence-transformers' words.")
+        if self.symmetric:
+            remedy = "Add the loss of the exchanged sides for both directions."
+            raise invalid("symmetric", "be False for a guided loss", self.symmetric, remedy)
+
+    def guide_sides(
+        self, guides: Sequence[tuple[Tensor, Tensor]], diagonal: int | None, positives: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Both sides with one feature more, by which the product is the excess over the row's threshold."""
+        ((rows, cols),) = guides
+        wide = accumulator(rows.dtype)
+        rows, cols = rows.detach().to(wide), cols.detach().to(wide)
+        if diagonal is not None:
+            listed = torch.arange(diagonal, diagonal + len(rows), device=rows.device)[:, None]
+        elif positives is not None:
+            listed = positives
+        else:
+            raise invalid("query_labels", "be left out for a guided loss", "some", "Pass `positives`.")
+        similar = torch.stack([torch.linalg.vecdot(rows, cols[each.clamp(min=0)]) for each in listed.unbind(1)], 1)
+        least = similar.masked_fill(listed < 0, torch.inf).amin(1)
+        # a row without a positive has no loss, whatever its negatives are
+        least = least.masked_fill(least == torch.inf, 0.0)
+        margin = self.margin * least.abs() if self.margin_strategy == "relative" else self.margin
+        threshold = least - margin + TIES * torch.finfo(wide).eps * least.abs().clamp(min=1.0)
+        return (torch.cat([rows, -threshold[:, None]], 1),), (torch.cat([cols, torch.ones_like(cols[:, :1])], 1),)
+
+    def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
+        return super().absorb(_masked(tile))
+
+    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
+        return super().pair_grad(_masked(tile), rows, cols)
+
+
+def _masked(tile: Tile) -> Tile:
+    """The tile without the negatives that exceed their row's threshold."""
+    excess, *_ = tile.guides
+    excluded = fill(fill(excess > 0, tile.positive, False), tile.excluded, True)
+    return tile._replace(x=tile.x.masked_fill_(excluded, -torch.inf), excluded=excluded)

@@ -1,0 +1,166 @@
+"""The base of the losses by name: their options, and their names for the arguments of `functional.py`.
+
+Each loss names rows, columns and positives in those words, and computes with features as given, under autocast in its
+type. Normalise them first where the method wants it: all but InfoNCE, whose products may be any, warn once about rows
+that are not of unit length, or a scale that looks like a temperature.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from numbers import Real
+from typing import Any, ClassVar, Literal, Never, TypedDict, overload
+
+import torch
+from torch import Tensor, nn
+
+from contrastile._dispatch import Options
+from contrastile._types import Backend, ExchangeName, Gradient, Reduction
+from contrastile.engine import arguments as checks
+from contrastile.engine.plan import prepare, tell_all
+from contrastile.losses.base import PairLoss
+
+# deviation of a row's length from 1 above which a loss of cosines warns
+LENGTH_TOLERANCE = 0.05
+_looks = checks.Looks()
+
+
+class How(TypedDict, total=False):
+    """The options of every loss, for type checkers and editors."""
+
+    backend: Backend
+    exchange: ExchangeName
+    group: Any
+    gradient: Gradient
+    label_smoothing: float
+    reduction: Reduction
+    workspace: int | None
+    device: torch.device | str | None
+
+
+class Loss(nn.Module):
+    """A loss with its options, which the docstring of `contrast` explains. They are checked at construction."""
+
+    # the names of `contrast`, and this loss's own
+    names: ClassVar[dict[str, str]] = {}
+    pair_loss: ClassVar[PairLoss]
+    # rows must be of unit length: the first call looks at them
+    unit_rows: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        backend: Backend = "auto",
+        exchange: ExchangeName = "auto",
+        group: Any = None,
+        gradient: Gradient = "mean",
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        workspace: int | None = None,
+        device: torch.device | str | None = None,
+        **unknown: Never,
+    ) -> None:
+        super().__init__()
+        Options.refuse(unknown)
+        self.options = Options(backend, exchange, group, gradient, label_smoothing, reduction, workspace, device)
+        self.loss = self.pair_loss.smoothed(label_smoothing) if label_smoothing else self.pair_loss
+        self._unseen = self.unit_rows
+
+    def extra_repr(self) -> str:
+        fields = ((name, getattr(self.options, name)) for name in Options.__dataclass_fields__)
+        default = Options()
+        return ", ".join(f"{name}={value!r}" for name, value in fields if value != getattr(default, name))
+
+    def _prepared(self, q: Tensor, k: Tensor, scale: Tensor | float, **others: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The operation that computes the loss, and its inputs; errors speak of this loss's names."""
+        try:
+            return prepare(q, k, scale, self.loss, self.options, **others)
+        except ValueError as error:
+            sentence = re.sub(r"`(\w+)`", lambda name: f"`{self.names.get(name[1], name[1])}`", str(error))
+            error.args = (sentence,)
+            raise
+
+    def _tell_all(self, error: ValueError) -> None:
+        tell_all(error, self.options.group, self.options.exchange)
+
+    def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
+        """Warn, at the first call, about rows that are not of unit length, or a temperature in place of the scale."""
+        if torch.compiler.is_compiling() or any(len(side) == 0 for side in sides) or checks.captured(*sides):
+            return
+        self._unseen = False
+        # a loss may be made anew in every step
+        if not _looks.one_more(*sides):
+            return
+        for side in sides:
+            lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)
+            if bool(((lengths - 1).abs() > LENGTH_TOLERANCE).any()):
+                # equal words at the user's line, which Python shows once, however many losses are made
+                warnings.warn(
+                    f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
+                    "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
+                    stacklevel=5,
+                )
+                return
+        # a tensor is not read: for a module in shards that would be a collective
+        if isinstance(scale, Real) and 0.0 < scale < 1.0:
+            warnings.warn(
+                f"{type(self).__name__} got a scale of {float(scale):.3g}, as if it were a temperature; products are "
+                "multiplied by it. Pass 1 / temperature.",
+                stacklevel=5,
+            )
+
+
+class PairedLoss(Loss):
+    """A loss of images and texts that come in pairs."""
+
+    names: ClassVar[dict[str, str]] = {
+        "q": "image_features", "k": "text_features", "scale": "logit_scale", "bias": "logit_bias", "query_ids": "ids",
+        "key_ids": "ids",
+    }  # fmt: skip
+
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
+        output_dict: Literal[False] = False,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
+        *,
+        output_dict: Literal[True],
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> dict[str, Tensor]: ...
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
+        output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        operation, inputs = self._prepared(
+            image_features, text_features, logit_scale, bias=logit_bias, query_ids=ids, key_ids=ids, weights=weights,
+            paired=True,
+        )  # fmt: skip
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(logit_scale, image_features, text_features)
+        return {"contrastive_loss": loss} if output_dict else loss

@@ -1,0 +1,194 @@
+"""Losses of queries that find keys: one direction."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from contrastile._errors import invalid
+from contrastile.engine import arguments as checks
+from contrastile.losses.guided import Guided
+from contrastile.losses.hardness import Hardness
+from contrastile.losses.softmax import Softmax
+from contrastile.modules.base import How, Loss
+
+
+class InfoNCELoss(Loss):
+    """One direction: each query finds its positives among the keys (van den Oord et al. 2018; Karpukhin et al. 2020).
+
+    Naively
+
+        loss = F.cross_entropy(scale * query @ torch.cat([key, negatives]).T, positives)
+
+    Made as `InfoNCELoss(**how)`, with the keywords that `contrast` tells; returns and raises what `ClipLoss` does.
+
+    Arguments of the call:
+        query, key: [N, D] and [M, D], of one type; all keys of all ranks are compared with every query.
+        scale: a number, or a tensor of shape [] or [1].
+        positives: [N] or [N, P] indices into this rank's keys, −1 pads: the loss of a row is the mean of their −log p.
+            Without it key i belongs to query i, and the keys behind the first N are hard negatives.
+        negatives: [H, D] further keys, negatives of every query; or [N, H, D], H of each query alone.
+        query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count.
+        negative_ids: [N, H] integers for negatives [N, H, D]; one with the id of its query does not count.
+        weights: [N]; the loss is Σ w·loss / Σ w.
+
+    With `InfoNCELoss(in_batch=False)` a query meets its own key and its own negatives [N, H, D] alone: N·(1 + H)
+    products instead of N·M. `InfoNCELoss(hardness_mode=..., hardness_strength=5.0)` weighs negatives by exp(5 ·
+    similarity), see `contrastile.losses.Hardness`.
+
+    >>> import torch, torch.nn.functional as F
+    >>> query, key, positives = torch.randn(4, 16), torch.randn(12, 16), torch.tensor([0, 3, 6, 9])
+    >>> loss = InfoNCELoss()(query, key, 1.0, positives=positives)
+    >>> torch.testing.assert_close(loss, F.cross_entropy(query @ key.T, positives))
+    >>> own = torch.randn(4, 5, 16)
+    >>> loss = InfoNCELoss()(query, key[:4], 1.0, negatives=own)
+    >>> x = torch.cat([query @ key[:4].T, (own @ query[..., None])[..., 0]], dim=1)
+    >>> torch.testing.assert_close(loss, F.cross_entropy(x, torch.arange(4)))
+    """
+
+    names: ClassVar[dict[str, str]] = {"q": "query", "k": "key"}
+    pair_loss = Softmax()
+    unit_rows = False
+
+    def __init__(
+        self,
+        *,
+        in_batch: bool = True,
+        hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None = None,
+        hardness_strength: float = 0.0,
+        **how: Unpack[How],
+    ) -> None:
+        super().__init__(**how)
+        self.in_batch = in_batch
+        if hardness_mode is not None:
+            smoothing = self.options.label_smoothing
+            self.loss = Hardness(
+                label_smoothing=smoothing, hardness_strength=hardness_strength, hardness_mode=hardness_mode
+            )
+        elif hardness_strength:
+            raise invalid("hardness_mode", "be given with `hardness_strength`", None, '"all_negatives", say.')
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        scale: Tensor | float,
+        *,
+        positives: Tensor | None = None,
+        negatives: Tensor | None = None,
+        query_ids: Tensor | None = None,
+        key_ids: Tensor | None = None,
+        negative_ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        others: dict[str, Any] = {
+            "positives": positives, "negatives": negatives, "query_ids": query_ids, "key_ids": key_ids,
+            "negative_ids": negative_ids, "weights": weights,
+        }  # fmt: skip
+        if not self.in_batch:
+            try:
+                key, others = _own_keys(query, key, others)
+            except ValueError as error:
+                self._tell_all(error)
+                raise
+        operation, inputs = self._prepared(query, key, scale, **others)
+        loss: Tensor = operation(*inputs)
+        return loss
+
+
+def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """No shared key, and the arguments in which each query's key comes before its own negatives."""
+    negatives, ids = others["negatives"], others["negative_ids"]
+    if not isinstance(negatives, Tensor) or negatives.ndim != 3:
+        got = f"shape {list(negatives.shape)}" if isinstance(negatives, Tensor) else type(negatives).__name__
+        raise invalid("negatives", "be [N, H, D], each query's own, with in_batch=False", got, "List them.")
+    for name in ("positives", "key_ids"):
+        if others[name] is not None:
+            raise invalid(name, "be left out with in_batch=False", "both", "Key i belongs to query i.")
+    checks.features("key", key)
+    checks.alike("negatives", negatives, "key", key)
+    checks.same_length("key", key, "query", query)
+    checks.same_length("negatives", negatives, "query", query)
+    if ids is not None:
+        # the key always counts
+        ids = torch.cat([others["query_ids"][:, None] + 1, ids], dim=1)
+    own = torch.cat([key[:, None], negatives], dim=1)
+    return key[:0], {**others, "negatives": own, "negative_ids": ids, "own_positives": 1}
+
+
+class GISTLoss(Loss):
+    """InfoNCE without the negatives that a guide takes for false ones (Solatorio 2024).
+
+    Naively, where key i belongs to query i,
+
+        guide = guide_query @ guide_key.T
+        false = guide > guide.diagonal()[:, None] - margin
+        x = (scale * query @ key.T).masked_fill(false & ~torch.eye(N, M, dtype=torch.bool), -torch.inf)
+        loss = F.cross_entropy(x, torch.arange(N))
+
+    Made as `GISTLoss(margin=0.0, margin_strategy="absolute", **how)`, with the keywords that `contrast` tells; with
+    margin_strategy="relative" the margin is multiplied by the size of the positive's similarity. Of several positives
+    the least similar one counts. Returns and raises what `ClipLoss` does.
+
+    Arguments of the call:
+        query, key, scale, positives, negatives [H, D], query_ids, key_ids, weights: as of `InfoNCELoss`.
+        guide_query, guide_key: [N, G], [M, G] the guide's features, constants; rows of unit length.
+        guide_negatives: [H, G], where there are negatives.
+
+    >>> import torch, torch.nn.functional as F
+    >>> query, key, guide_query, guide_key = F.normalize(torch.randn(4, 8, 16), dim=-1)
+    >>> loss = GISTLoss()(query, key, 10.0, guide_query=guide_query, guide_key=guide_key)
+    >>> guide, eye = guide_query @ guide_key.T, torch.eye(8, dtype=torch.bool)
+    >>> x = (10.0 * query @ key.T).masked_fill((guide > guide.diagonal()[:, None]) & ~eye, -torch.inf)
+    >>> torch.testing.assert_close(loss, F.cross_entropy(x, torch.arange(8)))
+    """
+
+    names: ClassVar[dict[str, str]] = {"q": "query", "k": "key", "guide_q": "guide_query", "guide_k": "guide_key"}
+    pair_loss = Guided()
+    unit_rows = False
+
+    def __init__(
+        self,
+        *,
+        margin: float = 0.0,
+        margin_strategy: Literal["absolute", "relative"] = "absolute",
+        **how: Unpack[How],
+    ) -> None:
+        super().__init__(**how)
+        smoothing = self.options.label_smoothing
+        self.loss = Guided(label_smoothing=smoothing, margin=margin, margin_strategy=margin_strategy)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        scale: Tensor | float,
+        *,
+        guide_query: Tensor,
+        guide_key: Tensor,
+        positives: Tensor | None = None,
+        negatives: Tensor | None = None,
+        guide_negatives: Tensor | None = None,
+        query_ids: Tensor | None = None,
+        key_ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        try:
+            if (negatives is None) != (guide_negatives is None):
+                got = None if guide_negatives is None else "some"
+                raise invalid("guide_negatives", "be given just where `negatives` is", got, "Pass both, or neither.")
+            if guide_negatives is not None:
+                checks.features("guide_negatives", guide_negatives)
+                checks.alike("guide_negatives", guide_negatives, "guide_key", guide_key)
+                guide_key = torch.cat([guide_key, guide_negatives])
+        except ValueError as error:
+            self._tell_all(error)
+            raise
+        operation, inputs = self._prepared(
+            query, key, scale, positives=positives, negatives=negatives, query_ids=query_ids, key_ids=key_ids,
+            weights=weights, guides=((guide_query, guide_key),),
+        )  # fmt: skip
+        loss: Tensor = operation(*inputs)
+        return loss

@@ -1,0 +1,104 @@
+"""Losses of examples among themselves: those of a label, or the views of one picture, are alike."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from contrastile._errors import invalid
+from contrastile.engine import arguments as checks
+from contrastile.losses.softmax import Softmax
+from contrastile.modules.base import Loss
+
+
+class SupConLoss(Loss):
+    """Supervised contrastive learning (Khosla et al. 2020, equation 2): every other example of the label is a
+    positive.
+
+    Naively, with x = scale · ⟨f_i, f_j⟩ and P(i) the others of i's label,
+
+        loss_i = −mean_{p ∈ P(i)} log(exp x_ip / Σ_{j ≠ i} exp x_ij)
+
+    and the mean over the i that have a positive; NaN if none has. Made as `SupConLoss(**how)`, with the keywords that
+    `contrast` tells; returns and raises what `ClipLoss` does.
+
+    Arguments of the call:
+        features: [N, D], or [N, views, D] for several views of each example; rows of unit length.
+        labels: [N] integers.
+        scale: a number, or a tensor of shape [] or [1].
+
+    >>> import torch, torch.nn.functional as F
+    >>> features, labels = F.normalize(torch.randn(6, 16), dim=-1), torch.tensor([0, 0, 1, 1, 2, 2])
+    >>> loss = SupConLoss()(features, labels, 10.0)
+    >>> others = (10.0 * features @ features.T).fill_diagonal_(-torch.inf)
+    >>> torch.testing.assert_close(loss, F.cross_entropy(others, torch.tensor([1, 0, 3, 2, 5, 4])))
+    """
+
+    names: ClassVar[dict[str, str]] = {"q": "features", "k": "features"}
+    pair_loss = Softmax(exclude_self=True)
+
+    def forward(self, features: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
+        try:
+            if not isinstance(features, Tensor) or features.ndim not in (2, 3):
+                got = f"shape {list(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
+                rule = "be a tensor of shape [N, D] or [N, views, D]"
+                raise invalid("features", rule, got, "Flatten the others first.")
+            checks.vector("labels", labels, "features", features, integer=True)
+        except ValueError as error:
+            self._tell_all(error)
+            raise
+        if features.ndim == 3:
+            labels = labels.repeat_interleave(features.shape[1])
+            features = features.flatten(0, 1)
+        operation, inputs = self._prepared(features, features, scale, query_labels=labels, key_labels=labels)
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(scale, features)
+        return loss
+
+
+class NTXentLoss(Loss):
+    """SimCLR's normalised-temperature cross-entropy (Chen et al. 2020, equation 1).
+
+    Every view is compared with the 2N − 1 others; its positive is the other view of the same example. Naively
+
+        views = torch.cat([view_a, view_b])
+        x = (scale * views @ views.T).fill_diagonal_(-torch.inf)
+        loss = F.cross_entropy(x, torch.arange(2 * N).roll(N))
+
+    Made as `NTXentLoss(**how)`, with the keywords that `contrast` tells; returns and raises what `ClipLoss` does.
+
+    Arguments of the call:
+        view_a, view_b: [N, D], of one type; rows of unit length.
+        scale: a number, or a tensor of shape [] or [1].
+
+    >>> import torch, torch.nn.functional as F
+    >>> a, b = F.normalize(torch.randn(2, 8, 16), dim=-1)
+    >>> loss = NTXentLoss()(a, b, 2.0)
+    >>> views = torch.cat([a, b])
+    >>> others = (2.0 * views @ views.T).fill_diagonal_(-torch.inf)
+    >>> torch.testing.assert_close(loss, F.cross_entropy(others, torch.arange(16).roll(8)))
+    """
+
+    names: ClassVar[dict[str, str]] = {"q": "view_a", "k": "view_b"}
+    pair_loss = Softmax(exclude_self=True)
+
+    def forward(self, view_a: Tensor, view_b: Tensor, scale: Tensor | float) -> Tensor:
+        try:
+            checks.features("view_a", view_a)
+            checks.features("view_b", view_b)
+            checks.alike("view_b", view_b, "view_a", view_a)
+            checks.same_length("view_b", view_b, "view_a", view_a)
+        except ValueError as error:
+            self._tell_all(error)
+            raise
+        views = torch.cat([view_a, view_b])
+        N = len(view_a)
+        other = torch.arange(2 * N, device=views.device).roll(N)
+        operation, inputs = self._prepared(views, views, scale, positives=other, positives_in_range=True)
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(scale, view_a, view_b)
+        return loss

@@ -1,0 +1,111 @@
+"""The Trainer with the gradient cache beside one that computes the whole batch, with the library itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from trainer_on_ranks import Model, Pairs, collate, result, trainer
+
+from contrastile.integrations import transformers as adapter
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
+
+
+def same(found: Any, truth: Any, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(found, truth, rtol=tolerance, atol=tolerance / 100)
+
+
+@pytest.mark.parametrize("words", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
+@pytest.mark.parametrize("kind", ["ours", "method"])
+def test_losses_and_weights_are_those_of_the_whole_batch(tmp_path: Path, kind: str, words: dict[str, Any]) -> None:
+    results = []
+    for each in (kind, "plain"):
+        run = trainer(each, tmp_path, 8, **words)
+        run.train()
+        results.append(result(run))
+        if not words:
+            results[-1] = (*results[-1], run.evaluate(run.eval_dataset)["eval_loss"] if each != "plain" else None)
+    if not words:
+        found = results[0][2]
+        plain = trainer("plain", tmp_path, 8)
+        plain.model.load_state_dict(run.model.state_dict())
+        batches = [collate([Pairs()[i] for i in range(start, start + 8)]) for start in range(0, 32, 8)]
+        with torch.no_grad():
+            wanted = sum(float(plain.compute_loss(plain.model, batch)) for batch in batches) / 4
+        assert found == pytest.approx(wanted, rel=1e-6)
+    same(results[0][:2], results[1][:2])
+
+
+@pytest.mark.parametrize("kind", ["ours", "method"])
+def test_bf16(tmp_path: Path, kind: str) -> None:
+    """A method of the model is under autocast too, though the Trainer's autocast is on its forward alone."""
+    results = []
+    for each in (kind, "plain"):
+        run = trainer(each, tmp_path, 8, bf16=True, double=False)
+        run.train()
+        results.append(result(run))
+    for name, p in results[0][1].items():
+        torch.testing.assert_close(p, results[1][1][name], rtol=2e-2, atol=2e-4)
+
+
+def test_a_resumed_run_has_the_same_weights(tmp_path: Path) -> None:
+    whole = trainer("ours", tmp_path / "whole", 8)
+    whole.train()
+    first = trainer("ours", tmp_path / "run", 8, save_strategy="steps", save_steps=2)
+    first.train()
+    again = trainer("ours", tmp_path / "run", 8)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    same(result(again)[1], result(whole)[1])
+
+
+def test_two_ranks_have_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("trainer_on_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run([*command, str(tmp_path), "4"], check=True, timeout=240)
+    truth = trainer("plain", tmp_path, 8)
+    truth.train()
+    for rank in range(2):
+        same(torch.load(tmp_path / f"{rank}.pt"), result(truth))
+
+
+def test_texts_and_hard_negatives(tmp_path: Path) -> None:
+    from transformers import BertTokenizerFast
+
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmn"]))
+    sides = ("query", "positive", "negative")
+    rows = [{"query": "a b", "positive": "c", "negative": "d e f"}, {"query": "g", "positive": "h", "negative": "i"}]
+    batch = adapter.TextPairs(BertTokenizerFast(str(tmp_path / "vocab.txt")), sides)(rows)
+    assert batch["negative"]["input_ids"].shape == (2, 5)
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    run = adapter.ContrastileTrainer(model=Model(), args=arguments, sub_batch=1, sides=sides)
+    loss, features = run.compute_loss(run.model, batch, return_outputs=True)
+    keys = torch.cat([features["positive"], features["negative"]])
+    wanted = torch.nn.functional.cross_entropy(20.0 * features["query"] @ keys.T, torch.arange(2))
+    torch.testing.assert_close(loss, wanted)
+    with pytest.raises(ValueError, match=r"`inputs` must hold query or query_...; got \['positive'\]"):
+        run.compute_loss(run.model, {"positive": batch["positive"]})
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, sentence in (
+        ({"sides": ("query",)}, r"`sides` must name two columns or more; got \('query',\). Pass"),
+        ({"encoders": ["a"]}, "`encoders` must be one, or one for each of 2 sides; got 1. Add some."),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            adapter.ContrastileTrainer(model=Model(), sub_batch=3, **words)
+    with pytest.warns(UserWarning, match="gradient_accumulation_steps adds no negatives"):
+        made = trainer("ours", tmp_path, 8, gradient_accumulation_steps=2)
+    monkeypatch.setattr(type(made.args), "n_gpu", 2)
+    with pytest.raises(ValueError, match=r"`n_gpu` must be 1; got 2. Launch one process for each GPU"):
+        adapter.ContrastileTrainer(model=Model(), args=made.args, sub_batch=3)

@@ -1,0 +1,110 @@
+"""A training by `ContrastileTrainer` that torchrun may start: writes the weights, and the losses of each step."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel, Trainer, TrainingArguments
+
+from contrastile import ClipLoss
+from contrastile.integrations.transformers import ContrastileTrainer, mean_pooled
+
+COUNT, LENGTH = 32, 5
+
+
+class Pairs(torch.utils.data.Dataset[dict[str, Any]]):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(1, 20, (COUNT, 2, LENGTH), generator=generator)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(zip(("query", "key"), self.tokens[index], strict=True))
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The query's inputs nested, the key's with a prefix."""
+    query, key = (torch.stack([row[side] for row in rows]) for side in ("query", "key"))
+    return {
+        "query": {"input_ids": query, "attention_mask": torch.ones_like(query)},
+        "key_input_ids": key,
+        "key_attention_mask": torch.ones_like(key),
+    }
+
+
+class Model(nn.Module):
+    """A model of transformers, and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        undropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        self.bert = BertModel(BertConfig(**sizes, **undropped, intermediate_size=32), add_pooling_layer=False)
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, **inputs: Tensor) -> Any:
+        return self.bert(**inputs)
+
+    def get_features(self, **inputs: Tensor) -> Tensor:
+        return mean_pooled(self.bert, **inputs)
+
+
+def scale_of(model: Model) -> Tensor:
+    return model.logit_scale.exp()
+
+
+class Plain(Trainer):
+    """The whole batch at once, and the dense formula."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        key = {name.removeprefix("key_"): x for name, x in inputs.items() if name.startswith("key_")}
+        with self.accelerator.autocast():
+            query, key = mean_pooled(model, **inputs["query"]), mean_pooled(model, **key)
+            loss = ClipLoss(backend="dense")(query, key, scale_of(model))
+        return (loss, {}) if return_outputs else loss
+
+
+def trainer(kind: str, folder: Path, batch: int, **words: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": batch, "max_steps": 4, "logging_steps": 1,
+        "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2,
+        "optim": "sgd", "dataloader_drop_last": True, "seed": 3, "remove_unused_columns": kind != "plain",
+        "per_device_eval_batch_size": batch, **words,
+    }  # fmt: skip
+    if kind == "plain":
+        arguments["remove_unused_columns"] = False
+    data = {"train_dataset": Pairs(), "eval_dataset": Pairs(), "data_collator": collate}
+    model = Model()
+    if arguments.pop("double", True):
+        model.double()
+    made = TrainingArguments(**arguments)
+    if kind == "plain":
+        return Plain(model=model, args=made, **data)
+    more: dict[str, Any] = {"encoders": "get_features"} if kind == "method" else {}
+    return ContrastileTrainer(model=model, args=made, sub_batch=3, loss=ClipLoss(), scale=scale_of, **more, **data)
+
+
+def result(trained: Any) -> tuple[list[float], dict[str, Tensor]]:
+    losses = [line["loss"] for line in trained.state.log_history if "loss" in line]
+    return losses, {name: p.detach().clone() for name, p in trained.model.named_parameters()}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    target = Path(sys.argv[1])
+    run = trainer("ours", target, int(sys.argv[2]), ddp_backend="gloo")
+    run.train()
+    torch.save(result(run), target / f"{run.args.process_index}.pt")

@@ -1,0 +1,51 @@
+"""The package as it is built and cited: what a wheel holds, and one version everywhere."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import contrastile
+
+ROOT = Path(contrastile.__file__).parent.parent
+
+
+def test_a_wheel_holds_the_modules_the_recipes_the_page_and_the_mark_of_types(monkeypatch):
+    pytest.importorskip("setuptools", minversion="77")
+    monkeypatch.chdir(ROOT)
+    from setuptools import Distribution
+
+    distribution = Distribution({"script_name": "setup.py"})
+    distribution.parse_config_files()
+    # the package has no files but those that pyproject.toml names; looking for others would write a folder here
+    distribution.include_package_data = False
+    build = distribution.get_command_obj("build_py")
+    build.ensure_finalized()
+    built = {Path(path).relative_to(build.build_lib).as_posix() for path in build.get_outputs(include_bytecode=0)}
+    sources = [path.relative_to(ROOT) for path in (ROOT / "contrastile").rglob("*")]
+    wanted = {
+        path.as_posix() for path in sources if path.suffix in (".py", ".toml", ".jinja") or path.name == "py.typed"
+    }
+    assert built == wanted
+    assert "contrastile/recipes/glyphs.toml" in built
+    assert distribution.metadata.version == contrastile.__version__
+
+
+def test_the_version_is_the_one_of_the_citation_and_of_the_newest_changes():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest, date = re.search(r"^## (\S+) · (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).groups()
+    assert citation["version"] == newest == contrastile.__version__
+    assert citation["date-released"] == date
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [author["name"] for author in project["authors"]] == [author["name"] for author in citation["authors"]]
+    assert set(project["urls"].values()) == {reference["url"] for reference in citation["references"]}
+
+
+def test_issue_forms_are_valid():
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        if path.name != "config.yml":
+            assert {"name", "description", "body"} <= form.keys()
+            assert len({field["id"] for field in form["body"]}) == len(form["body"])
