@@ -89,8 +89,8 @@ def _words(folder: Path, *overrides: str) -> list[str]:
     return ["train", str(write_recipe(folder)), *overrides, "--runs", str(folder / "runs")]
 
 
-def _trained(folder: Path, W: int, *overrides: str) -> Path:
-    with Launched(W, folder, _main, _words(folder, *overrides)) as launched:
+def _trained(folder: Path, W: int, *overrides: str, run: Callable[[int, list[str]], int] = _main) -> Path:
+    with Launched(W, folder, run, _words(folder, *overrides)) as launched:
         assert launched.codes() == [0] * W
     return folder / "runs" / "tiny"
 
