@@ -64,8 +64,7 @@ SHAPES = {
     100: Shape(flatten=False),
     120: Shape(warps=8, depth=32, programs=1, flatten=False),
 }
-# small, so that tests have several tiles
-SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32)
+SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32)  # small, so that tests have several tiles
 
 
 @cache
