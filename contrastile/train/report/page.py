@@ -150,7 +150,7 @@ def _figures(steps: StepColumns, loss: str, wording: Wording) -> list[str]:
     single = {
         "scale": ("Scale", steps["scale"]),
         "rate": ("Learning rate", steps["learning_rate"]),
-        "speed": (f"{wording.unit.capitalize()} per second", steps["batch"] / steps["seconds"]),
+        "speed": (f"{wording.unit.capitalize()} per second", steps["batch"] / np.maximum(steps["seconds"], 1e-9)),
     }
     figures += [draw({name: steps.averaged(values)}, title=title) for name, (title, values) in single.items()]
     if steps.shares:
