@@ -77,9 +77,13 @@ class Loss(nn.Module):
         try:
             return prepare(q, k, scale, self.loss, self.options, **others)
         except ValueError as error:
-            sentence = re.sub(r"`(\w+)`", lambda name: f"`{self.names.get(name[1], name[1])}`", str(error))
-            error.args = (sentence,)
+            self._in_own_words(error)
             raise
+
+    def _in_own_words(self, error: ValueError) -> ValueError:
+        """The error with this loss's names of arguments."""
+        error.args = (re.sub(r"`(\w+)`", lambda name: f"`{self.names.get(name[1], name[1])}`", str(error)),)
+        return error
 
     def _tell_all(self, error: ValueError) -> None:
         tell_all(error, self.options.group, self.options.exchange)

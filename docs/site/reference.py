@@ -15,35 +15,49 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+import contrastile
+import contrastile.losses
+
 ROOT = Path(__file__).parents[2]
+ADAPTERS = "contrastile.integrations."
 # page, its title, its first sentence, and its names with their modules
-API = {
+API: dict[str, tuple[str, str, dict[str, str]]] = {
     "losses": (
         "Which losses are there?",
-        "Five modules by name, and `contrast`, the function under all of them. All take the same options.",
-        dict.fromkeys(("ClipLoss", "SigLipLoss", "InfoNCELoss", "SupConLoss", "NTXentLoss", "contrast"), "contrastile"),
+        "Modules by name, and `contrast`, the function under them. [Which loss computes what?](../losses.md) helps "
+        "to choose.",
+        dict.fromkeys([*(name for name in contrastile.__all__ if name.endswith("Loss")), "contrast"], "contrastile"),
     ),
     "pair_losses": (
         "Which values does `contrast` take as its loss?",
         "`contrast(q, k, loss=...)` takes one of these, and any subclass of `PairLoss`.",
-        {},
+        dict.fromkeys(contrastile.losses.__all__, "contrastile.losses"),
     ),
     "encode": (
         "How is the gradient cache called?",
         "`encode` runs an encoder over a batch of any size, with the activations of one sub-batch in memory.",
-        {"encode": "contrastile"},
+        dict.fromkeys(("encode", "Ragged"), "contrastile"),
     ),
     "scorers": (
         "Which learned distances are there?",
         "A scorer takes the place of the dot product: `contrast(q, k, scorer=...)`.",
         dict.fromkeys(("Bilinear", "PairMLP", "MaxSim"), "contrastile.scorers"),
     ),
+    "integrations": (
+        "Which adapters for other libraries are there?",
+        "[How do I come from another library?](../coming_from.md) shows them at work.",
+        {
+            **dict.fromkeys(("replace_losses", "ClipLoss", "SigLipLoss", "CoCaLoss"), f"{ADAPTERS}open_clip"),
+            **dict.fromkeys(("CachedRankingLoss", "CachedSymmetricLoss"), f"{ADAPTERS}sentence_transformers"),
+            **dict.fromkeys(("ContrastileMixin", "TextPairs", "mean_pooled"), f"{ADAPTERS}transformers"),
+        },
+    ),
     "load": (
         "How is a finished run loaded?",
         "`load` returns the encoders and the tokenizer of a run's folder.",
         {"load": "contrastile"},
     ),
-}  # fmt: skip
+}
 SECTION = re.compile(r"^(Arguments.*|How it is computed.*):$")
 ENTRY = re.compile(r"^(\w[\w, ]*?): +(.*)$")
 
@@ -51,9 +65,6 @@ ENTRY = re.compile(r"^(\w[\w, ]*?): +(.*)$")
 def api(page: str) -> str:
     """The page of some public names, from their signatures and docstrings."""
     title, sentence, names = API[page]
-    if page == "pair_losses":
-        losses = importlib.import_module("contrastile.losses")
-        names = dict.fromkeys(losses.__all__, "contrastile.losses")
     parts = [f"# {title}\n\n{sentence}\n"]
     for name, module in names.items():
         value = getattr(importlib.import_module(module), name)
