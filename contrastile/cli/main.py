@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from contrastile import __version__
-from contrastile.cli import bench, compare, doctor, encode, evaluate, search, train
+from contrastile.cli import bench, compare, doctor, encode, evaluate, export, search, train
 
 # arguments of pip for modules outside "contrastile[train]"
 PACKAGES = {
@@ -26,8 +26,9 @@ PACKAGES = {
     "pyarrow": '"contrastile[data]"',
     "faiss": "faiss-cpu",
     "open_clip": "open_clip_torch",
+    "sentence_transformers": "sentence-transformers",
 }
-VERBS = (train, evaluate, encode, search, compare, bench, doctor)
+VERBS = (train, evaluate, encode, search, export, compare, bench, doctor)
 
 
 class Parser(argparse.ArgumentParser):
