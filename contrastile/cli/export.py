@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from contrastile._errors import invalid, one_of
-from contrastile.cli.options import finished_retriever
+from contrastile.cli.options import finished_run_on
 
 LIBRARIES, INDEXES = ("sentence-transformers", "transformers"), ("npy", "faiss")
 
@@ -30,10 +30,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the arguments before anything heavy is imported, then write."""
     from pathlib import Path
 
-    from contrastile.train.folder import INDEX
+    from contrastile.train.folder import INDEX, RECIPE
+    from contrastile.train.recipe import load_retriever_recipe
 
     one_of("--as", arguments.kind, (*LIBRARIES, *INDEXES), "The last two are for an index.")
-    folder = finished_retriever(arguments.run, "auto")
+    folder = finished_run_on(arguments.run, "auto")
+    if arguments.kind in LIBRARIES:
+        load_retriever_recipe(folder / RECIPE, files=False)
     index = Path(arguments.index) if arguments.index else folder / "index"
     if arguments.kind in INDEXES and not (index / INDEX).is_file():
         raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: contrastile encode {arguments.run}")
