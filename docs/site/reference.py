@@ -313,7 +313,7 @@ def _kind(annotation: Any, bounds: Sequence[Any] = ()) -> str:
         return " or ".join(dict.fromkeys(kinds))
     name = NAMES.get(get_origin(annotation) or annotation, "table")
     limits = [
-        f"{sign} {getattr(each, limit)}"
+        f"{sign} {getattr(each, limit):,g}"
         for item in bounds
         for each in (item, *getattr(item, "metadata", ()))
         for limit, sign in (("ge", "≥"), ("gt", "&gt;"), ("le", "≤"), ("lt", "&lt;"))
