@@ -313,13 +313,18 @@ def _kind(annotation: Any, bounds: Sequence[Any] = ()) -> str:
         return " or ".join(dict.fromkeys(kinds))
     name = NAMES.get(get_origin(annotation) or annotation, "table")
     limits = [
-        f"{sign} {getattr(each, limit):,g}"
+        f"{sign} {_plain(getattr(each, limit))}"
         for item in bounds
         for each in (item, *getattr(item, "metadata", ()))
         for limit, sign in (("ge", "≥"), ("gt", "&gt;"), ("le", "≤"), ("lt", "&lt;"))
         if getattr(each, limit, None) is not None and getattr(each, limit) < 2**20
     ]
     return " ".join([name, *([", ".join(limits)] if limits and name.endswith("number") else [])])
+
+
+def _plain(number: float) -> str:
+    """A limit without the point of a whole float: 1,000,000."""
+    return f"{int(number):,}" if number == int(number) else str(number)
 
 
 def _assign(target: ast.expr, value: ast.expr, texts: dict[str, str]) -> None:
