@@ -7,7 +7,8 @@
 
 CLIP is `ClipLoss`, SigLIP `SigLipLoss`, SimCLR `NTXentLoss`, SupCon `SupConLoss`, DPR `InfoNCELoss`; GradCache is
 `encode`, and `Ragged` its input where values are packed; `contrast` is the function under all losses, also with a
-learned distance of `contrastile.scorers`; `load` gives the towers of a finished run.
+learned distance of `contrastile.scorers`; `load` gives the towers of a finished
+run, `plan` the memory and the time of one to come.
 """
 
 from __future__ import annotations
@@ -19,38 +20,58 @@ if TYPE_CHECKING:
     from contrastile.functional import contrast
     from contrastile.gradcache.encode import encode
     from contrastile.gradcache.inputs import Ragged
-    from contrastile.modules import ClipLoss, DCLLoss, GISTLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss
+    from contrastile.losses.queue import KeyQueue
+    from contrastile.modules import (
+        ClipLoss,
+        DCLLoss,
+        DistillClipLoss,
+        GISTLoss,
+        InfoNCELoss,
+        NTXentLoss,
+        ScoreDistillLoss,
+        SigLipLoss,
+        SupConLoss,
+    )
     from contrastile.train.load import load
+    from contrastile.train.plan import plan
 
 __version__ = "0.2.0"
 
 __all__ = [
     "ClipLoss",
     "DCLLoss",
+    "DistillClipLoss",
     "GISTLoss",
     "InfoNCELoss",
+    "KeyQueue",
     "NTXentLoss",
     "Ragged",
+    "ScoreDistillLoss",
     "SigLipLoss",
     "SupConLoss",
     "contrast",
     "encode",
     "load",
+    "plan",
 ]
 
 # names are fetched when first used, so that the command line can refuse a bad recipe before torch is loaded
 _HOMES = {
     "ClipLoss": "modules",
     "DCLLoss": "modules",
+    "DistillClipLoss": "modules",
     "GISTLoss": "modules",
     "InfoNCELoss": "modules",
+    "KeyQueue": "losses.queue",
     "NTXentLoss": "modules",
     "Ragged": "gradcache.inputs",
+    "ScoreDistillLoss": "modules",
     "SigLipLoss": "modules",
     "SupConLoss": "modules",
     "contrast": "functional",
     "encode": "gradcache.encode",
     "load": "train.load",
+    "plan": "train.plan",
 }
 
 

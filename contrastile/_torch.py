@@ -28,6 +28,14 @@ add_each, add_each_, multiply_each = torch._foreach_add, torch._foreach_add_, to
 copy_each_ = torch._foreach_copy_
 
 
+def without_values() -> Any:
+    """Context in which tensors have shapes, dtypes and storages of a size, and no memory behind them."""
+    # imported here: it takes half a second, and the planner alone needs it
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 def version(x: Tensor) -> int:
     """Count of the in-place changes of a tensor."""
     return x._version

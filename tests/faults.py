@@ -1,6 +1,6 @@
 """File events of a command that kill it, tear what it wrote, or fail; and the commands that have to survive them.
 
-python tests/faults.py [--tries 30] [--seed 0] [--only train encode] [--all]
+python tests/faults.py [--tries 30] [--seed 0] [--only train encode torchrun] [--all]
 
 A command runs undisturbed once, and its events below its folder are counted: every opening for writing, line of
 metrics, syncing, renaming and removing. Then it runs again and again, each time with a fault at one event; afterwards
@@ -14,15 +14,17 @@ import argparse
 import csv
 import errno
 import hashlib
+import json
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,8 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 FAULTS = ("kill", "tear", "fail", "full")
 # seconds after which a process counts as hanging
 PATIENCE = 120
+# what torchrun hands to its ranks: the arguments of `carry_out`
+LAUNCHED = "CONTRASTILE_FAULTS"
 
 
 class Faults:
@@ -145,7 +149,8 @@ def carry_out(
 class Scenario:
     """A command: its words for a folder of results, what it leaves there, and a command that looks at it at any time.
 
-    prepare: fills the folder before the command. ranks: processes that run it together.
+    prepare: fills the folder before the command. ranks: processes that run it together. launched: by torchrun itself,
+    whose exit code is 1 where a rank was killed.
     """
 
     words: Callable[[Path], list[str]]
@@ -153,6 +158,7 @@ class Scenario:
     prepare: Callable[[Path], object] = lambda folder: None
     look: Callable[[Path], list[str]] | None = None
     ranks: int = 1
+    launched: bool = False
     events: int = 0
     expected: dict[str, Any] = field(default_factory=dict)
     seen: str = ""
@@ -165,15 +171,22 @@ class Scenario:
             environment = {"WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "localhost"}
             environment["MASTER_PORT"] = str(get_free_port())
         count = self.ranks if environment else 1
+        if self.launched:
+            return self._launch(words, folder, at, how, said)
         with fresh(count, carry_out, words, folder, at, how, said, environment) as processes:
             for process in processes:
                 process.join(PATIENCE)
             codes = [process.exitcode if process.exitcode is not None else 99 for process in processes]
-        text = "".join(said.with_suffix(f".{rank}").read_text() for rank in range(count))
-        events = said.with_suffix(".0.events")
-        seen = int(events.read_text()) if events.exists() else 0
-        events.unlink(missing_ok=True)
-        return codes, text, seen
+        return codes, *_outcome(said, count)
+
+    def _launch(self, words: list[str], folder: Path, at: int, how: str, said: Path) -> tuple[list[int], str, int]:
+        """The same under torchrun; its own exit code stands for all ranks."""
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+        environment = {**os.environ, LAUNCHED: json.dumps([words, str(folder), at, how, str(said)])}
+        done = subprocess.run([*launcher, __file__], capture_output=True, env=environment, check=False, timeout=600)
+        killed = done.returncode == 1 and how in ("kill", "tear") and at > 0
+        code = -signal.SIGKILL if killed else done.returncode
+        return [code] * self.ranks, *_outcome(said, self.ranks)
 
     def begin(self, folder: Path) -> None:
         """Run undisturbed."""
@@ -203,6 +216,15 @@ class Scenario:
         return ", ".join(f"another {name}" for name in expected.keys() - lost if left.get(name) != expected[name])
 
 
+def _outcome(said: Path, count: int) -> tuple[str, int]:
+    """The output of so many ranks, and the number of events of the first."""
+    text = "".join(said.with_suffix(f".{rank}").read_text() for rank in range(count))
+    events = said.with_suffix(".0.events")
+    seen = int(events.read_text()) if events.exists() else 0
+    events.unlink(missing_ok=True)
+    return text, seen
+
+
 def _checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "none"
 
@@ -212,8 +234,8 @@ def _without_times(path: Path) -> list[dict[str, Any]]:
 
 
 def of_run(folder: Path) -> dict[str, Any]:
-    """What the only run below a folder leaves, without times."""
-    (run,) = [path for path in folder.iterdir() if path.is_dir()]
+    """What the run below a folder leaves, without times; a start that was killed may lie beside it as `tiny-1`."""
+    run = folder / "tiny"
     names = sorted(path.name for path in run.iterdir())
     measured = [path for path in sorted(run.iterdir()) if path.suffix in (".trec", ".qrels")]
     lines = [
@@ -292,6 +314,10 @@ def _shard(folder: Path) -> Scenario:
     return Scenario(lambda runs: _trained(runs, recipe, *words), of_run, ranks=2)
 
 
+def _torchrun(folder: Path) -> Scenario:
+    return replace(_shard(folder), launched=True)
+
+
 SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "train": _pictures,
     "retriever": _retriever,
@@ -299,6 +325,8 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "evaluate": _evaluate,
     "compare": _compare,
     "shard": _shard,
+    # starting it takes most of the time: by name, or with --all
+    "torchrun": _torchrun,
 }
 
 
@@ -337,15 +365,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tries", type=int, default=30, help="faults in all (default: 30)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
-    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=[*SCENARIOS], help="some commands")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=[], help="some commands")
     parser.add_argument("--all", action="store_true", help="every event, with every fault")
     options = parser.parse_args()
-    rows, lost = survey(options.only, None if options.all else options.tries, options.seed)
+    names = options.only or [name for name in SCENARIOS if options.all or name != "torchrun"]
+    rows, lost = survey(names, None if options.all else options.tries, options.seed)
     table = ["| command | events | faults tried | survived | seconds |", "|---|---|---|---|---|", *rows]
     sys.stdout.write("\n".join(table) + "\n")
     return 1 if lost else 0
 
 
 if __name__ == "__main__":
+    if LAUNCHED in os.environ:
+        its_words, *paths = json.loads(os.environ[LAUNCHED])
+        its_folder, its_at, its_how, its_said = paths
+        carry_out(int(os.environ["RANK"]), its_words, Path(its_folder), its_at, its_how, Path(its_said), {})
     # other processes import this file by its name
     sys.exit(import_module("faults").main())

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from problems import _with_gradients as gradients
 from torch import Tensor, nn
 
-from contrastile import DCLLoss, GISTLoss, InfoNCELoss, contrast
-from contrastile.losses import DecoupledWeighted, Hardness
+from contrastile import DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, contrast
+from contrastile.losses import DecoupledWeighted, Distilled, Hardness
 
 N, H, D = 45, 3, 19
 # of a formula, [N]: the losses of its rows, and which of them count
@@ -63,7 +63,7 @@ def _part(name: str, x: Any, rank: int, shares: list[int]) -> Any:
         return x
     own = x.split(shares)[rank]
     # counted from this rank's first key
-    return torch.where(own >= 0, own - sum(shares[:rank]), own) if name == "positives" else own
+    return torch.where(own >= 0, own - sum(shares[:rank]), own) if name in ("positives", "lists") else own
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -275,6 +275,109 @@ def gist_relative() -> Case:
     return _gist("relative", 0.05)
 
 
+def _kl(x: Tensor, teacher: Tensor) -> Tensor:
+    """Σ q log(q / p) of each row; pairs that do not count are −∞ in both."""
+    log_p, log_q = x.log_softmax(1), teacher.log_softmax(1)
+    return (log_q.exp() * (log_q - log_p).masked_fill(x == -torch.inf, 0.0)).sum(1)
+
+
+def _teacher() -> tuple[Tensor, Tensor]:
+    image = _unit(N, 7, seed=8)
+    return image, _unit(N, 7, seed=9, near=image)
+
+
+def distill_clip() -> Case:
+    """Both directions, with ids that exclude pairs, and weights of rows."""
+
+    def formula(
+        image_features: Tensor, text_features: Tensor, logit_scale: Tensor, dist_image_features: Tensor,
+        dist_text_features: Tensor, dist_logit_scale: Tensor, ids: Tensor,
+    ) -> list[RowLosses]:  # fmt: skip
+        excluded = (ids[:, None] == ids) & ~torch.eye(N, dtype=torch.bool)
+        x = (logit_scale * image_features @ text_features.T).masked_fill(excluded, -torch.inf)
+        t = dist_logit_scale * dist_image_features @ dist_text_features.T
+        t = t.to(x.dtype).masked_fill(excluded, -torch.inf)
+        return [
+            (0.7 * F.cross_entropy(a, torch.arange(N), reduction="none") + 0.3 * _kl(a, b), torch.ones(N).bool())
+            for a, b in ((x, t), (x.T, t.T))
+        ]
+
+    def module(**how: Any) -> nn.Module:
+        return DistillClipLoss(weight=0.3, **how)
+
+    query, key, scale = _leaves().values()
+    image, text = _teacher()
+    constants = {
+        "dist_image_features": image,
+        "dist_text_features": text,
+        "dist_logit_scale": torch.tensor(15.0, dtype=torch.float64),
+        "ids": _whole(12, N, seed=3),
+        "weights": torch.rand(N, generator=_generator(4), dtype=torch.float64) + 0.1,
+    }
+    leaves = {"image_features": query, "text_features": key, "logit_scale": scale}
+    return Case(module, formula, leaves, constants)
+
+
+def distill_labels() -> Case:
+    """One direction, several positives, the teacher alone."""
+
+    def formula(
+        query: Tensor, key: Tensor, scale: Tensor, query_labels: Tensor, key_labels: Tensor, guide_q: Tensor,
+        guide_k: Tensor,
+    ) -> list[RowLosses]:  # fmt: skip
+        x, positive = scale * query @ key.T, query_labels[:, None] == key_labels
+        hard = -(x.log_softmax(1) * positive).sum(1) / positive.sum(1)
+        return [(0.5 * hard + 0.5 * _kl(x, (guide_q @ guide_k.T).to(x.dtype)), positive.any(1))]
+
+    def module(**how: Any) -> nn.Module:
+        return _Contrast(loss=Distilled(), **how)
+
+    labels, (image, text) = torch.arange(N) // 2, _teacher()
+    constants = {"query_labels": labels, "key_labels": labels, "guide_q": 15 * image, "guide_k": text}
+    return Case(module, formula, _leaves(), constants)
+
+
+def _scores(kind: str) -> tuple[Callable[..., list[RowLosses]], Callable[..., nn.Module]]:
+    def formula(
+        query: Tensor, key: Tensor, scale: Tensor, scores: Tensor, lists: Tensor | None = None
+    ) -> list[RowLosses]:
+        counted = torch.ones_like(scores, dtype=torch.bool) if lists is None else lists >= 0
+        listed = key if lists is None else key[lists.clamp(min=0)]
+        x, scores = scale * _own_products(query, listed), scores.to(query.dtype)
+        if kind == "kl":
+            both = [
+                each.masked_fill(~counted, -torch.inf).where(counted.any(1, keepdim=True), 0.0) for each in (x, scores)
+            ]
+            return [(_kl(*both), counted.any(1))]
+        error = (x[:, :1] - x[:, 1:]) - (scores[:, :1] - scores[:, 1:])
+        counted = counted[:, 1:] & counted[:, :1]
+        return [((error.square() * counted).sum(1) / counted.sum(1).clamp(min=1), counted.any(1))]
+
+    def module(**how: Any) -> nn.Module:
+        return ScoreDistillLoss(kind=kind, **how)  # type: ignore[arg-type]
+
+    return formula, module
+
+
+def scores_kl() -> Case:
+    """Lists of keys of the batch with pads, one of pads alone."""
+    formula, module = _scores("kl")
+    # within two neighbours, which are on the same rank
+    first, second = torch.arange(N), (torch.arange(N) ^ 1).clamp(max=N - 1)
+    lists = torch.stack([first, second.where(first % 3 > 0, torch.tensor(-1))], 1)
+    lists[7] = -1
+    scores = torch.randn(N, 2, generator=_generator(5), dtype=torch.float64)
+    return Case(module, formula, _leaves(), {"scores": scores, "lists": lists})
+
+
+def scores_margin() -> Case:
+    """Keys of each query alone."""
+    formula, module = _scores("margin_mse")
+    scores = torch.randn(N, H, generator=_generator(5), dtype=torch.float64)
+    weights = torch.rand(N, generator=_generator(4), dtype=torch.float64) + 0.1
+    return Case(module, formula, _leaves(key=_unit(N, H, D, seed=2)), {"scores": scores, "weights": weights})
+
+
 CASES = {
     make.__name__: make
     for make in (
@@ -288,5 +391,9 @@ CASES = {
         dclw_labels,
         gist_absolute,
         gist_relative,
+        distill_clip,
+        distill_labels,
+        scores_kl,
+        scores_margin,
     )
 }

@@ -12,7 +12,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -68,11 +67,9 @@ def as_in_tests() -> None:
 
 
 @contextmanager
-def fresh(
-    W: int, function: Callable[..., None], *arguments: Any, method: str = "forkserver"
-) -> Iterator[list[BaseProcess]]:
+def fresh(W: int, function: Callable[..., None], *arguments: Any) -> Iterator[list[BaseProcess]]:
     """W processes, in each of which function(rank, *arguments) runs; none outlives the block."""
-    context: Any = server() if method == "forkserver" else multiprocessing.get_context(method)
+    context = server()
     processes = [context.Process(target=function, args=(rank, *arguments)) for rank in range(W)]
     for process in processes:
         process.start()
@@ -81,10 +78,6 @@ def fresh(
     finally:
         for process in processes:
             process.kill()
-
-
-# processes with all that a test has changed in this one
-forked = partial(fresh, method="fork")
 
 
 class Pool:

@@ -249,7 +249,9 @@ def ragged(*lengths: int, **more: Any) -> Ragged:
     return Ragged(torch.randn(sum(lengths), 3), list(lengths), **more)
 
 
-LINEAR = nn.Linear(3, 2)
+LINEAR, PARTED = nn.Linear(3, 2), nn.Linear(3, 2)
+# as DeepSpeed marks what its ZeRO stage 3 keeps in parts
+PARTED.weight.ds_id = 1
 SENTENCES: dict[str, Any] = {
     "`lengths` must sum to the size of the packed axis; got 3 for 4. Count the values": lambda: Ragged(
         torch.randn(4, 2), [1, 2]
@@ -273,6 +275,9 @@ SENTENCES: dict[str, Any] = {
     ),
     "`sub_batch_tokens` must come with inputs that are all rows; got packed values or lists. Cut by": lambda: encode(
         LINEAR, {"attention_mask": torch.ones(2, 3), "b": ["x", "y"]}, sub_batch_tokens=2
+    ),
+    "`encoder` must hold its parameters whole; got parameters of DeepSpeed's ZeRO stage 3. Shard with fully_shard": (
+        lambda: encode(PARTED, torch.randn(2, 3), sub_batch=2)
     ),
     "`parts` must hold a sub-batch; got none. Leave the call out.": lambda: encode(LINEAR, parts=[]),
     "`parts` must come without inputs and a size; got both. Leave the others out": lambda: encode(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contrastile
 from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SupConLoss, encode
+from contrastile.integrations.sentence_transformers import CachedRankingLoss
 
 PAGE = (Path(contrastile.__file__).parent.parent / "docs" / "coming_from.md").read_text(encoding="utf-8")
 N = 6
@@ -113,6 +117,21 @@ def open_clip_steps(rank: int, group: Any, place: int) -> None:
 def test_open_clips_loop(pool: Pool, place: int) -> None:
     # the page's code knows the default group alone
     pool.check(open_clip_steps, 4, place)
+
+
+def test_accelerates_loop() -> None:
+    truth, images, texts = (
+        Clip(bias=False).double(),
+        torch.randn(N, 5, dtype=torch.float64),
+        torch.randint(0, 20, (N, 3)),
+    )
+    model = deepcopy(truth)
+    # its methods do not normalise by themselves
+    for side in ("encode_image", "encode_text"):
+        setattr(model, side, partial(getattr(model, side), normalize=True))
+    accelerator = SimpleNamespace(autocast=nullcontext, unwrap_model=lambda x: x, backward=lambda loss: loss.backward())
+    left = run(blocks("Accelerate")[0], accelerator=accelerator, model=model, images=images, texts=texts)
+    same((left["loss"].detach(), gradients(model)), clip_truth(truth, images, texts))
 
 
 def accumulated(model: Clip, images: Tensor, texts: Tensor, parts: int) -> None:
@@ -253,24 +272,22 @@ def ranking(anchor: Tensor, keys: Tensor) -> Tensor:
     return F.cross_entropy(scores, torch.arange(len(anchor)))
 
 
-def ranked(
-    model: nn.Module, columns: list[dict[str, Any]], dimensions: tuple[int | None, ...] = (None,)
-) -> tuple[Tensor, dict[str, Tensor]]:
+def ranked(model: nn.Module, columns: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the whole batch at once."""
     anchor, *others = (model({**column})["sentence_embedding"] for column in columns)
-    loss = sum(ranking(anchor[:, :d], torch.cat(others)[:, :d]) for d in dimensions)
+    loss = ranking(anchor, torch.cat(others))
     loss.backward()
     return loss.detach(), gradients(model)
 
 
 def by_the_page(model: nn.Module, columns: list[dict[str, Any]], **how: Any) -> Tensor:
     """The loss of the page's class, back-propagated."""
-    loss = run(blocks("sentence-transformers")[0])["CachedRanking"](model, sub_batch=4, **how)(columns, None)
+    run(blocks("sentence-transformers")[0], model=model)
+    loss = CachedRankingLoss(model, mini_batch_size=4, **how)(columns, None)
     loss.backward()
     return loss.detach()
 
 
-@pytest.mark.parametrize("how", [{}, {"dimensions": (WIDTH, 8)}], ids=["all features", "Matryoshka"])
 @pytest.mark.parametrize(
     "more",
     [
@@ -282,47 +299,11 @@ def by_the_page(model: nn.Module, columns: list[dict[str, Any]], **how: Any) -> 
     ],
     ids=["text", "prompt", "prompt, a tensor", "prompt, of rows", "task"],
 )
-def test_a_loss_for_the_trainer_of_sentence_transformers(more: dict[str, Any], how: dict[str, Any]) -> None:
+def test_a_loss_for_the_trainer_of_sentence_transformers(more: dict[str, Any]) -> None:
     model = Sentences().double()
     ours = deepcopy(model)
     columns = [{**batch(N), **more} for _ in range(3)]
-    same((by_the_page(ours, columns, **how), gradients(ours)), ranked(model, columns, **how))
-
-
-def test_sentence_transformers_own_losses() -> None:
-    losses = pytest.importorskip("sentence_transformers.losses")
-    model = Sentences().double()
-    ours, columns = deepcopy(model), [batch(N) for _ in range(3)]
-    cached = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)
-    truth = losses.MatryoshkaLoss(model, cached, [WIDTH, 8])([dict(column) for column in columns], None)
-    truth.backward()
-    loss = by_the_page(ours, columns, dimensions=(WIDTH, 8))
-    same((loss, gradients(ours)), (truth.detach(), gradients(model)))
-
-
-def their_model(folder: Path) -> Any:
-    """A model of sentence-transformers without dropout, which leaves prompts out of its mean."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ":", *"abcdefghij"]))
-    sizes = {"vocab_size": 16, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
-    undropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    BertModel(BertConfig(**sizes, **undropped, intermediate_size=64)).save_pretrained(folder)
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    return SentenceTransformer(
-        modules=[Transformer(str(folder)), Pooling(WIDTH, include_prompt=False)], device="cpu"
-    ).double()
-
-
-def their_columns(model: Any, prompt: str | None) -> list[dict[str, Any]]:
-    """Three columns of texts of several lengths, as the trainer's collator has them."""
-    words = ("ab", "cde", "f g", "a b c", "h", "ij ij")
-    return [
-        model.preprocess([f"{word} {column}" * (1 + len(word) % 3) for word in words], prompt=prompt)
-        for column in "abc"
-    ]
+    same((by_the_page(ours, columns), gradients(ours)), ranked(model, columns))
 
 
 def rows_of(columns: list[dict[str, Any]], rows: slice) -> list[dict[str, Any]]:
@@ -340,29 +321,17 @@ def wrapped_by_the_page(rank: int, group: Any, folder: Path) -> None:
     default, dist.GroupMember.WORLD = dist.GroupMember.WORLD, group
     try:
         wrapped, rows = DistributedDataParallel(model), slice(rank * N // W, (rank + 1) * N // W)
-        loss = by_the_page(wrapped, rows_of(columns, rows))
+        loss = by_the_page(wrapped, rows_of(columns, rows), gather_across_devices=True)
     finally:
         dist.GroupMember.WORLD = default
     torch.save((loss, gradients(model)), folder / f"{rank}.pt")
 
 
 @pytest.mark.parametrize("W", [0, 1, 2])
-@pytest.mark.parametrize("prompt", [None, "a: "])
-@pytest.mark.parametrize("theirs", [False, True], ids=["stand-in", "sentence_transformers"])
-def test_that_loss_with_a_data_parallel_wrapper(
-    pool: Pool, tmp_path: Path, theirs: bool, prompt: str | None, W: int
-) -> None:
-    if theirs:
-        pytest.importorskip("sentence_transformers")
-        model = their_model(tmp_path)
-        columns = their_columns(model, prompt)
-        assert ("prompt_length" in columns[0]) == (prompt is not None)
-    else:
-        model, more = (
-            Sentences().double(),
-            {"task": "query"} if prompt is None else {"task": "document", "prompt_length": 2},
-        )
-        columns = [{**batch(N), **more} for _ in range(3)]
+@pytest.mark.parametrize("more", [{"task": "query"}, {"task": "document", "prompt_length": 2}], ids=["task", "prompt"])
+def test_that_loss_with_a_data_parallel_wrapper(pool: Pool, tmp_path: Path, more: dict[str, Any], W: int) -> None:
+    model = Sentences().double()
+    columns = [{**batch(N), **more} for _ in range(3)]
     truth, ours = ranked(model, columns), deepcopy(model)
     ours.zero_grad()
     if W == 0:
@@ -372,6 +341,70 @@ def test_that_loss_with_a_data_parallel_wrapper(
     pool.check(wrapped_by_the_page, W, tmp_path)
     for rank in range(W):
         same(torch.load(tmp_path / f"{rank}.pt"), truth)
+
+
+class Flag(nn.Module):
+    """The face of FlagEmbedding's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.temperature, self.sub_batch_size = Bert().eval().double(), 0.5, 4
+
+    def encode(self, features: Any) -> Tensor:
+        assert not isinstance(features, list)
+        return F.normalize(self.model(**features).last_hidden_state[:, 0], dim=-1)
+
+    def forward(self, queries: Any, passages: Any, cross: bool) -> Tensor:
+        loss = self._compute_cross_device_neg_loss if cross else self._compute_in_batch_neg_loss
+        return loss(self.encode(queries), self.encode(passages), teacher_targets=None)[1]
+
+
+def grouped_formula(model: nn.Module, queries: Any, passages: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of queries that each have two passages, the right one first."""
+    query, passage = (F.normalize(model(**x).last_hidden_state[:, 0], dim=-1) for x in (queries, passages))
+    loss = F.cross_entropy(query @ passage.T / 0.5, torch.arange(0, len(passage), 2))
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+def test_flag_embeddings_model(listed: bool, cross: bool) -> None:
+    model = run(blocks("FlagEmbedding")[0], BiEncoderOnlyEmbedderModel=Flag)["CachedModel"]()
+    queries, passages = batch(N), batch(2 * N)
+    truth = grouped_formula(deepcopy(model.model), queries, passages)
+    if listed:
+        queries, passages = (
+            [{name: x[start : start + 4] for name, x in each.items()} for start in range(0, len(each["input_ids"]), 4)]
+            for each in (queries, passages)
+        )
+    loss = model(queries, passages, cross)
+    loss.backward()
+    same((loss.detach(), gradients(model.model)), truth)
+
+
+class Dense(nn.Module):
+    """The face of Tevatron's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.temperature = Bert().double(), 0.5
+
+    def encode_query(self, query: Any) -> Tensor:
+        return F.normalize(self.encoder(**query).last_hidden_state[:, 0], dim=-1)
+
+    encode_passage = encode_query
+
+
+def test_tevatrons_model() -> None:
+    names = {"DenseModel": Dense, "EncoderOutput": SimpleNamespace}
+    model = run(blocks("Tevatron")[0], **names)["CachedModel"]()
+    model.encoder.eval()
+    queries, passages = batch(N), batch(2 * N)
+    truth = grouped_formula(deepcopy(model.encoder), queries, passages)
+    loss = model(queries, passages).loss
+    loss.backward()
+    same((loss.detach(), gradients(model.encoder)), truth)
 
 
 def test_equal_texts_are_not_negatives_of_each_other() -> None:

@@ -1,10 +1,15 @@
 """Parquet shards: the same pairs as tar shards, damage and bombs are refused."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from test_data_shards import jpeg, opened, write_shard
+
+from contrastile.data import shards
+from contrastile.data.shards import unpack
 
 
 def test_parquet_gives_the_same_pairs(tmp_path):
@@ -97,18 +102,55 @@ def test_a_parquet_bomb_is_refused(tmp_path, monkeypatch):
     assert table.stat().st_size < 10_000
     with pytest.raises(ValueError, match="got more than 100 times its size in it"):
         opened(table, tmp_path)
-    assert not list((tmp_path / "cache" / "unpacked").iterdir())
+    assert not list((tmp_path / "cache" / "unpacked").glob("*.tar"))
+    assert not list((tmp_path / "cache" / "unpacked").glob("*/"))
 
 
-def test_a_removed_unpacked_shard_is_unpacked_again(tmp_path):
+def flip(shard):
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, flip])
+def test_an_unpacked_shard_that_is_removed_or_damaged_is_unpacked_again(tmp_path, spoil, caplog):
     titles, pictures = [f"title {number}" for number in range(30)], [jpeg(number) for number in range(30)]
     table = parquet_of(tmp_path / "a.parquet", titles, pictures)
     before = opened(table, tmp_path).stream
     rows = range(len(before))
     images, _ = before.read(rows, rows, None)
-    for shard in (tmp_path / "cache" / "unpacked").iterdir():
-        shard.unlink()
+    (shard,) = (tmp_path / "cache" / "unpacked").glob("*/pairs.tar")
+    whole = shard.read_bytes()
+    spoil(shard)
+    # of a process that was killed, and of an earlier version
+    for leftover in ("0123456789abcdef.tar", "0123456789abcdef.part-12"):
+        (shard.parent.parent / leftover).touch()
     assert np.array_equal(opened(table, tmp_path).stream.read(rows, rows, None)[0], images)
+    assert shard.read_bytes() == whole
+    assert "is damaged" in caplog.text
+    names = {path.name for path in shard.parent.parent.iterdir()}
+    assert names == {shard.parent.name, f".{shard.parent.name}.lock"}
+
+
+def test_readers_of_one_parquet_file_unpack_it_once(tmp_path, monkeypatch):
+    titles, pictures = [f"title {number}" for number in range(30)], [jpeg(number) for number in range(30)]
+    table, made = parquet_of(tmp_path / "a.parquet", titles, pictures), []
+    original = shards._unpack
+    monkeypatch.setattr(shards, "_unpack", lambda *arguments: made.append("made") or original(*arguments))
+    # the lock is of an open file: threads wait for each other as processes do
+    with ThreadPoolExecutor(4) as readers:
+        found = list(readers.map(lambda _: unpack(table, tmp_path / "unpacked"), range(4)))
+    assert made == ["made"]
+    assert len(set(found)) == 1
+
+
+def test_a_column_that_comes_twice_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    columns = [pyarrow.array(["a"]), pyarrow.array([b"b"]), pyarrow.array([b"c"])]
+    table = pyarrow.Table.from_arrays(columns, names=["title", "image", "image"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match='must have columns of different names; got "image" twice in'):
+        opened(tmp_path / "a.parquet", tmp_path)
 
 
 def test_parquet_without_the_columns_is_refused(tmp_path):

@@ -215,7 +215,7 @@ def long_name(times):
 def pax(record):
     block = tarfile.TarInfo("pax")
     block.type, block.size = tarfile.XHDTYPE, len(record)
-    return block.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0")
+    return block.tobuf(tarfile.USTAR_FORMAT) + record.ljust(-(-len(record) // 512) * 512, b"\0")
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,21 @@ def pax(record):
         (lambda whole: pax(b"13 size=-2048\n") + whole, "a size below 0 at byte 0|invalid header"),
         (lambda whole: pax(b"99999999999999999999999 size=3\n") + whole, "too large|invalid header"),
         (lambda whole: pax(b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n") + whole, "invalid literal"),
-        (lambda whole: long_name(5000) + whole, "recursion"),
+        (lambda whole: long_name(5000) + whole, "a header of over 65,536 bytes"),
+        (lambda whole: pax(b"9" * 80_000) + whole, "a header of over 65,536 bytes"),
+        (lambda whole: pax(b"9" * 60_000) + whole, "a number of over 256 digits in a header"),
     ],
-    ids=["back", "far back", "beyond any file", "back by pax", "a number too large", "sparse", "names of names"],
+    ids=[
+        "back",
+        "far back",
+        "beyond any file",
+        "back by pax",
+        "a number too large",
+        "sparse",
+        "names of names",
+        "long",
+        "digits",
+    ],
 )
 def test_a_header_that_was_made_to_mislead_is_noticed(tmp_path, spoil, got):
     shard = write_shard(tmp_path / "a.tar", range(4))

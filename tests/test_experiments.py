@@ -10,6 +10,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from ranks import fresh, server
 from tiny_runs import tiny_recipe, write_recipe
 
 from contrastile.cli.main import main
@@ -53,10 +54,10 @@ def command(tmp_path):
 
 
 @pytest.fixture
-def forked(monkeypatch):
+def served(monkeypatch):
     """Worker processes that need not import anything; those of batch sizes are started as users start them."""
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
+    context = server()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     # other tests of this process have ranks of their own
     return set(multiprocessing.active_children())
 
@@ -199,7 +200,7 @@ def test_the_table_of_losses_marks_differences(tmp_path):
     assert lines[4].endswith("(!) |")
 
 
-def test_all_losses_have_the_same_curves_on_two_ranks(tmp_path, command, capfd, forked):
+def test_all_losses_have_the_same_curves_on_two_ranks(tmp_path, command, capfd, served):
     assert main([*command, "--losses", "--seeds", "2", "train.batch=32"]) == 0
     folder = tmp_path / "runs" / "tiny-losses"
     rows = rows_of(folder)
@@ -342,40 +343,41 @@ def fail(task, _data, ranks):
 
 
 @pytest.mark.parametrize(("task", "reason"), [("die", "without a word"), ("x/y", "FileNotFoundError: x/y")])
-def test_any_rank_that_ends_ends_the_comparison(tmp_path, forked, task, reason):
+def test_any_rank_that_ends_ends_the_comparison(tmp_path, served, task, reason):
     with pytest.raises(RuntimeError, match=rf"a process of .*crew-0\.log ended: {reason}"):
         list(run_parallel(fail, [task], int, tmp_path, jobs=1, ranks=2))
-    assert set(multiprocessing.active_children()) <= forked
+    assert set(multiprocessing.active_children()) <= served
 
 
-def test_a_signal_ends_worker_processes(tmp_path, forked):
-    def interrupt(task, _data, _ranks):
-        os.kill(parent, 15)
-        torch.multiprocessing.Event().wait()
-
-    parent = os.getpid()
-    assert list(run_parallel(interrupt, ["task"], int, tmp_path, jobs=1)) == [15]
-    assert set(multiprocessing.active_children()) <= forked
+def interrupt(parent, _data, _ranks):
+    os.kill(parent, 15)
+    torch.multiprocessing.Event().wait()
 
 
-def test_worker_processes_end_with_their_parent(tmp_path, forked):
-    reading, writing = os.pipe()
+def test_a_signal_ends_worker_processes(tmp_path, served):
+    assert list(run_parallel(interrupt, [os.getpid()], int, tmp_path, jobs=1)) == [15]
+    assert set(multiprocessing.active_children()) <= served
 
-    def announce(_task, _data, _ranks):
-        os.write(writing, b"x")
-        torch.multiprocessing.Event().wait()
 
-    parent = multiprocessing.get_context("fork").Process(
-        target=lambda: list(run_parallel(announce, ["task"], int, tmp_path, jobs=1))
-    )
-    parent.start()
-    os.close(writing)
-    assert os.read(reading, 1) == b"x"
-    parent.kill()
-    parent.join()
-    # the end of the file: no process holds the other end of the pipe
-    assert os.read(reading, 1) == b""
-    os.close(reading)
+def announce(pipe, _data, _ranks):
+    os.write(os.open(pipe, os.O_WRONLY), b"x")
+    torch.multiprocessing.Event().wait()
+
+
+def announced(_, pipe, folder):
+    context = server()
+    multiprocessing.get_context = lambda _: context
+    list(run_parallel(announce, [pipe], int, folder, jobs=1))
+
+
+def test_worker_processes_end_with_their_parent(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with fresh(1, announced, pipe, tmp_path) as (parent,), pipe.open("rb", buffering=0) as reading:
+        assert reading.read(1) == b"x"
+        parent.kill()
+        # the end of the file: no process holds the other end of the pipe
+        assert reading.read(1) == b""
 
 
 # --- arguments

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RANKS, Pool, forked, fresh
+from ranks import RANKS, Pool, fresh
 
 from contrastile import ClipLoss, SigLipLoss
 from contrastile._torch import nccl_timeout
@@ -38,8 +39,6 @@ LATE = "late"
 def _joined(rank: int, folder: Path, seconds: float = LONG) -> None:
     """Join this process to the other ranks, with a time-out in seconds."""
     torch.set_num_threads(1)
-    # the fork inherits the count of earlier tests
-    failure.progress.step, failure.progress.counted_by_loop = 0, False
     timeout = datetime.timedelta(seconds=seconds)
     store = dist.TCPStore("localhost", _port(folder, rank), W, rank == 0, datetime.timedelta(seconds=LONG))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=W, timeout=timeout)
@@ -102,9 +101,11 @@ def _port(folder: Path, rank: int) -> int:
     return int(path.read_text())
 
 
-def _struck(folder: Path, exchange: str, victim: int, how: signal.Signals, code: int = 1) -> dict[int, str]:
+def _struck(
+    folder: Path, exchange: str, victim: int, how: signal.Signals, code: int = 1, run: Callable[..., None] = _train
+) -> dict[int, str]:
     """The errors of the other ranks, which must end soon, with exit code `code`."""
-    with forked(W, _train, folder, exchange, victim, how) as processes:
+    with fresh(W, run, folder, exchange, victim, how) as processes:
         others = [rank for rank in range(W) if rank != victim]
         for rank in others:
             processes[rank].join(SOON)
@@ -153,17 +154,21 @@ def test_torchrun_ends_the_others(tmp_path: Path) -> None:
         assert re.search(r"got no answer from rank 2, on rank [01] in step 4 \(", sentence), sentence
 
 
-def test_sigterm_comes_after_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _train_till_sigterm(rank: int, folder: Path, *arguments: Any) -> None:
     real = failure._missing
 
     def missing(group: Any) -> tuple[list[int] | None, dict[int, str]]:
-        sys.stderr = (tmp_path / f"{dist.get_rank()}.txt").open("w")
+        sys.stderr = (folder / f"{rank}.txt").open("w")
         # while the ranks sign, as torchrun does
         os.kill(os.getpid(), signal.SIGTERM)
         return real(group)
 
-    monkeypatch.setattr(failure, "_missing", missing)
-    said = _struck(tmp_path, "ring", 1, signal.SIGKILL, code=-signal.SIGTERM)
+    failure._missing = missing
+    _train(rank, folder, *arguments)
+
+
+def test_sigterm_comes_after_the_sentence(tmp_path: Path) -> None:
+    said = _struck(tmp_path, "ring", 1, signal.SIGKILL, code=-signal.SIGTERM, run=_train_till_sigterm)
     for rank, sentence in said.items():
         assert f"got no answer from rank 1, on rank {rank} in step {STEP} (" in sentence
 

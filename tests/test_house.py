@@ -29,7 +29,8 @@ BELOW["engine"] = BELOW["_dispatch"] | {"_dispatch"}
 BELOW["functional"] = BELOW["engine"] | {"engine"}
 BELOW["modules"] = BELOW["functional"] | {"functional"}
 BELOW["evaluate"] = BELOW["modules"] | {"modules", "models", "data"}
-BELOW["train"] = BELOW["evaluate"] | {"evaluate"}
+BELOW["planner"] = BELOW["modules"] | {"modules"}
+BELOW["train"] = BELOW["evaluate"] | {"evaluate", "planner"}
 BELOW["retrieval"] = BELOW["train"] | {"train"}
 BELOW["experiments"] = BELOW["bench"] = BELOW["retrieval"] | {"retrieval"}
 BELOW["integrations"] = BELOW["bench"] | {"bench", "experiments"}
@@ -165,8 +166,23 @@ def test_importing_the_library_costs_little_and_loads_nothing_optional(tmp_path:
 
 
 def test_public_names() -> None:
-    losses = ["ClipLoss", "DCLLoss", "GISTLoss", "InfoNCELoss", "NTXentLoss", "SigLipLoss", "SupConLoss"]
-    names = sorted([*losses, "Ragged", "contrast", "encode", "load"])
+    names = [
+        "ClipLoss",
+        "DCLLoss",
+        "DistillClipLoss",
+        "GISTLoss",
+        "InfoNCELoss",
+        "KeyQueue",
+        "NTXentLoss",
+        "Ragged",
+        "ScoreDistillLoss",
+        "SigLipLoss",
+        "SupConLoss",
+        "contrast",
+        "encode",
+        "load",
+        "plan",
+    ]
     assert contrastile.__all__ == names
     assert dir(contrastile) == sorted(names)
     assert all(getattr(contrastile, name).__doc__ for name in names)

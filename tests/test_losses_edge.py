@@ -11,12 +11,13 @@ from problems import distance
 from torch import Tensor
 
 import contrastile
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast, modules
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast
 from contrastile.engine import arguments as checks
 from contrastile.losses.base import Tile
 from contrastile.losses.reference import dense_sigmoid, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
+from contrastile.modules import base
 from contrastile.scorers import Bilinear
 from contrastile.train.memory import Weighed
 
@@ -168,7 +169,11 @@ def test_ids_of_any_integers_leave_negatives_to_nobody(dtype: torch.dtype) -> No
 
 def test_a_batch_without_any_positive_has_no_mean() -> None:
     labels = torch.arange(5)
-    assert SupConLoss()(F.normalize(torch.randn(5, 8), dim=-1), labels, 1.0).isnan()
+    features = F.normalize(torch.randn(5, 8), dim=-1)
+    with pytest.warns(UserWarning, match=r"all different: no example has a positive, and the loss is NaN"):
+        assert SupConLoss()(features, labels, 1.0).isnan()
+    # NaN for another reason has no such warning
+    assert SupConLoss()(features * torch.nan, labels // 2, 1.0).isnan()
 
 
 def test_negatives_are_keys_of_every_query() -> None:
@@ -278,7 +283,7 @@ def test_lengths_on_a_gpu_are_read_in_few_calls(name: str, monkeypatch: pytest.M
     looked, rows = [], F.normalize(torch.randn(2, 4, 8), dim=-1)
     monkeypatch.setattr(checks, "waits", lambda x: True)
     monkeypatch.setattr(checks, "captured", lambda *x: False)
-    monkeypatch.setattr(modules, "_looks", checks.Looks())
+    monkeypatch.setattr(base, "_looks", checks.Looks())
     lengths = torch.linalg.vector_norm
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda *x, **how: looked.append(0) or lengths(*x, **how))
     kept = getattr(contrastile, name)()

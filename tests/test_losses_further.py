@@ -13,7 +13,7 @@ from problems import distance
 from ranks import Pool
 from torch import Tensor, nn
 
-from contrastile import DCLLoss, GISTLoss, InfoNCELoss, contrast, encode
+from contrastile import DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, contrast, encode
 from contrastile.losses import Guided, Hardness, Softmax
 from contrastile.tiles import eager
 
@@ -127,7 +127,7 @@ def test_ranks_have_the_gradients_of_one_process(pool: Pool, W: int, exchange: s
 
 # of Dynamo itself, about a tensor that it hands over a break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("name", ["own_negatives", "gist_absolute"])
+@pytest.mark.parametrize("name", ["own_negatives", "gist_absolute", "distill_clip"])
 def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     """These calls are no operation of a graph, which breaks before them."""
     case = CASES[name]()
@@ -138,10 +138,22 @@ def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     assert distance(compiled(**tensors, **case.constants).detach(), 2 * truth) <= 1e-12
 
 
-def test_the_fused_kernels_decline_a_guide() -> None:
+@pytest.mark.parametrize("name", ["gist_absolute", "distill_clip"])
+def test_the_fused_kernels_decline_a_guide(name: str) -> None:
     pytest.importorskip("triton")
-    with pytest.raises(ValueError, match=r"no kernel for (Guided|guides)"):
-        CASES["gist_absolute"]().by_tiles(CASES["gist_absolute"]().tensors(torch.float32), backend="triton")
+    case = CASES[name]()
+    with pytest.raises(ValueError, match=r"It declines: no kernel for guides"):
+        case.by_tiles(case.tensors(torch.float32), backend="triton")
+
+
+def test_a_student_that_is_its_teacher_has_no_soft_loss() -> None:
+    query, key, _ = (x.float() for x in CASES["own_negatives_only"]().leaves.values() if x.ndim < 3)
+    student = query.clone().requires_grad_()
+    loss = DistillClipLoss(weight=1.0)(student, key, 30.0, query, key, 30.0)
+    loss.backward()
+    assert loss.detach().abs() <= 1e-6
+    assert student.grad is not None
+    assert student.grad.abs().max() <= 1e-6
 
 
 def _x(*shape: int) -> Tensor:
@@ -164,6 +176,17 @@ def test_a_guide_that_is_not_finite_gives_nan() -> None:
     loss, gradients = case.by_tiles(case.tensors(torch.float32))
     assert loss.isnan()
     assert all(x.isnan().all() for x in gradients.values())
+
+
+def test_a_score_that_is_not_finite() -> None:
+    """−∞ has no share of the target; NaN is a loss of NaN."""
+    query, key = torch.randn(2, 4), torch.randn(2, 3, 4)
+    scores = torch.tensor([[0.0, -torch.inf, 1.0], [0.0, 2.0, 1.0]])
+    x = (key @ query[..., None])[..., 0]
+    truth = F.kl_div(x.log_softmax(1), scores.softmax(1), reduction="batchmean")
+    torch.testing.assert_close(ScoreDistillLoss()(query, key, scores), truth)
+    scores[1, 1] = torch.nan
+    assert ScoreDistillLoss()(query, key, scores).isnan()
 
 
 def test_a_copy_of_the_positive_does_not_exceed_it() -> None:
@@ -243,6 +266,43 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`symmetric` must be False for a guided loss; got True. Add the loss of the exchanged sides for both directions.": (
         lambda: Guided(symmetric=True)
+    ),
+    "`dist_logit_scale` must be a number or a tensor of shape [] or [1]; got NoneType. Pass logit_scale.exp(), say.": (
+        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 5), None)  # type: ignore[arg-type]
+    ),
+    "`dist_logit_scale` must not require a gradient; got some that do. Detach them: they are taken as constants.": (
+        lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 5), _x(1).requires_grad_())
+    ),
+    "`dist_text_features` must have the same feature size as `dist_image_features`; got 5 and 6. Project one side "
+    "first.": lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(3, 5), _x(3, 6), 1.0),
+    "`dist_image_features` must have as many rows as `image_features`; got 3 and 2. One row for each, and for each of "
+    "the `negatives`.": lambda: DistillClipLoss()(_x(3, 4), _x(3, 4), 1.0, _x(2, 5), _x(3, 5), 1.0),
+    "`weight` must be from 0 to 1; got 1.5. 0.5 weighs teacher and labels alike.": lambda: DistillClipLoss(weight=1.5),
+    "`label_smoothing` must be 0 for distillation; got 0.1. The teacher's targets are soft already.": lambda: (
+        DistillClipLoss(label_smoothing=0.1)
+    ),
+    "`scores` must be floating point of shape [3, 2], one for each listed key; got shape [3, 4], torch.float32. Score "
+    "the keys that are listed, with anything for pads.": lambda: ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 4)),
+    "`scores` must not require a gradient; got some that do. Detach them: they are taken as constants.": lambda: (
+        ScoreDistillLoss()(_x(3, 4), _x(3, 2, 4), _x(3, 2).requires_grad_())
+    ),
+    "`scores` must be on the device of `key`; got cpu and meta. Move one side first.": lambda: ScoreDistillLoss()(
+        _x(3, 4), _x(3, 2, 4), torch.ones(3, 2, device="meta")
+    ),
+    "`key` must be [N, P, D], or [M, D] with `lists`; got shape [3, 4]. List each query's keys.": lambda: (
+        ScoreDistillLoss()(_x(3, 4), _x(3, 4), _x(3, 2))
+    ),
+    "`lists` must index this rank's 5 keys, or be -1; got 5. Count from this rank's first key.": lambda: (
+        ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=torch.tensor([[0, 5]] * 3))
+    ),
+    "`lists` must have two dimensions [N, P]; got shape [3]. List several keys.": lambda: ScoreDistillLoss()(
+        _x(3, 4), _x(5, 4), _x(3, 2), lists=torch.arange(3)
+    ),
+    "`kind` must be one of kl, margin_mse; got 'mse'. Leave it out for the divergence.": lambda: ScoreDistillLoss(
+        kind="mse"  # type: ignore[arg-type]
+    ),
+    "`label_smoothing` must be 0 for a distillation of scores; got 0.1. Soften the scores instead.": lambda: (
+        ScoreDistillLoss(label_smoothing=0.1)
     ),
     "`sigma` must be positive; got 0.0. The paper has 0.5.": lambda: DCLLoss(sigma=0.0),
     "`label_smoothing` must be 0 for the decoupled loss; got 0.1. Leave it out, or take the softmax loss.": lambda: (

@@ -15,7 +15,7 @@ from further import _unit as unit
 from problems import distance
 from torch import Tensor
 
-from contrastile import GISTLoss, InfoNCELoss, contrast
+from contrastile import DistillClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, contrast
 from contrastile.losses import Decoupled, DecoupledWeighted
 
 N, H, D = 14, 2, 9
@@ -92,3 +92,25 @@ def test_guided_loss_of_sentence_transformers(strategy: Any, contrast_anchors: b
         guide_negatives=torch.cat(guide_negatives),
     )  # fmt: skip
     _equal(loss, theirs.calculate_loss([[x] for x in leaves], [[x] for x in guides]), leaves)
+
+
+def test_distillation_of_open_clip() -> None:
+    """Theirs is a cross-entropy: the mean entropy of the teacher more than ours, a constant."""
+    losses = pytest.importorskip("open_clip.loss")
+    leaves = _leaves((N, D), (N, D))
+    teacher = unit(N, 5, seed=21), unit(N, 5, seed=22)
+    hard, soft = losses.DistillClipLoss()(*leaves, 20.0, *teacher, 15.0)
+    t = 15.0 * teacher[0] @ teacher[1].T
+    entropy = sum(float(-(x.softmax(1) * x.log_softmax(1)).sum(1).mean()) for x in (t, t.T)) / 2
+    ours = DistillClipLoss(weight=0.3)(*leaves, 20.0, *teacher, 15.0)
+    _equal(ours, 0.7 * hard + 0.3 * soft, leaves, constant=0.3 * entropy)
+
+
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+def test_scores_of_sentence_transformers(kind: Any) -> None:
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    query, *keys = leaves = _leaves(*[(N, D)] * (2 + H))
+    scores = torch.randn(N, 1 + H, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    theirs = (losses.DistillKLDivLoss if kind == "kl" else losses.MarginMSELoss)(None)
+    ours = ScoreDistillLoss(kind=kind)(query, torch.stack(keys, 1), scores)
+    _equal(ours, theirs.compute_loss_from_embeddings(leaves, scores), leaves)

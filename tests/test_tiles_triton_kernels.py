@@ -5,6 +5,7 @@ Interpreted on the CPU; on a GPU, and in bf16 too, with `make test-gpu`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, make_dataclass, replace
 from typing import Any
@@ -192,6 +193,25 @@ def test_the_workspace_changes_nothing(loss: Softmax) -> None:
     assert narrow.workspace_bytes(n, n, D, torch.float16) <= little < wide.workspace_bytes(n, n, D, torch.float16)
     for one, other in zip(_gradients(narrow, rows, cols), _gradients(wide, rows, cols), strict=True):
         assert distance(one, other) <= 1e-6
+
+
+def test_the_sums_of_a_super_tile_are_freed_before_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them at once would take twice the workspace."""
+    rows, cols = _pair(_unit(4 * SHAPE.rows), _unit(4 * SHAPE.rows))
+    made: list[weakref.ref[Tensor]] = []
+    new_parts = Triton._new_parts
+
+    def recorded(tiles: Triton, *arguments: Any) -> list[Tensor]:
+        assert all(part() is None for part in made)
+        parts = new_parts(tiles, *arguments)
+        made.extend(map(weakref.ref, parts))
+        return parts
+
+    monkeypatch.setattr(Triton, "_new_parts", recorded)
+    for name in ("sums", "merge_sums", "positive_totals"):
+        monkeypatch.setattr(launch, name, lambda *_, **__: None)
+    _tiles(workspace=2**12).forward(rows, cols)
+    assert len(made) > 4
 
 
 def test_every_run_gives_the_same_bits() -> None:

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_runs import interrupted, timed, tiny_recipe, weights, write_pictures, write_recipe
+from tiny_runs import interrupted, same_run, timed, tiny_recipe, weights, write_pictures, write_recipe
 
 import contrastile
 from contrastile.cli.main import main
 from contrastile.train import loop, state
+from contrastile.train import run as run_of_pairs
 from contrastile.train.batch_builder import Batch
 from contrastile.train.folder import RunFolder
 from contrastile.train.image_text import ImageText
@@ -649,3 +650,24 @@ def test_batches_follow_the_size_of_the_data_where_an_epoch_has_steps(tmp_path, 
     for pairs, most in ((10**6, 48), (96, 24), (20, 16)):
         assert recipe.train.model_copy(update={"epoch_steps": 4}).fitted(pairs).batch == ((0.0, most),)
     assert recipe.train.model_copy(update={"epoch_steps": None}).fitted(2).batch == ((0.0, 48),)
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [("fma avx512_bf16 amx", "bf16"), ("fma avx512f avx512bw", "float32"), ("Features : asimd bf16", "bf16")],
+)
+def test_the_precision_follows_the_cpu_and_stays_that_of_the_run(tmp_path, monkeypatch, flags, precision):
+    cpu = tmp_path / "cpuinfo"
+    cpu.write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(run_of_pairs, "CPU", cpu)
+    recipe = tiny_recipe(tmp_path, "train.examples=64", "train.precision=auto")
+    with interrupted(at=2):
+        folder = run_recipe(recipe, tmp_path / "runs").folder
+    assert load_recipe(folder / "recipe.toml", files=False).train.precision == precision
+    # another machine goes on with the precision that the run began with, by either recipe
+    cpu.write_text("flags : bf16\n" if precision == "float32" else "flags :\n")
+    named = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
+    resumed = run_recipe(recipe if precision == "bf16" else named, tmp_path / "runs", resume=True)
+    assert (resumed.folder, resumed.stopped_by) == (folder, None)
+    whole = run_recipe(named, tmp_path / "whole").folder
+    same_run(folder, whole)

@@ -8,12 +8,10 @@ import resource
 import shutil
 import signal
 import sys
-import time
-import traceback
 
 import pytest
 import torch
-from ranks import set_aside
+from ranks import as_in_tests, fresh, set_aside
 from tiny_runs import interrupted, left, same_run, timed, tiny_recipe
 
 from contrastile.cli.main import main
@@ -43,27 +41,20 @@ def undisturbed(tmp_path_factory):
     return recipe, whole
 
 
+def _resumed(_, recipe, runs):
+    as_in_tests()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    run_recipe(recipe, runs, resume=True)
+
+
 def killed(recipe, runs, seconds):
     """Resume the run in a process of its own and kill it after `seconds`; whether it was through by then."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            run_recipe(recipe, runs, resume=True)
-            code = 0
-        finally:
-            os._exit(code)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return True
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+    with fresh(1, _resumed, recipe, runs) as (process,):
+        process.join(seconds)
+        code = process.exitcode
+    process.join()
+    assert code in (None, 0)
+    return code == 0
 
 
 def test_a_dozen_kills_at_random_moments_leave_the_result_bit_identical(undisturbed, tmp_path):
@@ -83,25 +74,27 @@ class Killed(BaseException):
     """In the place of a kill: nothing catches it."""
 
 
-@pytest.mark.parametrize("at", [1, 4, 5, 12])
-def test_a_run_killed_after_any_step_resumes_from_its_newest_checkpoint(undisturbed, tmp_path, monkeypatch, at):
-    recipe, whole = undisturbed
+def _dies(_, recipe, runs, at):
+    as_in_tests()
     real, steps = loop.step, []
 
-    def lost(*arguments):
+    def step(*arguments):
         steps.append(1)
         if len(steps) == at:
             os._exit(9)
         return real(*arguments)
 
-    child = os.fork()
-    if not child:
-        loop.step = lost
-        try:
-            run_recipe(recipe, tmp_path)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    loop.step = step
+    run_recipe(recipe, runs)
+
+
+@pytest.mark.parametrize("at", [1, 4, 5, 12])
+def test_a_run_killed_after_any_step_resumes_from_its_newest_checkpoint(undisturbed, tmp_path, monkeypatch, at):
+    recipe, whole = undisturbed
+    with fresh(1, _dies, recipe, tmp_path, at) as (process,):
+        process.join()
+    assert process.exitcode == 9
+    real = loop.step
     count = []
     monkeypatch.setattr(loop, "step", lambda *arguments: count.append(1) or real(*arguments))
     outcome = run_recipe(recipe, tmp_path, resume=True)
@@ -218,29 +211,23 @@ def test_metrics_on_a_full_disk_lose_whole_lines_only(tmp_path, caplog):
     assert "2 lines of" in caplog.text
 
 
-def limited(size, run):
-    """What `run` comes to in a process of its own whose files cannot grow beyond `size`: a disk that is full, for real.
+def _limited(_, size, words, said):
+    as_in_tests()
+    with said.open("w", buffering=1) as sys.stderr:
+        os.dup2(sys.stderr.fileno(), 2)
+        logging.getLogger("contrastile").addHandler(logging.StreamHandler(sys.stderr))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        raise SystemExit(main(words))
 
-    Its exit code, and what it says.
+
+def limited(size, words, said):
+    """What a command comes to in a process whose files cannot grow beyond `size`: a disk that is full, for real.
+
+    Its exit code, and what it says, by way of the file `said`.
     """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        code = 99
-        try:
-            os.dup2(writer, 2)
-            sys.stderr = os.fdopen(2, "w", buffering=1)
-            logging.getLogger("contrastile").addHandler(logging.StreamHandler(sys.stderr))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-            code = run()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(writer)
-    with os.fdopen(reader) as said:
-        text = said.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+    with fresh(1, _limited, size, words, said) as (process,):
+        process.join()
+    return process.exitcode, said.read_text()
 
 
 def test_a_full_disk_fails_at_the_end_of_a_run_and_loses_no_checkpoint(undisturbed, tmp_path):
@@ -250,7 +237,7 @@ def test_a_full_disk_fails_at_the_end_of_a_run_and_loses_no_checkpoint(undisturb
     (tmp_path / "tiny.toml").write_text((whole.parent.parent / "tiny.toml").read_text())
     before = (tmp_path / recipe.name / "model.safetensors").read_bytes()
     # room for lines of metrics, and for no weights
-    code, said = limited(12_000, lambda: main(["train", *words]))
+    code, said = limited(12_000, ["train", *words], tmp_path / "said.txt")
     assert code == 1, said
     assert said.count("could not be saved into") >= 2
     assert said.count("the run goes on, and tries again when the next one is due") >= 2

@@ -6,9 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from torch import Tensor, nn
 
 import contrastile
 from contrastile.train.retriever.run import RetrieverRun
@@ -81,3 +84,12 @@ def test_a_method_of_the_other_kind_of_run_is_refused(
         with pytest.raises(ValueError) as caught:
             getattr(run, method)([])
         assert str(caught.value) == sentence.format(method)
+
+
+@pytest.mark.parametrize("name", [name for name in contrastile.__all__ if name.endswith("Loss")])
+def test_the_call_of_a_loss_explains_every_argument(name: str) -> None:
+    forward = getattr(contrastile, name).forward
+    text = forward.__doc__ or ""
+    assert forward.__doc__ != nn.Module.forward.__doc__
+    assert all(f"{argument}" in text.partition("Arguments:")[2] for argument in [*signature(forward).parameters][1:])
+    assert get_type_hints(forward)["return"] in (Tensor, Tensor | dict[str, Tensor])

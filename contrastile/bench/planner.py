@@ -8,24 +8,21 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
-from collections.abc import Callable
-from itertools import islice, product
-from math import ceil
-from pathlib import Path
-from string import ascii_lowercase
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from contrastile._dispatch import automatic_exchange, gathering_allowed, offers, workspace_on
 from contrastile.exchange.base import Layout
 from contrastile.exchange.gather import Gather
-from contrastile.gradcache.memory import bytes_per_example, spare_bytes
+from contrastile.gradcache.memory import spare_bytes
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.offload import free_memory, usable_cpus
+from contrastile.planner.memory import Side
+from contrastile.planner.profile import Target
 from contrastile.train.provenance import versions
 
 Values = dict[str, Any]
@@ -34,8 +31,6 @@ LOSSES: dict[str, PairLoss] = {"clip": Softmax(symmetric=True), "siglip": Sigmoi
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # optional packages outside the extras, by their names on PyPI
 OPTIONAL = ("triton", "timm", "open_clip_torch", "faiss-cpu", "peft")
-# approximate bytes of optimizer state per trained parameter
-OPTIMIZER_BYTES = {"adamw": 8, "adafactor": 4, "muon": 4}
 # side of the matrices whose product tests a device
 TEST_SIDE = 64
 
@@ -146,35 +141,44 @@ def exchange_choice(
 
 
 def _recipe_plan(recipe: Any, ranks: int) -> Values:
-    """The memory of a recipe's run on its device. Builds the towers on the CPU and encodes two examples with each."""
+    """The memory of a recipe's run on its device, by the planner, which makes its towers without memory."""
+    from contrastile.train.planned import LOSSES as RECIPE_LOSSES
+    from contrastile.train.planned import keys_of, learned_tokens, plan_of, towers
     from contrastile.train.run import choose_device
 
-    device, batch = choose_device(recipe.device), max(count for _, count in recipe.train.batch)
-    model, sides, features = _sides(recipe.model_copy(update={"device": "cpu"}), ceil(batch / ranks))
-    keys, graphs = sides[-1]["examples"] // ceil(batch / ranks), sum(side["graphs"] for side in sides)
-    needed, room = sum(side["graphs"] * side["graph"] for side in sides), spare_bytes(device)
+    device, batch, keys = choose_device(recipe.device), max(count for _, count in recipe.train.batch), keys_of(recipe)
+    model, costs = towers(recipe, ranks, batch)
+    machines = Target(str(device), None, free_memory(device)[1], ranks, ranks, device.type)
+    plan = plan_of(recipe, machines, batch, model, costs)
+    sides = [_side(side) for side in plan.step.sides]
+    graphs, needed = sum(side["graphs"] for side in sides), sum(side["graphs"] * side["graph"] for side in sides)
+    # everything else of the step comes first
+    without = replace(plan.step, retain=0).peak()
+    room = max(0, spare_bytes(device) - without.bytes)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    loss = LOSSES.get(getattr(recipe.loss, "kind", "infonce"), Softmax())
+    loss = RECIPE_LOSSES[getattr(recipe.loss, "kind", "infonce")]
     dtype = torch.float64 if recipe.train.precision == "float64" else torch.float32
     backend: Values = {"takes": recipe.loss.backend, "declined": {}}
     exchange: Values = {"takes": recipe.loss.exchange}
     if backend["takes"] == "auto":
         backend = backend_choice(loss, dtype, device)
     if exchange["takes"] == "auto":
+        features = costs[0].dimensions
         exchange = exchange_choice(ranks, batch, features, dtype, device, keys=keys)
+    held = plan.step.held
     return {
         "name": recipe.name,
         "device": str(device),
         "parameters": parameters,
         "trained": trained,
-        "learned_tokens": _learned_tokens(recipe.model.tokenizer),
-        # float32 weights of all parameters, gradients and optimizer state of the trained ones
-        "held": 4 * parameters + (4 + OPTIMIZER_BYTES[recipe.optim.kind]) * trained,
+        "learned_tokens": learned_tokens(recipe.model.tokenizer),
+        "held": held.weights + held.optimizer + held.average + plan.trained,
         "batch": batch,
         "sides": sides,
         "graphs": graphs,
         "needed": needed,
+        "without": {"bytes": without.bytes, "name": without.name, "parts": without.parts},
         "room": room,
         "fitting": graphs if needed <= room else int(graphs * room / needed),
         "retain": recipe.train.retain,
@@ -185,53 +189,9 @@ def _recipe_plan(recipe: Any, ranks: int) -> Values:
     }
 
 
-def _sides(recipe: Any, batch: int) -> tuple[torch.nn.Module, list[Values], int]:
-    """The model of a recipe, the sub-batches of each side for a rank's `batch` queries, and the feature size."""
-    from contrastile.train.config import Recipe
-    from contrastile.train.retriever.run import build_retriever_run
-    from contrastile.train.run import build_run
-
-    data, cut, settings = recipe.data, recipe.train.sub_batch, recipe.model.tokenizer
-    build: Callable[..., Any] = build_run if isinstance(recipe, Recipe) else build_retriever_run
-    run = build(recipe, _tokenizer(settings))
-    # each side's examples per query, examples per sub-batch, and the size of an example
-    if isinstance(recipe, Recipe):
-        pixels = (data.channels, data.image_size, data.image_size)
-        texts = cut.at_once("text", settings.length)
-        sides = {"image": (1, cut.image, pixels), "text": (1, texts, settings.length)}
-    else:
-        lengths = {"query": (1, settings.query_length), "passage": (data.positives + data.negatives, settings.length)}
-        sides = {name: (each, cut.at_once(name, length), length) for name, (each, length) in lengths.items()}
-    plans = []
-    for name, (each, most, size) in sides.items():
-        encoder, features, examples = getattr(run.model, f"encode_{name}"), 0, each * batch
-
-        def forward(n: int, size: Any = size, encoder: Callable[..., Tensor] = encoder) -> Tensor:
-            if isinstance(size, tuple):
-                return encoder(torch.zeros(n, *size))
-            return encoder(**run.tokenizer.tokenise(["a " * size] * n, size))
-
-        with run.autocast():
-            activations, features = max(0, bytes_per_example(forward, 2)), forward(1).shape[1]
-        sub_batch = min(most, examples)
-        plan = {"name": name, "examples": examples, "sub_batch": sub_batch, "activations": activations}
-        plans.append({**plan, "graph": activations * sub_batch, "graphs": ceil(examples / sub_batch)})
-    return run.model, plans, features
-
-
-def _tokenizer(settings: Any) -> Any:
-    """The recipe's tokenizer; one that the run would train on its texts is trained on as many made-up words."""
-    from contrastile.models.text import load_tokenizer, train_tokenizer
-    from contrastile.models.timm_openclip import clip_tokenizer
-
-    if (tokens := _learned_tokens(settings)) is not None:
-        words = map("".join, islice(product(ascii_lowercase, repeat=5), tokens))
-        return train_tokenizer(words, size=tokens, length=settings.length)
-    if settings.folder is not None:
-        return load_tokenizer(Path(settings.folder), length=settings.length)
-    return clip_tokenizer(settings.length)
-
-
-def _learned_tokens(settings: Any) -> int | None:
-    """The most tokens a tokenizer may learn from the run's texts; None for a ready one."""
-    return None if settings.folder is not None or settings.kind == "open_clip" else int(settings.size)
+def _side(side: Side) -> Values:
+    """The sub-batches of a side, and the bytes that their graphs keep."""
+    cost = side.cost
+    activations = cost.graph // cost.sub_batch
+    plan = {"name": cost.name, "examples": side.examples, "sub_batch": cost.sub_batch, "activations": activations}
+    return {**plan, "graph": activations * cost.sub_batch, "graphs": side.count}

@@ -104,7 +104,8 @@ def _recipe_lines(recipe: dict[str, Any]) -> Iterator[str]:
     for side in recipe["sides"]:
         graph = f"{size(side['activations'])} of activations an example, {size(side['graph'])} a sub-batch"
         yield f"    {side['name']}: {side['examples']:,} a rank in sub-batches of {side['sub_batch']:,}: {graph}"
-    fits = f"about {recipe['fitting']:,} of {recipe['graphs']:,} graphs fit"
+    without = f"{size(recipe['without']['bytes'])} for everything else"
+    fits = f"about {recipe['fitting']:,} of {recipe['graphs']:,} graphs fit beside {without}"
     yield f"  retain = {recipe['retain']}: {fits}" + ("" if recipe["fitting"] else "; not even one: lower sub_batch")
     yield f"  loss: backend {_backend(recipe['backend'])}; exchange {_exchange(recipe['exchange'])}"
     yield f"  workspace {size(recipe['workspace'])}, where the whole matrix would take {size(recipe['matrix'])}"

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from contrastile import __version__
 from contrastile._errors import printable
-from contrastile.cli import bench, compare, doctor, encode, evaluate, search, train
+from contrastile.cli import bench, compare, doctor, encode, evaluate, plan, search, train
 
 # arguments of pip for modules outside "contrastile[train]"
 PACKAGES = {
@@ -30,7 +30,7 @@ PACKAGES = {
     "faiss": "faiss-cpu",
     "open_clip": "open_clip_torch",
 }
-VERBS = {"Train": (train, compare), "Measure": (evaluate, bench, doctor), "Search": (encode, search)}
+VERBS = {"Train": (plan, train, compare), "Measure": (evaluate, bench, doctor), "Search": (encode, search)}
 
 
 class Parser(argparse.ArgumentParser):

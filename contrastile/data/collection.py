@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ from contrastile.data.base import (
     image_split,
     joined_ids,
 )
-from contrastile.data.files import cached_folder
+from contrastile.data.files import cached_folder, is_whole
 from contrastile.data.images import decode
 from contrastile.data.loader import Piece
 from contrastile.data.pairs import ImageWriter, Labels, PairOptions, PairSet, Stream, cached_pairs
@@ -231,9 +230,10 @@ def open_index(digest: str, sources: Sequence[Source], options: PairOptions) -> 
     unpacked = options.cache / "unpacked"
 
     def usable(folder: Path) -> bool:
-        # files that were unpacked into the cache may have been removed there; others are the user's own
-        files = json.loads((folder / HEADER).read_text(encoding="utf-8"))["files"]
-        return all(os.path.isfile(path) for path in files if Path(path).parent == unpacked)
+        # shards that were unpacked into the cache may be damaged or removed there, and have no checksums if an earlier
+        # version wrote them; others are the user's own
+        files = map(Path, json.loads((folder / HEADER).read_text(encoding="utf-8"))["files"])
+        return all(is_whole(path.parent, (path.name,)) for path in files if unpacked in path.parents)
 
     def make(folder: Path) -> None:
         _write_index(folder, sources, unpacked, options.progress)

@@ -12,8 +12,7 @@ import io
 import json
 import re
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
@@ -23,7 +22,7 @@ from contrastile._errors import invalid
 from contrastile.data.base import ProgressFactory, SkipCounter, Skipped
 from contrastile.data.docstrings import LEFT_OUT, module_name, parse_functions, source_files
 from contrastile.data.files import open_file, plain_file
-from contrastile.data.tables import is_utf8, read_rows
+from contrastile.data.tables import check_names, is_utf8, read_rows
 from contrastile.data.texts import Passage
 
 # the characters of a JSON list that are read at once, of the longest line or entry, and of blanks in a row
@@ -210,14 +209,6 @@ def _check_end(blocks: Iterator[str], path: Path, line: int) -> None:
         blanks += len(block)
         if blanks > MOST_BLANKS:
             raise _too_blank(path, line)
-
-
-def check_names(names: Sequence[str], path: Path, *, name: str = "source") -> None:
-    """Raise ValueError where two columns have one name: all but one would be lost."""
-    twice = [column for column, times in Counter(filter(None, names)).items() if times > 1]
-    if twice:
-        remedy = "Rename one of them."
-        raise invalid(name, "have columns of different names", f'"{twice[0]}" twice in {path}', remedy)
 
 
 def _table(path: Path, counter: SkipCounter) -> Iterator[tuple[int, Entry | str]]:

@@ -182,6 +182,11 @@ def cached_folder(
     return folder
 
 
+def is_whole(folder: Path, files: Sequence[str]) -> bool:
+    """True for a folder of the cache whose `files` have the checksums of its manifest."""
+    return _damage(folder, files, lambda _: True) is None
+
+
 def _damage(folder: Path, files: Sequence[str], usable: Callable[[Path], bool]) -> str | None:
     """The damage of a folder, in words; None for a whole one."""
     try:
@@ -191,6 +196,6 @@ def _damage(folder: Path, files: Sequence[str], usable: Callable[[Path], bool]) 
                 return f"the checksum of {name} does not agree"
     except FileNotFoundError as missing:
         return f"{Path(missing.filename).name} is missing"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"{MANIFEST} cannot be read"
     return None if usable(folder) else "files that it names are missing"

@@ -11,32 +11,37 @@ and resuming depend on the number of ranks and workers.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
+import re
 import tarfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from contrastile._errors import invalid
-from contrastile.data.files import checksum, new_file, open_file, sync
+from contrastile.data.files import cached_folder, checksum, open_file, plain_file, sync
 from contrastile.data.image_limits import MOST_BYTES
 from contrastile.data.sources import PICTURES, TABLES, Source
-from contrastile.data.tables import read_table
+from contrastile.data.tables import check_names, read_table
 
 SIZES, SUMS = "sizes.json", "SHA256SUMS"
 # the most bytes of a caption
 LONGEST_CAPTION = 1 << 16
 # two empty records end a tar file, and tools fill it up to a whole number of larger ones
 TAIL, LONGEST_TAIL = 2 * tarfile.BLOCKSIZE, 2 * tarfile.BLOCKSIZE + tarfile.RECORDSIZE
+# the most bytes of a member's header with its extensions, and of a number in it
+MOST_HEADER, MOST_DIGITS, DIGITS = 1 << 16, 256, re.compile(rb"\d+")
 
 # columns of parquet files, and rows of them that are in memory at once
 CAPTION_COLUMNS, IMAGE_COLUMNS, ROWS = ("title", "text", "caption", "TEXT"), ("image", "jpg", "png", "picture"), 8
 # the limit of what a file unpacks to: so many times its size, and so many bytes more; images hardly compress further
 MOST_TIMES, MOST_MORE = 100, 1 << 28
+# a parquet file's tar shard in its folder of the cache
+UNPACKED = "pairs.tar"
 
 
 class Pair(NamedTuple):
@@ -62,7 +67,7 @@ def find_pairs(kind: str, path: Path, unpacked: Path) -> Iterator[Finding]:
 
 
 def find_in_tar(shard: Path, unpacked: Path | None = None) -> Iterator[Finding]:
-    """Every pair of a tar shard, or of a parquet file, which is unpacked into a tar shard in the folder `unpacked`.
+    """Every pair of a tar shard, or of a parquet file, which is unpacked into a tar shard under the folder `unpacked`.
 
     Raises ValueError where the shard is not whole.
     """
@@ -118,11 +123,32 @@ def _key(name: str) -> tuple[str, str]:
     return folder, last.partition(".")[0] or last
 
 
+class _Headers(io.BufferedReader):
+    """A tar file of which the headers are read alone, each up to `MOST_HEADER` bytes with its extensions.
+
+    The library parses extensions in quadratic time, in the length of a number too. `left`: the bytes that the next
+    header may have, set anew for each member.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(plain_file(str(path))))
+        self.left = MOST_HEADER
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= self.left:
+            raise tarfile.ReadError(f"a header of over {MOST_HEADER:,} bytes")
+        content = super().read(size)
+        self.left -= len(content)
+        if size > tarfile.BLOCKSIZE and any(len(digits) > MOST_DIGITS for digits in DIGITS.findall(content)):
+            raise tarfile.ReadError(f"a number of over {MOST_DIGITS} digits in a header")
+        return content
+
+
 def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
     """Every entry, then a check of the end: the library stops silently at a header that is damaged or cut."""
     end = 0
     try:
-        with open_file(shard) as file:
+        with _Headers(shard) as file:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for entry in tar:
                     # with a size below zero the library would go back and forth between two headers for ever
@@ -132,8 +158,10 @@ def _members(shard: Path) -> Iterator[tarfile.TarInfo]:
                     yield entry
                     # the library would keep every entry in memory
                     tar.members = []  # type: ignore[attr-defined]
+                    file.left = MOST_HEADER
                 end = tar.offset
             file.seek(end)
+            file.left = MOST_HEADER
             rest = file.read(LONGEST_TAIL + tarfile.BLOCKSIZE)
     except OSError as failure:
         raise invalid("source", "be files that can be read", shard, f"{failure.strerror}.") from failure
@@ -242,45 +270,42 @@ def file_state(path: str) -> list[Any]:
     return [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
 
 
-def unpack(table: Path, folder: Path) -> Path:
-    """The path in `folder` of a tar shard with the rows of a parquet file, made once.
+def unpack(table: Path, cache: Path) -> Path:
+    """The path of a tar shard with the rows of a parquet file, in a folder of its own under `cache`.
 
     The file has a column of captions and one of images: bytes, or as `datasets` writes them, a struct of bytes and
     path, whose path is never followed. A row without a caption or an image has an empty entry. Raises ValueError where
     a column is missing, and for a file that is damaged or unpacks to far more than its size.
     """
+    # files of an earlier version, which killed processes left too
+    for leftover in (*cache.glob("*.tar"), *cache.glob("*.part-*")):
+        leftover.unlink(missing_ok=True)
+    settings, make = file_state(str(table.resolve())), partial(_unpack, table)
+    return cached_folder(cache, "parquet", settings, files=(UNPACKED,), make=make) / UNPACKED
+
+
+def _unpack(table: Path, folder: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    stat = table.stat()
-    state = f"{table.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    shard = folder / f"{hashlib.sha256(state.encode()).hexdigest()[:16]}.tar"
-    if shard.exists():
-        return shard
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = shard.with_suffix(f".part-{os.getpid()}")
-    new_file(temporary)
-    remaining = MOST_TIMES * stat.st_size + MOST_MORE
+    remaining = MOST_TIMES * table.stat().st_size + MOST_MORE
     try:
         with (
-            pyarrow.parquet.ParquetFile(table, page_checksum_verification=True) as file,
-            tarfile.open(temporary, "w") as tar,
+            open_file(table) as source,
+            pyarrow.parquet.ParquetFile(source, page_checksum_verification=True) as file,
+            tarfile.open(folder / UNPACKED, "w") as tar,
         ):
-            for number, row in enumerate(_rows(file)):
+            for number, row in enumerate(_rows(file, table)):
                 for suffix, content in zip((".txt", ".jpg"), row, strict=True):
                     if (remaining := remaining - len(content)) < 0:
                         raise _damaged(table, f"more than {MOST_TIMES} times its size in it")
                     add_to_tar(tar, f"{number:09}{suffix}", content)
-        sync(temporary)
-        os.replace(temporary, shard)
+        sync(folder / UNPACKED)
     except (pyarrow.ArrowException, OSError) as failure:
         # the library's own failures have no error number
         if isinstance(failure, OSError) and failure.errno is not None:
             raise
         raise _damaged(table, failure) from failure
-    finally:
-        temporary.unlink(missing_ok=True)
-    return shard
 
 
 def add_to_tar(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -290,18 +315,18 @@ def add_to_tar(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(entry, io.BytesIO(content))
 
 
-def _rows(file: Any) -> Iterator[tuple[bytes, bytes]]:
+def _rows(file: Any, table: Path) -> Iterator[tuple[bytes, bytes]]:
     """Captions and images, both as bytes: a caption that is no text costs its own row only."""
     columns = [
-        _column(file.schema_arrow, CAPTION_COLUMNS, "texts"),
-        _column(file.schema_arrow, IMAGE_COLUMNS, "bytes, or structs with bytes"),
+        _column(file.schema_arrow, CAPTION_COLUMNS, "texts", table),
+        _column(file.schema_arrow, IMAGE_COLUMNS, "bytes, or structs with bytes", table),
     ]
     for batch in file.iter_batches(batch_size=ROWS, columns=columns):
         captions, images = (_as_bytes(batch.column(name)).to_pylist() for name in columns)
         yield from ((caption or b"", image or b"") for caption, image in zip(captions, images, strict=True))
 
 
-def _column(schema: Any, names: Sequence[str], content: str) -> str:
+def _column(schema: Any, names: Sequence[str], content: str, table: Path) -> str:
     """The first of `names` that the schema has."""
     import pyarrow
 
@@ -309,6 +334,7 @@ def _column(schema: Any, names: Sequence[str], content: str) -> str:
     if name is None:
         rule = f"have a column among {', '.join(names)}"
         raise invalid("source", rule, ", ".join(schema.names), "Rename the one that is.")
+    check_names([column for column in schema.names if column == name], table)
     kind = schema.field(name).type
     try:
         _as_bytes(pyarrow.nulls(1, kind))

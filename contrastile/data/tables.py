@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import codecs
 import csv
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
     rows = read_rows(StringIO(text, newline=""), delimiter, table, name=name, quotes=is_csv)
     header = next(rows, (0, ""))[1]
     columns = [] if isinstance(header, str) else header
+    check_names([column for column in columns if column in (*PATH_COLUMNS, *CAPTION_COLUMNS)], table, name=name)
     known = [next((name for name in names if name in columns), None) for names in (PATH_COLUMNS, CAPTION_COLUMNS)]
     if None in known:
         rule = f"have a column {' or '.join(PATH_COLUMNS)} and one {' or '.join(CAPTION_COLUMNS)}"
@@ -107,6 +109,14 @@ def read_table(table: Path, folder: Path | None = None, *, name: str = "source")
 
     # a .tsv file may have lines of blanks
     return [row(fields) for _, fields in rows if is_csv or "".join(fields).strip()]
+
+
+def check_names(names: Sequence[str], path: Path, *, name: str = "source") -> None:
+    """Raise ValueError where two columns have one name: all but one would be lost."""
+    twice = [column for column, times in Counter(filter(None, names)).items() if times > 1]
+    if twice:
+        remedy = "Rename one of them."
+        raise invalid(name, "have columns of different names", f'"{twice[0]}" twice in {path}', remedy)
 
 
 def is_utf8(text: str) -> bool:

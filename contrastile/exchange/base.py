@@ -72,6 +72,8 @@ class Exchange(ABC):
     layout: Layout
     # every pair is computed on one rank only
     once: ClassVar[bool] = True
+    # positives on a diagonal are passed on as indices
+    by_index: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
@@ -92,6 +94,21 @@ class Exchange(ABC):
         """Bytes that a rank holds beside its own features, gradients and workspace, at the peak; 0 for one process."""
         del layout, D, dtype
         return 0
+
+    @classmethod
+    def expected_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        """`extra_bytes` and everything smaller beside them, for a planner."""
+        return cls.extra_bytes(layout, D, dtype)
+
+    @classmethod
+    def block(cls, layout: Layout) -> tuple[int, int]:
+        """Rows and columns of the largest block that a rank computes at once."""
+        return max(layout.rows), max(layout.cols)
+
+    @classmethod
+    def sent_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        """Bytes that a rank receives in both passes: every column of the others, and their gradient's sums."""
+        return (sum(layout.cols) - min(layout.cols)) * D * (dtype.itemsize + bytes_per_feature(dtype))
 
     def finish(
         self,

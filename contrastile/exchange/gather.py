@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from contrastile._types import accumulator
 from contrastile.distributed import collectives
 from contrastile.exchange.base import Exchange, Layout, bytes_per_feature, gather_shard
 from contrastile.losses.base import Shard
-from contrastile.tiles.base import Tiles
+from contrastile.tiles.base import STATISTICS, Tiles
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,22 @@ class Gather(Exchange):
     @classmethod
     def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
         return sum(layout.cols) * D * bytes_per_feature(dtype)
+
+    @classmethod
+    def expected_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        wide, others = accumulator(dtype).itemsize, sum(layout.cols) - min(layout.cols)
+        # the sum that arrives, and the statistics of the others' columns, as sent and as received
+        return cls.extra_bytes(layout, D, dtype) + wide * (max(layout.cols) * D + STATISTICS * others)
+
+    @classmethod
+    def block(cls, layout: Layout) -> tuple[int, int]:
+        # the first rank meets all other columns at once
+        return max(layout.rows), max(sum(layout.cols[1:]), layout.cols[0])
+
+    @classmethod
+    def sent_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        # the columns are kept for the backward
+        return (sum(layout.cols) - min(layout.cols)) * D * bytes_per_feature(dtype)
 
     def _all_columns(self, tiles: Tiles, cols: Shard) -> Shard:
         """All ranks' columns, as the forward kept them, with their statistics for the backward."""

@@ -11,10 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from contrastile._types import accumulator
 from contrastile.distributed import collectives
 from contrastile.exchange.base import Exchange, Layout, bytes_per_feature, gather_shard
 from contrastile.losses.base import Shard
-from contrastile.tiles.base import Tiles
+from contrastile.tiles.base import STATISTICS, Tiles
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Replicate(Exchange):
     """All-gather of rows and columns; each rank keeps its own part of the common result."""
 
     once: ClassVar[bool] = False
+    by_index: ClassVar[bool] = True
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         row_stats, col_stats = tiles.forward(self._all_rows(rows), self._all_cols(cols))
@@ -48,6 +50,15 @@ class Replicate(Exchange):
     @classmethod
     def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
         return (sum(layout.rows) + sum(layout.cols)) * D * bytes_per_feature(dtype)
+
+    @classmethod
+    def expected_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
+        every = sum(layout.rows) + sum(layout.cols)
+        return cls.extra_bytes(layout, D, dtype) + every * STATISTICS * accumulator(dtype).itemsize
+
+    @classmethod
+    def block(cls, layout: Layout) -> tuple[int, int]:
+        return sum(layout.rows), sum(layout.cols)
 
     def _all_rows(self, rows: Shard) -> Shard:
         sizes, group = self.layout.rows, self.layout.group

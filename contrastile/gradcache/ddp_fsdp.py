@@ -112,6 +112,10 @@ def refuse_bypass(wrapper: Any, modules: Sequence[nn.Module], parameters: Sequen
             got = f"one that runs {type(module).__name__} inside"
             remedy = "Pass the DistributedDataParallel itself, or (it, 'method'); or shard with fully_shard (FSDP2)."
             raise invalid("encoder", "run without a data-parallel wrapper on each sub-batch", got, remedy)
+    # DeepSpeed puts an id on each parameter that its ZeRO stage 3 keeps in parts
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        remedy = "Shard with fully_shard (FSDP2), or use ZeRO stage 1 or 2."
+        raise invalid("encoder", "hold its parameters whole", "parameters of DeepSpeed's ZeRO stage 3", remedy)
     if wrapper is not None or not _unreduced(parameters):
         return
     # a wrapper is part of reference cycles: a discarded one may still be alive

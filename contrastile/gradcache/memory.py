@@ -155,6 +155,11 @@ def later_bytes(parameters: Sequence[Tensor], inputs: int, outputs: Sequence[Any
     return total
 
 
+def retained_graphs(count: int, spare: int, others: int, each: int) -> int:
+    """Graphs of `each` bytes, of `count` sub-batches, that `spare` bytes have room for beside `others`."""
+    return min(count, max(0, (spare - others) // each))
+
+
 class RetainedGraphs(dict[int, Graph]):
     """Graphs that one call of `encode` keeps from its first pass, by sub-batch.
 
@@ -212,7 +217,7 @@ class RetainedGraphs(dict[int, Graph]):
             self.first = 0
         elif self.auto:
             beside = min(each, int(BESIDE * free_memory(self.device)[1]))
-            self.first = max(0, self.count - max(0, (spare - later(graph) - beside) // each))
+            self.first = self.count - retained_graphs(self.count, spare, later(graph) + beside, each)
         self.first = self.most(self.first)
         return graph
 

@@ -296,7 +296,8 @@ def text_tower(library: Library, *, tokenizer: Tokenizer, model: nn.Module | Non
     check_text_input(tokenizer, vocabulary=config.vocab_size, longest=longest)
     pooling = _pooling_of(model, tokenizer) if library.pooling == "pooler" else library.pooling
     tower = TextTower(model, pooling)
-    if _sees_padding(tower, tokenizer):
+    # weights without values give no features to compare
+    if not next(tower.parameters()).is_meta and _sees_padding(tower, tokenizer):
         tower = TextTower(model, pooling, length=tokenizer.length, pad=tokenizer.pad)
     trial = torch.full((1, min(TRIAL_LENGTH, tokenizer.length)), tokenizer.pad)
     features = feature_size(tower, trial, torch.ones_like(trial))
@@ -310,6 +311,8 @@ def _pooling_of(model: nn.Module, tokenizer: Tokenizer) -> str:
     CLIP's pooler takes the position of the end token. With a tokenizer that writes none it takes another, mostly the
     first, whose state depends on no other token, so that all texts with the same first word would be equal.
     """
+    if next(model.parameters()).is_meta:
+        return "pooler"
     text = tokenizer.tokenise([TRIAL_TEXT])
     ids, mask = text["input_ids"], text["attention_mask"]
     if mask.sum() < 2:

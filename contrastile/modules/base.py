@@ -77,9 +77,13 @@ class Loss(nn.Module):
         try:
             return prepare(q, k, scale, self.loss, self.options, **others)
         except ValueError as error:
-            sentence = re.sub(r"`(\w+)`", lambda name: f"`{self.names.get(name[1], name[1])}`", str(error))
-            error.args = (sentence,)
+            self._in_own_words(error)
             raise
+
+    def _in_own_words(self, error: ValueError) -> ValueError:
+        """The error with this loss's names of arguments."""
+        error.args = (re.sub(r"`(\w+)`", lambda name: f"`{self.names.get(name[1], name[1])}`", str(error)),)
+        return error
 
     def _tell_all(self, error: ValueError) -> None:
         tell_all(error, self.options.group, self.options.exchange)
@@ -156,6 +160,15 @@ class PairedLoss(Loss):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
+        """Return the loss of N pairs, over the batch of all ranks.
+
+        Arguments:
+            image_features, text_features: [N, D], rows of unit length.
+            logit_scale, logit_bias: numbers, or tensors of shape [] or [1]; the scale, not its logarithm.
+            output_dict: return `{"contrastive_loss": loss}`, as open_clip's losses can.
+            ids: [N] integers; pairs of equal ids are not negatives of each other.
+            weights: [N]; the loss is Σ w·loss / Σ w.
+        """
         operation, inputs = self._prepared(
             image_features, text_features, logit_scale, bias=logit_bias, query_ids=ids, key_ids=ids, weights=weights,
             paired=True,

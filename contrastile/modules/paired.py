@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import ClassVar, Unpack
 
+from torch import Tensor
+
+from contrastile._types import accumulator
+from contrastile.engine import arguments as checks
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
+from contrastile.losses.distilled import Distilled
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
-from contrastile.modules.base import How, PairedLoss
+from contrastile.modules.base import How, Loss, PairedLoss
 
 
 class ClipLoss(PairedLoss):
@@ -91,3 +96,75 @@ class DCLLoss(PairedLoss):
         super().__init__(**how)
         if sigma is not None:
             self.loss = DecoupledWeighted(symmetric=True, sigma=sigma)
+
+
+class DistillClipLoss(Loss):
+    """CLIP's loss mixed with a distillation from a teacher, as open_clip's class of this name.
+
+    Naively, with x = logit_scale * image_features @ text_features.T and t the teacher's logits,
+
+        hard = (F.cross_entropy(x, arange) + F.cross_entropy(x.T, arange)) / 2
+        soft = (kl(t, x) + kl(t.T, x.T)) / 2
+        loss = (1 - weight) * hard + weight * soft
+
+    where kl(t, x) is `F.kl_div(x.log_softmax(1), t.log_softmax(1), log_target=True, reduction="batchmean")`. open_clip
+    returns hard and soft apart, and soft as a cross-entropy: the teacher's entropy more, which has no gradient. Made as
+    `DistillClipLoss(weight=0.5, **how)`, with the keywords that `contrast` tells but `label_smoothing`; returns and
+    raises what `ClipLoss` does.
+
+    Arguments of the call:
+        image_features, text_features, logit_scale, ids, weights: as of `ClipLoss`.
+        dist_image_features, dist_text_features: [N, G] the teacher's features, of a type and a size of their own,
+            constants; rows of unit length.
+        dist_logit_scale: the teacher's scale, a number or a tensor of shape [] or [1], a constant.
+
+    >>> import torch, torch.nn.functional as F
+    >>> image, text = F.normalize(torch.randn(2, 8, 16), dim=-1)
+    >>> teacher_image, teacher_text = F.normalize(torch.randn(2, 8, 24), dim=-1)
+    >>> loss = DistillClipLoss(weight=1.0)(image, text, 10.0, teacher_image, teacher_text, 20.0)
+    >>> x, t = 10.0 * image @ text.T, 20.0 * teacher_image @ teacher_text.T
+    >>> both = [(b.softmax(1) * (b.log_softmax(1) - a.log_softmax(1))).sum(1).mean() for a, b in ((x, t), (x.T, t.T))]
+    >>> torch.testing.assert_close(loss, (both[0] + both[1]) / 2)
+    """
+
+    names: ClassVar[dict[str, str]] = {
+        **PairedLoss.names, "guide_q": "dist_image_features", "guide_k": "dist_text_features",
+    }  # fmt: skip
+    pair_loss = Distilled(symmetric=True)
+
+    def __init__(self, *, weight: float = 0.5, **how: Unpack[How]) -> None:
+        super().__init__(**how)
+        self.loss = Distilled(symmetric=True, weight=weight)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        dist_image_features: Tensor,
+        dist_text_features: Tensor,
+        dist_logit_scale: Tensor | float,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        try:
+            checks.features("dist_image_features", dist_image_features)
+            checks.number("dist_logit_scale", dist_logit_scale, dist_image_features)
+            if isinstance(dist_logit_scale, Tensor):
+                checks.constant("dist_logit_scale", dist_logit_scale)
+            checks.features("dist_text_features", dist_text_features)
+            checks.alike("dist_text_features", dist_text_features, "dist_image_features", dist_image_features)
+        except ValueError as error:
+            self._tell_all(error)
+            raise
+        wide = accumulator(dist_image_features.dtype)
+        teacher = dist_image_features.to(wide) * dist_logit_scale, dist_text_features
+        operation, inputs = self._prepared(
+            image_features, text_features, logit_scale, query_ids=ids, key_ids=ids, weights=weights, paired=True,
+            guides=(teacher,),
+        )  # fmt: skip
+        loss: Tensor = operation(*inputs)
+        if self._unseen:
+            self._look(logit_scale, image_features, text_features)
+        return loss

@@ -7,10 +7,11 @@ from typing import Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, one_of
 from contrastile.engine import arguments as checks
 from contrastile.losses.guided import Guided
 from contrastile.losses.hardness import Hardness
+from contrastile.losses.scores import ScoreDivergence, ScoreMargins
 from contrastile.losses.softmax import Softmax
 from contrastile.modules.base import How, Loss
 
@@ -83,6 +84,17 @@ class InfoNCELoss(Loss):
         negative_ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
+        """Return the loss of N queries among the keys of all ranks.
+
+        Arguments:
+            query, key: [N, D] and [M, D]; without `positives` key i belongs to query i.
+            scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
+            positives: [N] or [N, P] indices into this rank's keys, −1 pads.
+            negatives: further keys: [H, D] of every query, or [N, H, D] of each query alone.
+            query_ids, key_ids, negative_ids: [N], [M], [N, H] integers; pairs of equal ids that are not positive do
+                not count.
+            weights: [N]; the loss is Σ w·loss / Σ w.
+        """
         others: dict[str, Any] = {
             "positives": positives, "negatives": negatives, "query_ids": query_ids, "key_ids": key_ids,
             "negative_ids": negative_ids, "weights": weights,
@@ -175,6 +187,17 @@ class GISTLoss(Loss):
         key_ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
+        """Return the loss of N queries among the keys of all ranks, without those that the guide takes for positives.
+
+        Arguments:
+            query, key: [N, D] and [M, D]; without `positives` key i belongs to query i.
+            scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
+            guide_query, guide_key: [N, G] and [M, G], the guide's features, rows of unit length; constants.
+            positives: [N] or [N, P] indices into this rank's keys, −1 pads.
+            negatives, guide_negatives: [H, D] and [H, G], further keys of every query.
+            query_ids, key_ids: [N], [M] integers; pairs of equal ids that are not positive do not count.
+            weights: [N]; the loss is Σ w·loss / Σ w.
+        """
         try:
             if (negatives is None) != (guide_negatives is None):
                 got = None if guide_negatives is None else "some"
@@ -192,3 +215,88 @@ class GISTLoss(Loss):
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
         return loss
+
+
+class ScoreDistillLoss(Loss):
+    """Listed keys of each query get the scores of a teacher, such as a reranker (Hofstätter et al. 2020, ColBERTv2).
+
+    Naively, with x = scale * ⟨query_i, key_ip⟩ [N, P],
+
+        kind="kl"            F.kl_div(x.log_softmax(1), scores.log_softmax(1), log_target=True, reduction="batchmean")
+        kind="margin_mse"    F.mse_loss(x[:, :1] - x[:, 1:], scores[:, :1] - scores[:, 1:])
+
+    No other keys are compared; add `InfoNCELoss` for those of the batch. Made as `ScoreDistillLoss(kind="kl", **how)`,
+    with the keywords that `contrast` tells but `label_smoothing`; returns and raises what `ClipLoss` does.
+
+    Arguments of the call:
+        query: [N, D].
+        key: [N, P, D], the keys of each query; or [M, D], with `lists`.
+        scores: [N, P], constants; for "kl" the teacher's logits, divided by its temperature.
+        scale: a number, or a tensor of shape [] or [1]; 1 where both are scores of the same kind.
+        lists: [N, P] indices into this rank's keys [M, D], −1 pads; a row of pads alone leaves the mean, and for
+            "margin_mse" the first of a list is the one that the others are compared with.
+        weights: [N]; the loss is Σ w·loss / Σ w.
+
+    >>> import torch, torch.nn.functional as F
+    >>> query, key, scores = torch.randn(4, 16), torch.randn(4, 5, 16), torch.randn(4, 5)
+    >>> loss = ScoreDistillLoss(kind="margin_mse")(query, key, scores)
+    >>> x = (key @ query[..., None])[..., 0]
+    >>> torch.testing.assert_close(loss, F.mse_loss(x[:, :1] - x[:, 1:], scores[:, :1] - scores[:, 1:]))
+    """
+
+    names: ClassVar[dict[str, str]] = {"q": "query", "k": "key", "negatives": "key", "positives": "lists"}
+    pair_loss = ScoreDivergence()
+    unit_rows = False
+
+    def __init__(self, *, kind: Literal["kl", "margin_mse"] = "kl", **how: Unpack[How]) -> None:
+        super().__init__(**how)
+        one_of("kind", kind, ("kl", "margin_mse"), "Leave it out for the divergence.")
+        self.loss = ScoreDivergence() if kind == "kl" else ScoreMargins()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        scores: Tensor,
+        scale: Tensor | float = 1.0,
+        *,
+        lists: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        try:
+            own = self._listed(query, key, scores, lists)
+        except ValueError as error:
+            self._tell_all(self._in_own_words(error))
+            raise
+        # a pad has the id of every query
+        ids: dict[str, Any] = {}
+        if lists is not None:
+            ids = {"negative_ids": lists.long(), "query_ids": torch.full_like(lists[:, 0], -1)}
+        operation, inputs = self._prepared(
+            query, own[:0, 0], scale, negatives=own, own_positives=1, targets=scores, weights=weights, **ids
+        )
+        loss: Tensor = operation(*inputs)
+        return loss
+
+    def _listed(self, query: Tensor, key: Tensor, scores: Tensor, lists: Tensor | None) -> Tensor:
+        """The keys [N, P, D] of each query, once scores and lists are checked."""
+        if lists is None:
+            if not isinstance(key, Tensor) or key.ndim != 3:
+                got = f"shape {list(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
+                raise invalid("key", "be [N, P, D], or [M, D] with `lists`", got, "List each query's keys.")
+        else:
+            checks.features("key", key)
+            checks.positives(lists, query)
+            if lists.ndim != 2:
+                raise invalid("lists", "have two dimensions [N, P]", f"shape {list(lists.shape)}", "List several keys.")
+            checks.in_range(lists, len(key))
+        listed = key if lists is None else lists
+        if not isinstance(scores, Tensor) or scores.shape != listed.shape[:2] or not scores.is_floating_point():
+            got = f"shape {list(scores.shape)}, {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
+            rule = f"be floating point of shape {list(listed.shape[:2])}, one for each listed key"
+            raise invalid("scores", rule, got, "Score the keys that are listed, with anything for pads.")
+        checks.constant("scores", scores)
+        if scores.device != listed.device:
+            got = f"{listed.device} and {scores.device}"
+            raise invalid("scores", "be on the device of `key`", got, "Move one side first.")
+        return key if lists is None else key[lists.clamp(min=0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import ClassVar
 
 import torch
@@ -40,6 +41,13 @@ class SupConLoss(Loss):
     pair_loss = Softmax(exclude_self=True)
 
     def forward(self, features: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
+        """Return the loss of N examples, over the batch of all ranks.
+
+        Arguments:
+            features: [N, D] or [N, views, D], rows of unit length.
+            labels: [N] integers; examples of equal labels are positives of each other.
+            scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
+        """
         try:
             if not isinstance(features, Tensor) or features.ndim not in (2, 3):
                 got = f"shape {list(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
@@ -54,9 +62,22 @@ class SupConLoss(Loss):
             features = features.flatten(0, 1)
         operation, inputs = self._prepared(features, features, scale, query_labels=labels, key_labels=labels)
         loss: Tensor = operation(*inputs)
+        # a GPU is not waited for, except at the first calls
+        if not torch.compiler.is_compiling() and (loss.device.type == "cpu" or self._unseen):
+            _warn_without_positives(loss.detach(), labels)
         if self._unseen:
             self._look(scale, features)
         return loss
+
+
+def _warn_without_positives(loss: Tensor, labels: Tensor) -> None:
+    """Warn where a loss is NaN because no label comes twice."""
+    if loss.ndim == 0 and not checks.captured(loss) and bool(loss.isnan()) and len(labels.unique()) == len(labels):
+        warnings.warn(
+            "SupConLoss got labels that are all different: no example has a positive, and the loss is NaN. Draw "
+            "several examples of each label, or pass several views.",
+            stacklevel=5,
+        )
 
 
 class NTXentLoss(Loss):
@@ -86,6 +107,12 @@ class NTXentLoss(Loss):
     pair_loss = Softmax(exclude_self=True)
 
     def forward(self, view_a: Tensor, view_b: Tensor, scale: Tensor | float) -> Tensor:
+        """Return the loss of N examples in two views, over the batch of all ranks.
+
+        Arguments:
+            view_a, view_b: [N, D], rows of unit length.
+            scale: a number, or a tensor of shape [] or [1]: 1 / temperature.
+        """
         try:
             checks.features("view_a", view_a)
             checks.features("view_b", view_b)

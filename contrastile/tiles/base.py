@@ -20,6 +20,8 @@ from contrastile.losses.base import Finished, PairLoss, Shard
 
 # rows converted to float32 at a time where an inner product over all features is summed
 ROWS_AT_ONCE = 8192
+# numbers of a row in a loss, about: statistics, their parts, state and coefficient
+STATISTICS = 14
 
 
 class InFlight:
@@ -149,6 +151,18 @@ class Tiles(ABC):
     @abstractmethod
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         """Upper bound of the bytes for a block of N × M of D features, beside inputs, outputs and accumulators."""
+
+    @classmethod
+    def expected_bytes(
+        cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
+        *, by_index: bool = False,
+    ) -> int:  # fmt: skip
+        """Bytes that a block takes at its peak, for a planner.
+
+        device: "meta" stands for an accelerator. by_index: positives are known by their indices.
+        """
+        del by_index
+        return cls(loss, torch.empty((), device=device), None, workspace).workspace_bytes(N, M, D, dtype)
 
     def merge(self, stats: Tensor, parts: Tensor) -> None:
         """Merge the parts [P, K, n], in order, into the statistics [K, n] of the same rows."""
@@ -290,6 +304,18 @@ def reduced(
         # the caller's mean divides by this rank's rows, the value above by those of all ranks
         coefficients = [s * n + nonfinite for s in scaled]
     return ForwardResult(value + nonfinite, [each.state for each in directions], coefficients)
+
+
+def resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, given: torch.dtype) -> tuple[int, int]:
+    """Bytes of a loss beside its blocks: while they are computed, and at the end, where gradients are returned.
+
+    dtype: of the products. given: of the features; in another type they are cast, and gradients cast back. A gradient
+    in the accumulator's type is the accumulator.
+    """
+    wide = accumulator(dtype)
+    casts = (N + M) * D * dtype.itemsize if given != dtype else 0
+    throughout = casts + (N + M) * (D * wide.itemsize + STATISTICS * wide.itemsize)
+    return throughout, throughout + (0 if given == wide else (N + M) * D * given.itemsize)
 
 
 def nonfinite_flag(scale: Tensor, *features: Tensor) -> Tensor:

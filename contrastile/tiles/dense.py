@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from contrastile._types import accumulator
+from contrastile.losses.base import PairLoss
 from contrastile.tiles.eager import Eager
+
+# float32 matrices of the block's size at the peak, with positives on a diagonal and by index, whose masks are matrices
+MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 
 
 @dataclass
@@ -20,3 +25,11 @@ class Dense(Eager):
     def _side(self, dtype: torch.dtype) -> int:
         del dtype
         return 2**62
+
+    @classmethod
+    def expected_bytes(
+        cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
+        *, by_index: bool = False,
+    ) -> int:  # fmt: skip
+        del loss, D, workspace, device
+        return int((MATRICES_BY_INDEX if by_index else MATRICES) * N * M * accumulator(dtype).itemsize)

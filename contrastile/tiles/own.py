@@ -79,4 +79,5 @@ def _tile(tiles: Tiles, rows: Shard) -> tuple[Tile, Tensor, Tensor, Tensor]:
     if rows.own_positives:
         first = torch.arange(x.shape[1], device=x.device) < rows.own_positives
         positive = first.expand_as(x)
-    return Tile(x, positive, rows.own_excluded, bounds, scale=tiles.scale, own=True), q, own, products
+    target = None if rows.targets is None else rows.targets.to(wide)
+    return Tile(x, positive, rows.own_excluded, bounds, (), target, tiles.scale, own=True), q, own, products

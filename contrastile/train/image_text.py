@@ -32,6 +32,7 @@ from contrastile.train.evaluation import (
 from contrastile.train.folder import EVALUATION, RunFolder
 from contrastile.train.memory import dense_need
 from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
+from contrastile.train.planned import planned_memory
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report
 from contrastile.train.report.samples import picture_samples
@@ -116,7 +117,8 @@ class ImageText(Task[Batch]):
         train, largest = self.run.recipe.train, max(result.largest_batch, 1)
         retained = examples_retained(train.retain, train.sub_batch.image, largest)
         need = dense_need(activations_per_pair(self.run, self.bundle), largest, retained)
-        return {**self.metadata_so_far(result), "memory": need}
+        planned = planned_memory(self.run, largest, result.ranks)
+        return {**self.metadata_so_far(result), "memory": need, "planned_memory": planned}
 
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
         pairs, recipe = self.bundle.pairs, self.run.recipe

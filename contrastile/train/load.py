@@ -5,6 +5,8 @@ Optional packages are imported when a run is loaded, so that the library without
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from contrastile.train.folder import RECIPE, finished_run
@@ -27,13 +29,20 @@ def load(run: str | Path, *, device: str = "auto") -> LoadedRun:
     >>> cosines = run.encode_image([picture]) @ run.encode_text(["digit one", "digit two"]).T    # doctest: +SKIP
     """
     folder = finished_run(run)
-    try:
+    with naming_the_extra():
         from contrastile.train import run as image_text
         from contrastile.train.config import Recipe
         from contrastile.train.recipe import load_any_recipe
         from contrastile.train.retriever.run import load_retriever
+    recipe = load_any_recipe(folder / RECIPE, files=False)
+    return (image_text.load if isinstance(recipe, Recipe) else load_retriever)(run, device=device)
+
+
+@contextmanager
+def naming_the_extra() -> Iterator[None]:
+    """Import modules that need the extra `train`; an error names the package and the extra."""
+    try:
+        yield
     except ModuleNotFoundError as missing:
         message = f'`{missing.name}` is not installed; run: pip install "contrastile[train]"'
         raise ModuleNotFoundError(message, name=missing.name) from None
-    recipe = load_any_recipe(folder / RECIPE, files=False)
-    return (image_text.load if isinstance(recipe, Recipe) else load_retriever)(run, device=device)

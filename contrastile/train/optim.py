@@ -252,6 +252,34 @@ def build_optimizer(model: nn.Module, settings: OptimSettings) -> Optimizer:
     return OPTIMIZERS[type(settings)](model, settings)
 
 
+def state_bytes(model: nn.Module, settings: OptimSettings) -> int:
+    """Bytes of the optimizer's state after its first step, but for the counts of steps."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inner = {id(parameter) for parameter in matrices(model)} if isinstance(settings, MuonSettings) else set()
+    if isinstance(settings, AdafactorSettings):
+        momentum = settings.betas[0] > 0
+        return sum(momentum * 4 * p.numel() + _second_moment_bytes(p.shape) for p in trained)
+    # Muon has a momentum, AdamW two moments
+    return sum((1 if id(p) in inner else 2) * p.nbytes for p in trained)
+
+
+def _second_moment_bytes(shape: torch.Size) -> int:
+    """Bytes of Adafactor's second moment: whole, or its means over the two longest axes."""
+    longest = sorted(shape)[-2:]
+    if len(longest) < 2 or longest[0] < SMALLEST_FACTORED:
+        return 4 * shape.numel()
+    return sum(4 * shape.numel() // side for side in longest)
+
+
+def step_bytes(model: nn.Module, settings: OptimSettings) -> int:
+    """Bytes that a step takes for a moment on a GPU: of AdamW a root of every second moment, else of one matrix."""
+    trained = [p.nbytes for p in model.parameters() if p.requires_grad]
+    if isinstance(settings, AdamWSettings):
+        return sum(trained)
+    # a gradient in float32, its square, and two products of them
+    return 4 * max(trained, default=0)
+
+
 def with_warmup(settings: OptimSettings, train: Steps, pairs: int) -> OptimSettings:
     """The settings with `warmup` as a share of the run, converted from steps or epochs of `pairs`.
 

@@ -166,6 +166,10 @@ class Ranks:
         signals = [statement["signal"] for statement in statements if statement["signal"] is not None]
         return statements[0]["seconds"], statements[0]["over"], signals[0] if signals else None
 
+    def combined_bytes(self, trained: int) -> int:
+        """Bytes that `combine` takes for a moment, beside gradients of `trained` bytes: one buffer of all of them."""
+        return trained if self.size > 1 else 0
+
     @torch.no_grad()
     def combine(self, model: nn.Module, loss: Tensor, how: Gradient) -> Tensor:
         """Give every parameter the mean (or sum) of its gradient over ranks; return the mean of the loss.

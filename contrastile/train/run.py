@@ -6,13 +6,14 @@ Nothing is unpickled: weights are safetensors with a checksum, everything else i
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+R = TypeVar("R", bound=AnyRecipe)
+
 # settings of the model that its shapes do not depend on
 HOW_TRAINED = {"tokenizer", "locked", "unlocked", "precompute", "checkpointing"}
+# Linux's description of the CPU, and its names of bf16 instructions
+CPU, BF16 = Path("/proc/cpuinfo"), re.compile(r"\b(avx512_bf16|amx_bf16|svebf16|bf16)\b")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -141,6 +146,7 @@ def load_weights(model: nn.Module, folder: RunFolder) -> None:
 
 def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
     """The untrained run of a recipe, its towers initialised from the recipe's seed."""
+    recipe = with_precision(recipe)
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
     model = _in_precision(build_model(tower_settings(recipe), tokenizer=tokenizer), recipe).to(device)
@@ -177,6 +183,30 @@ def choose_device(name: str) -> torch.device:
     if device.index is not None and device.index >= gpus:
         raise invalid("device", "be on this machine", f'"{name}", and torch finds {gpus}', "They are counted from 0.")
     return device
+
+
+def with_precision(recipe: R, begun: RunFolder | None = None) -> R:
+    """The recipe with a precision in place of "auto": that of the run `begun`, or the fastest one of the device.
+
+    That is bf16 where the device has instructions for it, because emulated products are many times slower, else
+    float32.
+    """
+    train: Any = recipe.train
+    if train.precision != "auto":
+        return recipe
+    if begun is not None:
+        earlier: Any = load_any_recipe(begun / RECIPE, files=False).train
+        precision = earlier.precision
+    else:
+        precision = "bf16" if _has_bf16(choose_device(recipe.device)) else "float32"
+    return recipe.model_copy(update={"train": train.model_copy(update={"precision": precision})})
+
+
+def _has_bf16(device: torch.device) -> bool:
+    """True for a GPU of compute capability 8 or more, and for a CPU that lists the instructions."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return CPU.is_file() and BF16.search(CPU.read_text()) is not None
 
 
 def begin_run(folder: RunFolder, run: LoadedRun) -> None:

@@ -152,6 +152,16 @@ class Triton(Tiles):
     def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
         return self._budget.most_bytes(N, M, D, dtype)
 
+    @classmethod
+    def expected_bytes(
+        cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
+        *, by_index: bool = False,
+    ) -> int:  # fmt: skip
+        del by_index
+        budget = plan.Budget(loss, plan.epilogue_for(loss), device, workspace)
+        # 16-bit features of such a width are read as they are
+        return budget.expected_bytes(N, M, 0 if dtype.itemsize == 2 and D % 8 == 0 else D, dtype)
+
     def reserve(self, multiprocessors: int) -> None:
         """Leave so many of the device's multiprocessors to transfers.
 
@@ -224,6 +234,8 @@ class Triton(Tiles):
                 launch.sums(tile.pair, block.constants, parts, epilogue, careful=careful)
                 merged = (parts, tile.of(stats), block.constants, epilogue, tile.first, tile.last)
                 launch.merge_sums(*merged, careful=careful)
+                # freed before the next super-tile's sums are allocated, which may fill the workspace
+                del parts, merged
         self.super_tile = None
         self._positive_stats(block, stats)
 

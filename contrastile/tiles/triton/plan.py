@@ -77,7 +77,8 @@ def interpreting() -> bool:
 
 @cache
 def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
+    # a planner's device stands for the chip of most measurements
+    major, minor = (9, 0) if device.type == "meta" else torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
@@ -345,9 +346,13 @@ class Budget:
                 yield slice(i, min(i + height, N)), slice(j, min(j + width, M))
 
     def most_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
-        """The bytes of the largest pass over a block, with features copied or not."""
-        passes = [(cost, copied) for cost in (self.forward, self.labels, self.backward) for copied in (0, D)]
-        return max(cost(*self._largest(N, M, copied, dtype, cost), copied, dtype) for cost, copied in passes)
+        """The bytes of the largest pass over a block, with features copied or not, by label or not."""
+        return max(self.expected_bytes(N, M, copied, dtype, self.labels) for copied in (0, D))
+
+    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost) -> int:
+        """The same of forward and backward, and `more` passes; D is 0 where features need no copy."""
+        passes = (self.forward, self.backward, *more)
+        return max(cost(*self._largest(N, M, D, dtype, cost), D, dtype) for cost in passes)
 
     def _largest(self, N: int, M: int, D: int, dtype: torch.dtype, cost: Cost) -> tuple[int, int]:
         """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""

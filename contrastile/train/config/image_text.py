@@ -326,7 +326,7 @@ class TrainSettings(Steps):
     """
 
     sub_batch: Annotated[SubBatch, same_for("image", "text"), Field(validate_default=True)] = SubBatch()
-    precision: Literal["float32", "float64", "bf16", "fp16"] = "float32"
+    precision: Literal["auto", "float32", "float64", "bf16", "fp16"] = "float32"
     compile: bool = False
     smallest_part: ClassVar[int] = 2
 
@@ -340,10 +340,7 @@ class TrainSettings(Steps):
     def _reduce_to_the_largest_batch(cls, sub_batch: SubBatch, info: ValidationInfo) -> SubBatch:
         largest = max((size for _, size in info.data.get("batch", ())), default=2**53)
         given = {"image": sub_batch.image, "text": sub_batch.text}
-        # a smaller batch on the command line needs no notice
-        overridden = any(
-            "train".startswith(key) or key == "train.batch" for key in (info.context or {}).get("overrides", ())
-        )
+        overridden = {"train", "train.batch"} & {*(info.context or {}).get("overrides", ())}
         for side, size in given.items() if needs_files(info) and not overridden else ():
             if side in sub_batch.model_fields_set and size > largest:
                 logger.warning("train.sub_batch.%s is %d, the largest batch, instead of %d", side, largest, size)

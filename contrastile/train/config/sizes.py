@@ -117,6 +117,21 @@ def _too_large(model: Any, *sides: str) -> Iterator[Clash]:
             yield needed > memory, f"model.{key}", f"{reason}, for {needed / 2**30:,.1f} GiB at least"
 
 
+def without_folders(recipe: Any) -> Any:
+    """The recipe with configurations instead of folders and checkpoints, so that no weights are read."""
+    changes: dict[str, Any] = {}
+    for side, tower in recipe.model:
+        if getattr(tower, "folder", None) is not None and tower.kind == "transformers":
+            changes[side] = tower.model_copy(update={"folder": None, "config": read_table(_config_file(tower))})
+        elif getattr(tower, "checkpoint", None) is not None:
+            changes[side] = tower.model_copy(update={"checkpoint": None})
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)}) if changes else recipe
+
+
+def _config_file(tower: Any) -> Path:
+    return Path(tower.folder) / "config.json"
+
+
 def _completed(recipe: Any) -> Any:
     """The recipe with the whole configurations of its models of transformers."""
     sides = {side: tower for side, tower in recipe.model if getattr(tower, "kind", None) == "transformers"}
@@ -129,7 +144,7 @@ def _completed(recipe: Any) -> Any:
     for side, tower in sides.items():
         origin, config = "config", tower.config
         if tower.folder is not None:
-            origin, config = "folder", read_table(Path(tower.folder) / "config.json")
+            origin, config = "folder", read_table(_config_file(tower))
         kind = str(config["model_type"])
         near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
         reason = f'must have a model_type that transformers knows; got "{kind}"'

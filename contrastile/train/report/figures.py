@@ -73,6 +73,21 @@ def _curves(
     return _svg(figure)
 
 
+def memory_bars(planned: Mapping[str, int], measured: int) -> str:
+    """An SVG of two bars in GiB: the parts of the planned peak, the largest first, and the measured peak."""
+    figure, axes = _canvas("Memory of a rank at its peak, GiB", "")
+    left = 0.0
+    for index, (name, count) in enumerate(sorted(planned.items(), key=lambda part: -part[1])):
+        width = count / 2**30
+        colour, faint = COLOURS[index % len(COLOURS)], 1.0 if index < len(COLOURS) else 0.5
+        axes.barh("planned", width, left=left, color=colour, alpha=faint, label=name)
+        left += width
+    axes.barh("measured", measured / 2**30, color=FAINT)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
+    return _svg(figure)
+
+
 def _canvas(title: str, unit: str) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -80,7 +95,8 @@ def _canvas(title: str, unit: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(5.2, 3.1), layout="constrained")
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontsize=11, color=INK, pad=18)
-    axes.set_xlabel(f"{unit} seen", fontsize=9, color=INK)
+    if unit:
+        axes.set_xlabel(f"{unit} seen", fontsize=9, color=INK)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.tick_params(colors=INK, labelsize=9, color=FAINT)
     axes.grid(axis="y", color=FAINT, linewidth=0.5)

@@ -12,7 +12,7 @@ import numpy as np
 from contrastile._errors import printable
 from contrastile.train.folder import EVALUATION, GALLERIES, METADATA, METRICS, QUESTIONS, RECIPE, REPORT, RunFolder
 from contrastile.train.log import clock, metrics_lines, size
-from contrastile.train.report.figures import Curve, curves
+from contrastile.train.report.figures import Curve, curves, memory_bars
 from contrastile.train.report.steps import StepColumns
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ def write_report(
         wording=wording,
         unit=wording.unit,
         measures=measures(results),
-        figures=_figures(StepColumns(metrics_lines(folder / METRICS)), metadata["loss"], wording),
+        figures=[
+            *_figures(StepColumns(metrics_lines(folder / METRICS)), metadata["loss"], wording),
+            *_memory_figure(metadata),
+        ],
         galleries=stored_samples(folder, GALLERIES, galleries),
         questions=stored_samples(folder, QUESTIONS, questions),
         recipe=(folder / RECIPE).read_text(encoding="utf-8"),
@@ -225,6 +228,12 @@ def _figures(steps: StepColumns, loss: str, wording: Wording) -> list[str]:
         shares = {part: steps.averaged(100 * values, steps.timed) for part, values in steps.shares.items()}
         figures.append(draw(shares, title="Where a step's time goes, in percent"))
     return figures
+
+
+def _memory_figure(metadata: Mapping[str, Any]) -> list[str]:
+    """Planned memory beside the measured; none of a run on CPUs, of one that still trains, or of earlier versions."""
+    planned = metadata.get("planned_memory")
+    return [memory_bars(planned, metadata["peak_bytes"])] if planned else []
 
 
 def _probed(metrics: Sequence[Line], parts: Mapping[str, str]) -> dict[str, Curve]:

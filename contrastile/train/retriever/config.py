@@ -198,7 +198,7 @@ class RetrieverSteps(Steps):
     """Training steps on questions and passages: their sub-batches and precision."""
 
     sub_batch: Annotated[TextSubBatch, same_for("query", "passage")] = TextSubBatch()
-    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    precision: Literal["auto", "float32", "bf16", "fp16"] = "float32"
 
 
 class RetrieverEvaluation(Settings):

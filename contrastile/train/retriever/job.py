@@ -28,6 +28,7 @@ from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
 from contrastile.train.memory import dense_need
 from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
+from contrastile.train.planned import planned_memory
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.questions import WORDING, evaluate_and_report
 from contrastile.train.retriever.config import RetrieverRecipe
@@ -113,7 +114,12 @@ class RetrieverJob(Task[TextBatch]):
         at_once = train.sub_batch.at_once("query", self.run.recipe.model.tokenizer.query_length)
         retained = examples_retained(train.retain, at_once, largest)
         need = dense_need(activations_per_query(self.run, self.materials), largest, retained)
-        return {**self.metadata_so_far(result), "texts_sha256": self.materials.texts.digest(), "memory": need}
+        own = {"texts_sha256": self.materials.texts.digest(), "memory": need}
+        return {
+            **self.metadata_so_far(result),
+            **own,
+            "planned_memory": planned_memory(self.run, largest, result.ranks),
+        }
 
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
         texts = self.materials.texts

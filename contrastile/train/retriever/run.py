@@ -32,7 +32,7 @@ from contrastile.train.loaded import LoadedRun
 from contrastile.train.log import progress
 from contrastile.train.recipe import load_retriever_recipe
 from contrastile.train.retriever.config import RetrieverRecipe, TextDataSettings
-from contrastile.train.run import autocast, checked_list, checked_towers, choose_device, load_weights
+from contrastile.train.run import autocast, checked_list, checked_towers, choose_device, load_weights, with_precision
 
 Side = Literal["query", "passage"]
 Tokens = dict[str, Tensor]
@@ -139,6 +139,7 @@ class RetrieverRun(LoadedRun):
 
 def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> RetrieverRun:
     """The untrained run of a recipe, initialised from its seed."""
+    recipe = with_precision(recipe)
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
     settings = {

@@ -1,0 +1,83 @@
+"""A mixin for LightningModules: `training_step` and `validation_step` with the gradient cache.
+
+    class Clip(ContrastileMixin, LightningModule):
+        encoders = ("encode_image", "encode_text")
+        sub_batch = 64
+        loss = ClipLoss()
+
+        def scale(self):
+            return self.logit_scale.exp()
+
+        def encode_image(self, pixels): ...
+        def encode_text(self, tokens): ...
+        def configure_optimizers(self): ...
+
+Lightning runs `training_step` inside the forward of DistributedDataParallel and inside the precision plugin's autocast,
+where `encode` reduces each gradient once. `ModelParallelStrategy` with `fully_shard` works the same; `FSDPStrategy`,
+which is FSDP1, is refused by `encode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from contrastile import InfoNCELoss, encode
+from contrastile._errors import invalid
+
+
+class ContrastileMixin:
+    """Put before LightningModule. A subclass sets or overrides:
+
+    Attributes:
+        encoders: names of the methods that encode the sides of a batch, in its order: unit rows [B, D] each. The first
+            side's are the queries, all others' the keys, hard negatives last. One name stands for all sides.
+        sub_batch: examples of a side that are encoded at once, or "auto".
+        retain: as for `encode`.
+        loss: called as `loss(queries, keys, scale)`; by default InfoNCE.
+
+    A batch is a list or tuple of the sides' inputs, or a mapping, whose values are taken in its order.
+    """
+
+    encoders: Sequence[str] | str = "forward"
+    sub_batch: int | Literal["auto"] = 64
+    retain: int | Literal["auto"] = 0
+    loss: Callable[..., Tensor] = InfoNCELoss()
+
+    if TYPE_CHECKING:
+        log: Any
+
+    def scale(self) -> Tensor | float:
+        """The factor of the scores; 20 by default."""
+        return 20.0
+
+    def contrastive_loss(self, batch: Any) -> Tensor:
+        """The loss of a batch, over all ranks."""
+        sides = list(batch.values() if isinstance(batch, Mapping) else batch)
+        names = [self.encoders] * len(sides) if isinstance(self.encoders, str) else list(self.encoders)
+        if not 2 <= len(names) == len(sides):
+            remedy = "Let the data loader return the inputs of each encoder."
+            raise invalid("batch", f"have two sides or more, one for each of {len(names)} encoders", len(sides), remedy)
+        query, *keys = (
+            encode((self, name), inputs, sub_batch=self.sub_batch, retain=self.retain)  # type: ignore[arg-type]
+            for name, inputs in zip(names, sides, strict=True)
+        )
+        return self.loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], self.scale())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Log the loss as `train_loss` and return it."""
+        del batch_idx
+        loss = self.contrastive_loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Log the loss as `val_loss` and return it."""
+        del batch_idx
+        loss = self.contrastive_loss(batch)
+        # the same number on all ranks
+        self.log("val_loss", loss, prog_bar=True)
+        return loss

@@ -1,0 +1,119 @@
+"""A queue of keys of earlier steps, further negatives of a small batch (MoCo, He et al. 2020; cross-batch memory).
+
+Stands beside the losses, which take its keys as `negatives`. Every rank holds the keys of all ranks, so that the state
+of any one is that of the queue, whatever the number of ranks that load it; each hands its own share of them to the
+loss, which lets every query meet those of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastile._errors import invalid, whole_number
+from contrastile.distributed import collectives, consistency
+
+# the id of a key that was pushed without one: no query has it
+NOBODY = torch.iinfo(torch.int64).min
+
+
+class KeyQueue(nn.Module):
+    """The last `size` keys that were pushed, detached, with their ids: a ring buffer.
+
+    Naively `keys = torch.cat([keys, key.detach()])[-size:]`, for the keys of all ranks in rank order. It is part of a
+    checkpoint by its `state_dict`, and has no parameters.
+
+    Arguments:
+        size: keys that are held, of all ranks together.
+        features: D.
+        group: the process group that shares the batch; None is the default group.
+        dtype: of the keys; by default that of torch.
+
+    Raises ValueError for keys that do not fit, on all ranks what one finds wrong.
+
+    >>> from contrastile import InfoNCELoss
+    >>> queue, loss = KeyQueue(6, features=8), InfoNCELoss()
+    >>> for step in range(3):
+    ...     query, key = torch.nn.functional.normalize(torch.randn(2, 4, 8), dim=-1)
+    ...     value = loss(query, key, 10.0, negatives=queue.keys)
+    ...     queue.push(key)
+    >>> len(queue), queue.keys.shape
+    (6, torch.Size([6, 8]))
+    """
+
+    _keys: Tensor
+    _ids: Tensor
+
+    def __init__(self, size: int, features: int, *, group: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.size = whole_number("size", size, 1, "Pass the number of keys to keep.")
+        self.features = whole_number("features", features, 1, "Pass the size of a key.")
+        self.group = group
+        self.register_buffer("_keys", torch.zeros(self.size, self.features, dtype=dtype))
+        self.register_buffer("_ids", torch.full((self.size,), NOBODY))
+        # keys pushed so far, which says where the next one goes; on the host, where nothing waits for it
+        self._pushed = 0
+
+    def __len__(self) -> int:
+        return min(self._pushed, self.size)
+
+    @property
+    def keys(self) -> Tensor:
+        """This rank's share [H, D] of the keys, every W-th of them; [0, D] at first."""
+        return self._share(self._keys)
+
+    @property
+    def ids(self) -> Tensor:
+        """The ids [H] of these keys, for `key_ids` behind those of the batch."""
+        return self._share(self._ids)
+
+    def _share(self, held: Tensor) -> Tensor:
+        W = collectives.size(self.group)
+        # a copy, because the next push overwrites what a graph may still read
+        return held[: len(self)][collectives.rank(self.group) if W > 1 else 0 :: W].clone()
+
+    @torch.no_grad()
+    def push(self, key: Tensor, ids: Tensor | None = None) -> None:
+        """Push this rank's keys [n, D], detached, with their ids [n]; the oldest leave. All ranks push together."""
+        error = self._error(key, ids)
+        counts = [0 if error is not None else len(key)]
+        W = collectives.size(self.group)
+        if W > 1:
+            agreed = {"queue": [self.size, self.features], "ids": ids is not None}
+            statement = agreed if error is None else {"error": str(error)}
+            counts = [n for (n,) in consistency.tally(self.group, statement, counts)]
+        if error is not None:
+            raise error
+        if sum(counts) > self.size:
+            rule = f"have at most {self.size} rows over all ranks, the size of the queue"
+            raise invalid("key", rule, sum(counts), "Make the queue larger.")
+        key = key.detach().to(self._keys.dtype)
+        ids = torch.full((len(key),), NOBODY, device=key.device) if ids is None else ids.long()
+        if W > 1:
+            key, ids = (collectives.gather_rows(x.contiguous(), counts, self.group) for x in (key, ids))
+        places = torch.arange(self._pushed, self._pushed + len(key), device=self._keys.device) % self.size
+        self._keys[places] = key
+        self._ids[places] = ids
+        self._pushed += len(key)
+
+    def _error(self, key: Tensor, ids: Tensor | None) -> ValueError | None:
+        if not isinstance(key, Tensor) or key.ndim != 2 or key.shape[1] != self.features:
+            got = f"shape {list(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
+            return invalid("key", f"be a tensor [n, {self.features}]", got, "Pass the features of the keys.")
+        if key.device != self._keys.device:
+            got = f"{self._keys.device} and {key.device}"
+            return invalid("key", "be on the device of the queue", got, "Move the queue with .to(device).")
+        if ids is not None and (ids.shape != key.shape[:1] or ids.is_floating_point()):
+            got = f"shape {list(ids.shape)}, {ids.dtype}"
+            return invalid("ids", f"be integers of shape [{len(key)}], one for each key", got, "Or leave them out.")
+        return None
+
+    def get_extra_state(self) -> Tensor:
+        """The number of keys pushed so far, part of the `state_dict`."""
+        return torch.tensor(self._pushed)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the number of keys pushed so far out of a `state_dict`."""
+        self._pushed = int(state)

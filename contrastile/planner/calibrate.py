@@ -1,0 +1,123 @@
+"""A profile of this machine, measured in about twenty seconds by small losses, products and copies.
+
+Beside `profile.py`, which reads it. Rates between several GPUs need several processes and are taken over from the
+profile of the H200; the profile says so.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from contrastile.modules import ClipLoss
+from contrastile.offload import free_memory, settle, usable_cpus
+from contrastile.planner.loss import LossSize
+from contrastile.planner.profile import THIS, Profile, calibrated_path, known_profiles
+
+# seconds for each of the measurements
+SECONDS = 1.2
+# side of products, numbers of a copy, rows of a loss: on a GPU, and on a CPU
+SIDES, NUMBERS, ROWS = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**24}, {"cuda": 2**15, "cpu": 2**12}
+# features of two losses, whose difference is that of their products
+FEATURES = (128, 512)
+SMALL = 64
+PICTURE = 256
+
+
+def calibrate(path: Path | None = None, seconds: float = SECONDS) -> Path:
+    """Measure this machine's first GPU, or its CPUs, and write the profile; `seconds` for each measurement."""
+    import tomli_w
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = calibrated_path() if path is None else path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(asdict(measured(device, seconds))), encoding="utf-8")
+    return path
+
+
+def measured(device: torch.device, seconds: float) -> Profile:
+    """The profile of a device."""
+    kind, base = device.type, known_profiles()["h200"]
+    name, memory = THIS, free_memory(device)[1]
+    if kind == "cuda":
+        name = torch.cuda.get_device_name(device)
+
+    def timed(step: Callable[[], object]) -> float:
+        """Seconds of a step, the least of several."""
+        step()
+        settle(device)
+        least, end = float("inf"), time.perf_counter() + seconds
+        while time.perf_counter() < end or least == float("inf"):
+            start = time.perf_counter()
+            step()
+            settle(device)
+            least = min(least, time.perf_counter() - start)
+        return least
+
+    side = SIDES[kind]
+    rates = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        rates[dtype] = 2 * side**3 / timed(lambda a=a, b=b: torch.mm(a, b))  # type: ignore[misc]
+    q, k, v = (torch.randn(8, 8, side // 8, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    attention = 4 * q.numel() * k.shape[2] / timed(lambda: F.scaled_dot_product_attention(q, k, v))
+    x = torch.ones(NUMBERS[kind], device=device)
+    bandwidth = 3 * x.nbytes / timed(lambda: torch.add(x, x))
+    few = torch.ones(SMALL, device=device)
+
+    def kernels() -> None:
+        y = few
+        for _ in range(100):
+            y = y + few
+
+    rows, times = ROWS[kind], {}
+    for backend in ("auto", "dense"):
+        for features in FEATURES if backend == "auto" else FEATURES[:1]:
+            times[backend, features] = timed(_loss(rows, features, backend, device))
+    call, (few_features, many) = timed(_loss(SMALL, SMALL, "auto", device)), FEATURES
+    # the time per pair is a straight line over the features
+    slope = max(1e-18, (times["auto", many] - times["auto", few_features]) / (rows**2 * (many - few_features)))
+    rest = max(1e-15, (times["auto", few_features] - call) / rows**2 - slope * few_features)
+    size = LossSize(rows, rows, 1, few_features, memory, backend="dense", device=kind, dtype=torch.float32)
+    dense = max(1e-15, (times["dense", few_features] / rows**2 - slope * few_features) / size.matrices)
+    device_text = f"{torch.get_num_threads()} threads" if kind == "cpu" else name
+    today = datetime.now(UTC).date()
+    return replace(
+        base, name=name, device=kind, memory=memory, products=rates[torch.bfloat16], attention=attention,
+        float32=rates[torch.float32] / rates[torch.bfloat16], bandwidth=bandwidth, launch=timed(kernels) / 100,
+        loss=8 / slope, pair=rest, dense_pair=dense, call=call, decode=_decoded(seconds), cpus=usable_cpus(),
+        provenance=(
+            f"contrastile plan --calibrate, {device_text}, torch {torch.__version__}, {today}",
+            "link, network, hop and block are those of the H200: one process cannot measure them",
+        ),
+    )  # fmt: skip
+
+
+def _loss(rows: int, features: int, backend: str, device: torch.device) -> Callable[[], object]:
+    """A loss, forward and backward: in 16 bits on a GPU, in float32 on a CPU."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k = (
+        F.normalize(torch.randn(rows, features, device=device), dim=-1).to(dtype).requires_grad_() for _ in range(2)
+    )
+    loss = ClipLoss(backend=backend)  # type: ignore[arg-type]
+    return lambda: loss(q, k, 20.0).backward()
+
+
+def _decoded(seconds: float) -> float:
+    """JPEGs of 256 pixels that a CPU decodes in a second."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.effect_noise((PICTURE, PICTURE), 64).convert("RGB").save(file, "JPEG")
+    count, end = 0, (start := time.perf_counter()) + seconds
+    while count == 0 or time.perf_counter() < end:
+        Image.open(io.BytesIO(file.getvalue())).load()
+        count += 1
+    return count / (time.perf_counter() - start)

@@ -1,0 +1,128 @@
+"""A rank's loss as the planner sees it: sizes, and the bytes that exchange and tiles declare for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import torch
+
+from contrastile._dispatch import DEFAULT_SHARE, EXCHANGES, TILES
+from contrastile._types import accumulator
+from contrastile.exchange.base import Exchange, Layout
+from contrastile.losses.base import PairLoss
+from contrastile.losses.softmax import Softmax
+from contrastile.tiles.base import resident_bytes
+from contrastile.tiles.dense import MATRICES, MATRICES_BY_INDEX
+
+# the share of a GPU's memory that "auto" gathers columns in
+GATHERED_SHARE = 16
+
+
+@dataclass(frozen=True)
+class LossSize:
+    """The loss of `rows` rows and `keys` columns on each of `ranks` ranks, with `dimensions` features.
+
+    dtype: of the products. given: of the features. memory: bytes of the device, of which "auto" and the default
+    workspace are shares. exchange, backend: words of the losses' options.
+    """
+
+    rows: int
+    keys: int
+    ranks: int
+    dimensions: int
+    memory: int
+    exchange: str = "auto"
+    backend: str = "auto"
+    device: str = "cuda"
+    workspace: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    given: torch.dtype = torch.bfloat16
+    loss: PairLoss = field(default_factory=partial(Softmax, symmetric=True))
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(None, 0, (self.rows,) * self.ranks, (self.keys,) * self.ranks)
+
+    @cached_property
+    def exchange_name(self) -> str:
+        """The exchange; of "auto" gather within a sixteenth of the memory, else the ring."""
+        if self.ranks == 1:
+            return "single"
+        if self.exchange != "auto":
+            return self.exchange
+        gathered = EXCHANGES["gather"].extra_bytes(self.layout, self.dimensions, self.dtype)
+        return "gather" if gathered <= self.memory // GATHERED_SHARE else "ring"
+
+    @cached_property
+    def backend_name(self) -> str:
+        """The backend; of "auto" fused kernels on a GPU, for every type but float64."""
+        if self.backend != "auto":
+            return self.backend
+        return "triton" if self.device == "cuda" and self.dtype != torch.float64 else "eager"
+
+    @property
+    def exchange_class(self) -> type[Exchange]:
+        return EXCHANGES[self.exchange_name]
+
+    @cached_property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of the largest block."""
+        return self.exchange_class.block(self.layout)
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """Bytes that a block takes."""
+        allowed = self.memory // DEFAULT_SHARE if self.workspace is None else self.workspace
+        try:
+            tiles = TILES[self.backend_name]()
+        except ImportError:
+            # without Triton here: a strip of 16-bit gradients
+            return min(allowed, 2 * self.block[0] * self.block[1])
+        device = torch.device("meta" if self.device == "cuda" else "cpu")
+        sizes = (*self.block, self.dimensions, self.dtype, allowed, device)
+        return tiles.expected_bytes(self.loss, *sizes, by_index=self.exchange_class.by_index)
+
+    @cached_property
+    def exchange_bytes(self) -> int:
+        """Bytes of what other ranks send."""
+        return self.exchange_class.expected_bytes(self.layout, self.dimensions, self.dtype)
+
+    @cached_property
+    def resident(self) -> tuple[int, int]:
+        """Bytes beside both: throughout, and at the end."""
+        return resident_bytes(self.rows, self.keys, self.dimensions, self.dtype, self.given)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes beside features, the gradients that are returned included."""
+        throughout, end = self.resident
+        return max(throughout + self.workspace_bytes + self.exchange_bytes, end)
+
+    @property
+    def operations(self) -> float:
+        """Operations of a rank, forward and backward: 8 for each pair and feature, of a pairwise loss 6."""
+        return (6 if self.loss.pairwise else 8) * self.pairs * self.dimensions
+
+    @property
+    def pairs(self) -> float:
+        """Pairs that a rank computes."""
+        share = 1 if self.exchange_class.once else self.ranks
+        return float(self.rows * share) * self.keys * self.ranks
+
+    @property
+    def matrices(self) -> float:
+        """Matrices that a dense block holds."""
+        return MATRICES_BY_INDEX if self.exchange_class.by_index else MATRICES
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank receives from others in both passes."""
+        if self.ranks == 1:
+            return 0
+        return self.exchange_class.sent_bytes(self.layout, self.dimensions, self.dtype)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an accumulator."""
+        return accumulator(self.dtype).itemsize

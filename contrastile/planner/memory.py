@@ -1,0 +1,163 @@
+"""The bytes of a rank at each moment of a step: what `gradcache/`, the loss and the optimizer declare, added up.
+
+The moments are those of a cached step (Gao et al. 2021): each side's first pass, the loss, each side's second pass in
+the opposite order, the optimizer. The largest is the peak (Inf-CL, equation 10: data + max(loss, backbone)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal
+
+from contrastile.gradcache.memory import AUTO, BESIDE, MARGIN, WORKSPACE, retained_graphs
+from contrastile.planner.loss import LossSize
+from contrastile.planner.towers import TowerCost
+
+# bytes that libraries of matrix products keep on a GPU: two workspaces of cuBLAS
+LIBRARIES = 2 * 32 * 2**20
+# bytes of a GPU outside torch's allocator: the context, kernels, buffers of NCCL
+CONTEXT = 2**30
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a rank's batch: the encoder's cost, its examples, and the bytes of its inputs on the device."""
+
+    cost: TowerCost
+    examples: int
+    inputs: int = 0
+    # bytes of features per example beside those that the encoder returns, such as normalised ones
+    copies: int = 0
+
+    @property
+    def count(self) -> int:
+        """Sub-batches."""
+        return ceil(self.examples / self.cost.sub_batch)
+
+    @property
+    def features(self) -> int:
+        """Bytes of all features."""
+        return self.examples * (self.cost.features + self.copies)
+
+    def graphs(self, kept: int) -> int:
+        """Bytes of the last `kept` graphs; the last sub-batch may be shorter."""
+        missing = self.count * self.cost.sub_batch - self.examples
+        return kept * self.cost.graph - self.cost.graph * missing // self.cost.sub_batch if kept else 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that stay during the whole step: of weights, of the optimizer's state, of the weights' average.
+
+    gradients: those there before the first pass, of parts of the batch whose gradients are accumulated. step: temporary
+    bytes of the optimizer's step, or of the sum of gradients over ranks. libraries: of matrix products.
+    """
+
+    weights: int = 0
+    optimizer: int = 0
+    average: int = 0
+    gradients: int = 0
+    step: int = 0
+    libraries: int = LIBRARIES
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes by part at one moment of a step."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The step whose memory is planned. `retain`: graphs that each side keeps, or "auto"."""
+
+    sides: Sequence[Side]
+    loss: LossSize
+    held: Held
+    retain: int | Literal["auto"] = 0
+
+    def base(self) -> dict[str, int]:
+        """Parts that every moment has."""
+        held, inputs = self.held, sum(side.inputs for side in self.sides)
+        parts = {"weights": held.weights, "optimizer": held.optimizer, "average": held.average, "inputs": inputs}
+        parts |= {"accumulated": held.gradients, "libraries": held.libraries}
+        return {name: count for name, count in parts.items() if count}
+
+    def graphs(self) -> list[int]:
+        """Graphs that each side keeps; of "auto" as many as `gradcache/` would find room for."""
+        if self.retain != AUTO:
+            return [min(self.retain, side.count) if side.cost.trained else 0 for side in self.sides]
+        kept: list[int] = []
+        total = self.loss.memory
+        spare = int(total * (1 - MARGIN - WORKSPACE)) - CONTEXT - sum(self.base().values())
+        for side in self.sides:
+            cost, copies = side.cost, side.cost.trained // 2
+            # gradients and their sums; features, their gradients and the loss's accumulators
+            later = 2 * cost.trained + side.examples * (2 * cost.features + self.loss.wide * cost.dimensions)
+            each = max(1, cost.graph + copies)
+            beside = min(each, int(BESIDE * total))
+            kept.append(retained_graphs(side.count, spare, later + beside, each) if cost.trained else 0)
+            spare -= side.graphs(kept[-1]) + side.features + copies
+        return kept
+
+    def moments(self) -> list[Moment]:
+        """All moments, in the order of the step."""
+        base, kept, moments = self.base(), self.graphs(), list[Moment]()
+
+        def add(name: str, **parts: int) -> None:
+            moments.append(Moment(name, base | {key: value for key, value in parts.items() if value}))
+
+        graphs = features = 0
+        for side, count in zip(self.sides, kept, strict=True):
+            features, cost = features + side.features, side.cost
+            built = min(cost.graph, side.graphs(count))
+            alive = graphs + side.graphs(count) - built
+            add(f"{cost.name}: first pass", graphs=alive, features=features, activations=max(cost.forward, built))
+            graphs += side.graphs(count)
+        add("loss", graphs=graphs, features=features, **self._loss_parts())
+        # the features' own gradients wait beside them
+        features += sum(side.examples * side.cost.features for side in self.sides)
+        gradients = 0
+        for side, count in reversed(list(zip(self.sides, kept, strict=True))):
+            cost, graphs = side.cost, graphs - side.graphs(count)
+            sums = gradients + (cost.trained if side.count > 1 else 0)
+            name, each = f"{cost.name}: second pass", min(cost.graph, side.graphs(count))
+            if count:
+                # the last sub-batch's graph is the first that is consumed, all others are still there
+                rest, size = graphs + side.graphs(count) - each, each / max(1, cost.graph)
+                share = max(0, cost.replay - cost.graph) + int(size * cost.graph)
+                add(name, graphs=rest, features=features, activations=share, gradients=gradients)
+            if cost.trained and count < side.count:
+                add(name, graphs=graphs, features=features, activations=cost.replay, gradients=sums)
+            if cost.trained:
+                # of the first two sub-batches, and their sum, while the other graphs are there
+                held, rest = min(3, side.count + 1) * cost.trained, max(0, side.graphs(count) - each - cost.graph)
+                name = f"{cost.name}: sum of gradients"
+                add(name, graphs=graphs + rest, features=features, gradients=gradients + held)
+            gradients += cost.trained
+        add("optimizer", gradients=gradients, step=self.held.step)
+        return moments
+
+    def _loss_parts(self) -> dict[str, int]:
+        """Bytes of the loss while it computes blocks, or at its end, where gradients are returned."""
+        (throughout, end), blocks = self.loss.resident, self.loss.workspace_bytes
+        if end > throughout + blocks + self.loss.exchange_bytes:
+            return {"loss": end}
+        return {"loss": throughout + blocks, "exchange": self.loss.exchange_bytes}
+
+    def peak(self) -> Moment:
+        """The moment with the most bytes."""
+        return max(self.moments(), key=lambda moment: moment.bytes)
+
+    def with_batch(self, rows: int, keys: int) -> StepMemory:
+        """The same step for another number of examples on a rank."""
+        sides = [replace(side, examples=count) for side, count in zip(self.sides, (rows, keys), strict=True)]
+        return replace(self, sides=sides, loss=replace(self.loss, rows=rows, keys=keys))

@@ -1,0 +1,201 @@
+"""A plan: one step's memory and time on a target, the largest batches, and other choices beside it.
+
+On top of `memory.py` and `seconds.py`; `train/planned.py` makes one of a recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from contrastile._errors import invalid
+from contrastile.gradcache.memory import AUTO, MARGIN
+from contrastile.planner.memory import CONTEXT, Moment, Side, StepMemory
+from contrastile.planner.profile import Target
+from contrastile.planner.seconds import StepSeconds, step_seconds
+
+# pairs of a rank beyond which no batch is looked for
+MOST_ROWS = 2**28
+# batches in host memory: the present one, and the next that is read meanwhile
+BATCHES_ON_HOST = 2
+# fields of a cost that grow with the sub-batch but for the number of kernels
+WORKS = ("forward_work", "replay_work")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Another way to take the step, for the comparison: its name, its peak, its seconds, and its largest batch."""
+
+    name: str
+    peak: int
+    seconds: float | None
+    largest: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The step of a recipe on a target.
+
+    name: of the recipe. batch: pairs of all ranks in a step. keys: keys for each query. parts: parts of a batch whose
+    gradients are accumulated. parameters, trained: bytes of the whole model's. host_inputs: bytes of a pair in host
+    memory. decoded: pictures of a pair that are decoded. half: towers compute in 16 bits. stages: batch and steps of
+    each stage of the run; none where its length is not known.
+    """
+
+    name: str
+    target: Target
+    batch: int
+    step: StepMemory
+    keys: int
+    parts: int
+    parameters: int
+    trained: int
+    host_inputs: int
+    decoded: int
+    half: bool
+    stages: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def peak(self) -> Moment:
+        """The moment with the most bytes on a rank's device."""
+        return self.step.peak()
+
+    @property
+    def allowed(self) -> int:
+        """Bytes that a step may take: all but those outside torch, and a margin for gaps."""
+        memory = self.target.memory
+        return int((1 - MARGIN) * memory) - (CONTEXT if self.target.device == "cuda" else 0)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.bytes <= self.allowed
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory on a node: the model, which is built there first, and batches."""
+        pairs = -(-self.batch // self.target.ranks) * self.target.per_node
+        return self.target.per_node * self.parameters + BATCHES_ON_HOST * pairs * self.host_inputs
+
+    @cached_property
+    def seconds(self) -> StepSeconds | None:
+        """The seconds of a step; None for a chip without a profile."""
+        return self._seconds(self.step)
+
+    def _seconds(self, step: StepMemory) -> StepSeconds | None:
+        profile = self.target.profile
+        if profile is None:
+            return None
+        decoded, per_node = self.decoded * step.loss.rows, self.target.per_node
+        one = step_seconds(step, profile, per_node=per_node, trained=self.trained, decoded=decoded, half=self.half)
+        # gradients of all parts are summed over ranks, and the weights moved, once
+        return replace(one, towers=self.parts * one.towers, loss=self.parts * one.loss, data=self.parts * one.data)
+
+    @property
+    def run_seconds(self) -> float | None:
+        """The seconds of all steps of the run."""
+        if not self.stages or self.seconds is None:
+            return None
+        total = 0.0
+        for batch, steps in self.stages:
+            seconds = self.at(batch).seconds
+            assert seconds is not None
+            total += steps * seconds.total
+        return total
+
+    def at(self, batch: int) -> Plan:
+        """The same plan for another batch of all ranks."""
+        rows = -(-batch // (self.target.ranks * self.parts))
+        return replace(self, batch=batch, step=self.step.with_batch(rows, self.keys * rows), stages=())
+
+    def largest(self, **loss: Any) -> int:
+        """The largest batch of all ranks that fits, without kept graphs; `loss`: changed fields of its sizes."""
+        step = replace(self.step, retain=0, loss=replace(self.step.loss, **loss))
+
+        def fits(rows: int) -> bool:
+            return step.with_batch(rows, self.keys * rows).peak().bytes <= self.allowed
+
+        low, high = 0, 1
+        while high <= MOST_ROWS and fits(high):
+            low, high = high, 2 * high
+        while high - low > max(1, low // 1000):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low * self.target.ranks * self.parts
+
+    def at_largest(self) -> Plan:
+        """The plan of the largest batch, without kept graphs; raises ValueError where not one pair fits."""
+        largest = self.largest()
+        if not largest:
+            rule, size = "be small enough for one pair on each rank to fit", self.step.sides[0].cost.sub_batch
+            raise invalid("train.sub_batch", rule, size, "Take half of it.")
+        return replace(self, step=replace(self.step, retain=0)).at(largest)
+
+    def choices(self) -> Iterator[Choice]:
+        """Other exchanges and blocks, kept graphs and sub-batches, each with all else as in the plan."""
+        step = self.step
+        blocks = [("replicate", "dense"), ("gather", "dense"), ("gather", "auto"), ("ring", "auto")]
+        if step.loss.ranks == 1:
+            blocks = [("single", "dense"), ("single", "auto")]
+        for exchange, backend in blocks:
+            words: dict[str, Any] = {"exchange": exchange, "backend": backend}
+            name = f"exchange {exchange}, backend {backend}"
+            yield self._choice(name, replace(step, loss=replace(step.loss, **words)), **words)
+        for retain in (0, AUTO):
+            if retain != step.retain:
+                yield self._choice(f"retain {retain}", replace(step, retain=retain))
+        for name, factor in (("half", 0.5), ("twice", 2.0)):
+            sides = [_with_sub_batch(side, factor) for side in step.sides]
+            sizes = " and ".join(str(side.cost.sub_batch) for side in sides)
+            yield self._choice(f"{name} the sub-batch: {sizes}", replace(step, sides=sides))
+
+    def _choice(self, name: str, step: StepMemory, **loss: Any) -> Choice:
+        plan = replace(self, step=step)
+        seconds = plan.seconds
+        return Choice(name, plan.peak.bytes, None if seconds is None else seconds.total, plan.largest(**loss))
+
+    def values(self) -> dict[str, Any]:
+        """The plan as values for JSON: bytes and seconds."""
+        step, seconds, target = self.step, self.seconds, self.target
+        return {
+            "name": self.name,
+            "target": {"gpus": target.word, "ranks": target.ranks, "memory": target.memory, "allowed": self.allowed},
+            "batch": self.batch,
+            "rows": step.loss.rows,
+            "parameters": self.parameters,
+            "trained": self.trained,
+            "exchange": step.loss.exchange_name,
+            "backend": step.loss.backend_name,
+            "sides": [
+                {
+                    "name": side.cost.name, "examples": side.examples, "sub_batch": side.cost.sub_batch,
+                    "sub_batches": side.count, "graph": side.cost.graph, "kept": kept,
+                }
+                for side, kept in zip(step.sides, step.graphs(), strict=True)
+            ],
+            "moments": [{"name": one.name, "bytes": one.bytes, "parts": one.parts} for one in step.moments()],
+            "peak": {"name": self.peak.name, "bytes": self.peak.bytes, "parts": self.peak.parts},
+            "fits": self.fits,
+            "host": self.host,
+            "largest": self.largest(),
+            "seconds": None if seconds is None else {**vars(seconds), "total": seconds.total},
+            "bottleneck": None if seconds is None else seconds.bottleneck,
+            "run_seconds": self.run_seconds,
+            "choices": [vars(choice) for choice in self.choices()],
+            "provenance": [] if target.profile is None else list(target.profile.provenance),
+        }  # fmt: skip
+
+
+def _with_sub_batch(side: Side, factor: float) -> Side:
+    """The side with another sub-batch. All bytes but those of the weights' 16-bit copies grow with it."""
+    cost = side.cost
+    size = max(1, int(cost.sub_batch * factor))
+    share = size / cost.sub_batch
+    copies = min(cost.trained // 2, max(0, cost.replay - cost.graph))
+    work = {name: replace(getattr(cost, name).times(share), kernels=getattr(cost, name).kernels) for name in WORKS}
+    changed = replace(
+        cost, sub_batch=size, graph=int(share * cost.graph), forward=int(share * cost.forward),
+        replay=int(share * (cost.replay - copies)) + copies, **work,
+    )  # fmt: skip
+    return replace(side, cost=changed)

@@ -1,0 +1,152 @@
+"""Profiles: the rates of a device, by which a plan's arithmetic becomes seconds; and the word for the target's GPUs.
+
+The package has profiles of the H200 and of the H100 (`profiles/`, each with its provenance); `calibrate.py` makes one
+of this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Self
+
+from contrastile._errors import invalid
+from contrastile.offload import free_memory
+
+# nodes, GPUs of a node, chip, memory
+COUNT = r"[1-9]\d*"
+GPUS = re.compile(rf"(?:(?P<nodes>{COUNT})x)??(?:(?P<count>{COUNT})x)?(?P<chip>[A-Za-z]\w*)(?:-(?P<memory>{COUNT})GB)?")
+EXAMPLE = "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."
+# the CPUs of this machine as a device
+THIS = "cpu"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Rates of a device.
+
+    memory: bytes. products, attention: operations per second of 16-bit matrix products in towers, and inside attention.
+    float32: the rate of products in float32, as a share. bandwidth: bytes per second of all other kernels. launch:
+    seconds of the host per kernel. loss: operations per second of a large tiled loss; pair, dense_pair: seconds per
+    pair beside them, of tiles and of each matrix of a dense block; block: per block within the workspace; call: per
+    call. link, network: bytes per second to a GPU of the same node, and of another one. hop: seconds of a hop of the
+    ring and pass. decode: pictures per second and CPU; cpus: CPUs for each GPU.
+    """
+
+    name: str
+    device: str
+    memory: int
+    products: float
+    attention: float
+    float32: float
+    bandwidth: float
+    launch: float
+    loss: float
+    pair: float
+    dense_pair: float
+    block: float
+    call: float
+    link: float
+    network: float
+    hop: float
+    decode: float
+    cpus: float
+    provenance: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, values: dict[str, Any], source: str) -> Self:
+        """The profile of a TOML table; raises ValueError where a rate is missing or not above 0."""
+        known = {field.name for field in fields(cls)}
+        rates = known - {"name", "device", "provenance"}
+        wrong = sorted((values.keys() ^ known) - {"provenance"})
+        wrong += [name for name in sorted(rates & values.keys()) if not _positive(values[name])]
+        if wrong:
+            rule = "have every rate of a profile, each above 0, and no other key"
+            raise invalid("profile", rule, f"{wrong[0]} in {source}", "Make it anew: contrastile plan --calibrate.")
+        return cls(**{**values, "provenance": tuple(values.get("provenance", ()))})
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machines of a plan: a profile, or None where the chip has none; ranks in all, and on one node."""
+
+    word: str
+    profile: Profile | None
+    memory: int
+    ranks: int = 1
+    per_node: int = 1
+    # type of the device
+    device: str = "cuda"
+
+
+def known_profiles() -> dict[str, Profile]:
+    """The profiles of the package and that of this machine, by their names in lower case."""
+    profiles = {}
+    for path in (files("contrastile.planner") / "profiles").iterdir():
+        if path.name.endswith(".toml"):
+            profile = Profile.of(tomllib.loads(path.read_text(encoding="utf-8")), path.name)
+            profiles[profile.name.lower()] = profile
+    if (path := calibrated_path()).is_file():
+        profile = Profile.of(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+        profiles[profile.name.lower()] = profile
+    return profiles
+
+
+def calibrated_path() -> Path:
+    """The file with the profile of this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "contrastile" / "profile.toml"
+
+
+def target(word: str | None) -> Target:
+    """The machines of a word such as "8xH100-80GB"; of None this machine, with one rank.
+
+    A chip without a profile needs its memory, and gets no times. Gigabytes are those on the label: 80 GB of an H100
+    are 80 · 2³⁰ bytes but a hundredth, which the driver keeps.
+
+    >>> target("32x8xH100-80GB").ranks
+    256
+    """
+    profiles = known_profiles()
+    if word is None:
+        return _here(profiles)
+    match = GPUS.fullmatch(word)
+    if match is None:
+        raise invalid("gpus", "be [nodes x] [GPUs x] chip [- memory in GB]", repr(word), EXAMPLE)
+    profile, gigabytes = profiles.get(match["chip"].lower()), match["memory"]
+    if profile is None and gigabytes is None:
+        names = ", ".join(sorted(profile.name for profile in profiles.values()))
+        rule = f"name a chip with a profile ({names}), or its memory too"
+        raise invalid("gpus", rule, repr(word), f"Such as {match['chip']}-80GB.")
+    memory = profile.memory if profile is not None else 0
+    if gigabytes is not None:
+        # torch's total of an H100 with 80 GB is 79.2 GiB; the profile's own label keeps the profile's number
+        labelled = int(gigabytes) * 2**30 * 99 // 100
+        memory = min(memory, labelled) if memory and labelled < 1.1 * memory else labelled
+    per_node = int(match["count"] or 1)
+    nodes = int(match["nodes"] or 1)
+    if profile is not None:
+        profile = replace(profile, memory=memory)
+    kind = "cuda" if profile is None else profile.device
+    return Target(word, profile, memory, nodes * per_node, per_node, kind)
+
+
+def _here(profiles: dict[str, Profile]) -> Target:
+    """This machine: its first GPU, or its CPUs."""
+    import torch
+
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        profile = profiles.get(name.lower()) or next((p for p in profiles.values() if p.name in name), None)
+        memory = free_memory(torch.device("cuda", 0))[1]
+        return Target(name, None if profile is None else replace(profile, memory=memory), memory)
+    profile, memory = profiles.get(THIS), free_memory(None)[1]
+    # without a profile there are no times
+    return Target(THIS, profile, memory, device="cpu")

@@ -1,0 +1,126 @@
+"""The seconds of a step, from its work and the rates of a profile: towers, loss, communication, optimizer, data.
+
+A kernel takes the longer of the host's time to launch it and the device's to run it; a step the longer of its
+computation and of the data's way to it, because the next batch is read meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, hypot
+
+import torch
+
+from contrastile.planner.loss import LossSize
+from contrastile.planner.memory import Side, StepMemory
+from contrastile.planner.profile import Profile
+from contrastile.planner.towers import Work
+
+# bytes that AdamW reads and writes for each byte of a trained float32 parameter
+OPTIMIZER_TRAFFIC = 7
+# time of the fused kernels in float32 over that in 16 bits, by torch's precision of float32 products: six, three or one
+# product of pieces, and the pieces' way through memory
+FLOAT32_LOSS = {"highest": 7.0, "high": 3.5, "medium": 1.2}
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of the parts of a step. `host`: the share of the towers' time in which the device waits for the host."""
+
+    towers: float
+    loss: float
+    communication: float
+    optimizer: float
+    data: float
+    host: float = 0.0
+
+    @property
+    def computed(self) -> float:
+        return self.towers + self.loss + self.communication + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return max(self.computed, self.data)
+
+    @property
+    def bottleneck(self) -> str:
+        """The part that takes most of the step."""
+        if self.data > self.computed:
+            return "data"
+        parts = {name: getattr(self, name) for name in ("towers", "loss", "communication", "optimizer")}
+        most = max(parts, key=lambda name: parts[name])
+        return "the host, which launches the towers' kernels" if most == "towers" and self.host > 0.5 else most
+
+
+def step_seconds(
+    step: StepMemory, profile: Profile, *, per_node: int, trained: int, decoded: int = 0, half: bool = True
+) -> StepSeconds:
+    """The seconds of a step of a rank.
+
+    per_node: ranks of a node. trained: bytes of trained parameters. decoded: pictures of a rank that are decoded. half:
+    towers compute in 16 bits.
+    """
+    towers = waiting = 0.0
+    for side, kept in zip(step.sides, step.graphs(), strict=True):
+        seconds, host = _tower_seconds(side, kept, profile, half)
+        towers, waiting = towers + seconds, waiting + host
+    loss, ranks = step.loss, step.loss.ranks
+    link = profile.link if ranks <= per_node else profile.network
+    reduced = 2 * trained * (ranks - 1) / ranks / link
+    return StepSeconds(
+        towers,
+        loss_seconds(loss, profile),
+        exchange_seconds(loss, profile, link) + reduced,
+        OPTIMIZER_TRAFFIC * trained / profile.bandwidth,
+        decoded / (profile.decode * profile.cpus),
+        waiting / towers if towers else 0.0,
+    )
+
+
+def _tower_seconds(side: Side, kept: int, profile: Profile, half: bool) -> tuple[float, float]:
+    """Seconds of both passes of a side, and those of them in which the device waits for the host."""
+    cost, total, waiting = side.cost, 0.0, 0.0
+    rest = side.examples % cost.sub_batch
+    replayed = max(0, side.count - kept)
+    passes = [(cost.forward_work, replayed)] + ([(cost.replay_work, side.count)] if cost.trained else [])
+    for work, count in passes:
+        shorter = int(rest > 0 and count > 0)
+        for share, times in ((1.0, count - shorter), (rest / cost.sub_batch, shorter)):
+            device, host = pass_seconds(work, profile, share, half=half)
+            total += times * max(device, host)
+            waiting += times * max(0.0, host - device)
+    return total, waiting
+
+
+def pass_seconds(work: Work, profile: Profile, share: float = 1.0, *, half: bool = True) -> tuple[float, float]:
+    """Seconds of the device, and of the host, for a `share` of a sub-batch's work."""
+    speed = 1.0 if half else profile.float32
+    products = work.products / (profile.products * speed) + work.attention / (profile.attention * speed)
+    return share * (products + work.moved / profile.bandwidth), work.kernels * profile.launch
+
+
+def loss_seconds(loss: LossSize, profile: Profile) -> float:
+    """Seconds of a rank's pairs: those of the device, or for small losses those of the host's calls."""
+    wide, fused = loss.dtype == torch.float32, loss.backend_name == "triton"
+    factor = 1 / FLOAT32_LOSS[torch.get_float32_matmul_precision()] if fused else profile.float32
+    speed = factor if wide else 1.0
+    N, M = loss.block
+    # a dense block moves its matrices; a tiled one is computed within the workspace, block by block
+    pair = profile.dense_pair * loss.matrices if loss.backend_name == "dense" else profile.pair
+    blocks = ceil(2 * N * M / max(1, loss.workspace_bytes)) if fused else 0
+    device = loss.operations / (profile.loss * speed) + loss.pairs * pair + blocks * profile.block
+    return hypot(profile.call, device)
+
+
+def exchange_seconds(loss: LossSize, profile: Profile, link: float) -> float:
+    """Seconds that other ranks' features and gradients add.
+
+    A ring's hop is hidden by the products of its block (Inf-CL, section 3.2); a gather by those of the rank's own.
+    """
+    W = loss.ranks
+    if W == 1:
+        return 0.0
+    sent, arithmetic = loss.sent / link, loss.operations / profile.loss
+    if loss.exchange_name == "ring":
+        return 2 * W * profile.hop + max(0.0, sent - arithmetic)
+    return max(0.0, sent - arithmetic / W)

@@ -1,0 +1,197 @@
+"""The cost of an encoder: its operations are run on tensors without values, whose bytes and arithmetic are counted.
+
+Lowest file of the planner. The numbers are those of a real run: the same operations in the same order, on tensors of
+the same shapes. Weights are neither made nor read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from contrastile._torch import DispatchMode, pytree, without_values
+from contrastile.gradcache.memory import as_written, counting, footprint
+
+# results that take no kernel
+FREE = {f"aten::{name}" for name in ("detach", "alias", "empty", "empty_like", "_unsafe_view", "lift_fresh")}
+# operations of attention of L queries and M keys of size d: two products forward, five backward
+ATTENTION, ATTENTION_BACKWARD = 4, 10
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic of a call.
+
+    products, attention: operations of matrix products, and of those inside attention. moved: bytes that all other
+    kernels read and write. kernels: their number, which the host launches.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    kernels: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def times(self, factor: float) -> Work:
+        """The work of `factor` such calls."""
+        return Work(*(factor * each for each in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class TowerCost:
+    """Bytes and work of an encoder for a sub-batch of `sub_batch` examples.
+
+    weights, trained: bytes of all parameters and buffers, and of the trained parameters. graph: bytes that a kept graph
+    adds. forward: peak of a pass without a graph. replay: peak of a pass forward and backward, new gradients included.
+    features: bytes of the features of one example; dimensions: their number. inputs: bytes of an example.
+    """
+
+    name: str
+    sub_batch: int
+    weights: int
+    trained: int
+    graph: int
+    forward: int
+    replay: int
+    features: int
+    dimensions: int
+    inputs: int
+    forward_work: Work
+    replay_work: Work
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The cost that `dataclasses.asdict` wrote."""
+        works = {name: Work(**values[name]) for name in ("forward_work", "replay_work")}
+        return cls(**{**values, **works})
+
+
+class _Counted(DispatchMode):
+    """Add up the work of every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        out, name = func(*args, **(kwargs or {})), func._schema.name
+        if not (func.is_view or name in FREE or name.startswith("prim::")):
+            inputs, outputs = (
+                [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), out)
+            )
+            self.work += self._work(func, name, args, kwargs or {}, inputs, out, outputs)
+        return out
+
+    @staticmethod
+    def _work(
+        func: Any, name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor], out: Any, outputs: Sequence[Tensor]
+    ) -> Work:
+        if "scaled_dot_product" in name:
+            backward = "backward" in name
+            # the backward's first tensor is the gradient of the output
+            q, k = inputs[backward : backward + 2]
+            each = ATTENTION_BACKWARD if backward else ATTENTION
+            return Work(attention=each * prod(q.shape) * k.shape[-2], kernels=1)
+        if func._overloadpacket in flop_registry:
+            return Work(products=flop_registry[func._overloadpacket](*args, **kwargs, out_val=out), kernels=1)
+        return Work(moved=sum(x.nbytes for x in (*inputs, *outputs)), kernels=1)
+
+
+def measure(
+    name: str,
+    encoder: Callable[..., Tensor],
+    inputs: Callable[[int], Any],
+    module: nn.Module,
+    sub_batch: int,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> TowerCost:
+    """The cost of `encoder(*inputs(n))` for n = `sub_batch` examples; within `shapes_only`, like the module's making.
+
+    >>> with shapes_only():
+    ...     layer = nn.Linear(1000, 1000, bias=False)
+    ...     cost = measure("layer", layer, lambda n: [torch.empty(n, 1000)], layer, 8, torch.enable_grad)
+    >>> cost.weights, cost.graph, cost.forward_work.products
+    (4000000, 32000, 16000000.0)
+    """
+    weights = [*module.parameters(), *module.buffers()]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    works: dict[bool, Work] = {}
+    shape: list[Tensor] = []
+
+    def run(n: int, grad: bool) -> list[Tensor]:
+        with autocast(), torch.set_grad_enabled(grad):
+            return [encoder(*inputs(n))]
+
+    def counted(grad: bool) -> None:
+        with _Counted() as counter:
+            outs = run(sub_batch, grad)
+            if grad:
+                torch.autograd.grad(outs, trained, [torch.empty_like(out) for out in outs], allow_unused=True)
+        works[grad] = counter.work
+        shape[:] = [out.detach() for out in outs]
+
+    def graph(n: int) -> int:
+        with as_written(), counting() as sizes:
+            outs = run(n, grad=True)
+        del outs
+        return sum(sizes.values())
+
+    forward = footprint(lambda: counted(grad=False))
+    replay, kept = forward, 0
+    if trained:
+        replay = footprint(lambda: counted(grad=True))
+        half = max(1, sub_batch // 2)
+        # weights, and their copies in another type, do not grow with the examples
+        kept = (graph(sub_batch) - graph(half)) * sub_batch // max(1, sub_batch - half) if sub_batch > 1 else graph(1)
+    (features,) = shape
+    return TowerCost(
+        name, sub_batch, sum(x.nbytes for x in weights), sum(x.nbytes for x in trained), kept, forward, replay,
+        features.nbytes // sub_batch, features.shape[1], sum(x.nbytes for x in inputs(1)),
+        works[False], works.get(True, works[False]),
+    )  # fmt: skip
+
+
+class _Undecided(DispatchMode):
+    """Answer every yes-or-no question about values with no: that a mask hides nothing, for one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Run modules without memory; torch's random numbers outside go on as if nothing had happened."""
+    with torch.random.fork_rng(devices=[]), without_values(), _Undecided():
+        yield
+
+
+@contextmanager
+def made_without_memory() -> Iterator[None]:
+    """Make modules whose weights have shapes alone, on torch's device "meta"."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), _Undecided():
+        yield
+
+
+def without_memory(module: nn.Module) -> None:
+    """Give a module that was made so weights that pass for those of a CPU; within `shapes_only`."""
+    # by identity: weights may be shared
+    new: dict[int, Tensor] = {}
+    for owner in module.modules():
+        for name, x in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
+            if id(x) not in new:
+                empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+                new[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+            setattr(owner, name, new[id(x)])

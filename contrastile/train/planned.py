@@ -1,0 +1,195 @@
+"""A recipe as the planner sees it: its towers, made without memory, its loss, its optimizer, its batches.
+
+Beside the loop, whose steps it describes; `planner/` adds up what every part of a step declares. Under `plan.py`, which
+is `contrastile.plan`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice, pairwise, product
+from math import ceil
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastile._errors import invalid
+from contrastile.data.sources import is_collection
+from contrastile.losses.base import PairLoss
+from contrastile.losses.sigmoid import Sigmoid
+from contrastile.losses.softmax import Softmax
+from contrastile.models.text import load_tokenizer, train_tokenizer
+from contrastile.models.timm_openclip import clip_tokenizer
+from contrastile.offload import free_memory
+from contrastile.planner.loss import LossSize
+from contrastile.planner.memory import LIBRARIES, Held, Side, StepMemory
+from contrastile.planner.plan import Plan
+from contrastile.planner.profile import Target, target
+from contrastile.planner.towers import TowerCost, made_without_memory, measure, shapes_only, without_memory
+from contrastile.train.config import AnyRecipe, Recipe
+from contrastile.train.config.sizes import without_folders
+from contrastile.train.loaded import LoadedRun
+from contrastile.train.optim import state_bytes, step_bytes
+from contrastile.train.ranks import Ranks
+from contrastile.train.recipe import load_any_recipe
+from contrastile.train.retriever.run import build_retriever_run
+from contrastile.train.run import HALVES, autocast, build_run
+
+logger = logging.getLogger("contrastile")
+
+LOSSES: dict[str, PairLoss] = {"clip": Softmax(symmetric=True), "siglip": Sigmoid(), "infonce": Softmax()}
+# numbers of a token: its index, and the mask
+TOKEN_TENSORS = 2
+# sub-batches of inputs on a device: the present one, and the next that is copied meanwhile
+STREAMED = 2
+CPU = torch.device("cpu")
+
+
+def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int | None, pairs: int | None) -> Plan:
+    """`contrastile.plan`."""
+    machines = target(gpus)
+    settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
+    largest = max(size for _, size in settings.train.batch)
+    if batch is not None and batch < machines.ranks:
+        raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
+    model, costs = towers(settings, machines.ranks, batch or largest)
+    return plan_of(settings, machines, batch or largest, model, costs, stages(settings, pairs) if not batch else ())
+
+
+def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | None:
+    """The parts of a finished run's planned peak, for its report; None on a CPU, whose tensors are not counted.
+
+    A plan that fails is reported and never costs a run its end.
+    """
+    if run.device.type != "cuda" or not batch:
+        return None
+    try:
+        memory = free_memory(run.device)[1]
+        machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type)
+        return plan_of(run.recipe, machines, batch, *towers(run.recipe, ranks, batch)).peak.parts
+    except Exception as error:
+        logger.warning("no plan of the memory: %s: %s", type(error).__name__, error)
+        return None
+
+
+def stages(recipe: Any, pairs: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Batch size and number of steps of each stage of a run; none for one in epochs of an unknown number of pairs."""
+    train = recipe.train
+    if train.examples is None and pairs is None:
+        return ()
+    examples, sizes = train.length(pairs or 0), [*train.batch, (1.0, 0)]
+    spans = pairwise(sizes)
+    return tuple((size, ceil((end - start) * examples / size)) for (start, size), (end, _) in spans)
+
+
+def sub_batches(recipe: Any, rows: int) -> dict[str, tuple[int, int, int]]:
+    """Of each side of a rank's part of `rows` queries: examples, those of a sub-batch, and the tokens of one."""
+    cut, tokens = recipe.train.sub_batch, recipe.model.tokenizer
+    if isinstance(recipe, Recipe):
+        sides = {"image": (rows, cut.image, 0), "text": (rows, cut.at_once("text", tokens.length), tokens.length)}
+    else:
+        each = {"query": (1, tokens.query_length), "passage": (keys_of(recipe), tokens.length)}
+        sides = {name: (n * rows, cut.at_once(name, length), length) for name, (n, length) in each.items()}
+    return {name: (examples, min(most, examples), length) for name, (examples, most, length) in sides.items()}
+
+
+def keys_of(recipe: Any) -> int:
+    """Keys for each query."""
+    return 1 if isinstance(recipe, Recipe) else recipe.data.positives + recipe.data.negatives
+
+
+def towers(recipe: Any, ranks: int, batch: int) -> tuple[nn.Module, list[TowerCost]]:
+    """The recipe's model without memory, and the cost of each side's sub-batch for a batch of all ranks."""
+    rows = ceil(batch / ranks / recipe.train.accumulate)
+    build: Callable[..., Any] = build_run if isinstance(recipe, Recipe) else build_retriever_run
+    tokenizer = made_up_tokenizer(recipe.model.tokenizer)
+    # compiled towers take no more; weights in folders are not read
+    settings = without_folders(recipe).model_copy(update={"device": "meta"})
+    if getattr(settings.train, "compile", False):
+        settings = settings.model_copy(update={"train": settings.train.model_copy(update={"compile": False})})
+    with made_without_memory():
+        model = build(settings, tokenizer).model.train()
+    context, costs = partial(autocast, CPU, recipe.train.precision), []
+    with shapes_only():
+        without_memory(model)
+        for name, (_, size, length) in sub_batches(recipe, rows).items():
+            encoder, module = _encoder(model, name)
+            costs.append(measure(name, encoder, partial(_inputs, recipe, length), module, size, context))
+    return model, costs
+
+
+def _encoder(model: Any, side: str) -> tuple[Callable[..., Tensor], nn.Module]:
+    """The function that encodes a side, and the module inside."""
+    if hasattr(model, "encoders"):
+        # trimming padding needs values
+        encoder = model.encoders[side if side in model.encoders else "both"]
+        return encoder, encoder
+    return getattr(model, f"encode_{side}"), getattr(model, side)
+
+
+def _inputs(recipe: Any, length: int, n: int) -> list[Tensor]:
+    """A sub-batch of `n` examples: texts of `length` tokens, pictures where that is 0, or their cached features."""
+    if length:
+        return [torch.ones(n, length, dtype=torch.int64) for _ in range(TOKEN_TENSORS)]
+    data = recipe.data
+    dtype = torch.uint8 if is_collection(data.source) else torch.float32
+    return [torch.zeros(n, data.channels, data.image_size, data.image_size, dtype=dtype)]
+
+
+def plan_of(
+    recipe: Any, machines: Target, batch: int, model: nn.Module, costs: Sequence[TowerCost],
+    lengths: tuple[tuple[int, int], ...] = (),
+) -> Plan:  # fmt: skip
+    """The plan of a recipe whose towers are measured."""
+    train, ranks, keys = recipe.train, machines.ranks, keys_of(recipe)
+    rows = ceil(batch / ranks / train.accumulate)
+    half = HALVES.get(train.precision)
+    products = half or (torch.float64 if train.precision == "float64" else torch.float32)
+    given = torch.float64 if train.precision == "float64" else torch.float32
+    on_gpu = machines.device == "cuda"
+    sides = []
+    for cost, (examples, size, _) in zip(costs, sub_batches(recipe, rows).values(), strict=True):
+        # features in the type of the loss, and normalised
+        copies = 2 * given.itemsize * cost.dimensions
+        sides.append(Side(cost, examples, (STREAMED * size if on_gpu else 0) * cost.inputs, copies))
+    loss = LossSize(
+        rows, keys * rows, ranks, costs[0].dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
+        machines.device, getattr(recipe.loss, "workspace", None), products, given,
+        LOSSES[getattr(recipe.loss, "kind", "infonce")],
+    )  # fmt: skip
+    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
+    share = ranks if train.parallel == "shard" else 1
+    held = Held(
+        weights // share, state_bytes(model, recipe.optim) // share, trained // share if recipe.optim.ema else 0,
+        trained if train.accumulate > 1 else 0,
+        max(step_bytes(model, recipe.optim) // share, Ranks(0, ranks).combined_bytes(trained)),
+        LIBRARIES if on_gpu else 0,
+    )  # fmt: skip
+    pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
+    inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
+    step = StepMemory(sides, loss, held, train.retain)
+    return Plan(
+        recipe.name, machines, batch, step, keys, train.accumulate, weights, trained, inputs, int(pictures),
+        half is not None, lengths,
+    )  # fmt: skip
+
+
+def made_up_tokenizer(settings: Any) -> Any:
+    """The recipe's tokenizer; one that the run would train on its texts is trained on as many made-up words."""
+    if (tokens := learned_tokens(settings)) is not None:
+        words = map("".join, islice(product(ascii_lowercase, repeat=5), tokens))
+        return train_tokenizer(words, size=tokens, length=settings.length)
+    if settings.folder is not None:
+        return load_tokenizer(Path(settings.folder), length=settings.length)
+    return clip_tokenizer(settings.length)
+
+
+def learned_tokens(settings: Any) -> int | None:
+    """The most tokens a tokenizer may learn from the run's texts; None for a ready one."""
+    return None if settings.folder is not None or settings.kind == "open_clip" else int(settings.size)

@@ -1,0 +1,69 @@
+"""The mixin for Lightning beside a module that computes the whole batch, with the library itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from lightning_on_ranks import Cached, Plain, pairs, quiet, train
+from torch.utils.data import DataLoader, TensorDataset
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
+
+
+def same(found: Any, truth: Any, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(found, truth, rtol=tolerance, atol=tolerance / 100)
+
+
+@pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
+def test_weights_are_those_of_the_whole_batch(tmp_path: Path, words: dict[str, Any]) -> None:
+    same(train(Cached(), tmp_path, 8, **words), train(Plain(), tmp_path, 8, **words))
+
+
+def test_the_precision_plugin_reaches_the_encoders(tmp_path: Path) -> None:
+    seen, weights = set(), []
+    for model in (Cached().float(), Plain().float()):
+        model.image.register_forward_hook(lambda module, inputs, out: seen.add(out.dtype))
+        data = TensorDataset(*(x.float() for x in pairs().tensors))
+        quiet(tmp_path, precision="bf16-mixed").fit(model, DataLoader(data, batch_size=8))
+        weights.append(model.state_dict())
+    assert seen == {torch.bfloat16}
+    torch.testing.assert_close(*weights, rtol=2e-2, atol=1e-3)
+
+
+def test_a_resumed_run_has_the_same_weights_and_validation_is_the_loss(tmp_path: Path) -> None:
+    # Lightning resumes at the beginning of an epoch
+    truth = train(Cached(), tmp_path, 16, max_steps=-1, max_epochs=2)
+    trainer = quiet(tmp_path, max_steps=-1, max_epochs=1)
+    trainer.fit(Cached(), DataLoader(pairs(), batch_size=16))
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    model = Cached()
+    again = quiet(tmp_path, max_steps=-1, max_epochs=2)
+    again.fit(model, DataLoader(pairs(), batch_size=16), ckpt_path=tmp_path / "two.ckpt")
+    same({name: p.detach() for name, p in model.named_parameters()}, truth)
+    (found,) = again.validate(model, DataLoader(pairs(), batch_size=32), verbose=False)
+    with torch.no_grad():
+        wanted = Plain.training_step(model, next(iter(DataLoader(pairs(), batch_size=32))), 0)
+    assert found["val_loss"] == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_two_ranks_have_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("lightning_on_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run([*command, str(tmp_path), "4"], check=True, timeout=240)
+
+    truth = train(Plain(), tmp_path, 8)
+    for rank in range(2):
+        same(torch.load(tmp_path / f"{rank}.pt"), truth)
+
+
+def test_a_batch_of_another_number_of_sides_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`batch` must have two sides or more, one for each of 2 encoders; got 1."):
+        Cached().contrastive_loss([torch.randn(4, 6)])

@@ -1,0 +1,311 @@
+"""The planner: costs of encoders beside real ones, a step's moments beside a real step, words, files, command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_runs import write_recipe
+from torch import Tensor, nn
+
+import contrastile
+from contrastile import ClipLoss, encode
+from contrastile.cli.main import main
+from contrastile.cli.plan import lines
+from contrastile.gradcache.memory import footprint, kept_bytes
+from contrastile.planner import calibrate as calibration
+from contrastile.planner.loss import LossSize
+from contrastile.planner.memory import CONTEXT, Held, Side, StepMemory
+from contrastile.planner.profile import Profile, known_profiles, target
+from contrastile.planner.seconds import exchange_seconds, step_seconds
+from contrastile.planner.towers import TowerCost, Work, measure, shapes_only
+from contrastile.train.config.base import AdafactorSettings, AdamWSettings, MuonSettings
+from contrastile.train.memory import Weighed
+from contrastile.train.optim import build_optimizer, state_bytes
+from contrastile.train.planned import planned_memory
+from contrastile.train.recipe import load_recipe
+from contrastile.train.report.figures import memory_bars
+from contrastile.train.report.page import _memory_figure
+
+CPU = torch.device("cpu")
+WIDTH, D, SUB_BATCH = 96, 32, 16
+
+
+class _Unit(nn.Module):
+    """Rows of unit length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)
+
+
+def _tower() -> nn.Module:
+    torch.manual_seed(0)
+    wide = 4 * WIDTH
+    return nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.LayerNorm(wide), nn.Linear(wide, D), _Unit())
+
+
+def _inputs(n: int) -> list[Tensor]:
+    return [torch.zeros(n, WIDTH)]
+
+
+def _cost(name: str = "tower", size: int = SUB_BATCH, frozen: bool = False) -> TowerCost:
+    with shapes_only():
+        tower = _tower().requires_grad_(not frozen)
+        return measure(name, tower, _inputs, tower, size, torch.enable_grad)
+
+
+def test_the_cost_of_an_encoder_is_that_of_a_real_one() -> None:
+    tower, cost = _tower(), _cost()
+    assert cost.weights == cost.trained == sum(x.nbytes for x in tower.parameters())
+
+    def forward(n: int = SUB_BATCH) -> Tensor:
+        return tower(*_inputs(n))
+
+    def replay() -> None:
+        out = forward()
+        torch.autograd.grad(out, [*tower.parameters()], torch.ones_like(out))
+
+    with torch.no_grad():
+        assert cost.forward == pytest.approx(footprint(forward), rel=0.01)
+    assert cost.replay == pytest.approx(footprint(replay), rel=0.01)
+    assert cost.graph == kept_bytes(forward) - kept_bytes(partial(forward, SUB_BATCH // 2)) + cost.graph // 2
+    assert (cost.dimensions, cost.features, cost.inputs) == (D, 4 * D, 4 * WIDTH)
+    # the products of the two layers, and again twice backward, but for the gradient of the inputs
+    assert cost.forward_work.products == 2 * SUB_BATCH * 4 * WIDTH * (WIDTH + D)
+    assert cost.replay_work.products == 2 * SUB_BATCH * 4 * WIDTH * (2 * WIDTH + 3 * D)
+
+
+def test_attention_is_counted_forward_and_backward() -> None:
+    with shapes_only():
+        layer = nn.Linear(32, 32)
+
+        def encoder(x: Tensor) -> Tensor:
+            heads = layer(x).view(len(x), 10, 4, 8).transpose(1, 2)
+            return F.scaled_dot_product_attention(heads, heads, heads).flatten(1)
+
+        cost = measure("layer", encoder, lambda n: [torch.zeros(n, 10, 32)], layer, 4, torch.enable_grad)
+    # two products of 10 x 10 x 8 in each of 4 heads of 4 examples; five backward
+    assert cost.replay_work.attention == 14 * 4 * 4 * 10 * 10 * 8
+
+
+def test_a_frozen_encoder_has_no_graph_and_no_second_pass() -> None:
+    cost = _cost(frozen=True)
+    assert (cost.trained, cost.graph, cost.replay) == (0, 0, cost.forward)
+    step = _step([Side(cost, 64), Side(_cost("text"), 64)])
+    assert [moment.name for moment in step.moments()] == [
+        "tower: first pass", "text: first pass", "loss", "text: second pass", "text: sum of gradients", "optimizer",
+    ]  # fmt: skip
+
+
+def test_measuring_leaves_the_random_numbers_as_they_were() -> None:
+    torch.manual_seed(1)
+    expected = torch.randn(3)
+    torch.manual_seed(1)
+    _cost()
+    assert torch.equal(torch.randn(3), expected)
+
+
+def _step(sides: list[Side], retain: Any = 0, memory: int = 2**33, **loss: Any) -> StepMemory:
+    rows = sides[0].examples
+    words = {"device": "cpu", "dtype": torch.float32, "given": torch.float32, **loss}
+    weights = sum(side.cost.weights for side in sides)
+    return StepMemory(sides, LossSize(rows, rows, 1, D, memory, **words), Held(weights, libraries=0), retain)
+
+
+@pytest.mark.parametrize("backend", ["dense", "eager"])
+@pytest.mark.parametrize(("batch", "retain"), [(96, 0), (96, 2), (90, 6), (1024, 0)])
+def test_the_planned_peak_is_that_of_a_real_step(batch: int, retain: int, backend: Any) -> None:
+    """The peak of the operations' results on a CPU, for few rows that of the towers, for many that of the loss."""
+    towers, cost = [_tower(), _tower()], _cost()
+    step = _step([Side(cost, batch)] * 2, retain, backend=backend, workspace=2**20)
+    x = torch.randn(batch, WIDTH)
+
+    def run() -> None:
+        q, k = (encode(tower, x, sub_batch=SUB_BATCH, retain=retain) for tower in towers)
+        ClipLoss(backend=backend, workspace=2**20)(q, k, 10.0).backward()
+
+    run()
+    for tower in towers:
+        tower.zero_grad()
+    with Weighed(CPU) as weighed:
+        run()
+    planned = step.peak().bytes - step.held.weights
+    assert weighed.bytes <= 1.1 * planned
+    # a CPU's dense block takes less: it knows the range of its logits
+    assert planned <= (1.4 if backend == "dense" else 1.2) * weighed.bytes
+
+
+def test_kept_graphs_follow_the_rule_of_the_gradient_cache() -> None:
+    """The last sub-batch may be short, and "auto" keeps as many graphs as there is room for."""
+    side = Side(replace(_cost(), graph=1000), 40)
+    assert (side.count, side.graphs(0), side.graphs(1), side.graphs(3)) == (3, 0, 500, 2500)
+    step = _step([side, side], "auto", memory=2 * CONTEXT)
+    assert step.graphs() == [3, 3]
+    assert replace(step, loss=replace(step.loss, memory=CONTEXT // 2)).graphs() == [0, 0]
+    assert _step([side, side], 2).graphs() == [2, 2]
+
+
+@pytest.mark.parametrize("settings", [
+    AdamWSettings(), AdafactorSettings(), AdafactorSettings(betas=(0.0, 0.95)), MuonSettings(),
+])  # fmt: skip
+def test_the_state_of_an_optimizer_has_the_declared_bytes(settings: Any) -> None:
+    model = nn.Sequential(nn.Linear(40, 48), nn.Linear(48, 20), nn.Conv2d(3, 5, 3))
+    model[0].bias.requires_grad_(False)
+    optimizer = build_optimizer(model, settings)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    members = getattr(optimizer, "members", {"": optimizer}).values()
+    states = [x for member in members for state in member.state.values() for name, x in state.items() if name != "step"]
+    assert state_bytes(model, settings) == sum(x.nbytes for x in states)
+
+
+def test_seconds_are_those_of_the_slower_of_device_and_host() -> None:
+    profile = replace(target("H200").profile, products=1e3, attention=1e3, bandwidth=1e3, launch=0.1, call=1e-9)
+    cost = replace(_cost(), forward_work=Work(100, 0, 0, 5), replay_work=Work(300, 0, 0, 1))
+    seconds = step_seconds(_step([Side(cost, 40)] * 2), profile, per_node=8, trained=0)
+    # of each side, two whole sub-batches and a half: forward 0.5 on the host, replay 0.3 on the device
+    assert seconds.towers == pytest.approx(2 * (3 * 0.5 + 2.5 * 0.3))
+    assert seconds.host == pytest.approx(2 * (2 * 0.4 + 0.45) / seconds.towers)
+    slow = step_seconds(_step([Side(cost, 40)] * 2), profile, per_node=8, trained=0, decoded=10**6)
+    assert (slow.total, slow.bottleneck) == (10**6 / (profile.decode * profile.cpus), "data")
+
+
+def test_a_ring_is_hidden_by_its_arithmetic_but_for_its_hops() -> None:
+    profile = target("H200").profile
+    many = LossSize(2**15, 2**15, 8, 768, 2**37, "ring", "triton")
+    assert exchange_seconds(many, profile, profile.link) == 16 * profile.hop
+    assert exchange_seconds(many, profile, 1e6) > 100
+    assert exchange_seconds(replace(many, ranks=1), profile, 1e6) == 0
+
+
+@pytest.mark.parametrize(("word", "ranks", "per_node", "gibibytes"), [
+    ("H200", 1, 1, 139.8), ("8xH100-80GB", 8, 8, 79.2), ("32x8xH100-80GB", 256, 8, 79.2), ("4xA800-80GB", 4, 4, 79.2),
+    ("2xh100-94GB", 2, 2, 93.1),
+])  # fmt: skip
+def test_machines_by_a_word(word: str, ranks: int, per_node: int, gibibytes: float) -> None:
+    machines = target(word)
+    assert (machines.ranks, machines.per_node, machines.device) == (ranks, per_node, "cuda")
+    assert machines.memory / 2**30 == pytest.approx(gibibytes, abs=0.05)
+    assert (machines.profile is None) == ("A800" in word)
+
+
+@pytest.mark.parametrize(("word", "sentence"), [
+    ("0xH100", "`gpus` must be [nodes x] [GPUs x] chip [- memory in GB]; got '0xH100'. "
+     "Such as H200, 8xH100-80GB, or 32x8xH100-80GB for 32 nodes."),
+    ("8xA800", "`gpus` must name a chip with a profile (H100, H200), or its memory too; got '8xA800'. "
+     "Such as A800-80GB."),
+])  # fmt: skip
+def test_a_word_that_names_no_machine_is_refused(word: str, sentence: str, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ValueError) as error:
+        target(word)
+    assert str(error.value) == sentence
+
+
+def test_a_profile_with_a_wrong_key_is_refused() -> None:
+    values = asdict(known_profiles()["h100"])
+    for wrong in ({**values, "speed": 1.0}, {**values, "loss": 0}, {k: v for k, v in values.items() if k != "hop"}):
+        with pytest.raises(ValueError) as error:
+            Profile.of(wrong, "mine.toml")
+        key = next(iter((wrong.keys() ^ values.keys()) or {"loss"}))
+        rule = "`profile` must have every rate of a profile, each above 0, and no other key"
+        assert str(error.value) == f"{rule}; got {key} in mine.toml. Make it anew: contrastile plan --calibrate."
+
+
+def test_this_machine_is_calibrated_once_and_found_again(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert target(None).profile is None
+    for name, value in (("SIDES", {"cpu": 64}), ("NUMBERS", {"cpu": 64}), ("ROWS", {"cpu": 64})):
+        monkeypatch.setattr(calibration, name, value)
+    monkeypatch.setattr("contrastile.planner.calibrate.calibrate.__defaults__", (None, 0.0))
+    assert main(["plan", "--calibrate"]) == 0
+    assert capsys.readouterr().out == f"profile: {tmp_path}/contrastile/profile.toml\n"
+    profile = target(None).profile
+    assert profile is not None
+    assert (profile.name, profile.device) == ("cpu", "cpu")
+    assert "--calibrate" in profile.provenance[0]
+
+
+def test_the_plan_of_a_recipe(tmp_path: Path, capsys: Any) -> None:
+    path = write_recipe(tmp_path)
+    plan = contrastile.plan(path, gpus="2xH100")
+    values = plan.values()
+    assert (values["batch"], values["rows"], values["exchange"], values["backend"]) == (48, 24, "gather", "triton")
+    assert [(side["name"], side["examples"], side["sub_batches"]) for side in values["sides"]] == [
+        ("image", 24, 2), ("text", 24, 3),
+    ]  # fmt: skip
+    # half of 480 examples in batches of 16, half in batches of 48
+    assert plan.stages == ((16, 15), (48, 5))
+    assert plan.run_seconds == pytest.approx(15 * plan.at(16).seconds.total + 5 * plan.seconds.total)
+    assert values["peak"]["bytes"] == sum(values["peak"]["parts"].values())
+    assert values["peak"]["bytes"] == max(moment["bytes"] for moment in values["moments"])
+    # the same recipe, loaded, and nothing of the data is opened
+    (tmp_path / "pictures.tsv").unlink()
+    assert contrastile.plan(load_recipe(path, files=False), gpus="2xH100").values() == values
+    text = "\n".join(lines(plan))
+    assert "tiny on 2xH100: 48 pairs a step, 24 on each of 2 ranks" in text
+    assert "  image: sub-batches of 16, 1 of 2 graphs kept" in text
+    assert main(["plan", str(path), "--gpus", "2xH100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(values))
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys: Any) -> None:
+    plan = contrastile.plan(write_recipe(tmp_path), "train.retain=0", gpus="4xT4-2GB")
+    largest = plan.largest()
+    assert plan.at(largest).fits
+    assert not plan.at(int(1.01 * largest)).fits
+    # no more than a block of the dense matrix fits
+    dense = plan.largest(exchange="gather", backend="dense")
+    assert dense < largest / 5
+    # the target has no profile
+    assert plan.seconds is None
+    assert all(choice.seconds is None for choice in plan.choices())
+    assert main(["plan", str(tmp_path / "tiny.toml"), "--gpus", "4xT4-2GB", "--largest"]) == 0
+    assert f"{largest:,} pairs a step" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "tiny.toml"), "--gpus", "4xT4-2GB", "--batch", "512M"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    ([], "`recipe` must be named; got none. Such as recipes/glyphs.toml."),
+    (["RECIPE", "--gpus", "8xH100", "--batch", "4"],
+     "`batch` must be at least a pair for each of the 8 ranks; got 4. Take more."),
+    (["RECIPE", "--gpus", "H100", "--batch", "64", "--hours"],
+     "`--hours` must come with a run of known length and a chip with a profile; got H100. "
+     "Give the pairs to train on, such as --hours 280M, and leave out --batch and --largest."),
+    (["RECIPE", "--gpus", "T4-2GB", "--hours"],
+     "`--hours` must come with a run of known length and a chip with a profile; got T4-2GB. "
+     "Leave it out for the default."),
+    (["RECIPE", "--gpus", "T4-2GB", "--largest", "train.sub_batch=1M", "train.batch=2M"],
+     "`train.sub_batch` must be small enough for one pair on each rank to fit; got 1048576. Take half of it."),
+])  # fmt: skip
+def test_what_the_command_refuses(words: list[str], sentence: str, tmp_path: Path, capsys: Any) -> None:
+    path = write_recipe(tmp_path)
+    big = [word.replace("1M", str(2**20)).replace("2M", str(2**21)) if "train." in word else word for word in words]
+    assert main(["plan", *(str(path) if word == "RECIPE" else word for word in big)]) == 2
+    assert capsys.readouterr().err == sentence + "\n"
+
+
+@pytest.mark.drawn
+def test_the_report_shows_the_plan_beside_the_measured_peak() -> None:
+    svg = memory_bars({"graphs": 3 * 2**30, "weights": 2**30}, 5 * 2**30)
+    assert svg.startswith("<svg")
+    assert all(f">{word}<" in svg for word in ("planned", "measured", "graphs", "weights"))
+    # earlier versions wrote no plan, and on a CPU there is none
+    assert [*_memory_figure({"peak_bytes": 1}), *_memory_figure({"planned_memory": None, "peak_bytes": 1})] == []
+
+
+def test_a_plan_that_fails_costs_a_finished_run_nothing(caplog: Any) -> None:
+    run: Any = SimpleNamespace(device=CPU, recipe=None)
+    assert planned_memory(run, 64, 1) is None
+    run.device = SimpleNamespace(type="cuda")
+    assert planned_memory(run, 64, 1) is None
+    assert "no plan of the memory" in caplog.text
