@@ -64,10 +64,10 @@ def run(script: Path, folder: Path) -> None:
         pictures = [_picture(plt.figure(k), f"{script.stem}-{number}-{k}", folder) for k in plt.get_fignums()]
         plt.close("all")
         outputs.append({"printed": printed.getvalue().rstrip(), "pictures": pictures})
-    seconds = round(time.monotonic() - start)
-    result = {"digest": _digest(script), "seconds": seconds, "cores": os.cpu_count(), "outputs": outputs}
+    seconds, cpu = round(time.monotonic() - start), round(sum(os.times()[:4]))
+    result = {"digest": _digest(script), "seconds": seconds, "cpu_seconds": cpu, "outputs": outputs}
     (folder / OUTPUTS).write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(f"{script.stem}: {seconds} s", file=sys.stderr)
+    print(f"{script.stem}: {seconds} s, {cpu} s of one CPU core", file=sys.stderr)
 
 
 def page(script: Path) -> str:
@@ -90,7 +90,8 @@ def page(script: Path) -> str:
             parts.append("\n".join(schemes))
     place = script.relative_to(ROOT).as_posix()
     parts.append(
-        f"---\n\nThis page is the script `{place}`, run in {result['seconds']} seconds on {result['cores']} CPU cores. "
+        f"---\n\nThis page is the script `{place}`, run in {result['seconds']} seconds ("
+        f"{result['cpu_seconds']} of one CPU core). "
         f"`jupytext --to notebook {place}` makes a notebook of it."
     )
     return "\n\n".join(parts) + "\n"
