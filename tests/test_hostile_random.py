@@ -4,8 +4,8 @@ import hostile_random
 import pytest
 from hostile_random import READERS
 
-# the tries of each reader in `make test`, and in `make test-hostile` where they take about a second for a thousand
-FEW, MANY, SLOW = 20, 2000, {"model folders": 200, "tokenizer folders": 500}
+# the tries of each reader in `make test`, in `make test-hostile`, and there with models; those of one process
+FEW, MANY, SLOW, GROUP = 20, 2000, {"model folders": 200, "tokenizer folders": 500}, 250
 
 
 @pytest.mark.parametrize("name", [name for name in READERS if name not in SLOW])
@@ -20,6 +20,6 @@ def test_a_few_spoilt_files_are_read_or_refused(attacked, name):
 def test_many_spoilt_files_are_read_or_refused(attacked, name):
     tries = SLOW.get(name, MANY)
     # several processes, because each may use its seconds of processor time
-    for first in range(FEW, tries, 100):
-        outcome = attacked.run(hostile_random.tried, name, first, min(100, tries - first))
+    for first in range(0, tries, GROUP):
+        outcome = attacked.run(hostile_random.tried, name, first, min(GROUP, tries - first))
         assert outcome.error == ""
