@@ -118,7 +118,7 @@ def test_the_root_holds_ten_files_at_most() -> None:
 
 # what neighbours in a drawer may know: its base, and what others are a special case of; the kernels fill several files
 SHARED = {
-    "losses": {"base", "softmax"},
+    "losses": {"base", "softmax", "sigmoid"},
     "tiles": {"base", "eager"},
     "exchange": {"base", "gather", "ring"},
 }

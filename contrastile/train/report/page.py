@@ -222,7 +222,7 @@ def _figures(steps: StepColumns, loss: str, wording: Wording) -> list[str]:
     single = {
         "scale": ("Scale", steps["scale"]),
         "rate": ("Learning rate", steps["learning_rate"]),
-        "speed": (f"{wording.unit.capitalize()} per second", steps["batch"] / steps["seconds"]),
+        "speed": (f"{wording.unit.capitalize()} per second", steps["batch"] / np.maximum(steps["seconds"], 1e-9)),
     }
     if len(steps) > 1 and np.ptp(steps["scale"]) == 0:
         # a constant line shows nothing
