@@ -43,6 +43,7 @@ demo-search: $(VENV)/.train ## train a retriever for the Python code on this mac
 
 docs: $(VENV)/.docs ## build the documentation site, build/site/index.html; runs tutorials that changed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "build/site/index.html; to search in it: python3 -m http.server --directory build/site"
 
 tutorials: $(VENV)/.docs ## run the five tutorials anew, for the site (five to ten minutes on 2 cores)
 	$(BIN)/python docs/site/tutorials.py

@@ -192,8 +192,8 @@ def interpret(entry: Entry, place: str) -> Question:
         right, wrong = (_contexts(entry.get(f"{side}_passages"), place) for side in ("positive", "negative"))
         return Question(query, right, wrong, answers, identity)
     if "positive_document_ids" in entry:
-        right, wrong = (_document_ids(entry.get(f"{side}_document_ids")) for side in ("positive", "negative"))
-        return Question(query, right, wrong, id=identity)
+        positives, negatives = (_document_ids(entry.get(f"{side}_document_ids")) for side in ("positive", "negative"))
+        return Question(query, positives, negatives, id=identity)
     if "pos" in entry:
         return Question(query, _plain(entry["pos"], place), _plain(entry.get("neg"), place))
     return _columns(entry, place)

@@ -40,7 +40,7 @@ def draw(name: str, dark: bool) -> str:
     colours = DARK if dark else LIGHT
     style = {
         "text.color": colours.ink, "axes.edgecolor": colours.faint, "axes.labelcolor": colours.ink,
-        "xtick.color": colours.ink, "ytick.color": colours.ink, "font.size": 11, "svg.hashsalt": name,
+        "xtick.color": colours.ink, "ytick.color": colours.ink, "font.size": 12.5, "svg.hashsalt": name,
         "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
     with mpl.rc_context(style):
@@ -65,7 +65,7 @@ def _box(
 ) -> None:
     axis.add_patch(Rectangle((x, y), w, h, facecolor=face, **{"linewidth": 0, **more}))
     if text:
-        axis.text(x + w / 2, y + h / 2, text, ha="center", va="center", color=ink, fontsize=9.5)
+        axis.text(x + w / 2, y + h / 2, text, ha="center", va="center", color=ink, fontsize=10.5)
 
 
 def _arrow(axis: Any, start: tuple[float, float], end: tuple[float, float], colour: str, bend: float = 0.0) -> None:
@@ -100,17 +100,17 @@ def _stack(axis: Any, c: Colours, n: int, lit: Callable[[int], str]) -> None:
             _box(axis, j + 0.04, y + 0.06, 0.92, 0.88, lit(i))
         _box(axis, 4.25, y + 0.06, 0.5, 0.88, c.row)
     for x, text, colour in ((-0.5, "inputs", c.faint), (2.0, "activations", c.ink), (4.6, "features", c.row)):
-        axis.text(x, n + 0.15, text, ha="center", va="bottom", color=colour, fontsize=9.5)
+        axis.text(x, n + 0.15, text, ha="center", va="bottom", color=colour, fontsize=11)
 
 
 def walls(c: Colours) -> Figure:
     figure, (left, right) = _panels(9.5, 4.2, 2)
     _matrix(left, c, 6, lambda *_: c.now)
-    left.set_title("Wall 1: the b × b matrix of the loss", fontsize=12)
+    left.set_title("Wall 1: the b × b matrix of the loss", fontsize=13)
     left.text(3, -0.35, "65,536 pairs: 16 GiB in float32\n1,048,576 pairs: 4 TiB", ha="center", va="top")
     _limits(left, -1.7, 6.3, -1.6, 7.6)
     _stack(right, c, 6, lambda *_: c.now)
-    right.set_title("Wall 2: the activations of the encoders", fontsize=12)
+    right.set_title("Wall 2: the activations of the encoders", fontsize=13)
     right.text(
         2, -0.35, f"a ViT-B/16 and its text tower:\n{_steps()[0]:.0f} GiB for 1,024 pairs", ha="center", va="top"
     )
@@ -121,13 +121,13 @@ def walls(c: Colours) -> Figure:
 def instead(c: Colours) -> Figure:
     figure, (left, right) = _panels(9.5, 4.2, 2)
     _matrix(left, c, 6, lambda i, j: c.now if (i, j) == (2, 3) else c.ghost)
-    left.set_title("Tiles: one block of the matrix at a time", fontsize=12)
+    left.set_title("Tiles: one block of the matrix at a time", fontsize=13)
     left.text(
         3, -0.35, "the loss needs sums of rows and columns,\nand a tile can be computed again", ha="center", va="top"
     )
     _limits(left, -1.7, 6.3, -1.6, 7.6)
     _stack(right, c, 6, lambda i: c.now if i == 2 else c.ghost)
-    right.set_title("Gradient cache: one sub-batch at a time", fontsize=12)
+    right.set_title("Gradient cache: one sub-batch at a time", fontsize=13)
     right.text(2, -0.35, "features stay, activations go;\nthe backward computes them again", ha="center", va="top")
     _limits(right, -1.7, 5.7, -1.6, 7.6)
     return figure

@@ -42,10 +42,9 @@ def on_files(files: Files, config: Any) -> Files:
     for name, write in REFERENCE.items():
         files.append(File.generated(config, f"reference/{name}.md", content=write()))
     for script in sorted(tutorials.SCRIPTS.glob("*.py")):
-        folder = tutorials.page(script)
-        text = (folder / "page.md").read_text(encoding="utf-8")
+        text = tutorials.page(script)
         files.append(File.generated(config, f"tutorials/{script.stem}.md", content=text))
-        for picture in folder.glob("*.png"):
+        for picture in (tutorials.PAGES / script.stem).glob("*.png"):
             files.append(File.generated(config, f"tutorials/{picture.name}", abs_src_path=str(picture)))
     drawn = {name for file in files.documentation_pages() for name, _ in FIGURE.findall(file.content_string)}
     for name in sorted(drawn):

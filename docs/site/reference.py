@@ -15,6 +15,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from torch import nn
+
 import contrastile
 import contrastile.losses
 
@@ -26,7 +28,9 @@ API: dict[str, tuple[str, str, dict[str, str]]] = {
         "Which losses are there?",
         "Modules by name, and `contrast`, the function under them. [Which loss computes what?](../losses.md) helps "
         "to choose.",
-        dict.fromkeys([*(name for name in contrastile.__all__ if name.endswith("Loss")), "contrast"], "contrastile"),
+        dict.fromkeys(
+            [*(name for name in contrastile.__all__ if name.endswith(("Loss", "Queue"))), "contrast"], "contrastile"
+        ),
     ),
     "pair_losses": (
         "Which values does `contrast` take as its loss?",
@@ -52,12 +56,14 @@ API: dict[str, tuple[str, str, dict[str, str]]] = {
             **dict.fromkeys(("ContrastileMixin", "TextPairs", "mean_pooled"), f"{ADAPTERS}transformers"),
         },
     ),
-    "load": (
-        "How is a finished run loaded?",
-        "`load` returns the encoders and the tokenizer of a run's folder.",
-        {"load": "contrastile"},
-    ),
 }
+_shown = {name for *_, names in API.values() for name, module in names.items() if module == "contrastile"}
+# every other public name
+API["runs"] = (
+    "Which functions work on runs and recipes?",
+    "They need the extra `train`: `pip install 'contrastile[train]'`.",
+    {name: "contrastile" for name in contrastile.__all__ if name not in _shown},
+)
 SECTION = re.compile(r"^(Arguments.*|How it is computed.*):$")
 ENTRY = re.compile(r"^(\w[\w, ]*?): +(.*)$")
 
@@ -83,7 +89,7 @@ def _signature(name: str, module: str, value: Any) -> str:
     lines = [f"from {module} import {name}", ""]
     if inspect.isclass(value):
         lines.append(_call(name, list(own.parameters.values()), None))
-        if "forward" in dir(value):
+        if any("forward" in vars(base) for base in value.__mro__ if base is not nn.Module):
             call = inspect.signature(value.forward)
             lines += ["", _call(f"{name}(...)", list(call.parameters.values())[1:], call.return_annotation)]
     else:
@@ -100,7 +106,9 @@ def _call(name: str, parameters: list[inspect.Parameter], returns: Any) -> str:
             words.append("*")
         if parameter.kind is not parameter.VAR_KEYWORD:
             default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-            words.append(f"{parameter.name}: {_type(parameter.annotation)}{default}")
+            several = parameter.kind is parameter.VAR_POSITIONAL
+            starred = starred or several
+            words.append(f"{'*' * several}{parameter.name}: {_type(parameter.annotation)}{default}")
     end = "" if returns is None else f" -> {_type(returns)}"
     line = f"{name}({', '.join(words)}){end}"
     return line if len(line) <= 90 else "\n".join([f"{name}(", *(f"    {word}," for word in words), f"){end}"])
@@ -125,7 +133,7 @@ def docstring(text: str) -> str:
             out += ["", f"**{line.removesuffix(':')}**", "", *_table(entries), ""]
         elif line.startswith(">>> "):
             end = next((i for i in range(k, len(lines)) if not lines[i].strip()), len(lines))
-            out += ["", "```pycon", *lines[k:end], "```", ""]
+            out += ["", "```pycon", *(re.sub(r" +# doctest:.*", "", line) for line in lines[k:end]), "```", ""]
             k = end
         elif line.startswith("    ") and (k == 0 or not lines[k - 1].strip()):
             code, k = _indented(lines, k)
@@ -313,13 +321,18 @@ def _kind(annotation: Any, bounds: Sequence[Any] = ()) -> str:
         return " or ".join(dict.fromkeys(kinds))
     name = NAMES.get(get_origin(annotation) or annotation, "table")
     limits = [
-        f"{sign} {getattr(each, limit)}"
+        f"{sign} {_plain(getattr(each, limit))}"
         for item in bounds
         for each in (item, *getattr(item, "metadata", ()))
         for limit, sign in (("ge", "≥"), ("gt", "&gt;"), ("le", "≤"), ("lt", "&lt;"))
         if getattr(each, limit, None) is not None and getattr(each, limit) < 2**20
     ]
     return " ".join([name, *([", ".join(limits)] if limits and name.endswith("number") else [])])
+
+
+def _plain(number: float) -> str:
+    """A limit without the point of a whole float: 1,000,000."""
+    return f"{int(number):,}" if number == int(number) else str(number)
 
 
 def _assign(target: ast.expr, value: ast.expr, texts: dict[str, str]) -> None:

@@ -69,7 +69,46 @@ def cpu_loss() -> str:
     return _table(head, cells)
 
 
-TABLES: dict[str, Callable[[], str]] = {each.__name__: each for each in (steps, cpu_loss)}
+def h200_loss() -> str:
+    """Rate of the losses on one H200 beside that of a matrix product, and their times."""
+    cells = []
+    for b, title in ((65536, "64k"), (262144, "256k"), (1048576, "1M"), (4194304, "4.2M")):
+        for workspace in ("", ", workspace 192 MiB")[: 2 if b == 65536 else 1]:
+            at = {
+                "impl": "contrastile",
+                "loss": "clip",
+                "dtype": "bfloat16",
+                "backend": f"triton{workspace}",
+                "b": str(b),
+            }
+            found = [_rows("h200_loss.csv", **at, d=d)[-1:] for d in ("512", "768", "1024")]
+            rates = (f"{float(row[0]['ratio']):.2f} ({_time(float(row[0]['ms']))})" if row else "" for row in found)
+            cells.append((title, workspace.removeprefix(", workspace ") or "2 GiB", *rates))
+    return _table(("pairs", "workspace", "512 features", "768", "1024"), cells)
+
+
+def _time(ms: float) -> str:
+    return f"{ms / 1000:.{0 if ms > 1e5 else 1}f} s" if ms >= 1000 else f"{ms:.0f} ms"
+
+
+def ranks() -> str:
+    """Times and memory of a loss of 768 features on one, two and four H200s."""
+    cells = []
+    for b, title in (("65536", "64k"), ("262144", "256k")):
+        for world in ("2", "4"):
+            rows = [row for row in _rows(f"h200_{world}_ranks.csv", b=b) if row["world"] == world]
+            for row in rows:
+                way = row["backend"] if row["impl"] == "contrastile" else f"{row['impl']}, {row['backend']}"
+                single = f"{float(row['single_ms']):,.1f} ({float(row['single_cost']):.2f})"
+                cells.append((
+                    title, world, way.removeprefix("triton, "), f"{float(row['ms']):,.1f} ({float(row['cost']):.2f})",
+                    single, f"{float(row['beside_bytes']) / 2**20:,.0f}",
+                ))  # fmt: skip
+    head = ("pairs", "GPUs", "way", "steps in a row, ms", "a single step, ms", "memory, MiB")
+    return _table(head, cells)
+
+
+TABLES: dict[str, Callable[[], str]] = {each.__name__: each for each in (steps, cpu_loss, h200_loss, ranks)}
 
 
 def current(text: str) -> str:

@@ -4,7 +4,7 @@ python docs/site/tutorials.py                  # run all of them, into build/tut
 python docs/site/tutorials.py docs/tutorials/clip.py
 
 A cell begins with `# %%`, one of text with `# %% [markdown]`; jupytext turns such a script into a notebook. The site
-takes the pages of the last run, and runs a tutorial again whose script has changed.
+takes the outputs of the last run, and runs a tutorial again whose code has changed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS, PAGES = ROOT / "docs" / "tutorials", ROOT / "build" / "tutorials"
+OUTPUTS = "outputs.json"
 # text and lines of a plot in each scheme of the site
 INK = {"light": "#26303a", "dark": "#dde3ea"}
 
@@ -48,65 +50,73 @@ def cells(script: str) -> list[Cell]:
 
 
 def run(script: Path, folder: Path) -> None:
-    """Run the cells in a row in one namespace; write `page.md` and the pictures."""
+    """Run the cells in a row in one namespace; write what each one prints and draws."""
     import matplotlib.pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    text = script.read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(script)}
-    parts, start = [], time.monotonic()
-    for number, cell in enumerate(cells(text)):
+    outputs, start = [], time.monotonic()
+    code = [cell for cell in cells(script.read_text(encoding="utf-8")) if not cell.markdown]
+    for number, cell in enumerate(code):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (cell.line - 1) + cell.text, str(script), "exec"), names)
+        pictures = [_picture(plt.figure(k), f"{script.stem}-{number}-{k}", folder) for k in plt.get_fignums()]
+        plt.close("all")
+        outputs.append({"printed": printed.getvalue().rstrip(), "pictures": pictures})
+    seconds, cpu = round(time.monotonic() - start), round(sum(os.times()[:4]))
+    result = {"digest": _digest(script), "seconds": seconds, "cpu_seconds": cpu, "outputs": outputs}
+    (folder / OUTPUTS).write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(f"{script.stem}: {seconds} s, {cpu} s of one CPU core", file=sys.stderr)
+
+
+def page(script: Path) -> str:
+    """A tutorial as Markdown, with the outputs of its last run; it is run first where its code has changed since."""
+    file = PAGES / script.stem / OUTPUTS
+    if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["digest"] != _digest(script):
+        start(script)
+    result = json.loads(file.read_text(encoding="utf-8"))
+    parts, outputs = [], iter(result["outputs"])
+    for cell in cells(script.read_text(encoding="utf-8")):
         if cell.markdown:
             parts.append(cell.text)
             continue
+        output = next(outputs)
         parts.append(f"```py\n{cell.text}\n```")
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            exec(compile("\n" * (cell.line - 1) + cell.text, str(script), "exec"), names)
-        if output.getvalue().strip():
-            parts.append(f'```{{.text .output title="output"}}\n{output.getvalue().rstrip()}\n```')
-        for k in plt.get_fignums():
-            parts.append(_picture(plt.figure(k), f"{script.stem}-{number}-{k}", folder))
-        plt.close("all")
-    seconds = time.monotonic() - start
+        if output["printed"].strip():
+            parts.append(f'```{{.text title="output"}}\n{output["printed"]}\n```')
+        for name in output["pictures"]:
+            schemes = (f"![A figure that this cell draws]({name}-{scheme}.png#only-{scheme})" for scheme in INK)
+            parts.append("\n".join(schemes))
     place = script.relative_to(ROOT).as_posix()
     parts.append(
-        f"---\n\nThis page is the script `{place}`, run in {seconds:.0f} seconds on "
-        f"{os.cpu_count()} CPU cores. `jupytext --to notebook {place}` makes a notebook of it."
+        f"---\n\nThis page is the script `{place}`, run in {result['seconds']} seconds ("
+        f"{result['cpu_seconds']} of one CPU core). "
+        f"`jupytext --to notebook {place}` makes a notebook of it."
     )
-    (folder / "page.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    (folder / "digest").write_text(_digest(text), encoding="utf-8")
-    print(f"{script.stem}: {seconds:.0f} s", file=sys.stderr)
+    return "\n\n".join(parts) + "\n"
 
 
 def _picture(figure: Any, name: str, folder: Path) -> str:
     """Save a figure once for each scheme."""
-    lines = []
+    from matplotlib.text import Text
+
     for scheme, ink in INK.items():
+        for text in figure.findobj(Text):
+            text.set_color(ink)
         for axis in figure.axes:
             axis.patch.set_alpha(0)
             axis.tick_params(colors=ink)
-            legend = axis.get_legend()
-            for item in (axis.xaxis.label, axis.yaxis.label, axis.title, *(legend.get_texts() if legend else ())):
-                item.set_color(ink)
             for spine in axis.spines.values():
                 spine.set_color("#8a95a1")
         figure.savefig(folder / f"{name}-{scheme}.png", dpi=110, transparent=True, bbox_inches="tight")
-        lines.append(f"![A figure that this cell draws]({name}-{scheme}.png#only-{scheme})")
-    return "\n".join(lines)
+    return name
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def page(script: Path) -> Path:
-    """The folder with a tutorial's page; it is run first where the script has changed since."""
-    folder = PAGES / script.stem
-    digest = folder / "digest"
-    if not digest.exists() or digest.read_text(encoding="utf-8") != _digest(script.read_text(encoding="utf-8")):
-        start(script)
-    return folder
+def _digest(script: Path) -> str:
+    """A checksum of the code; the text may change without another run."""
+    code = "\0".join(cell.text for cell in cells(script.read_text(encoding="utf-8")) if not cell.markdown)
+    return hashlib.sha256(code.encode()).hexdigest()
 
 
 def start(script: Path) -> None:

@@ -4,9 +4,9 @@
 # This tutorial trains an image tower and a text tower on pictures of characters and their Unicode names. The data are built in, and a CPU is
 # enough.
 #
-# **You will see** the loss fall, recall rise far above chance, and the memory of a plain step beside that of a cached step.
-# **It takes** about a minute on two cores; the first run draws the pictures, which takes half a minute more.
-# **If it fails**, see the [last section](#if-it-fails).
+# - **You will see** the loss fall, recall rise far above chance, and the memory of a plain step beside that of a cached step.
+# - **It takes** about a minute on two cores; the first run draws the pictures, which takes half a minute more.
+# - **If it fails**, see the [last section](#if-it-fails).
 
 # %%
 from pathlib import Path

@@ -4,9 +4,9 @@
 # You have pictures with captions. This tutorial packs them into shards, trains a model with the command, classifies pictures of classes that
 # have only a name, and finds pictures by a text.
 #
-# **You will see** the four commands with their output, and the pictures that the model finds.
-# **It takes** about one minute on two cores.
-# **If it fails**, see the [last section](#if-it-fails).
+# - **You will see** the four commands with their output, and the pictures that the model finds.
+# - **It takes** about one minute on two cores.
+# - **If it fails**, see the [last section](#if-it-fails).
 #
 # Your own pictures are not here, so we draw some: shapes of several colours, with captions.
 

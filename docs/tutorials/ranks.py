@@ -4,9 +4,9 @@
 # Nothing. This tutorial runs one script as one process and as two, and compares losses and gradients. It uses CPUs, so you can try it anywhere;
 # on GPUs the lines are the same, with `"nccl"` in the place of `"gloo"`.
 #
-# **You will see** the same loss and the same gradient from one process and from two.
-# **It takes** about half a minute, most of which is starting Python.
-# **If it fails**, see the [last section](#if-it-fails).
+# - **You will see** the same loss and the same gradient from one process and from two.
+# - **It takes** about half a minute, most of which is starting Python.
+# - **If it fails**, see the [last section](#if-it-fails).
 #
 # ## The script
 #

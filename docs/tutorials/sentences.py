@@ -4,9 +4,9 @@
 # A sentence encoder learns from pairs of texts that belong together. Every other text of the batch is a negative, so large batches are hard to
 # beat, and a laptop's memory ends early. This tutorial trains a small BERT with 4,096 pairs in one step.
 #
-# **You will see** a step of 4,096 pairs in the memory of a step of 128, and recall rise.
-# **It takes** one to two minutes on two cores.
-# **If it fails**, see the [last section](#if-it-fails).
+# - **You will see** a step of 4,096 pairs in the memory of a step of 128, and recall rise.
+# - **It takes** one to two minutes on two cores.
+# - **If it fails**, see the [last section](#if-it-fails).
 #
 # Nothing is downloaded here: the BERT starts from random weights, and the texts are the functions of Python's own library with their
 # docstrings. With a pretrained model replace one line, marked below.

@@ -4,9 +4,9 @@
 # SimCLR needs no labels: two random views of a picture belong together. SupCon uses labels: all pictures of a class belong together. This
 # tutorial trains a trunk with SimCLR, freezes it, and trains a head with SupCon on 200 labels.
 #
-# **You will see** the accuracy of a nearest-neighbour classifier on handwritten digits before and after each stage.
-# **It takes** about half a minute on two cores.
-# **If it fails**, see the [last section](#if-it-fails).
+# - **You will see** the accuracy of a nearest-neighbour classifier on handwritten digits before and after each stage.
+# - **It takes** about half a minute on two cores.
+# - **If it fails**, see the [last section](#if-it-fails).
 
 # %%
 import torch

@@ -349,9 +349,8 @@ class Budget:
 
     def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost) -> int:
         """The same of forward, backward and `more` passes; D is 0 where features need no copy."""
-        return max(
-            cost(*self._largest(N, M, D, dtype, cost), D, dtype) for cost in (self.forward, self.backward, *more)
-        )
+        passes = (self.forward, self.backward, *more)
+        return max(cost(*self._largest(N, M, D, dtype, cost), D, dtype) for cost in passes)
 
     def _largest(self, N: int, M: int, D: int, dtype: torch.dtype, cost: Cost) -> tuple[int, int]:
         """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
