@@ -170,6 +170,7 @@ class PairedLoss(Loss):
             logit_scale, logit_bias: numbers, or tensors of shape [] or [1]; the scale, not its logarithm.
             output_dict: return `{"contrastive_loss": loss}`, as open_clip's losses can.
             ids: [N] integers; pairs of equal ids are not negatives of each other.
+            labels: [N] integers; pairs of equal labels are positives of each other.
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
         operation, inputs = self._prepared(

@@ -157,6 +157,16 @@ class DistillClipLoss(Loss):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
+        """Return the loss of N pairs and of what a teacher makes of them, over the batch of all ranks.
+
+        Arguments:
+            image_features, text_features: [N, D], rows of unit length.
+            logit_scale: a number, or a tensor of shape [] or [1]; the scale, not its logarithm.
+            dist_image_features, dist_text_features: [N, G], the teacher's features, rows of unit length; constants.
+            dist_logit_scale: the teacher's scale, a constant.
+            ids: [N] integers; pairs of equal ids are not negatives of each other.
+            weights: [N]; the loss is Σ w·loss / Σ w.
+        """
         try:
             checks.features("dist_image_features", dist_image_features)
             checks.number("dist_logit_scale", dist_logit_scale, dist_image_features)

@@ -263,6 +263,16 @@ class ScoreDistillLoss(Loss):
         lists: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
+        """Return the distance of N queries' scores from a teacher's, over the batch of all ranks.
+
+        Arguments:
+            query: [N, D].
+            key: [N, P, D], the keys of each query; or [M, D], with `lists`.
+            scores: [N, P], the teacher's; constants.
+            scale: a number, or a tensor of shape [] or [1].
+            lists: [N, P] indices into this rank's keys [M, D], −1 pads.
+            weights: [N]; the loss is Σ w·loss / Σ w.
+        """
         try:
             own = self._listed(query, key, scores, lists)
         except ValueError as error:
