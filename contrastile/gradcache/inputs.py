@@ -8,7 +8,7 @@ that is no tensor is passed on as it is. A batch may also come in ready-made sub
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -141,7 +141,6 @@ class Parts:
     # of each part: its nesting, its leaves that are no tensors, the positions of its tensors, and its first tensor
     parts: list[tuple[Any, list[Any], list[int], int]]
     plain: bool = False
-    packed: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def probe(self) -> Bounds:
@@ -244,7 +243,7 @@ def _check(paths: Sequence[str], leaves: Sequence[Any]) -> None:
 
 
 def _is_leaf(x: Any) -> bool:
-    """Packed values, and a list without tensors, which may have an entry for each example."""
+    """Return whether x is packed values, or a list without tensors, which may have an entry for each example."""
     if isinstance(x, list):
         return not any(isinstance(leaf, (Tensor, Ragged)) for leaf in pytree.tree_leaves(x))
     return isinstance(x, Ragged)

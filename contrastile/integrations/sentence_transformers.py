@@ -211,8 +211,8 @@ class CachedRankingLoss(nn.Module):
         whole = {name: x for name, x in features.items() if name not in rows}
 
         def embedding(model: nn.Module, /, **rows: Tensor) -> Tensor:
-            found: Tensor = model({**whole, **rows})["sentence_embedding"]
-            return found
+            output: Tensor = model({**whole, **rows})["sentence_embedding"]
+            return output
 
         if (parts := self._parts(rows)) is not None:
             packed: Tensor = encode((self.model, embedding), parts=parts, retain=self.retain)
