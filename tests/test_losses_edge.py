@@ -11,12 +11,13 @@ from problems import distance
 from torch import Tensor
 
 import contrastile
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast, modules
+from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, contrast
 from contrastile.engine import arguments as checks
 from contrastile.losses.base import Tile
 from contrastile.losses.reference import dense_sigmoid, dense_softmax
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
+from contrastile.modules import base
 from contrastile.scorers import Bilinear
 from contrastile.train.memory import Weighed
 
@@ -278,7 +279,7 @@ def test_lengths_on_a_gpu_are_read_in_few_calls(name: str, monkeypatch: pytest.M
     looked, rows = [], F.normalize(torch.randn(2, 4, 8), dim=-1)
     monkeypatch.setattr(checks, "waits", lambda x: True)
     monkeypatch.setattr(checks, "captured", lambda *x: False)
-    monkeypatch.setattr(modules, "_looks", checks.Looks())
+    monkeypatch.setattr(base, "_looks", checks.Looks())
     lengths = torch.linalg.vector_norm
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda *x, **how: looked.append(0) or lengths(*x, **how))
     kept = getattr(contrastile, name)()
