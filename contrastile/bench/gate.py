@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +20,18 @@ from contrastile.bench.peers import Case, Loss
 from contrastile.losses.reference import (
     dense_clip,
     dense_decoupled,
+    dense_distilled,
     dense_sigmoid,
     dense_softmax,
     mises_fisher_weights,
 )
-from contrastile.modules import ClipLoss, DCLLoss, InfoNCELoss, SigLipLoss
+from contrastile.modules import ClipLoss, DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, SigLipLoss
 
 SCALE = 100.0
-# of dclw, and of hardness
-SIGMA, HARDNESS = 0.5, 5.0
+# of dclw, of hardness, and of a teacher
+SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, 5.0, 50.0, 0.5
+# features of a guide, and negatives of each query
+GUIDE, OWN = 16, 8
 # rows on which whole results are compared with float64
 GATE_ROWS = {"cuda": 10048}
 GATE_ROWS_ELSEWHERE = 1000
@@ -83,6 +87,84 @@ def _dense_dclw(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return dense_decoupled(q, k, scale, symmetric=True, of_positives=mises_fisher_weights(q, k, SIGMA))
 
 
+class _With(torch.nn.Module):
+    """A loss with further inputs, which are made of the features."""
+
+    def __init__(
+        self, loss: Callable[..., torch.nn.Module], further: Callable[..., dict[str, Any]], **how: Any
+    ) -> None:
+        super().__init__()
+        self.loss, self.further = loss(**how), further
+
+    def forward(self, q: Tensor, k: Tensor, scale: Tensor, **others: Any) -> Tensor:
+        value: Tensor = self.loss(q, k, scale, **self.further(q, k), **others)
+        return value
+
+
+def _guide(x: Tensor) -> Tensor:
+    """Features of a guide: whole numbers, whose similarities are exact in every type."""
+    return (x.detach()[:, :GUIDE] * 4 * x.shape[1] ** 0.5).round()
+
+
+def _teacher(x: Tensor) -> Tensor:
+    """Features of a teacher: those of the student with its neighbour's."""
+    return F.normalize(x.detach() + x.detach().roll(1, 0), dim=-1)
+
+
+def _false_negatives(q: Tensor, k: Tensor, positive: Tensor) -> Tensor:
+    guide = (_guide(q) @ _guide(k).T).to(q.dtype)
+    return (guide > guide.masked_fill(~positive, torch.inf).amin(1, keepdim=True)) & ~positive
+
+
+def _dense_gist(q: Tensor, k: Tensor, scale: Tensor, *, positive: Tensor | None = None) -> Tensor:
+    positive = torch.eye(len(q), dtype=torch.bool, device=q.device) if positive is None else positive
+    return dense_softmax(q, k, scale, positive=positive, excluded=_false_negatives(q, k, positive))
+
+
+def _dense_distill(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    teacher = TEACHER_SCALE * _teacher(q) @ _teacher(k).T
+    ways = ((q, k, teacher), (k, q, teacher.T))
+    return sum(dense_distilled(a, b, scale, t, TEACHER_WEIGHT) for a, b, t in ways) / 2  # type: ignore[return-value]
+
+
+def _some_distill(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    losses = []
+    for a, b in ((q, k), (k, q)):
+        teacher = TEACHER_SCALE * _teacher(a)[some] @ _teacher(b).T
+        positive = some[:, None] == torch.arange(len(b), device=b.device)
+        losses.append(dense_distilled(a[some], b, scale, teacher, TEACHER_WEIGHT, positive=positive))
+    return (losses[0] + losses[1]) / 2
+
+
+def _own(k: Tensor) -> Tensor:
+    """Negatives of each query: the keys that follow its own."""
+    return torch.stack([k.roll(-shift, 0) for shift in range(1, OWN + 1)], 1)
+
+
+def _some_own(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    x = torch.cat([q[some] @ k.T, (_own(k)[some] @ q[some][..., None])[..., 0]], 1)
+    return F.cross_entropy(scale * x, some)
+
+
+def _dense_own(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    return _some_own(torch.arange(len(q), device=q.device), q, k, scale)
+
+
+def _further_gist(q: Tensor, k: Tensor) -> dict[str, Any]:
+    return {"guide_query": _guide(q), "guide_key": _guide(k)}
+
+
+def _further_distill(q: Tensor, k: Tensor) -> dict[str, Any]:
+    teachers = {"dist_image_features": _teacher(q), "dist_text_features": _teacher(k)}
+    return {**teachers, "dist_logit_scale": TEACHER_SCALE}
+
+
+def _further_own(q: Tensor, k: Tensor) -> dict[str, Any]:
+    del q
+    return {"negatives": _own(k)}
+
+
+_distill = partial(DistillClipLoss, weight=TEACHER_WEIGHT)
 _dense_hardness = partial(dense_softmax, hardness=HARDNESS)
 _hardness = partial(InfoNCELoss, hardness_mode="all_negatives", hardness_strength=HARDNESS)
 SUBJECTS = {
@@ -91,6 +173,9 @@ SUBJECTS = {
     "infonce": Subject(dense_softmax, partial(_some_rows, dense_softmax), InfoNCELoss, 8),
     "dcl": Subject(partial(dense_decoupled, symmetric=True), _some_dcl, DCLLoss, 8),
     "dclw": Subject(_dense_dclw, _some_dclw, partial(DCLLoss, sigma=SIGMA), 8),
+    "gist": Subject(_dense_gist, partial(_some_rows, _dense_gist), partial(_With, GISTLoss, _further_gist), 8),
+    "distill": Subject(_dense_distill, _some_distill, partial(_With, _distill, _further_distill), 12),
+    "own": Subject(_dense_own, _some_own, partial(_With, InfoNCELoss, _further_own), 8),
     "hardness": Subject(_dense_hardness, partial(_some_rows, _dense_hardness), _hardness, 8),
 }
 

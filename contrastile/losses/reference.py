@@ -69,6 +69,20 @@ def dense_decoupled(
     return _over_rows(row_losses, q, k, scale, positive, excluded, symmetric, weights, reduction)
 
 
+def dense_distilled(
+    q: Tensor, k: Tensor, scale: Tensor | float, teacher: Tensor, weight: float, *, positive: Tensor | None = None
+) -> Tensor:
+    """(1 − weight) · InfoNCE + weight · KL(softmax(teacher) ‖ softmax(scale · q kᵀ)), with teacher logits [N, M].
+
+    >>> q = F.normalize(torch.randn(4, 8), dim=-1)
+    >>> float(dense_distilled(q, q, 10.0, 10.0 * q @ q.T, 1.0)) < 1e-6
+    True
+    """
+    log_p, log_t = (scale * (q @ k.T)).log_softmax(1), teacher.log_softmax(1)
+    soft = (log_t.exp() * (log_t - log_p)).sum(1).mean()
+    return (1 - weight) * dense_softmax(q, k, scale, positive=positive) + weight * soft
+
+
 def mises_fisher_weights(q: Tensor, k: Tensor, sigma: float) -> Tensor:
     """2 − N · softmax(⟨q_i, k_i⟩ / σ) of N pairs, constants (Yeh et al. 2022, equation 7).
 
