@@ -12,7 +12,7 @@ import torch
 
 from contrastile._types import accumulator
 from contrastile.losses.base import PairLoss
-from contrastile.tiles.eager import Eager
+from contrastile.tiles.eager import TILES_HELD_CPU, Eager
 
 # float32 matrices of the block's size at the peak, with positives on a diagonal and by index, whose masks are matrices
 MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
@@ -31,5 +31,6 @@ class Dense(Eager):
         cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
         *, by_index: bool = False,
     ) -> int:  # fmt: skip
-        del loss, D, workspace, device
-        return int((MATRICES_BY_INDEX if by_index else MATRICES) * N * M * accumulator(dtype).itemsize)
+        del loss, D, workspace
+        matrices = MATRICES_BY_INDEX if by_index else TILES_HELD_CPU if device.type == "cpu" else MATRICES
+        return int(matrices * N * M * accumulator(dtype).itemsize)

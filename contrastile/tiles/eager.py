@@ -22,8 +22,8 @@ from contrastile.tiles.base import InFlight, Tiles, Weigh
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
-# a tile, its exponentials, its gradient, one temporary, and the masks
-TILES_HELD = 5
+# a tile, its exponentials, its gradient, one temporary, and the masks; two on a CPU, which knows the range of logits
+TILES_HELD, TILES_HELD_CPU = 5, 2
 # rows of a strip over all columns on a CPU: products of fewer are slow, and two sweeps as fast as those of the fewest
 STRIP_CPU, LEAST_STRIP = 512, 32
 
@@ -164,6 +164,17 @@ class Eager(Tiles):
         height = self._height(N, M, dtype)
         rows, cols = (height, M) if height else (min(N, side), min(M, side))
         return accumulator(dtype).itemsize * (self._held * rows * cols + 2 * (rows + cols) * D)
+
+    @classmethod
+    def expected_bytes(
+        cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
+        *, by_index: bool = False,
+    ) -> int:  # fmt: skip
+        tiles = cls(loss, torch.empty((), device=device), None, workspace)
+        bound = tiles.workspace_bytes(N, M, D, dtype)
+        # of a single tile with known bounds neither the exponentials nor the masks are tiles of their own
+        frugal = device.type == "cpu" and not by_index and max(N, M) <= tiles._side(dtype)
+        return bound * TILES_HELD_CPU // TILES_HELD if frugal else bound
 
     def _tile(self, x: Tensor, rows: Shard, cols: Shard) -> Tile:
         """The tile of the logits x without bias, which it may overwrite."""

@@ -1,0 +1,120 @@
+"""The tables of docs/papers.md that are planned: the papers' memory, their largest batches, and 12 M pairs on 256 GPUs.
+
+    python benchmarks/papers.py
+
+The baselines' losses take the bytes per pair that their formulas took in measured rows: 16.02 for the dense formula
+under autocast (h200_loss.csv, 64k), 16.19 for OpenCLIP's local loss on four GPUs (h200_4_ranks.csv).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import sqrt
+
+from contrastile.planner.plan import Plan
+from contrastile.train.plan import plan
+
+RECIPE = "recipes/clip-vit-l-14.toml"
+# of table 1: the optimizer is AdamW, no graph is kept
+COMMON = ("optim={kind='adamw'}", "train.retain=0", "train.sub_batch=128")
+B_16 = (
+    "model.both={mean=[0.5], std=[0.5], config={model_type='clip', projection_dim=512, vision_config={patch_size=16}}}",
+)
+MODELS = {"ViT-B/16": B_16, "ViT-L/14": ()}
+CLIP, OPENCLIP = 16.02, 16.19
+K = 1024
+# GB of the loss (of the peak) in Inf-CL's table 1, with data offload where both are given for Inf-CL
+TABLE_1 = {
+    8: {
+        "CLIP": {32: "16.67 (46.40)", 64: "66.11 (77.94)"},
+        "OpenCLIP": {32: "2.27 (43.97)", 64: "8.63 (46.38)", 128: "33.64 (51.23)"},
+        "Inf-CL": {32: "0.18 (42.40)", 64: "0.36 (42.49)", 128: "0.72 (42.69)", 256: "1.45 (43.07)",
+                   1024: "6.53 (45.40)"},
+    },
+    32: {
+        "CLIP": {32: "16.66 (42.85)", 64: "66.11 (75.52)"},
+        "OpenCLIP": {32: "0.71 (42.46)", 64: "2.45 (43.06)", 128: "8.98 (44.26)", 256: "34.35 (46.71)"},
+        "Inf-CL": {32: "0.05 (42.48)", 64: "0.09 (43.08)", 128: "0.18 (44.30)", 256: "0.35 (46.71)",
+                   1024: "1.44 (61.20)"},
+    },
+}  # fmt: skip
+# thousands of pairs in table 2: CLIP, OpenCLIP, Inf-CL, and Inf-CL with data offload
+TABLE_2 = {
+    ("ViT-B/16", 8): (68, 172, 800, None), ("ViT-B/16", 32): (68, 360, 3456, None),
+    ("ViT-L/14", 8): (64, 152, 448, 4096), ("ViT-L/14", 32): (64, 352, 2048, 12288),
+}  # fmt: skip
+
+
+def planned(model: str, ranks: int) -> Plan:
+    nodes = f"{ranks // 8}x" if ranks > 8 else ""
+    return plan(RECIPE, *COMMON, *MODELS[model], gpus=f"{nodes}8xA800-80GB", batch=32 * K)
+
+
+def gb(count: float) -> str:
+    return f"{count / 2**30:.2f}"
+
+
+def table_1(plans: dict[int, Plan]) -> Iterator[str]:
+    """Loss and peak of a rank, GiB: the paper's, and ours with a ring of fused tiles."""
+    yield "| GPUs | loss | " + " | ".join(f"{k}k" for k in (32, 64, 128, 256, 1024)) + " |\n" + "|---" * 7 + "|"
+    for ranks, several in TABLE_1.items():
+        for name, cells in several.items():
+            yield (
+                f"| {ranks} | {name}, paper | " + " | ".join(cells.get(k, "") for k in (32, 64, 128, 256, 1024)) + " |"
+            )
+        for name, each in (("CLIP", CLIP * ranks), ("OpenCLIP", OPENCLIP), ("ours", 0.0)):
+            cells = []
+            for k in (32, 64, 128, 256, 1024):
+                step = plans[ranks].at(k * K).step
+                step = replace(step, loss=replace(step.loss, exchange="ring"))
+                loss, peak = step.loss.peak, step.peak().bytes
+                if each:
+                    # everything else of the loss's moment stays
+                    loss_moment = next(moment for moment in step.moments() if moment.name == "loss")
+                    rest = loss_moment.bytes - sum(loss_moment.parts.get(key, 0) for key in ("loss", "exchange"))
+                    loss = int(each * step.loss.rows * k * K)
+                    backbone = max(one.bytes for one in step.moments() if one.name != "loss")
+                    peak = max(backbone, rest + loss)
+                fits = peak <= plans[ranks].allowed
+                cells.append(f"{gb(loss)} ({gb(peak)})" if fits else f"{gb(loss)} (does not fit)")
+            yield f"| {ranks} | {name}, planned | " + " | ".join(cells) + " |"
+
+
+def table_2(plans: dict[tuple[str, int], Plan]) -> Iterator[str]:
+    """Largest batches on cards of 80 GB, thousands of pairs."""
+    heads = ("model", "GPUs", "CLIP, paper", "planned", "OpenCLIP, paper", "planned", "Inf-CL, paper", "with offload")
+    yield f"| {' | '.join((*heads, 'ring, planned'))} |\n" + "|---" * 9 + "|"
+    for (model, ranks), (clip, open_clip, inf_cl, offload) in TABLE_2.items():
+        one = plans[model, ranks]
+        ring = one.largest(exchange="ring") // K
+        # a rank's loss of a dense matrix takes what weights and optimizer leave
+        room = one.allowed - sum(one.step.base().values())
+        dense = int(sqrt(room / CLIP)) // K, int(sqrt(room * ranks / OPENCLIP)) // K
+        cells = (clip, dense[0], open_clip, dense[1], inf_cl, "" if offload is None else offload, ring)
+        yield f"| {model} | {ranks} | " + " | ".join(map(str, cells)) + " |"
+
+
+def twelve_million() -> Iterator[str]:
+    """12,582,912 pairs of ViT-L/14 on 32 nodes of 8 GPUs."""
+    for chip in ("H100-80GB", "H200"):
+        one = plan(RECIPE, *COMMON, gpus=f"32x8x{chip}", batch=12 * K * K)
+        seconds, loss = one.seconds, one.step.loss
+        assert seconds is not None
+        parts = ", ".join(
+            f"{key} {getattr(seconds, key):.1f} s" for key in ("towers", "loss", "communication", "optimizer")
+        )
+        memory = f"{gb(one.peak.bytes)} GiB at the peak ({one.peak.name}), {gb(loss.peak)} of the loss"
+        yield f"32 x 8 {chip}: {loss.exchange_name}, {loss.rows:,} rows a GPU, {memory}"
+        yield f"    {seconds.total:.0f} s a step ({parts})"
+
+
+def main() -> None:
+    plans = {(model, ranks): planned(model, ranks) for model in MODELS for ranks in (8, 32)}
+    print("\n".join(table_1({ranks: plans["ViT-L/14", ranks] for ranks in (8, 32)})), "\n")
+    print("\n".join(table_2(plans)), "\n")
+    print("\n".join(twelve_million()))
+
+
+if __name__ == "__main__":
+    main()
