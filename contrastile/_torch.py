@@ -36,6 +36,14 @@ def without_values() -> Any:
     return FakeTensorMode()
 
 
+def fake_store() -> Any:
+    """The store of torch's process group "fake", whose operations send nothing and return at once."""
+    # its module registers the backend
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def version(x: Tensor) -> int:
     """Count of the in-place changes of a tensor."""
     return x._version

@@ -12,6 +12,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from hostile import Arena
 from interpreter import quicken
 from ranks import Pool, set_aside
 
@@ -44,6 +45,13 @@ def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Figures are made, and not drawn, which would take most of the time of a small run; those of fixtures are."""
     if not request.node.get_closest_marker("drawn"):
         monkeypatch.setattr("contrastile.train.report.figures._svg", lambda figure: "<svg></svg>")
+
+
+@pytest.fixture(scope="session")
+def attacked() -> Iterator[Arena]:
+    arena = Arena("hostile_images", "hostile_texts", "hostile_random", "pyarrow.parquet")
+    yield arena
+    arena.close()
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,7 @@ from tiny_texts import write_text_recipe
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from contrastile.cli.main import main as contrastile
+from contrastile.experiments.results import ORIGIN
 from contrastile.train import log
 from contrastile.train.log import MEASURED, read_metrics
 
@@ -74,8 +75,13 @@ class Faults:
                 self._synced[path] = os.path.getsize(path)
 
         def write_line(metrics: log.Metrics, *kind: Any, **values: Any) -> None:
-            self._event("write", os.path.realpath(metrics._file.name))
+            file: Any = metrics._file
+            try:
+                self._event("write", os.path.realpath(file.name))
+            except OSError as failure:
+                metrics._file = _Failing(file, failure)  # type: ignore[assignment]
             write(metrics, *kind, **values)
+            metrics._file = file
 
         os.fsync, log.Metrics.write = fsync, write_line  # type: ignore[assignment]
         sys.addaudithook(self._audit)
@@ -116,6 +122,16 @@ class Faults:
                 os.truncate(other, synced + (size - synced) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(PATIENCE)
+
+
+class _Failing:
+    """An open file on a broken disk."""
+
+    def __init__(self, file: Any, failure: OSError) -> None:
+        self.name, self.fileno, self.truncate, self._failure = file.name, file.fileno, file.truncate, failure
+
+    def write(self, _line: bytes) -> int:
+        raise self._failure
 
 
 def _absolute(path: Any, inside: int | None) -> str:
@@ -251,11 +267,15 @@ def of_index(folder: Path) -> dict[str, Any]:
     return {path.name: _checksum(path) for path in sorted((folder / "index").iterdir())}
 
 
+# columns of a comparison that say when and by what it was made
+UNEQUAL = ("seconds", *ORIGIN)
+
+
 def of_comparison(folder: Path) -> dict[str, Any]:
     """A comparison's table and metrics without times."""
     path = folder / "tiny-batches"
     with (path / "compare.csv").open() as file:
-        rows = [{key: value for key, value in row.items() if "second" not in key} for row in csv.DictReader(file)]
+        rows = [{key: value for key, value in row.items() if key not in UNEQUAL} for row in csv.DictReader(file)]
     lines = [_without_times(one) for one in sorted(path.glob("*.jsonl"))]
     return {"table": rows, "metrics": lines, "files": sorted(one.name for one in path.iterdir())}
 

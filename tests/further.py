@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from problems import _with_gradients as gradients
 from torch import Tensor, nn
 
-from contrastile import DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, contrast
+from contrastile import (
+    ClipLoss,
+    DCLLoss,
+    DistillClipLoss,
+    GISTLoss,
+    InfoNCELoss,
+    ScoreDistillLoss,
+    SigLipLoss,
+    SupConLoss,
+    contrast,
+)
 from contrastile.losses import DecoupledWeighted, Distilled, Hardness
 
 N, H, D = 45, 3, 19
@@ -378,6 +388,69 @@ def scores_margin() -> Case:
     return Case(module, formula, _leaves(key=_unit(N, H, D, seed=2)), {"scores": scores, "weights": weights})
 
 
+def _paired(**more: Tensor) -> dict[str, Tensor]:
+    query, key, scale = _leaves().values()
+    return {"image_features": query, "text_features": key, "logit_scale": scale, **more}
+
+
+def _classes() -> dict[str, Tensor]:
+    """Labels that meet across ranks, and weights."""
+    weights = torch.rand(N, generator=_generator(4), dtype=torch.float64) + 0.1
+    return {"labels": _whole(15, N, seed=6), "weights": weights}
+
+
+def unicl() -> Case:
+    def formula(image_features: Tensor, text_features: Tensor, logit_scale: Tensor, labels: Tensor) -> list[RowLosses]:
+        x, target = logit_scale * image_features @ text_features.T, (labels[:, None] == labels).to(logit_scale.dtype)
+        # soft targets, as the authors' code has them
+        return [
+            (-(target / target.sum(1, keepdim=True) * each.log_softmax(1)).sum(1), torch.ones(N, dtype=torch.bool))
+            for each in (x, x.T)
+        ]
+
+    return Case(ClipLoss, formula, _paired(), _classes())
+
+
+def _siglip(balanced: bool) -> Case:
+    def formula(
+        image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor, labels: Tensor
+    ) -> list[RowLosses]:
+        x, positive = logit_scale * image_features @ text_features.T + logit_bias, labels[:, None] == labels
+        number = positive.double()
+        v = (1 / number.sum(1, keepdim=True) + 1 / number.sum(0)) / 2 if balanced else torch.ones_like(x)
+        losses = -F.logsigmoid(torch.where(positive, x, -x)) * torch.where(positive, v, torch.ones_like(v)).to(x.dtype)
+        return [(losses.sum(1), torch.ones(N, dtype=torch.bool))]
+
+    def module(**how: Any) -> nn.Module:
+        return SigLipLoss(balanced=balanced, **how)
+
+    return Case(module, formula, _paired(logit_bias=torch.tensor(-3.0, dtype=torch.float64)), _classes())
+
+
+def siglip_labels() -> Case:
+    return _siglip(balanced=False)
+
+
+def siglip_balanced() -> Case:
+    return _siglip(balanced=True)
+
+
+def sup_con_in() -> Case:
+    def formula(features: Tensor, scale: Tensor, labels: Tensor) -> list[RowLosses]:
+        itself = torch.eye(N, dtype=torch.bool)
+        x, positive = (scale * features @ features.T).masked_fill(itself, -torch.inf), labels[:, None] == labels
+        positive = positive & ~itself
+        counts = positive.any(1)
+        among = x.masked_fill(~positive, -torch.inf).where(counts[:, None], 0.0).logsumexp(1)
+        return [(x.logsumexp(1) - among + positive.sum(1).clamp(min=1).to(x.dtype).log(), counts)]
+
+    def module(**how: Any) -> nn.Module:
+        return SupConLoss(form="in", **how)
+
+    features, _, scale = _leaves().values()
+    return Case(module, formula, {"features": features, "scale": scale}, {"labels": _whole(15, N, seed=6)})
+
+
 CASES = {
     make.__name__: make
     for make in (
@@ -395,5 +468,9 @@ CASES = {
         distill_labels,
         scores_kl,
         scores_margin,
+        unicl,
+        siglip_labels,
+        siglip_balanced,
+        sup_con_in,
     )
 }

@@ -13,8 +13,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +36,9 @@ class Arena:
 
     def __init__(self, *modules: str) -> None:
         command = [sys.executable, "-W", "ignore", __file__, *modules]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
         self._program = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **own}
         )
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
@@ -54,16 +53,6 @@ class Arena:
     def close(self) -> None:
         """End the program."""
         self._program.communicate()
-
-
-@contextmanager
-def arena(*modules: str) -> Iterator[Arena]:
-    """An arena that ends with the block."""
-    opened = Arena(*modules)
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 def sampled(names: Collection[str], quick: Collection[str]) -> list[Any]:

@@ -111,14 +111,15 @@ WORDS = {
     ),
     "evaluate {folder}/texts --corpus {folder}": "`--corpus` must come with --texts; got no --texts. ",
     "search {folder}/no hello": f"{RUN} ",
-    "search {folder}/pictures hello": '{folder}/pictures/recipe.toml: kind: must be "retriever" here; got "image-text"',
+    "search {folder}/pictures hello": '`index` must hold an index.json; got "{folder}/pictures/index". ',
     "search {folder}/texts hello": (
         '`index` must hold an index.json; got "{folder}/texts/index". '
         "Make it first: contrastile encode {folder}/texts\n"
     ),
     "search {folder}/texts hello --index {folder}/x": "contrastile encode {folder}/texts --out {folder}/x\n",
     "search {folder}/texts _": "`question` must have words; got none. ",
-    "encode {folder}/pictures": 'got "image-text"; pictures and texts are encoded in Python: contrastile.load(run).',
+    "encode {folder}/pictures {folder}/no": '`corpus` must be a file or folder; got "{folder}/no". ',
+    "evaluate {folder}/pictures --texts {folder}/texts": "pictures and texts are encoded in Python: contrastile.load(",
     "encode {folder}/texts {folder}/no.jsonl": '`corpus` must be a file or folder; got "{folder}/no.jsonl". ',
     "encode {folder}/texts --shard 0": "`--shard` must be at least 1; got 0. ",
     "encode {folder}/texts --dimensions 0": "`--dimensions` must be at least 1; got 0. ",

@@ -209,6 +209,7 @@ def test_a_pattern_without_end_is_found_in_none(monkeypatch, caplog):
     assert caplog.messages == [
         f"the pattern '{endless}' takes over 0.05 s on a passage of 100 letters; from here on it is found in none"
     ]
+    assert not any(has_answer("a", [pattern], "regex") for pattern in ("(" * 3000 + "a" + ")" * 3000, "a|" * 9999))
     # it is not tried again, and other patterns are
     assert has_answer(text, [endless, "a+b"], "regex")
     assert len(caplog.messages) == 1

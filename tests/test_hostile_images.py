@@ -5,7 +5,7 @@ import io
 import hostile_images
 import numpy as np
 import pytest
-from hostile import arena, sampled
+from hostile import sampled
 from hostile_images import ATTACKS, QUICK
 from PIL import Image
 
@@ -13,12 +13,6 @@ from contrastile.data.images import decode, squared
 
 # beside the bytes of the file, which its reader holds once more
 LIMIT, COPIES = 100 << 20, 2
-
-
-@pytest.fixture(scope="module")
-def attacked():
-    with arena("hostile_images") as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("cut", [False, True])

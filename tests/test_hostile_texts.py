@@ -5,7 +5,7 @@ import os
 
 import hostile_texts
 import pytest
-from hostile import arena, sampled
+from hostile import sampled
 from hostile_texts import ATTACKS, QUICK
 
 from contrastile.data.evaluation_sets import open_captions, read_classes, read_prompts
@@ -14,12 +14,6 @@ from contrastile.data.tables import read_table
 
 # of the interpreter's objects for a line of 16 million characters, which takes at most 4 bytes each, several times
 LIMIT = 400 << 20
-
-
-@pytest.fixture(scope="module")
-def attacked():
-    with arena("hostile_texts", "pyarrow.parquet") as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("name", sampled(ATTACKS, QUICK))

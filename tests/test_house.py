@@ -118,7 +118,7 @@ def test_the_root_holds_ten_files_at_most() -> None:
 
 # what neighbours in a drawer may know: its base, and what others are a special case of; the kernels fill several files
 SHARED = {
-    "losses": {"base", "softmax"},
+    "losses": {"base", "softmax", "sigmoid"},
     "tiles": {"base", "eager"},
     "exchange": {"base", "gather", "ring"},
 }
@@ -154,13 +154,13 @@ OPTIONAL = {"triton", "transformers", "tokenizers", "datasets", "PIL", "matplotl
 
 
 def test_importing_the_library_costs_little_and_loads_nothing_optional(tmp_path: Path) -> None:
-    """Calls are counted, because seconds depend on what else runs: 14,000 take a seventh of one."""
+    """Calls are counted, because seconds depend on what else runs: 20,000 take a fifth of one."""
     for name in ("recipe.toml", "model.safetensors", "run.json"):
         (tmp_path / name).touch()
     command = [sys.executable, "-c", IMPORTED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     calls, loaded, sentence = done.stdout.splitlines()
-    assert int(calls) < 20_000
+    assert int(calls) < 24_000
     assert not OPTIONAL & set(loaded.split())
     assert sentence == '`pydantic` is not installed; run: pip install "contrastile[train]"'
 

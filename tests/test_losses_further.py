@@ -13,8 +13,19 @@ from problems import distance
 from ranks import Pool
 from torch import Tensor, nn
 
-from contrastile import DCLLoss, DistillClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, contrast, encode
-from contrastile.losses import Guided, Hardness, Softmax
+from contrastile import (
+    ClipLoss,
+    DCLLoss,
+    DistillClipLoss,
+    GISTLoss,
+    InfoNCELoss,
+    ScoreDistillLoss,
+    SigLipLoss,
+    SupConLoss,
+    contrast,
+    encode,
+)
+from contrastile.losses import BalancedSigmoid, Guided, Hardness, Softmax
 from contrastile.tiles import eager
 
 # the loss is one number, which can be right by luck
@@ -22,6 +33,8 @@ LUCK = 1e-6
 SHARES = {1: [N], 2: [28, N - 28], 3: [20, 0, N - 20]}
 # those that a fused kernel computes
 FUSED = [
+    "unicl",
+    "siglip_labels",
     "own_negatives",
     "own_negatives_only",
     "hardness_in_batch",
@@ -31,6 +44,10 @@ FUSED = [
     "dclw",
     "dclw_labels",
 ]
+
+
+# those without any shared column, which have no need of a kernel
+SCORES = ["scores_kl", "scores_margin"]
 
 
 @pytest.fixture
@@ -127,7 +144,7 @@ def test_ranks_have_the_gradients_of_one_process(pool: Pool, W: int, exchange: s
 
 # of Dynamo itself, about a tensor that it hands over a break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("name", ["own_negatives", "gist_absolute", "distill_clip"])
+@pytest.mark.parametrize("name", ["own_negatives", "distill_clip", "siglip_balanced"])
 def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     """These calls are no operation of a graph, which breaks before them."""
     case = CASES[name]()
@@ -138,11 +155,11 @@ def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     assert distance(compiled(**tensors, **case.constants).detach(), 2 * truth) <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["gist_absolute", "distill_clip"])
-def test_the_fused_kernels_decline_a_guide(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {*FUSED, "hardness_symmetric_positives", *SCORES}))
+def test_the_fused_kernels_decline_all_others(name: str) -> None:
     pytest.importorskip("triton")
     case = CASES[name]()
-    with pytest.raises(ValueError, match=r"It declines: no kernel for guides"):
+    with pytest.raises(ValueError, match=r"It declines: no kernel for (guides|SoftmaxInside)"):
         case.by_tiles(case.tensors(torch.float32), backend="triton")
 
 
@@ -176,6 +193,14 @@ def test_a_guide_that_is_not_finite_gives_nan() -> None:
     loss, gradients = case.by_tiles(case.tensors(torch.float32))
     assert loss.isnan()
     assert all(x.isnan().all() for x in gradients.values())
+
+
+def test_one_positive_each_is_balanced() -> None:
+    tensors = CASES["siglip_balanced"]().tensors(torch.float64)
+    plain = SigLipLoss()(**tensors)
+    assert distance(SigLipLoss(balanced=True)(**tensors).detach(), plain.detach()) <= 1e-15
+    labels = torch.arange(N).flip(0)
+    assert distance(SigLipLoss(balanced=True)(**tensors, labels=labels).detach(), plain.detach()) <= 1e-15
 
 
 def test_a_score_that_is_not_finite() -> None:
@@ -303,6 +328,18 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`label_smoothing` must be 0 for a distillation of scores; got 0.1. Soften the scores instead.": lambda: (
         ScoreDistillLoss(label_smoothing=0.1)
+    ),
+    "`labels` must be a tensor of shape [3], one entry for each row of `image_features`; got shape [2]. Check it.": (
+        lambda: ClipLoss()(_x(3, 4), _x(3, 4), 1.0, labels=torch.arange(2))
+    ),
+    "`form` must be one of out, in; got 'mean'. They are the paper's words.": lambda: SupConLoss(
+        form="mean"  # type: ignore[arg-type]
+    ),
+    "`label_smoothing` must be 0 for the mean inside; got 0.1. Leave it out, or take the softmax loss.": lambda: (
+        SupConLoss(form="in", label_smoothing=0.1)
+    ),
+    "`positives` must be left out for the balanced sigmoid loss; got some. Pass labels.": lambda: contrast(
+        _x(3, 4), _x(3, 4), scale=1.0, loss=BalancedSigmoid(), positives=torch.arange(3)
     ),
     "`sigma` must be positive; got 0.0. The paper has 0.5.": lambda: DCLLoss(sigma=0.0),
     "`label_smoothing` must be 0 for the decoupled loss; got 0.1. Leave it out, or take the softmax loss.": lambda: (

@@ -15,7 +15,15 @@ from further import _unit as unit
 from problems import distance
 from torch import Tensor
 
-from contrastile import DistillClipLoss, GISTLoss, InfoNCELoss, ScoreDistillLoss, contrast
+from contrastile import (
+    DistillClipLoss,
+    GISTLoss,
+    InfoNCELoss,
+    ScoreDistillLoss,
+    SigLipLoss,
+    SupConLoss,
+    contrast,
+)
 from contrastile.losses import Decoupled, DecoupledWeighted
 
 N, H, D = 14, 2, 9
@@ -114,3 +122,21 @@ def test_scores_of_sentence_transformers(kind: Any) -> None:
     theirs = (losses.DistillKLDivLoss if kind == "kl" else losses.MarginMSELoss)(None)
     ours = ScoreDistillLoss(kind=kind)(query, torch.stack(keys, 1), scores)
     _equal(ours, theirs.compute_loss_from_embeddings(leaves, scores), leaves)
+
+
+def test_supervised_loss_of_pytorch_metric_learning() -> None:
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    leaves, labels = _leaves((N, D)), torch.arange(N) // 3
+    ours = SupConLoss()(F.normalize(leaves[0], dim=-1), labels, 10.0)
+    _equal(ours, losses.SupConLoss(temperature=0.1)(leaves[0], labels), leaves)
+
+
+def test_balanced_sigmoid_of_siglip_kernel() -> None:
+    """By its formula: its kernels need a GPU. Theirs is divided by N · N."""
+    leaves, labels = _leaves((N, D), (N, D)), torch.arange(N) // 3
+    positive = labels[:, None] == labels
+    number = positive.double().sum(1)
+    x = 10.0 * leaves[0] @ leaves[1].T - 5.0
+    v = torch.where(positive, 0.5 / number[:, None] + 0.5 / number, 1.0)
+    theirs = (v * F.binary_cross_entropy_with_logits(x, positive.double(), reduction="none")).mean()
+    _equal(SigLipLoss(balanced=True)(*leaves, 10.0, -5.0, labels=labels), theirs * N, leaves)

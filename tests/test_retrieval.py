@@ -10,6 +10,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from tiny_runs import write_recipe
 from tiny_texts import ANIMALS, COLOURS, PLACES, tiny_retriever
 
 import contrastile
@@ -461,15 +463,39 @@ def test_a_report_shows_the_passages_of_the_index(trained, tmp_path, capsys):
     assert main(["evaluate", str(trained)]) == 0
 
 
-def test_a_run_of_images_and_texts_has_no_index(tmp_path, capsys):
-    from tiny_runs import write_recipe
-
-    assert main(["train", str(write_recipe(tmp_path)), "train.examples=32", "--runs", str(tmp_path)]) == 0
-    assert main(["evaluate", str(tmp_path / "tiny"), "--index", "x"]) == 2
-    assert main(["encode", str(tmp_path / "tiny")]) == 2
-    said = capsys.readouterr().err
-    assert "`--index` must be left out for pictures and texts; got x. It belongs to a retriever." in said
-    assert 'recipe.toml: kind: must be "retriever" here; got "image-text"' in said
+def test_pictures_of_a_folder_are_found_by_a_text(tmp_path, capsys):
+    recipe, run = str(write_recipe(tmp_path)), str(tmp_path / "tiny")
+    assert main(["train", recipe, "train.examples=32", "--runs", str(tmp_path)]) == 0
+    assert main(["evaluate", run, "--index", "x"]) == 2
+    refused = ([run], [run, recipe], [run, str(tmp_path / "cache")], [run, str(tmp_path), "--dimensions", "3"])
+    for words in refused:
+        assert main(["encode", *words]) == 2
+    assert capsys.readouterr().err.splitlines()[-5:] == [
+        "`--index` must be left out for pictures and texts; got x. It belongs to a retriever.",
+        "`corpus` must be a folder of pictures, for this run; got none. Name it behind the run.",
+        f'`corpus` must be a folder of pictures, for this run; got "{recipe}". Name it behind the run.',
+        f'`corpus` must have pictures (.jpg, .jpeg, .png, .webp); got "{tmp_path}/cache", without any. Check its path.',
+        "`dimensions` must be left out for a run of pictures and texts; got 3. Prefixes of features were not trained.",
+    ]
+    assert main(["encode", run, str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("32 pictures of 16 features: ")
+    assert main(["search", run, "letter A left", "-k", "3"]) == 0
+    blocks = capsys.readouterr().out.split("\n\n")
+    loaded = contrastile.load(run, device="cpu")
+    names = sorted(path.name for path in tmp_path.glob("*-*.png"))
+    scores = (
+        loaded.encode_image([Image.open(tmp_path / name) for name in names]) @ loaded.encode_text(["letter A left"]).T
+    )
+    best = [names[row] for row in scores[:, 0].argsort(descending=True)[:3].tolist()]
+    assert len(blocks) == 3
+    assert blocks[0].split()[1:] == [best[0], str(tmp_path / best[0])]
+    # a changed picture is another corpus, and one that cannot be read is named
+    (tmp_path / "A-left.png").write_bytes(b"<html>")
+    assert main(["encode", run, str(tmp_path)]) == 2
+    assert main(["encode", run, str(tmp_path), "--out", str(tmp_path / "new")]) == 2
+    complaints = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("`out` must be empty, or hold the same corpus by the same run") for line in complaints)
+    assert f"broken picture: {tmp_path}/A-left.png. Remove it." in complaints[-1]
 
 
 def test_bad_rows_of_a_corpus_are_counted(trained, tmp_path, capsys, caplog):

@@ -10,6 +10,7 @@ from test_train_ranks import _steps, _trained
 from tiny_runs import tiny_recipe, weights, write_shards
 
 import contrastile
+from contrastile.cli.main import main
 from contrastile.models.small import ConvTower
 from contrastile.models.towers import Projected
 from contrastile.train import batch_builder as module
@@ -28,11 +29,20 @@ def sources(folder: Path, shards: bool) -> list[str]:
     return [f"data.source='{write_shards(folder)}'", "data.channels=1", "data.max_bad_fraction=0.2"]
 
 
+FEW = {"PART": 9, "CHUNK": 4}
+
+
 @pytest.fixture
 def few(monkeypatch):
     """Pictures in parts of nine and stretches of four."""
-    monkeypatch.setattr(module, "PART", 9)
-    monkeypatch.setattr(module, "CHUNK", 4)
+    for name, count in FEW.items():
+        monkeypatch.setattr(module, name, count)
+
+
+def main_in_few(_rank, words):
+    """A rank's process has constants of its own."""
+    vars(module).update(FEW)
+    return main(words)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +156,7 @@ def test_ranks_with_cached_features_have_the_curve_of_one_process(few, tmp_path,
     (tmp_path / "alone").mkdir()
     words = (*LOCKED, ONCE)
     alone = run_recipe(tiny_recipe(tmp_path / "alone", *words), tmp_path / "alone" / "runs").folder
-    together = _trained(tmp_path, 2, *words, f"train.parallel={parallel}")
+    together = _trained(tmp_path, 2, *words, f"train.parallel={parallel}", run=main_in_few)
     for one, other in zip(_steps(alone), _steps(together), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
     # each part was made once

@@ -89,8 +89,8 @@ def _words(folder: Path, *overrides: str) -> list[str]:
     return ["train", str(write_recipe(folder)), *overrides, "--runs", str(folder / "runs")]
 
 
-def _trained(folder: Path, W: int, *overrides: str) -> Path:
-    with Launched(W, folder, _main, _words(folder, *overrides)) as launched:
+def _trained(folder: Path, W: int, *overrides: str, run: Callable[[int, list[str]], int] = _main) -> Path:
+    with Launched(W, folder, run, _words(folder, *overrides)) as launched:
         assert launched.codes() == [0] * W
     return folder / "runs" / "tiny"
 
@@ -228,7 +228,7 @@ def test_ranks_end_with_their_launcher_and_save(tmp_path: Path) -> None:
 
 
 def _until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + SOON
+    end = time.monotonic() + 2 * SOON
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -397,11 +397,11 @@ def test_kills_at_random_moments_on_two_ranks_leave_the_result_bit_identical(tmp
     whole = _trained(tmp_path, 2, *overrides).rename(tmp_path / "whole")
     words, metrics = _words(tmp_path, *overrides), tmp_path / "runs" / "tiny" / "metrics.jsonl"
     lot, kills = random.Random(0), 0
-    # while it starts, all over its steps, at its end
+    # while it starts, all over its steps, at its end; so soon that a fast machine is not through before
     for step in [0, *sorted(lot.randrange(1, 12) for _ in range(3)), 12, 10**9]:
         victims = [0, 1] if lot.random() < 0.5 else [lot.randrange(2)]
         with Launched(2, tmp_path, _impatient, [*words, "--resume"]) as launched:
-            kills += _killed_at(launched, metrics, step, lot.uniform(0, 0.3), victims)
+            kills += _killed_at(launched, metrics, step, lot.uniform(0, 0.05), victims)
     assert kills >= 3
     same_run(tmp_path / "runs" / "tiny", whole)
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from contrastile._dispatch import device_memory
 from contrastile._errors import invalid, written_to
 from contrastile.distributed import collectives, consistency
 from contrastile.train.memory import Weighed
@@ -65,6 +66,7 @@ _RATES = ("ms", "effective_tflops", "ratio", "peak_bytes")
 #   steps       retain: the argument of `encode`. inputs: on the "device", on the "host", or from a "pool" on the
 #               device. ratio_to_plain: time per pair over the plain step's at the largest batch up to this one that
 #               fits it
+#   memory      of one rank of a world that is not there; ms: its arithmetic alone. planned_bytes: contrastile plan's
 #   rank steps  bytes of the first rank. data: its inputs. loss: beside the features and their gradients. backbone:
 #               weights, gradients and the activations of one sub-batch
 COLUMNS = {
@@ -79,6 +81,7 @@ COLUMNS = {
         *(*_STEP, "dtype", "world", "data_bytes", "loss_bytes", "backbone_bytes", "peak_bytes", "ms", "us_per_pair"),
         *ORIGIN,
     ),
+    "memory": ("impl", "way", "world", "b", "d", "dtype", "ms", "peak_bytes", "planned_bytes", *ORIGIN),
     "kernels": ("what", "b", "d", "ms", "tflops", "product_tflops", "ratio"),
 }
 
@@ -222,6 +225,10 @@ class Machine:
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.device)[0]
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def total_bytes(self) -> int:
+        """Return all bytes of the device's memory."""
+        return device_memory(self.device)
 
     def load(self) -> None:
         """Run products until the device is in its steady state."""

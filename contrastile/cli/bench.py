@@ -1,4 +1,4 @@
-"""`contrastile bench loss` and `bench step`: time and memory of losses and of whole steps, beside public packages."""
+"""`contrastile bench loss`, `step` and `memory`: time and memory of losses and steps, beside public packages."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ HOST_LIMIT = "16GiB"
 # options of `bench step` for one process only
 ONE_PROCESS = ("optimizer", "seconds", "longest", "within")
 FIGURES = (".svg", ".png", ".pdf")
+# of `bench memory`: ranks, features, and pairs of all ranks on a GPU and on a CPU
+WORLDS, FEATURES = [8, 32, 128], 768
+MEMORY_SIZES, SMALL_MEMORY_SIZES = [2**exponent for exponent in range(15, 23)], [2**12, 2**13, 2**14]
 
 SUMMARY = "time and memory, beside what people run today"
 EXAMPLE = "contrastile bench loss --quick"
@@ -80,8 +83,19 @@ def add_to(verbs: Any) -> None:
     add("--seconds", type=float, help="how long each way may be measured (default: 20)")
     add("--quick", action="store_true", help="one model, one size")
     step.set_defaults(verb=run_step)
+    memory = kinds.add_parser(
+        "memory",
+        help="a rank's loss in a world of any size, on one device",
+        description="The papers' memory tables: one rank of ranks that are not there. Times lack communication.",
+    )
+    add = memory.add_argument
+    add("--ranks", nargs="+", type=int, metavar="W", help="sizes of the world (default: 8 32 128)")
+    add("--sizes", nargs="+", metavar="B", help="pairs of all ranks, such as 32k or 4M")
+    add("--features", type=int, default=FEATURES, metavar="D", help="features per row (default: 768)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the features (default: bf16; fp32 on a CPU)")
+    memory.set_defaults(verb=run_memory)
     csv = "write rows there, behind those that it has; its folder is made"
-    for parser in (loss, step):
+    for parser in (loss, step, memory):
         parser.add_argument("--csv", metavar="FILE", help=csv)
         add_device(parser)
         peers = argparse.BooleanOptionalAction
@@ -172,6 +186,40 @@ def run_step(arguments: argparse.Namespace) -> int:
 
         draw(Path(arguments.csv), Path(arguments.figure))
         _say(f"figure: {arguments.figure}")
+    return 0 if report.passed else 1
+
+
+def run_memory(arguments: argparse.Namespace) -> int:
+    """Measure the memory of a rank; return 1 if a way of contrastile failed."""
+    _known_device(arguments.device)
+    if _world_size() > 1:
+        raise invalid("memory", "run in one process, which is a rank of any world", "torchrun", "Start it alone.")
+    worlds = arguments.ranks or WORLDS
+    for name, least in (("ranks", min(worlds)), ("features", arguments.features)):
+        smallest = 2 if name == "ranks" else 1
+        if least < smallest:
+            raise invalid(name, f"be at least {smallest}", least, DEFAULT)
+    sizes = _numbers(arguments, "sizes")
+    if uneven := [(b, world) for b in sizes for world in worlds if b % world]:
+        raise invalid(
+            "sizes", f"be multiples of the {uneven[0][1]} ranks", uneven[0][0], "Each rank has as many pairs."
+        )
+    _make_folders(arguments, "csv")
+
+    import torch
+
+    from contrastile.bench.harness import Machine
+    from contrastile.bench.memory import TABLE, MemoryBench
+
+    kind = device_of(arguments.device)
+    sizes = sizes or (MEMORY_SIZES if kind == "cuda" else SMALL_MEMORY_SIZES)
+    dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
+    with _reporting(arguments, kind, "memory") as (device, report):
+        bench = MemoryBench(Machine(device), report, peers=arguments.peers)
+        report.say("one rank of a world, forward and backward; peak: beside the features; ms: without communication")
+        report.say(TABLE.header())
+        for world in worlds:
+            bench.measure(world, sizes, arguments.features, dtype)
     return 0 if report.passed else 1
 
 

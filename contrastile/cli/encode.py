@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from contrastile._errors import invalid, written_to
-from contrastile.cli.options import add_device, at_least, check_bad_rows, check_source, finished_retriever
+from contrastile.cli.options import add_device, at_least, check_bad_rows, check_source, finished_run_on
 
-SUMMARY = "turn a corpus into features with a retriever's run, to be searched"
+SUMMARY = "turn texts or pictures into features with a run, to be searched"
 EXAMPLE = "contrastile encode runs/docstrings"
 
 
@@ -16,9 +16,9 @@ def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
     parser = verbs.add_parser("encode", help=SUMMARY)
     add = parser.add_argument
-    corpus = "a BEIR folder, .jsonl, .tsv, or a folder of code (default: the run's own)"
+    corpus = "a BEIR folder, .jsonl, .tsv, or a folder of code (default: the run's own); a folder of pictures"
     bad_rows = "unusable rows allowed in the corpus (default: the recipe's)"
-    add("run", help="a retriever's run folder, such as runs/docstrings")
+    add("run", help="a run folder, such as runs/docstrings")
     add("corpus", nargs="?", help=corpus)
     add("--out", metavar="FOLDER", help="folder of the index, made if missing (default: RUN/index)")
     add("--shard", type=int, default=65_536, metavar="N", help="passages per file (default: 65536)")
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.data.files import own_folder
     from contrastile.train.folder import make_folder
 
-    folder = finished_retriever(arguments.run, arguments.device)
+    folder = finished_run_on(arguments.run, arguments.device)
     for name in ("shard", "dimensions"):
         at_least(name, getattr(arguments, name))
     check_bad_rows(arguments.bad_rows)
@@ -51,6 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     names = ("shard", "dimensions", "device", "bad_rows")
     with written_to(out):
         index = encode_source(folder, arguments.corpus, out, **{name: getattr(arguments, name) for name in names})
-    print(f"{len(index):,} passages of {index.dimensions} features: {out}")
+    print(f"{len(index):,} {'passages' if index[0].text else 'pictures'} of {index.dimensions} features: {out}")
     print(f"to search them: contrastile search {arguments.run}" + (f" --index {out}" if arguments.out else ""))
     return 0

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from contrastile import __version__
 from contrastile._errors import printable
-from contrastile.cli import bench, compare, doctor, encode, evaluate, plan, search, train
+from contrastile.cli import bench, compare, doctor, encode, evaluate, export, plan, search, train
 
 # arguments of pip for modules outside "contrastile[train]"
 PACKAGES = {
@@ -29,8 +29,9 @@ PACKAGES = {
     "pyarrow": '"contrastile[data]"',
     "faiss": "faiss-cpu",
     "open_clip": "open_clip_torch",
+    "sentence_transformers": "sentence-transformers",
 }
-VERBS = {"Train": (plan, train, compare), "Measure": (evaluate, bench, doctor), "Search": (encode, search)}
+VERBS = {"Train": (plan, train, compare), "Measure": (evaluate, bench, doctor), "Search": (encode, search, export)}
 
 
 class Parser(argparse.ArgumentParser):

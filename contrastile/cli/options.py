@@ -57,13 +57,13 @@ def check_source(name: str, path: str | None) -> None:
         raise invalid(name, "be a file or folder", f'"{path}"', "Check its path.")
 
 
-def finished_retriever(run: str, device: str) -> RunFolder:
-    """Return the folder of a retriever's finished run, after a check of the device."""
+def finished_run_on(run: str, device: str) -> RunFolder:
+    """Return the folder of a finished run, after a check of the device."""
     from contrastile.train.config.base import known_device
     from contrastile.train.folder import RECIPE, finished_run
-    from contrastile.train.recipe import load_retriever_recipe
+    from contrastile.train.recipe import load_any_recipe
 
     known_device(device)
     folder = finished_run(run)
-    load_retriever_recipe(folder / RECIPE, files=False)
+    load_any_recipe(folder / RECIPE, files=False)
     return folder

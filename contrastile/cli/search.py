@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import Any
 
 from contrastile._errors import invalid
-from contrastile.cli.options import add_device, at_least, finished_retriever
+from contrastile.cli.options import add_device, at_least, finished_run_on
 
-SUMMARY = "find the passages that answer a question; without one, ask for some"
+SUMMARY = "find passages by a question, or pictures by a text; without one, ask for some"
 EXAMPLE = 'contrastile search runs/docstrings "bracket a minimum"'
 
 
@@ -19,7 +19,7 @@ def add_to(verbs: Any) -> None:
     """Declare the verb and its arguments."""
     parser = verbs.add_parser("search", help=SUMMARY)
     add = parser.add_argument
-    add("run", help="a retriever's run folder, such as runs/docstrings")
+    add("run", help="a run folder, such as runs/docstrings")
     add("question", nargs="?", help='such as "how do I bracket a minimum"')
     add("-k", type=int, default=5, metavar="N", help="number of passages to show (default: 5)")
     add("--index", metavar="FOLDER", help="index that `contrastile encode` wrote (default: RUN/index)")
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from contrastile.train.folder import INDEX
 
-    folder = finished_retriever(arguments.run, arguments.device)
+    folder = finished_run_on(arguments.run, arguments.device)
     index = Path(arguments.index) if arguments.index else folder / "index"
     at_least("-k", arguments.k)
     at_least("lines", arguments.lines, 0)
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         # arrow keys edit the line and bring earlier questions back; not every Python has it
         with suppress(ImportError):
             import_module("readline")
-    print(f"{len(search.index):,} passages; an empty line ends it")
+    print(f"{len(search.index):,} {'passages' if search.index[0].text else 'pictures'}; an empty line ends it")
     while question := _next_question():
         print(search.results_text(question, arguments.k, lines=arguments.lines))
     return 0

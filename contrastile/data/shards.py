@@ -301,7 +301,7 @@ def _unpack(table: Path, folder: Path) -> None:
                         raise _damaged(table, f"more than {MOST_TIMES} times its size in it")
                     add_to_tar(tar, f"{number:09}{suffix}", content)
         sync(folder / UNPACKED)
-    except (pyarrow.ArrowException, OSError) as failure:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as failure:
         # the library's own failures have no error number
         if isinstance(failure, OSError) and failure.errno is not None:
             raise

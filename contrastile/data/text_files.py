@@ -192,8 +192,8 @@ def interpret(entry: Entry, place: str) -> Question:
         right, wrong = (_contexts(entry.get(f"{side}_passages"), place) for side in ("positive", "negative"))
         return Question(query, right, wrong, answers, identity)
     if "positive_document_ids" in entry:
-        ids = [list(map(str, entry.get(f"{side}_document_ids") or ())) for side in ("positive", "negative")]
-        return Question(query, ids[0], ids[1], id=identity)
+        positives, negatives = (_document_ids(entry.get(f"{side}_document_ids")) for side in ("positive", "negative"))
+        return Question(query, positives, negatives, id=identity)
     if "pos" in entry:
         return Question(query, _plain(entry["pos"], place), _plain(entry.get("neg"), place))
     return _columns(entry, place)
@@ -245,6 +245,12 @@ def _contexts(entries: Any, place: str) -> list[Passage]:
         Passage(_id(first(entry, CONTEXT_IDS)), text_of(entry.get("text")), text_of(entry.get("title") or ""), place)
         for entry in entries or ()
     ]
+
+
+def _document_ids(ids: Any) -> list[str]:
+    if not isinstance(ids, list | None):
+        raise Skipped("ids that are no list")
+    return list(map(str, ids or ()))
 
 
 def _id(value: object) -> str:

@@ -39,6 +39,7 @@ def traceable(arguments: Arguments) -> bool:
     alone = options.exchange == "single" or collectives.size(options.group) == 1
     spelled = not isinstance(loss, PairLoss) or loss.spelled is not None
     plain = arguments.scorer is None and not arguments.guides and arguments.targets is None and arguments.own is None
+    plain = plain and not getattr(loss, "counts_positives", False)
     return alone and spelled and plain and options.device is None
 
 

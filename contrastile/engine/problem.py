@@ -81,7 +81,8 @@ class Arguments:
     def plain(self) -> bool:
         """A call of this signature that passed the checks needs none: no values to read, no tensors to join."""
         others = (self.scorer, self.positives, self.negatives, self.targets)
-        return all(x is None for x in others) and not self.guides and self.options.device is None
+        own_inputs = self.guides or self.loss.counts_positives
+        return all(x is None for x in others) and not own_inputs and self.options.device is None
 
     def cast(self) -> torch.dtype | None:
         """The type that autocast gives products on the device of the computation; None where it is off."""
@@ -192,6 +193,8 @@ class Problem:
         if rows.positives is not None and self.indexed is not None and not torch.compiler.is_compiling():
             positives, scale = checks.kept_in_range(rows.positives, self.indexed, scale)
             rows = replace(rows, positives=positives)
+        if self.loss.counts_positives:
+            rows, cols = self.loss.counted(rows, cols, *exchange.layout.gathers())
         if len(exchange.layout.rows) > 1:
             rows, cols = exchange.layout.place(rows, cols)
         elif rows is self.rows and scale is self.scale and bias is self.bias:

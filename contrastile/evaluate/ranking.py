@@ -28,6 +28,8 @@ USUAL = ("hit@1", "hit@5", "hit@20", "hit@100", "nDCG@10", "MRR@10", "MAP", "rec
 MATCHES = ("string", "regex")
 # seconds of a pattern on one passage: usual ones take microseconds, and some would take longer than the universe
 LONGEST = 1.0
+# letters of a pattern, whose preparation has no limit of time: those of question sets have a hundred
+LONGEST_PATTERN = 10_000
 # the patterns of this process that took longer
 _slow: set[str] = set()
 
@@ -140,8 +142,8 @@ def answer_recall(
 def has_answer(text: str, answers: Sequence[str], match: str = "string") -> bool:
     """True where `text` contains one of `answers`, as a sequence of words ("string") or as a pattern ("regex").
 
-    False for an invalid pattern, and for an answer without words, which DPR's own code finds in every text. Raises
-    ValueError for another `match`.
+    False for a pattern that is invalid or takes too long, and for an answer without words, which DPR's own code finds
+    in every text. Raises ValueError for another `match`.
 
     >>> has_answer("He was born in Ulm, Germany.", ["ulm"]), has_answer("He was born in Ulmenhof.", ["ulm"])
     (True, False)
@@ -179,12 +181,12 @@ def _word_pattern() -> Any:
 def _has_pattern(pattern: str, text: str) -> bool:
     import regex
 
-    if pattern in _slow:
+    if pattern in _slow or len(pattern) > LONGEST_PATTERN:
         return False
     try:
         flags = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
         return regex.search(pattern, text, flags, timeout=LONGEST) is not None
-    except regex.error:
+    except (regex.error, RecursionError):
         return False
     except TimeoutError:
         _slow.add(pattern)

@@ -13,9 +13,10 @@ that W or 1; nothing else in the library multiplies by a number of ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +50,14 @@ class Layout:
     def start(self, rank: int) -> int:
         """The global position of a rank's first column."""
         return sum(self.cols[:rank]) if self.starts is None else self.starts[rank]
+
+    def gathers(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Functions that gather a tensor of this rank's rows, or of its columns, from all ranks."""
+
+        def gathered(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+            return x if len(self) == 1 else collectives.gather_rows(x.contiguous(), sizes, self.group)
+
+        return partial(gathered, sizes=self.rows), partial(gathered, sizes=self.cols)
 
     def place(self, rows: Shard, cols: Shard) -> tuple[Shard, Shard]:
         """This rank's shards with positions counted over all ranks."""

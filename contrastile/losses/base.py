@@ -307,6 +307,8 @@ class PairLoss(ABC):
     state_rows: ClassVar[int]
     # number of pairs of further features, whose products a tile has as its `guides`
     guides: ClassVar[int] = 0
+    # `counted` weighs positives by their number over all ranks
+    counts_positives: ClassVar[bool] = False
     # the loss of a row depends on no other row
     rowwise: ClassVar[bool] = True
     # the class and all fields as a string; None if a field is no number, truth value or word
@@ -348,6 +350,15 @@ class PairLoss(ABC):
         """The guides of the rows' shard and of the columns', of this rank's further features of queries and keys."""
         del diagonal, positives
         return tuple([a.detach() for a, _ in guides]), tuple([b.detach() for _, b in guides])
+
+    def counted(
+        self, rows: Shard, cols: Shard, all_rows: Callable[[Tensor], Tensor], all_cols: Callable[[Tensor], Tensor]
+    ) -> tuple[Shard, Shard]:
+        """Both shards with weights of their positives, where `counts_positives`.
+
+        all_rows, all_cols: gather a tensor of this rank's rows, or columns, from all ranks.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -120,7 +120,7 @@ class PairedLoss(Loss):
 
     names: ClassVar[dict[str, str]] = {
         "q": "image_features", "k": "text_features", "scale": "logit_scale", "bias": "logit_bias", "query_ids": "ids",
-        "key_ids": "ids",
+        "key_ids": "ids", "query_labels": "labels", "key_labels": "labels",
     }  # fmt: skip
 
     @overload
@@ -133,6 +133,7 @@ class PairedLoss(Loss):
         output_dict: Literal[False] = False,
         *,
         ids: Tensor | None = None,
+        labels: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor: ...
 
@@ -146,6 +147,7 @@ class PairedLoss(Loss):
         *,
         output_dict: Literal[True],
         ids: Tensor | None = None,
+        labels: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> dict[str, Tensor]: ...
 
@@ -158,6 +160,7 @@ class PairedLoss(Loss):
         output_dict: bool = False,
         *,
         ids: Tensor | None = None,
+        labels: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Return the loss of N pairs, over the batch of all ranks.
@@ -170,8 +173,8 @@ class PairedLoss(Loss):
             weights: [N]; the loss is Σ w·loss / Σ w.
         """
         operation, inputs = self._prepared(
-            image_features, text_features, logit_scale, bias=logit_bias, query_ids=ids, key_ids=ids, weights=weights,
-            paired=True,
+            image_features, text_features, logit_scale, bias=logit_bias, query_ids=ids, key_ids=ids,
+            query_labels=labels, key_labels=labels, weights=weights, paired=True,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
         if self._unseen:

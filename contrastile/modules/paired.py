@@ -8,6 +8,7 @@ from torch import Tensor
 
 from contrastile._types import accumulator
 from contrastile.engine import arguments as checks
+from contrastile.losses.balanced import BalancedSigmoid
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
 from contrastile.losses.distilled import Distilled
 from contrastile.losses.sigmoid import Sigmoid
@@ -32,6 +33,8 @@ class ClipLoss(PairedLoss):
             changes nothing in a softmax; its gradient is 0.
         output_dict: whether to return `{"contrastive_loss": loss}`, as open_clip's losses can.
         ids: [N] integers; pairs of equal ids are not negatives of each other.
+        labels: [N] integers; all pairs of equal labels are positives, the loss of a row their mean (UniCL, Yang et al.
+            2022).
         weights: [N]; the loss is Σ w·loss / Σ w.
 
     Returns a scalar ([N] with reduction="none") in float32, or float64 for float64 features. Raises ValueError for
@@ -56,7 +59,8 @@ class SigLipLoss(PairedLoss):
         loss = -F.logsigmoid(z * (logit_scale * image_features @ text_features.T + logit_bias)).sum() / N
 
     Made, called and refused as `ClipLoss`, but for `label_smoothing`, which it does not take. Pairs of equal ids leave
-    the sum; the divisor stays N.
+    the sum; the divisor stays N. With `labels` every pair of equal labels has z = 1; `SigLipLoss(balanced=True)` gives
+    the positives of each example one weight together (see `contrastile.losses.BalancedSigmoid`).
 
     >>> import torch, torch.nn.functional as F
     >>> image, text = F.normalize(torch.randn(2, 8, 16), dim=-1)
@@ -66,6 +70,11 @@ class SigLipLoss(PairedLoss):
     """
 
     pair_loss = Sigmoid()
+
+    def __init__(self, *, balanced: bool = False, **how: Unpack[How]) -> None:
+        super().__init__(**how)
+        if balanced:
+            self.loss = BalancedSigmoid()
 
 
 class DCLLoss(PairedLoss):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, one_of
 from contrastile.engine import arguments as checks
+from contrastile.losses.inside import SoftmaxInside
 from contrastile.losses.softmax import Softmax
-from contrastile.modules.base import Loss
+from contrastile.modules.base import How, Loss
 
 
 class SupConLoss(Loss):
@@ -22,8 +23,9 @@ class SupConLoss(Loss):
 
         loss_i = −mean_{p ∈ P(i)} log(exp x_ip / Σ_{j ≠ i} exp x_ij)
 
-    and the mean over the i that have a positive; NaN if none has. Made as `SupConLoss(**how)`, with the keywords that
-    `contrast` tells; returns and raises what `ClipLoss` does.
+    and the mean over the i that have a positive; NaN if none has. With form="in" the mean is inside the logarithm
+    (equation 3). Made as `SupConLoss(form="out", **how)`, with the keywords that `contrast` tells; returns and raises
+    what `ClipLoss` does.
 
     Arguments of the call:
         features: [N, D], or [N, views, D] for several views of each example; rows of unit length.
@@ -39,6 +41,12 @@ class SupConLoss(Loss):
 
     names: ClassVar[dict[str, str]] = {"q": "features", "k": "features"}
     pair_loss = Softmax(exclude_self=True)
+
+    def __init__(self, *, form: Literal["out", "in"] = "out", **how: Unpack[How]) -> None:
+        super().__init__(**how)
+        one_of("form", form, ("out", "in"), "They are the paper's words.")
+        if form == "in":
+            self.loss = SoftmaxInside(exclude_self=True, label_smoothing=self.options.label_smoothing)
 
     def forward(self, features: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
         """Return the loss of N examples, over the batch of all ranks.

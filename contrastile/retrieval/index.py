@@ -27,8 +27,11 @@ from contrastile.data.entries import read_passages
 from contrastile.data.texts import Passage
 from contrastile.evaluate.retrieval import topk
 from contrastile.retrieval.integrity import check_index, described
+from contrastile.retrieval.pictures import picture_features, picture_passages
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder, one_writer
+from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.run import RetrieverRun, load_retriever, open_run_texts, passage_tokens
+from contrastile.train.run import Run, load
 
 FORMAT = 2
 
@@ -36,6 +39,12 @@ FORMAT = 2
 def run_checksums(run_folder: RunFolder) -> dict[str, str]:
     """Checksums of the files that decide a run's features: its weights, and the recipe with prefixes and lengths."""
     return {name: run_folder.checksum(name) for name in (WEIGHTS, RECIPE)}
+
+
+def load_run(folder: RunFolder, *, device: str) -> Run | RetrieverRun:
+    """The encoders of a run of either kind."""
+    pictures = load_any_recipe(folder / RECIPE, files=False).kind == "image-text"
+    return load(folder.path, device=device) if pictures else load_retriever(folder.path, device=device)
 
 
 def encode_source(
@@ -48,18 +57,24 @@ def encode_source(
     device: str,
     bad_rows: float | None = None,
 ) -> Index:
-    """The index of `corpus`, or of the run's own passages where it is None.
+    """The index of `corpus`, or of the run's own passages where it is None; of a folder, for a run of pictures.
 
     `bad_rows`: the share of unusable rows that is allowed, the recipe's by default.
     """
-    run = load_retriever(folder.path, device=device)
+    made_by = run_checksums(folder)
+    run = load_run(folder, device=device)
+    if isinstance(run, Run):
+        if dimensions is not None:
+            remedy = "Prefixes of features were not trained."
+            raise invalid("dimensions", "be left out for a run of pictures and texts", dimensions, remedy)
+        pictures, name = picture_passages(corpus)
+        return encode_corpus(run, pictures, out, corpus=name, made_by=made_by, shard=shard)
     if corpus is None:
         passages: Iterable[Passage] = open_run_texts(run.recipe).passages
         name = run.recipe.data.source
     else:
         passages = _read_passages(Path(corpus), run.recipe.data.bad_rows if bad_rows is None else bad_rows)
         name = str(Path(corpus).resolve())
-    made_by = run_checksums(folder)
     return encode_corpus(run, passages, out, corpus=name, made_by=made_by, shard=shard, dimensions=dimensions)
 
 
@@ -72,7 +87,7 @@ def _read_passages(source: Path, bad_rows: float) -> Iterator[Passage]:
 
 
 def encode_corpus(
-    run: RetrieverRun,
+    run: Run | RetrieverRun,
     passages: Iterable[Passage],
     folder: Path,
     *,
@@ -95,7 +110,9 @@ def encode_corpus(
     return Index(folder)
 
 
-def _write_shards(run: RetrieverRun, passages: Iterable[Passage], files: RunFolder, settings: dict[str, Any]) -> None:
+def _write_shards(
+    run: Run | RetrieverRun, passages: Iterable[Passage], files: RunFolder, settings: dict[str, Any]
+) -> None:
     """Write the shards that are missing, and index.json after each of them."""
     shard, dimensions = settings["shard"], settings["dimensions"]
     exists = (files / INDEX).is_file()
@@ -128,12 +145,16 @@ def _verify_shard(finished: dict[str, Any], passages: Sequence[Passage]) -> None
 
 
 def _write_shard(
-    run: RetrieverRun, passages: Sequence[Passage], files: RunFolder, number: int, dimensions: int | None
+    run: Run | RetrieverRun, passages: Sequence[Passage], files: RunFolder, number: int, dimensions: int | None
 ) -> dict[str, Any]:
     """Encode and write one shard; return its entry in index.json."""
     name = f"{number:05}"
-    tokens = passage_tokens(passages, run.tokenizer, run.recipe)
-    encoded = run.encode_tokens("passage", tokens, dimensions=dimensions, title=f"encoding shard {number + 1}")
+    title = f"encoding shard {number + 1}"
+    if isinstance(run, Run):
+        encoded = picture_features(run, passages, title)
+    else:
+        tokens = passage_tokens(passages, run.tokenizer, run.recipe)
+        encoded = run.encode_tokens("passage", tokens, dimensions=dimensions, title=title)
     features = encoded.half().cpu()
     if not features.isfinite().all():
         got = f"{encoded.abs().max().item():.3g} in shard {name}"

@@ -12,12 +12,14 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from contrastile._errors import printable
 from contrastile.data.bm25 import words
-from contrastile.retrieval.index import Index, open_index
+from contrastile.retrieval.index import Index, load_run, open_index
 from contrastile.train.folder import RunFolder
-from contrastile.train.retriever.run import RetrieverRun, load_retriever
+from contrastile.train.retriever.run import RetrieverRun
+from contrastile.train.run import Run
 
 # made-up questions, their words, and the passages that these come from; a smaller corpus says too little
 MADE_UP, WORDS_EACH, PASSAGES, LEAST = 64, 6, 512, 200
@@ -27,10 +29,16 @@ BELOW = 0.75
 
 @dataclass(frozen=True)
 class Search:
-    """A retriever and an index of its features."""
+    """A run and an index of its features."""
 
-    run: RetrieverRun
+    run: Run | RetrieverRun
     index: Index
+
+    def encoded(self, questions: list[str]) -> Tensor:
+        """Features of questions, or of texts that pictures are to be found for."""
+        if isinstance(self.run, Run):
+            return self.run.encode_text(questions)
+        return self.run.encode_query(questions, dimensions=self.index.dimensions)
 
     @cached_property
     def threshold(self) -> float | None:
@@ -43,7 +51,7 @@ class Search:
         if not vocabulary:
             return None
         questions = [" ".join(generator.choice(vocabulary, WORDS_EACH)) for _ in range(MADE_UP)]
-        features = self.run.encode_query(questions, dimensions=self.index.dimensions)
+        features = self.encoded(questions)
         return float(self.index.search(features, 1)[0].quantile(BELOW))
 
     def results_text(self, question: str, k: int, *, lines: int) -> str:
@@ -51,7 +59,7 @@ class Search:
 
         A first line says so where nothing is close.
         """
-        features = self.run.encode_query([question], dimensions=self.index.dimensions)
+        features = self.encoded([question])
         scores, rows = self.index.search(features, k)
         blocks, best = [], float(scores[0, 0])
         if self.threshold is not None and best < self.threshold:
@@ -64,7 +72,7 @@ class Search:
             text = passage.text.splitlines()
             body = [printable(textwrap.shorten(line, 160) if len(line) > 160 else line) for line in text[:lines]]
             joined = "\n".join([*body, "…"] if len(text) > lines else body)
-            blocks.append(f"{score:6.3f}  {printable(name)}{source}\n{textwrap.indent(joined, ' ' * 10)}")
+            blocks.append(f"{score:6.3f}  {printable(name)}{source}\n{textwrap.indent(joined, ' ' * 10)}".rstrip())
         return "\n\n".join(blocks)
 
 
@@ -73,4 +81,4 @@ def open_search(
 ) -> Search:
     """A run with its index; raises ValueError where another run, or other weights, made the index."""
     opened = open_index(folder, index, engine=engine, verify=verify)
-    return Search(index=opened, run=load_retriever(folder.path, device=device))
+    return Search(index=opened, run=load_run(folder, device=device))

@@ -49,7 +49,8 @@ def sharded_model(
         copy = deepcopy(model, own)
 
     def unshard() -> None:
-        state = gathered(model.state_dict(), keep=copy is not None)
+        with collectives.reporting_lost_ranks("exchange of shards", None):
+            state = gathered(model.state_dict(), keep=copy is not None)
         if copy is not None:
             copy.load_state_dict(state)
             set_model(copy.to(device))

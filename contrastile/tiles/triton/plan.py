@@ -31,8 +31,7 @@ PROGRAMS_INTERPRETED = 3
 PIECES_FLOAT32 = {"bf16": 1, "tf32": 2, "ieee": 3, "none": 3}
 # 16-bit pieces of each type that has kernels
 PIECES: dict[torch.dtype, Callable[[], int]] = {
-    torch.bfloat16: lambda: 1,
-    torch.float16: lambda: 1,
+    **dict.fromkeys((torch.bfloat16, torch.float16), lambda: 1),
     torch.float32: lambda: PIECES_FLOAT32[torch.backends.cuda.matmul.fp32_precision],
 }
 
@@ -65,8 +64,7 @@ SHAPES = {
     100: Shape(flatten=False),
     120: Shape(warps=8, depth=32, programs=1, flatten=False),
 }
-# small, so that tests have several tiles
-SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32)
+SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32)  # small, so that tests have several tiles
 
 
 @cache
@@ -350,7 +348,7 @@ class Budget:
         return max(self.expected_bytes(N, M, copied, dtype, self.labels) for copied in (0, D))
 
     def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost) -> int:
-        """The same of forward and backward, and `more` passes; D is 0 where features need no copy."""
+        """The same of forward, backward and `more` passes; D is 0 where features need no copy."""
         passes = (self.forward, self.backward, *more)
         return max(cost(*self._largest(N, M, D, dtype, cost), D, dtype) for cost in passes)
 

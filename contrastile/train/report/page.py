@@ -153,7 +153,11 @@ import contrastile
 from PIL import Image
 
 run = contrastile.load("{run}")
-scores = run.encode_image([Image.open("picture.png")]) @ run.encode_text(["one title", "another title"]).T""",
+scores = run.encode_image([Image.open("picture.png")]) @ run.encode_text(["one title", "another title"]).T
+
+# on the command line: pictures of a folder by a text
+contrastile encode {run} my/pictures
+contrastile search {run} "one title\"""",
     parts={
         "faces": "held-out fonts",
         "names": "held-out names",
@@ -218,7 +222,7 @@ def _figures(steps: StepColumns, loss: str, wording: Wording) -> list[str]:
     single = {
         "scale": ("Scale", steps["scale"]),
         "rate": ("Learning rate", steps["learning_rate"]),
-        "speed": (f"{wording.unit.capitalize()} per second", steps["batch"] / steps["seconds"]),
+        "speed": (f"{wording.unit.capitalize()} per second", steps["batch"] / np.maximum(steps["seconds"], 1e-9)),
     }
     if len(steps) > 1 and np.ptp(steps["scale"]) == 0:
         # a constant line shows nothing

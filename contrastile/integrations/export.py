@@ -1,0 +1,210 @@
+"""The way out: a retriever's run as a folder of sentence-transformers or transformers, an index as plain files.
+
+Called by `contrastile export`. Nothing of contrastile is needed to load what it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from contrastile import __version__, load
+from contrastile._errors import invalid, written_to
+from contrastile.models.base import ProjectedTower
+from contrastile.models.pretrained import TextTower
+from contrastile.models.text import PAD, Tokenizer
+from contrastile.retrieval.index import Index
+from contrastile.train.folder import RECIPE
+from contrastile.train.retriever.run import RetrieverRun
+
+# the name of each pooling in sentence-transformers
+POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
+# passages that are copied at once
+CHUNK = 65_536
+
+CARD = """---
+library_name: {library}
+pipeline_tag: sentence-similarity
+tags: [contrastile, feature-extraction]
+---
+
+# {title}
+
+A text encoder of {features} features, trained with contrastile {version} and exported for {library}.
+Texts are compared by {comparison}.
+
+{usage}
+
+| | |
+|---|---|
+| side | {side} |
+| pooling | {pooling} |
+| longest text | {length} tokens, a query {query_length} |
+| before a query | `{query_prefix}` |
+| before a passage | `{passage_prefix}`, then its title, `{separator}` and its text |
+
+## Training
+
+Its recipe, with which `contrastile train` repeats the run:
+
+```toml
+{recipe}
+```
+"""
+
+USAGE = {
+    "sentence-transformers": """```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("{name}")
+scores = model.encode_query(["a question"]) @ model.encode_document(["a passage"]).T
+```""",
+    "transformers": """```python
+from transformers import AutoModel, AutoTokenizer
+
+tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModel.from_pretrained("{name}")
+states = model(**tokenizer(["a text"], return_tensors="pt")).last_hidden_state  # then the pooling below
+```""",
+}
+
+
+def export_run(folder: Path, library: str, target: Path) -> list[Path]:
+    """Write each encoder of a retriever's run as a folder of `library`, and return the folders.
+
+    One encoder goes to `target`, two to `target/query` and `target/passage`. Raises ValueError for encoders that the
+    library does not have, and for a target that exists.
+    """
+    run = load(folder, device="cpu")
+    if not isinstance(run, RetrieverRun):
+        raise invalid("run", "be a retriever's", "one of pictures and texts", "Load it with contrastile.load.")
+    if run.model.settings["lora"] is not None:
+        raise invalid("run", "have encoders without adapters", "lora", "Train without model.lora, or merge them.")
+    encoders = run.model.encoders.items()
+    targets = {side: target if side == "both" else target / side for side, _ in encoders}
+    parts = {side: _parts(encoder, library) for side, encoder in encoders}
+    if target.exists():
+        raise invalid("--out", "be a folder that is not there yet", f'"{target}"', "Choose another one.")
+    with written_to(target):
+        for side, (tower, projection) in parts.items():
+            targets[side].mkdir(parents=True)
+            _save_model(run.tokenizer, tower, targets[side])
+            if library == "sentence-transformers":
+                _save_modules(run, tower, projection, targets[side])
+            card = _card(run, folder, library, side, tower, targets[side].name)
+            (targets[side] / "README.md").write_text(card, encoding="utf-8")
+    return list(targets.values())
+
+
+def _parts(encoder: nn.Module, library: str) -> tuple[TextTower, nn.Linear | None]:
+    """The model with its pooling, and the projection behind it."""
+    tower, projection = encoder, None
+    if isinstance(encoder, ProjectedTower) and isinstance(encoder.projection, nn.Linear):
+        tower, projection = encoder.tower, encoder.projection
+    if not isinstance(tower, TextTower):
+        remedy = 'Train with model.both of the kind "transformers".'
+        raise invalid("run", "have encoders of transformers", type(tower).__name__, remedy)
+    if library == "transformers" and projection is not None:
+        remedy = "Export as sentence-transformers, which has a module for it."
+        raise invalid("run", "have no projection for transformers", f"{projection.out_features} features", remedy)
+    if library == "sentence-transformers" and tower.pooling not in POOLINGS:
+        remedy = "Export as transformers."
+        raise invalid("run", f"have one of the poolings {', '.join(POOLINGS)}", tower.pooling, remedy)
+    return tower, projection
+
+
+def _save_model(tokenizer: Tokenizer, tower: TextTower, target: Path) -> None:
+    """Write the weights and the tokenizer as transformers does."""
+    tower.model.save_pretrained(target)  # type: ignore[operator]
+    tokenizer.save(target)
+    if not (target / "tokenizer_config.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        file = str(target / "tokenizer.json")
+        words = {"model_max_length": tokenizer.length, "pad_token": PAD, "padding_side": "right"}
+        PreTrainedTokenizerFast(tokenizer_file=file, **words).save_pretrained(target)
+
+
+def _save_modules(run: RetrieverRun, tower: TextTower, projection: nn.Linear | None, target: Path) -> None:
+    """Replace a folder of transformers by one of sentence-transformers."""
+    from sentence_transformers import SentenceTransformer, models
+
+    modules: list[Any] = [models.Transformer(str(target), max_seq_length=run.tokenizer.length)]
+    modules.append(models.Pooling(tower.model.config.hidden_size, pooling_mode=POOLINGS[tower.pooling]))  # type: ignore[union-attr]
+    if projection is not None:
+        dense = models.Dense(projection.in_features, projection.out_features, False, nn.Identity())
+        with torch.no_grad():
+            dense.linear.weight.copy_(projection.weight)
+        modules.append(dense)
+    if run.model.normalise:
+        modules.append(models.Normalize())
+    data = run.recipe.data
+    prompts = {"query": data.query_prefix, "document": data.passage_prefix}
+    similarity = "cosine" if run.model.normalise else "dot"
+    model = SentenceTransformer(modules=modules, prompts=prompts, similarity_fn_name=similarity, device="cpu")
+    shutil.rmtree(target)
+    model.save(str(target))
+
+
+def _card(run: RetrieverRun, folder: Path, library: str, side: str, tower: TextTower, name: str) -> str:
+    """The model card: use, form and training."""
+    data, tokenizer = run.recipe.data, run.recipe.model.tokenizer
+    return CARD.format(
+        library=library,
+        title=f"{Path(folder).name}: {'queries and passages' if side == 'both' else side}",
+        features=run.model.features,
+        version=__version__,
+        comparison="cosine" if run.model.normalise else "dot product",
+        usage=USAGE[library].format(name=name),
+        side="queries and passages" if side == "both" else side,
+        pooling=tower.pooling,
+        length=run.tokenizer.length,
+        query_length=tokenizer.query_length,
+        query_prefix=data.query_prefix,
+        passage_prefix=data.passage_prefix,
+        separator=data.title_separator.replace("\n", "\\n"),
+        recipe=(folder / RECIPE).read_text(encoding="utf-8").strip(),
+    )
+
+
+def export_index(folder: Path, kind: str, target: Path) -> list[Path]:
+    """Write an index's features as `features.npy` (float16, [n, D]) or `index.faiss`, its ids and its passages.
+
+    `ids.txt` has an id a line, escaped as in JSON; `passages.jsonl` the passages in the same order.
+    """
+    index = Index(folder)
+    if target.exists():
+        raise invalid("--out", "be a folder that is not there yet", f'"{target}"', "Choose another one.")
+    shards = [Path(folder) / shard["name"] for shard in index.metadata["shards"]]
+    features = [np.load(f"{shard}.npy", mmap_mode="r", allow_pickle=False) for shard in shards]
+    with written_to(target):
+        target.mkdir(parents=True)
+        for name, suffix in (("ids.txt", "ids"), ("passages.jsonl", "jsonl")):
+            with (target / name).open("wb") as file:
+                for shard in shards:
+                    file.write(Path(f"{shard}.{suffix}").read_bytes())
+        if kind == "faiss":
+            import faiss
+
+            flat = faiss.IndexFlatIP(index.dimensions)
+            for shard in features:
+                for start in range(0, len(shard), CHUNK):
+                    flat.add(np.ascontiguousarray(shard[start : start + CHUNK], dtype=np.float32))
+            faiss.write_index(flat, str(target / "index.faiss"))
+        else:
+            shape = (len(index), index.dimensions)
+            whole = np.lib.format.open_memmap(target / "features.npy", "w+", features[0].dtype, shape)
+            start = 0
+            for shard in features:
+                whole[start : start + len(shard)] = shard
+                start += len(shard)
+            whole.flush()
+        described = {name: index.metadata[name] for name in ("dimensions", "run") if name in index.metadata}
+        described |= {"passages": len(index), "similarity": "dot product"}
+        (target / "index.json").write_text(json.dumps(described, indent=1, default=str) + "\n", encoding="utf-8")
+    return sorted(target.iterdir())

@@ -1,0 +1,72 @@
+"""SigLIP's loss with several positives, each anchor's of one weight together (SigLIP+ of siglip-kernel).
+
+With z_ij = ±1 as in `sigmoid.py`, k_i the positives of row i and k'_j those of column j, over all ranks,
+
+    loss_i = Σ_j v_ij log(1 + exp(−z_ij x_ij)),   v_ij = (1 / k_i + 1 / k'_j) / 2 for a positive pair, 1 for all others.
+
+The weights of a tile are a product of two numbers per row and two per column, its `guides`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from contrastile._errors import invalid
+from contrastile._types import accumulator
+from contrastile.losses.base import Shard, Tile, changed
+from contrastile.losses.sigmoid import Sigmoid
+
+
+@dataclass(frozen=True)
+class BalancedSigmoid(Sigmoid):
+    """The sigmoid loss of positives by label, weighted by their number.
+
+    Naively, with `positive` [N, M], `z = 2 * positive - 1` and
+
+        v = torch.where(positive, (1 / positive.sum(1, keepdim=True) + 1 / positive.sum(0)) / 2, 1)
+        (-v * F.logsigmoid(z * x)).sum() / N
+
+    >>> from contrastile import contrast
+    >>> q, k, labels = *torch.nn.functional.normalize(torch.randn(2, 6, 16), dim=-1), torch.arange(6) // 2
+    >>> contrast(q, k, scale=10.0, bias=-10.0, loss=BalancedSigmoid(), query_labels=labels, key_labels=labels).shape
+    torch.Size([])
+    """
+
+    counts_positives: ClassVar[bool] = True
+
+    def counted(
+        self, rows: Shard, cols: Shard, all_rows: Callable[[Tensor], Tensor], all_cols: Callable[[Tensor], Tensor]
+    ) -> tuple[Shard, Shard]:
+        if rows.positives is not None:
+            raise invalid("positives", "be left out for the balanced sigmoid loss", "some", "Pass labels.")
+        if rows.labels is None or cols.labels is None:
+            # one positive each
+            return rows, cols
+        wide = accumulator(rows.features.dtype)
+        shares = []
+        for own, others in ((rows.labels, all_cols(cols.labels)), (cols.labels, all_rows(rows.labels))):
+            ordered = others.sort().values
+            number = torch.searchsorted(ordered, own, right=True) - torch.searchsorted(ordered, own)
+            shares.append(number.clamp(min=1).to(wide).reciprocal())
+        halves = [torch.full_like(share, 0.5) for share in shares]
+        return (
+            changed(rows, guides=(torch.stack([shares[0] / 2, halves[0]], 1),)),
+            changed(cols, guides=(torch.stack([torch.ones_like(shares[1]), shares[1]], 1),)),
+        )
+
+    def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
+        if not tile.guides or not isinstance(tile.positive, Tensor):
+            return super().absorb(tile)
+        losses = torch.logaddexp(torch.where(tile.positive, -tile.x, tile.x), tile.x.new_zeros(()))
+        return (torch.where(tile.positive, losses * tile.guides[0], losses).sum(1)[None],)
+
+    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
+        grad = super().pair_grad(tile, rows, cols)
+        if not tile.guides or not isinstance(tile.positive, Tensor):
+            return grad
+        return torch.where(tile.positive, grad * tile.guides[0], grad)
