@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import re
+import shlex
 import sys
 import tomllib
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 import contrastile
+from contrastile.cli.main import _parsed, build_parser
 from contrastile.train.config.base import Settings
 from contrastile.train.recipe import KINDS, load_any_recipe
 
@@ -129,6 +131,19 @@ def _run_blocks(document):
     for block in PYTHON.findall(document.read_text(encoding="utf-8")):
         if WITH_A_RUN not in block:
             names = run(block.replace('"cuda"', '"cpu"'), **names)
+
+
+COMMAND = re.compile(r"^    (?:torchrun .*? -m )?contrastile (\w.*)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_commands_of_a_page_are_known_to_the_parser(document):
+    # the log has commands of earlier versions
+    if document.name in ("log.md", "CHANGELOG.md"):
+        return
+    text = document.read_text(encoding="utf-8").replace("\\\n", " ")
+    for command in COMMAND.findall(text):
+        _parsed(build_parser(), shlex.split(command, comments=True))
 
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
