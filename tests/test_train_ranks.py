@@ -234,6 +234,20 @@ def _until(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
+def _ends_early(rank: int, words: list[str]) -> int:
+    """The first rank fails before the ranks join, as on a full disk."""
+    return 1 if rank == 0 else main(words)
+
+
+def test_a_first_rank_that_never_joins_is_a_sentence_on_the_others(tmp_path: Path) -> None:
+    with Launched(2, tmp_path, _ends_early, _words(tmp_path, "train.timeout=1.0")) as launched:
+        assert launched.codes() == [1, 1]
+        assert launched.said(1).splitlines()[-1] == (
+            "`training` must be begun by all ranks; got no answer to rank 1 from the store of the first. "
+            "See what the first rank said last, and start all ranks again."
+        )
+
+
 def _another_recipe(rank: int, words: list[str]) -> int:
     return main([*words[:2], f"seed={rank}", *words[2:]])
 

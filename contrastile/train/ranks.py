@@ -90,10 +90,15 @@ class Ranks:
             return
         timeout = timedelta(seconds=settings.timeout)
         # the launcher's store, once all ranks have opened their data
-        store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=timeout))
-        if store.add(LOADED, 1) == self.size:
-            store.set(f"{LOADED}: all", "")
-        store.wait([f"{LOADED}: all"], LOADING)
+        try:
+            store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=timeout))
+            if store.add(LOADED, 1) == self.size:
+                store.set(f"{LOADED}: all", "")
+            store.wait([f"{LOADED}: all"], LOADING)
+        except dist.DistError as error:
+            remedy = "See what the first rank said last, and start all ranks again."
+            got = f"no answer to rank {self.rank} from the store of the first"
+            raise LostRankError(invalid("training", "be begun by all ranks", got, remedy)) from error
         how: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
         if run.device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
