@@ -23,7 +23,7 @@ from torch import Tensor
 from contrastile.bench.gate import SCALE, SUBJECTS, Distance, double, step
 from contrastile.tiles.triton.forward import products
 from contrastile.tiles.triton.launch import operand
-from contrastile.tiles.triton.plan import coded, piece_products, shape_for
+from contrastile.tiles.triton.plan import products_of, shape_for
 
 ROWS = 8192
 # 16-bit pieces of a number
@@ -74,11 +74,11 @@ def truncation(q: Tensor, k: Tensor) -> tuple[float, float]:
     """Return the share that the products lose, by least squares: of all pairs, and of those above three deviations."""
     n, shape = len(q), shape_for(q.device)
     a, b = (operand(x, PIECES[x.dtype], shape) for x in (q, k))
-    left, right = zip(*piece_products(a.parts), strict=True)
+    multiplied = products_of(a.parts)
     out = torch.empty(n, n, device="cuda")
     _store[n // shape.rows, n // shape.cols](
         a.memory(shape.rows, shape), b.memory(shape.cols, shape), out, n, a.width, shape.rows, shape.cols, shape.depth,
-        coded(list(left)), coded(list(right)), len(left), num_warps=shape.warps, num_stages=shape.stages,
+        multiplied["LEFT"], multiplied["RIGHT"], multiplied["PRODUCTS"], num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     true = q.double() @ k.double().T
     missing, upper = (true - out) * true, true.abs() > 3 * true.std()

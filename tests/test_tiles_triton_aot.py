@@ -94,11 +94,11 @@ def _type(name: str, shape: Any) -> str:
 
 def _kernels() -> list[Any]:
     """Every function that is launched: those that say what they are not specialized for."""
-    from contrastile.tiles.triton import backward, forward, reductions
+    from contrastile.tiles.triton import backward, forward, positives, reductions
 
     return [
         function
-        for module in (forward, backward, reductions)
+        for module in (forward, backward, positives, reductions)
         for name, function in vars(module).items()
         if getattr(function, "fn", None) is not None
         and function.fn.__module__ == module.__name__
@@ -123,6 +123,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
                 yield kernel, name, plain | EVERYTHING
                 if name == "finish":
                     yield kernel, f"{name} decoupled", plain | {"DECOUPLED": True, "WEIGHTS": True}
+                if "PRODUCTS" in kernel.arg_names:
+                    yield kernel, f"{name} six products", plain | EVERYTHING | SIX | {"ROWS": 64, "BLOCK": 32}
             continue
         if f"{name} plain" not in BUSY and capability in ALIKE:
             continue
@@ -131,6 +133,8 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             yield kernel, f"{name} sigmoid", plain | sigmoid
         if capability == 90:
             yield kernel, f"{name} six products, ids, smooth, several positives", plain | SIX | several
+            if name == "gradient":
+                yield kernel, f"{name} six products, sigmoid", plain | SIX | sigmoid
             if f"{name} plain" in BUSY:
                 yield kernel, f"{name} one positive", plain | {"DIAGONAL": False, "POSITIVES": 1, "FLATTEN": True}
             else:

@@ -131,7 +131,9 @@ class Softmax(PairLoss):
         # of the positives, relative to their largest, as that of the negatives below
         mean = named.positive_sum * positive_share
         share = zero = torch.zeros_like(gap)
-        loss = torch.logaddexp(zero, gap) + (named.positive_total.log() - mean)
+        # exactly 0 for one positive
+        among = (named.positive_total.log() - mean).masked_fill(named.positive_count == 1, 0.0)
+        loss = torch.logaddexp(zero, gap) + among
         if self.label_smoothing:
             share = 1 / (named.positive_count + named.logit_count).clamp(min=1)
             others = named.logit_sum / named.logit_count.clamp(min=1)

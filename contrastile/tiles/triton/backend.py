@@ -301,7 +301,8 @@ class Triton(Tiles):
         """
         sums = launch.new_sums(self.scale.device)
         strip: Tensor | None = None
-        weights, lost = self._weights(block), launch.truncation(block.rows.features) if self.sums_products else 0.0
+        weights = self._weights(block)
+        lost = launch.truncation(block.rows.features) if self.sums_products else 0.0
         early = isinstance(v, InFlight) and v.early
         for tile in self._super_tiles(block, self._budget.backward):
             if strip is None:
@@ -349,7 +350,11 @@ class Triton(Tiles):
             columns, order = torch.where(positives.columns < 0, len(v), positives.columns).flatten().sort(stable=True)
             starts = torch.searchsorted(columns, torch.arange(len(v) + 1, device=v.device))
             launch.add_pairs(v, block.rows.features, starts, order // positives.per_row, g_NP.flatten()[order])
-        return (inner_NP if self.sums_products else g_NP).sum(dtype=torch.float64)
+        if not self.sums_products:
+            return g_NP.sum(dtype=torch.float64)
+        q = block.rows.features
+        lost = launch.truncation(q) if launch.is_exact(q.dtype) else 0.0
+        return inner_NP.sum(dtype=torch.float64) * (1 + lost)
 
 
 def _received(v: Tensor | InFlight) -> Tensor:
@@ -359,33 +364,43 @@ def _received(v: Tensor | InFlight) -> Tensor:
 def _add_rows(u: Tensor, pair: Pair, strip: Tensor) -> None:
     """u += g @ k of a super-tile whose gradient g is in the strip."""
     g = pair.strip_pieces(strip)
-    for of_g, of_k, inner in _strip_products(pair):
-        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner)
+    for of_g, of_k, inner, lost in _strip_products(pair):
+        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, lost)
 
 
 def _add_cols(v: Tensor, pair: Pair, strip: Tensor) -> None:
     """v += gᵀ @ q."""
     g = pair.strip_pieces(strip)
-    for of_g, of_q, inner in _strip_products(pair):
-        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner)
+    for of_g, of_q, inner, lost in _strip_products(pair):
+        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner, lost)
 
 
-def _strip_products(pair: Pair) -> list[tuple[int, int, int | None]]:
-    """Pieces of the gradient and of the features that are multiplied, and the terms of an inner sum."""
+def _strip_products(pair: Pair) -> list[tuple[int, int, int | None, float]]:
+    """Pieces of the gradient and of the features that are multiplied, terms of an inner sum, and what each loses."""
     parts = pair.q.parts
+    exact = parts == plan.EXACT
+    lost = launch.truncation_per_term(pair.q.data.device, exact=True) if exact else 0.0
     # of three pieces, the product of the largest must be as exact as the last are small
-    return [(g, x, INNER if parts == 3 and g == x == 0 else None) for g, x in plan.piece_products(parts)]
+    return [(g, x, INNER if exact and g == x == 0 else None, lost) for g, x in plan.piece_products(parts)]
 
 
-def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None = None) -> None:
-    """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once."""
-    if inner is not None and len(x) > inner:
-        for start in range(0, len(x), inner):
-            _add_product(total, g[:, start : start + inner], x[start : start + inner])
-    elif total.is_cuda:
-        torch.addmm(total, g, x, out_dtype=torch.float32, out=total)
+def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, lost: float) -> None:
+    """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once.
+
+    lost: share of a sum that the matrix units truncate, per term.
+    """
+    n = len(x) if inner is None else inner
+    for start in range(0, len(x), n):
+        terms = x[start : start + n]
+        add_at_once(total, g[:, start : start + n], terms, 1 + lost * len(terms))
+
+
+def add_at_once(total: Tensor, g: Tensor, x: Tensor, times: float) -> None:
+    """total += times · g @ x."""
+    if total.is_cuda:
+        torch.addmm(total, g, x, alpha=times, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(g.float(), x.float())
+        total.addmm_(g.float(), x.float(), alpha=times)
 
 
 def along(x: Tensor, at: slice, axis: int = -1) -> Tensor:

@@ -1,17 +1,16 @@
 # mypy: ignore-errors
 # device code: Triton compiles these functions from their source, their arguments have no Python types
-"""Device code of the backward: a super-tile's gradient as one 16-bit strip, and the gradient of the positives.
+"""Device code of the backward: a super-tile's gradient as one 16-bit strip, and the end of a call.
 
 Launched by `launch.py`. Products, masks and constants are those of `forward.py`:
 
     direction_weights    the vectors that `gradient` reads: each row's and column's part of its pairs' gradients
     gradient             one exponential per pair; each tile's gradient is one piece of the strip
     careful_gradient     the careful form: an exponential per direction, and positives by label
-    positive_gradients   positives known by position, in float32, added to the accumulators directly
-    add_pairs            the same for the columns, where a column may have several
     scaled               accumulators to gradients
 
-The three gradient kernels also return the terms of the scale's gradient. Programs never wait for each other.
+The gradient kernels, and that of `positives.py`, also return the terms of the scale's gradient. Programs never wait
+for each other.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ from contrastile.tiles.triton.forward import (
     UNIT,
     distinct_pairs,
     equal_groups,
+    exponent_constants,
+    exponents,
     halves,
     has_masked,
-    positive_logit,
     products,
     quarter,
     softplus_sum,
@@ -71,7 +71,7 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
     power = shift - tl.load(state_ptr + STATE_TOP * stride + at, mask=inside, other=0.0).to(tl.float64) * LOG2E
     whole = tl.floor(power)
     inverse = tl.load(state_ptr + INVERSE * stride + at, mask=inside, other=0.0)
-    weight = tl.math.exp2(whole.to(tl.float32)) * tl.math.exp2((power - whole).to(tl.float32)) * inverse
+    weight = tl.math.exp2(whole.to(tl.float32)) * (tl.exp((power - whole) * LN2) * inverse).to(tl.float32)
     low = tl.max((inside & (weight > 1.0 / LOWEST_SUM)).to(tl.int32))
     # every program writes the same value
     if low != 0:
@@ -160,8 +160,7 @@ def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_p
     labels = (row_labels_ptr, col_labels_ptr)
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
-    factor = tl.load(constants_ptr + FACTOR)
-    shift = tl.load(constants_ptr + SHIFT)
+    constants = exponent_constants(constants_ptr)
     tiles = tl.where(tl.load(constants_ptr + CAREFUL) == 0, row_tiles * col_tiles, 0)
     sums_at = _program_sums(sums_ptr, BM)
     sums = tl.load(sums_at)
@@ -173,7 +172,7 @@ def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_p
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
         if SOFTPLUS:
             cols = j * BN + tl.arange(0, BN)
-            t = acc * factor - shift
+            t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
             if LABELS:
                 positive = equal_groups(labels, rows, cols, N, M)
                 t = tl.where(positive, -t, t)
@@ -199,7 +198,7 @@ def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_p
             for at in tl.static_range(4):
                 part = quarter(acc, at, BM, BN)
                 cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-                t = part * factor - shift
+                t = exponents(part, constants, SOFTPLUS, PRODUCTS)
                 if IDS or SMOOTH:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:
@@ -224,7 +223,7 @@ def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_p
 
 
 @triton.jit
-def _softmax_positive(among, target, missing, smoothing):
+def softmax_positive(among, target, missing, smoothing):
     """p − (1 − ε) · target of a positive pair, without cancellation as p → 1: see losses/softmax.py."""
     # exactly 1 for a single positive, even if its logit is rounded otherwise than in the forward
     among = tl.where(target == 1.0, 1.0, among)
@@ -247,7 +246,7 @@ def _softmax_gradient(x, positive, state_ptr, state_stride, coefficient_ptr, uni
         positive_share = tl.load(state_ptr + POSITIVE_SHARE * state_stride + at, mask=inside, other=0.0)
         among = tl.exp(x - tl.expand_dims(positive_top, axis)) * tl.expand_dims(positive_inverse, axis)
         target = tl.expand_dims(positive_share, axis)
-        value = tl.where(positive, _softmax_positive(among, target, tl.expand_dims(missing, axis), smoothing), value)
+        value = tl.where(positive, softmax_positive(among, target, tl.expand_dims(missing, axis), smoothing), value)
     return (value - tl.expand_dims(share * smoothing, axis)) * tl.expand_dims(coefficient, axis)
 
 
@@ -300,81 +299,6 @@ def careful_gradient(q_mem, k_mem, out_mem, constants_ptr, row_state_ptr, row_co
                 g = _join(left, g, BM, WIDTH)
                 _store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
     tl.store(sums_at, sums)
-
-
-@triton.jit
-def _direction_gradient(x, state_ptr, stride, coefficient_ptr, at, exists, smoothing):
-    """One direction's gradient of the positives."""
-    top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=exists, other=0.0)
-    inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=exists, other=0.0)
-    missing = tl.load(state_ptr + MISSING * stride + at, mask=exists, other=0.0)
-    target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=exists, other=0.0)
-    share = tl.load(state_ptr + SHARE * stride + at, mask=exists, other=0.0)
-    value = _softmax_positive(tl.exp(x - top) * inverse, target, missing, smoothing) - share * smoothing
-    return value * tl.load(coefficient_ptr + at, mask=exists, other=0.0)
-
-
-@triton.jit
-def _add_product(out_ptr, out_stride, to, x_ptr, source, row_stride, stride, g, exists, D, BLOCK: tl.constexpr):
-    """out[to] += g · x[source], row by row."""
-    for step in range(0, D, BLOCK):
-        at = step + tl.arange(0, BLOCK)
-        inside = exists[:, None] & (at < D)[None, :]
-        x = tl.load(x_ptr + source.to(tl.int64)[:, None] * row_stride + at.to(tl.int64)[None, :] * stride, mask=inside,
-                    other=0.0)  # fmt: skip
-        out = out_ptr + to.to(tl.int64)[:, None] * out_stride + at[None, :]
-        tl.store(out, tl.load(out, mask=inside, other=0.0) + g[:, None] * x.to(tl.float32), mask=inside)
-
-
-@triton.jit(do_not_specialize=ANY)
-def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
-                       col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, N, M, D, diagonal, self_diagonal, per_row,
-                       q_row_stride, q_stride, k_row_stride, k_stride, row_state_stride, col_state_stride, u_stride,
-                       v_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
-                       SOFTPLUS: tl.constexpr, U: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
-                       BLOCK: tl.constexpr):  # fmt: skip
-    """Write g [N, per_row], the gradient of the positives, and g · ⟨q, k⟩. Add g · k to u and, on the diagonal, g · q
-    to v.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    for p in range(per_row):
-        col, exists, inner, x = positive_logit(
-            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
-            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, ROWS, BLOCK)  # fmt: skip
-        if SOFTPLUS:
-            g = -tl.load(row_coefficient_ptr + row, mask=exists, other=0.0) / (1.0 + tl.exp(x))
-        else:
-            g = _direction_gradient(x, row_state_ptr, row_state_stride, row_coefficient_ptr, row, exists, smoothing)
-            if COLUMNS:
-                g += _direction_gradient(x, col_state_ptr, col_state_stride, col_coefficient_ptr, col, exists,
-                                         smoothing)  # fmt: skip
-        g = tl.where(exists, g, 0.0)
-        at = row.to(tl.int64) * per_row + p
-        tl.store(g_ptr + at, g, mask=row < N)
-        tl.store(inner_ptr + at, g * inner, mask=row < N)
-        if U:
-            _add_product(u_ptr, u_stride, row, k_ptr, col, k_row_stride, k_stride, g, exists, D, BLOCK)
-        if V:
-            _add_product(v_ptr, v_stride, col, q_ptr, row, q_row_stride, q_stride, g, exists, D, BLOCK)
-
-
-@triton.jit(do_not_specialize=ANY)
-def add_pairs(out_ptr, out_stride, x_ptr, row_stride, feature_stride, starts_ptr, sources_ptr, values_ptr, D,
-              BLOCK: tl.constexpr):  # fmt: skip
-    """out[r] += Σ values[s] · x[sources[s]] over s = starts[r] ... starts[r + 1] − 1, in that order."""
-    row = tl.program_id(0).to(tl.int64)
-    start = tl.load(starts_ptr + row)
-    stop = tl.load(starts_ptr + row + 1)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < D
-    if stop > start:
-        total = tl.load(out_ptr + row * out_stride + at, mask=inside, other=0.0)
-        for s in range(start, stop):
-            source = tl.load(sources_ptr + s).to(tl.int64)
-            value = tl.load(values_ptr + s)
-            x = tl.load(x_ptr + source * row_stride + at.to(tl.int64) * feature_stride, mask=inside, other=0.0)
-            total += value * x.to(tl.float32)
-        tl.store(out_ptr + row * out_stride + at, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=ANY)

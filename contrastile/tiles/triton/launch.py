@@ -16,9 +16,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.tiles.triton import backward, forward, reductions
+from contrastile.tiles.triton import positives as by_position
 from contrastile.tiles.triton.plan import (
     ALIGNMENT,
+    EXACT,
     LABEL_CHANNELS,
+    PIECES,
     Block,
     Epilogue,
     Operand,
@@ -29,6 +32,7 @@ from contrastile.tiles.triton.plan import (
     is_readable,
     most_programs,
     padded,
+    products_of,
     shape_for,
     tiles_of,
 )
@@ -37,12 +41,18 @@ from contrastile.tiles.triton.plan import (
 BLOCK, TILES = 128, 16
 # rows of one program that reads features, `BLOCK` features at a time
 ROWS = 16
+# rows of one program that multiplies them in the matrix units, the least that takes a Hopper chip's wide instruction,
+# and features at a time
+ROWS_MULTIPLIED, FEATURES_MULTIPLIED = 64, 32
 # partial norms that are read at once
 NORMS = 1024
 # constants of a block; rows that `finish` writes: the state, then each row's loss and its weight
-CONSTANTS, STATE, WEIGHT, FINISHED = 7, 7, 8, 9
+CONSTANTS, STATE, WEIGHT, FINISHED = 8, 7, 8, 9
 # products of fp16 have more bits than those of bf16, and lose more to truncation
 TRUNCATION_FLOAT16 = 1.25
+# sums of terms of one sign, which positives may cancel, grow steadily and lose more than those of other features; by a
+# model of the units, not measured: float32 alone has the digits to show it
+TRUNCATION_ONE_SIGN = 1.3
 # each direction's factor of a pair's exponential [n], and the part that smoothing subtracts [n]
 Weights = list[tuple[Tensor, Tensor]]
 
@@ -160,10 +170,20 @@ def block_constants(
     return out
 
 
+def is_exact(dtype: torch.dtype) -> bool:
+    """True for float32 features whose products keep all digits: torch's matmul precision is "highest"."""
+    return PIECES[dtype]() == EXACT
+
+
 def truncation(q: Tensor) -> float:
     """The mean share of a product that the matrix units lose."""
-    share = shape_for(q.device).truncation * q.shape[1]
+    share = truncation_per_term(q.device, exact=is_exact(q.dtype)) * q.shape[1]
     return share * (TRUNCATION_FLOAT16 if q.dtype == torch.float16 else 1.0)
+
+
+def truncation_per_term(device: torch.device, *, exact: bool) -> float:
+    """The share of a sum that the matrix units lose, per term: of pairs of features or, if `exact`, of like terms."""
+    return shape_for(device).truncation * (TRUNCATION_ONE_SIGN if exact else 1.0)
 
 
 def sums(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilogue, *, careful: bool = False) -> None:
@@ -288,8 +308,12 @@ def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor, epil
 
 def _positives(block: Block, positives: Positives) -> dict[str, Any]:
     """The positives known by position, and the features."""
-    columns = positives.columns
-    return _features(block.rows.features, block.cols.features) | {
+    columns, q = positives.columns, block.rows.features
+    shape = shape_for(q.device)
+    # with all pieces, the products and rounding errors of the tiles; else float32
+    exact = is_exact(q.dtype)
+    multiplied = {"ROWS": min(shape.rows, ROWS_MULTIPLIED), "BLOCK": FEATURES_MULTIPLIED} if exact else {}
+    return _features(q, block.cols.features) | products_of(EXACT if exact else 1) | multiplied | {
         "columns_ptr": block.constants if columns is None else columns, "per_row": positives.per_row,
         "N": len(block.rows), "M": len(block.cols), "diagonal": positives.diagonal or 0, "DIAGONAL": columns is None,
         "self_diagonal": block.self_diagonal or 0, "SELF": block.self_diagonal is not None,
@@ -298,10 +322,11 @@ def _positives(block: Block, positives: Positives) -> dict[str, Any]:
 
 def positive_totals(block: Block, positives: Positives, stats: Sequence[Tensor], epilogue: Epilogue) -> None:
     """Write the positives known by position into the statistics, which hold all other pairs."""
+    given = _positives(block, positives)
     run(
-        reductions.positive_totals, (tiles_of(len(block.rows), ROWS),), constants_ptr=block.constants,
+        by_position.positive_totals, (tiles_of(len(block.rows), given["ROWS"]),), constants_ptr=block.constants,
         row_stats_ptr=stats[0], row_stats_stride=stats[0].stride(0), col_stats_ptr=stats[-1],
-        col_stats_stride=stats[-1].stride(0), COLUMNS=len(stats) == 2, **epilogue.flags, **_positives(block, positives),
+        col_stats_stride=stats[-1].stride(0), COLUMNS=len(stats) == 2, **epilogue.flags, **given,
     )  # fmt: skip
 
 
@@ -309,13 +334,13 @@ def positive_gradients(
     block: Block, positives: Positives, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor]:
     """The positives' gradient g [N, P], and g · ⟨q, k⟩; adds g · k to u and, on the diagonal, g · q to v."""
-    N = len(block.rows)
+    N, given = len(block.rows), _positives(block, positives)
     g_NP, inner_NP = block.constants.new_empty(2, N, positives.per_row)
     run(
-        backward.positive_gradients, (tiles_of(N, ROWS),), u_ptr=g_NP if u is None else u,
+        by_position.positive_gradients, (tiles_of(N, given["ROWS"]),), u_ptr=g_NP if u is None else u,
         u_stride=0 if u is None else u.stride(0), v_ptr=g_NP if v is None else v,
         v_stride=0 if v is None else v.stride(0), g_ptr=g_NP, inner_ptr=inner_NP, U=u is not None,
-        V=v is not None and positives.columns is None, **_directions(block, epilogue), **_positives(block, positives),
+        V=v is not None and positives.columns is None, **_directions(block, epilogue), **given,
     )  # fmt: skip
     return g_NP, inner_NP
 
@@ -325,7 +350,7 @@ def add_pairs(total: Tensor, x: Tensor, starts: Tensor, sources: Tensor, values:
     n, D = total.shape
     block = min(1024, triton.next_power_of_2(D))
     run(
-        backward.add_pairs, (n, tiles_of(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
+        by_position.add_pairs, (n, tiles_of(D, block)), out_ptr=total, out_stride=total.stride(0), x_ptr=x,
         row_stride=x.stride(0), feature_stride=x.stride(1), starts_ptr=starts, sources_ptr=sources, values_ptr=values,
         D=D, BLOCK=block,
     )  # fmt: skip

@@ -27,8 +27,9 @@ ALIGNMENT = 16
 GROUP = 16
 # programs of an interpreted kernel
 PROGRAMS_INTERPRETED = 3
-# 16-bit pieces of a float32 number, by the precision of torch's float32 products
+# 16-bit pieces of a float32 number, by the precision of torch's float32 products; EXACT of them hold all digits
 PIECES_FLOAT32 = {"bf16": 1, "tf32": 2, "ieee": 3, "none": 3}
+EXACT = 3
 # 16-bit pieces of each type that has kernels
 PIECES: dict[torch.dtype, Callable[[], int]] = {
     **dict.fromkeys((torch.bfloat16, torch.float16), lambda: 1),
@@ -117,9 +118,11 @@ def piece_products(parts: int) -> list[tuple[int, int]]:
     return [(left, order - left) for order in reversed(range(parts)) for left in range(order + 1)]
 
 
-def coded(pieces: list[int]) -> int:
-    """The indices of pieces in two bits each, as the kernels read LEFT and RIGHT."""
-    return sum(piece << (2 * position) for position, piece in enumerate(pieces))
+def products_of(parts: int) -> dict[str, Any]:
+    """The kernels' arguments LEFT and RIGHT, the indices of multiplied pieces in two bits each, and their number."""
+    pairs = piece_products(parts)
+    left, right = (sum(piece << 2 * at for at, piece in enumerate(side)) for side in zip(*pairs, strict=True))
+    return {"LEFT": left, "RIGHT": right, "PRODUCTS": len(pairs), "UPCAST": interpreting()}
 
 
 def is_readable(x: Tensor) -> bool:
@@ -265,13 +268,11 @@ class Pair:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         q, k = self.q, self.k
-        shape, pairs = shape_for(q.data.device), piece_products(q.parts)
-        return self.masks.arguments(q.data) | {
+        shape = shape_for(q.data.device)
+        return self.masks.arguments(q.data) | products_of(q.parts) | {
             "q_mem": q.memory(shape.rows, shape), "k_mem": k.memory(shape.cols, shape), "q_stride": q.data.stride(0),
             "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
-            "BK": shape.depth, "GROUP": GROUP, "LEFT": coded([left for left, _ in pairs]),
-            "RIGHT": coded([right for _, right in pairs]), "PRODUCTS": len(pairs), "TMA": shape.tma,
-            "UPCAST": interpreting(), "warps": shape.warps, "stages": shape.stages,
+            "BK": shape.depth, "GROUP": GROUP, "TMA": shape.tma, "warps": shape.warps, "stages": shape.stages,
         }  # fmt: skip
 
     @property

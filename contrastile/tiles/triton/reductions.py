@@ -6,7 +6,6 @@ Launched by `launch.py`, before, between and after the kernels of `forward.py` a
 
     split_features, norms, block_constants     features as 16-bit pieces; the constants of a block
     merge_sums, merge_maxima, merge_parts     the tiles' sums brought together, in a fixed order
-    positive_totals                           statistics of the positives known by position, in float32
     finish, coefficients                      from statistics to the loss and ∂loss/∂(each row's loss)
 
 `finish` and `coefficients`, with `scaled` of `backward.py`, replace some eighty small operations, which take the host
@@ -38,6 +37,7 @@ from contrastile.tiles.triton.forward import (
     POSITIVE_SUM,
     POSITIVE_TOP,
     POSITIVE_TOTAL,
+    REST,
     SCALE,
     SHARE,
     SHIFT,
@@ -51,13 +51,10 @@ from contrastile.tiles.triton.forward import (
     finite,
     log1p,
     merge_exponentials,
-    positive_logit,
+    shift_as_logarithm,
     store_stats,
 )
 
-# log(2) in two: ten bits, and the rest
-LN2_FIRST = tl.constexpr(0.693359375)
-LN2_REST = tl.constexpr(-2.1219444005469057e-4)
 # rows that `finish` writes behind a softmax's state
 LOSS, WEIGHT = tl.constexpr(7), tl.constexpr(8)
 
@@ -122,30 +119,24 @@ def block_constants(norms_ptr, scale_ptr, bias_ptr, out_ptr, q_blocks, blocks, t
     bias = scale * 0.0
     if BIASED:
         bias = tl.load(bias_ptr)
-    shift = (-bias.to(tl.float64) * LOG2E).to(tl.float32)
+    offset = -bias.to(tl.float64) * LOG2E
+    shift = offset.to(tl.float32)
+    factor = (binary + binary * truncation).to(tl.float32)
+    # t is exactly 0 where the logit is
+    rounding = tl.where(offset == 0, 1.0, shift.to(tl.float64) / tl.where(offset == 0, 1.0, offset))
+    rest = (binary + binary * truncation) * rounding - factor.to(tl.float64)
     if not SOFTPLUS:
         largest = tl.abs(binary.to(tl.float32)) * tl.sqrt(tl.max(q_norm)) * tl.sqrt(tl.max(k_norm))
-        # a whole number, for `_shift_as_logarithm`
+        # a whole number, for `shift_as_logarithm`
         shift = tl.ceil(tl.maximum(largest - HIGHEST, 0.0))
-    tl.store(out_ptr + FACTOR, (binary + binary * truncation).to(tl.float32))
+    tl.store(out_ptr + FACTOR, factor)
+    tl.store(out_ptr + REST, rest.to(tl.float32))
     tl.store(out_ptr + SHIFT, shift)
     tl.store(out_ptr + UNIT, 1.0)
     tl.store(out_ptr + BIAS, bias)
     tl.store(out_ptr + SCALE, scale)
     tl.store(out_ptr + CAREFUL, careful.to(tl.float32))
     tl.store(out_ptr + NONFINITE, tl.sum(zero) + scale * 0.0)
-
-
-@triton.jit
-def _shift_as_logarithm(shift):
-    """A shift as a natural logarithm, rounded, and the rounding error.
-
-    Uncorrected, rounding moves every loss by 4e-6 at a shift of 100. The first part of log(2) has ten bits, so that
-    its product with a whole number is exact.
-    """
-    exact = shift * LN2_FIRST
-    top = exact + shift * LN2_REST
-    return top, (exact - top) + shift * LN2_REST
 
 
 @triton.jit
@@ -203,8 +194,10 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
             if tl.max((inside & (total < LOWEST_SUM)).to(tl.int32)) != 0:
                 tl.store(constants_ptr + CAREFUL, 1.0)
             # from powers of two to a maximum, near which logarithms and sums are small
-            top, error = _shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
-            total *= tl.math.exp2(-whole) * (1.0 + error)
+            top, error = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
+            total *= tl.math.exp2(-whole)
+            # rounded once: an error of the factor 1 + error would be the same in all rows
+            total = tl.fma(total, error, total)
             logit_sum = logit_sum * LN2 + count * error
             tl.store(stats_ptr + TOP * stride + at, top, mask=inside)
         if first != 0:
@@ -299,43 +292,6 @@ def merge_parts(stats_ptr, stats_row_stride, stats_stride, part_ptr, part_stride
 
 
 @triton.jit(do_not_specialize=ANY)
-def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col_stats_ptr, N, M, D, diagonal,
-                    self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride, row_stats_stride,
-                    col_stats_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
-                    SOFTPLUS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the positives into the statistics of their rows and, on the diagonal, of their columns."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    logits = tl.zeros((ROWS,), tl.float32)
-    count = tl.zeros((ROWS,), tl.float32)
-    for p in range(per_row):
-        col, exists, _, x = positive_logit(
-            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
-            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, ROWS, BLOCK)  # fmt: skip
-        if SOFTPLUS:
-            total += tl.where(exists, log1p(tl.exp(-tl.abs(x))) + tl.maximum(-x, 0.0), 0.0)
-        else:
-            hidden = tl.where(exists, x, -float("inf"))
-            higher, total = merge_exponentials(top, total, hidden, 1.0)
-            safe = finite(higher)
-            logits += count * (finite(top) - safe) + tl.where(exists, x - safe, 0.0)
-            top = higher
-            count += exists.to(tl.float32)
-        if COLUMNS:
-            # a column on the diagonal has one positive
-            one = exists.to(tl.float32)
-            col_at = col_stats_ptr + POSITIVE_TOP * col_stats_stride + col
-            store_stats(x, one, x * 0.0, one, col_at, col_stats_stride, exists, True)
-    if SOFTPLUS:
-        out = row_stats_ptr + row
-        tl.store(out, tl.load(out, mask=row < N, other=0.0) + total, mask=row < N)
-    else:
-        row_at = row_stats_ptr + POSITIVE_TOP * row_stats_stride + row
-        store_stats(top, total, logits, count, row_at, row_stats_stride, row < N, True)
-
-
-@triton.jit(do_not_specialize=ANY)
 def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, M, weights_ptr, constants_ptr, out_ptr,
            sums_ptr, blocks, smoothing, WEIGHTS: tl.constexpr, DECOUPLED: tl.constexpr, SMOOTH: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
@@ -375,7 +331,9 @@ def finish(row_stats_ptr, row_stats_stride, N, col_stats_ptr, col_stats_stride, 
         denominator_top, denominator = merge_exponentials(top, total, positive_top, positive_total)
         # the difference of maxima first, which is exact for similar logits
         gap = (top - positive_top) + (tl.log(total) - tl.log(positive_total))
-        loss = log1p(tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0) + (tl.log(positive_total) - mean)
+        # 0 for one positive, without the rounding errors of its two forms
+        among = tl.where(count == 1, 0.0, tl.log(positive_total) - mean)
+        loss = log1p(tl.exp(-tl.abs(gap))) + tl.maximum(gap, 0.0) + among
         if SMOOTH:
             others = tl.load(stats_ptr + LOGIT_COUNT * stride + at, mask=inside, other=0.0)
             share = 1.0 / tl.maximum(count + others, 1.0)

@@ -1,0 +1,226 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""Device code of the positives known by position: their logits, statistics and gradients, row by row.
+
+Launched by `launch.py`; positives by label are in the tiles of `forward.py` and `backward.py`:
+
+    positive_totals      their part of each row's statistics
+    positive_gradients   their gradient, added to the accumulators directly
+    add_pairs            the same for the columns, where a column may have several
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.tiles.triton.backward import softmax_positive
+from contrastile.tiles.triton.forward import (
+    ANY,
+    BIAS,
+    LN2,
+    MISSING,
+    POSITIVE_INVERSE,
+    POSITIVE_SHARE,
+    POSITIVE_TOP,
+    SCALE,
+    SHARE,
+    SHIFT,
+    STATE_POSITIVE_TOP,
+    exponent_constants,
+    exponents,
+    finite,
+    log1p,
+    merge_exponentials,
+    shift_as_logarithm,
+    store_stats,
+)
+
+
+@triton.jit
+def _piece(x, index):
+    """The bf16 piece of a float32 number with this index, as `split_features` makes it."""
+    first = x.to(tl.bfloat16)
+    rest = x - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+    return tl.where(index == 0, first, tl.where(index == 1, second, third))
+
+
+@triton.jit
+def _load_rows(ptr, row, step, D, row_stride, stride, exists, BLOCK: tl.constexpr):
+    """[ROWS, BLOCK] features of these rows in float32, 0 outside."""
+    at = step + tl.arange(0, BLOCK)
+    inside = exists[:, None] & (at < D)[None, :]
+    features = ptr + row.to(tl.int64)[:, None] * row_stride + at.to(tl.int64)[None, :] * stride
+    return tl.load(features, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row,
+                   q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+                   SOFTPLUS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
+                   UPCAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Column of each row's p-th positive, the mask of rows that have one, ⟨q, k⟩, and the logit as a sum of two.
+
+    With several PRODUCTS, ⟨q, k⟩ and the logit have the rounding errors that `products` and `totals` make, because a
+    difference between a positive and negatives like it would remain where their gradients cancel.
+    """
+    if DIAGONAL:
+        col = (row + diagonal).to(tl.int64)
+        exists = (row < N) & (col >= 0) & (col < M)
+        if SELF:
+            exists = exists & (col != row + self_diagonal)
+    else:
+        col = tl.load(columns_ptr + row.to(tl.int64) * per_row + p, mask=row < N, other=-1)
+        exists = col >= 0
+    if PRODUCTS > 1:
+        acc = tl.zeros((ROWS, ROWS), tl.float32)
+        for product in range(PRODUCTS):
+            for step in range(0, D, BLOCK):
+                q = _piece(_load_rows(q_ptr, row, step, D, q_row_stride, q_stride, exists, BLOCK),
+                           (LEFT >> (2 * product)) & 3)  # fmt: skip
+                k = _piece(_load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK),
+                           (RIGHT >> (2 * product)) & 3)  # fmt: skip
+                if UPCAST:
+                    q = q.to(tl.float32)
+                    k = k.to(tl.float32)
+                acc = tl.dot(q, k.T, acc)
+        at = tl.arange(0, ROWS)
+        inner = tl.sum(tl.where(at[:, None] == at[None, :], acc, 0.0), 1)
+        t = exponents(inner, exponent_constants(constants_ptr), SOFTPLUS, PRODUCTS)
+        if SOFTPLUS:
+            top = t * LN2
+            rest = tl.zeros((ROWS,), tl.float32)
+        else:
+            whole = tl.floor(t)
+            top, error = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
+            rest = (t - whole) * LN2 + error
+    else:
+        inner = tl.zeros((ROWS,), tl.float32)
+        for step in range(0, D, BLOCK):
+            q = _load_rows(q_ptr, row, step, D, q_row_stride, q_stride, exists, BLOCK)
+            k = _load_rows(k_ptr, col, step, D, k_row_stride, k_stride, exists, BLOCK)
+            inner += tl.sum(q * k, 1)
+        top = inner * tl.load(constants_ptr + SCALE) + tl.load(constants_ptr + BIAS)
+        rest = tl.zeros((ROWS,), tl.float32)
+    return col, exists, inner, top, rest
+
+
+@triton.jit(do_not_specialize=ANY)
+def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col_stats_ptr, N, M, D, diagonal,
+                    self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride, row_stats_stride,
+                    col_stats_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
+                    SOFTPLUS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
+                    UPCAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the positives into the statistics of their rows and, on the diagonal, of their columns."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    logits = tl.zeros((ROWS,), tl.float32)
+    count = tl.zeros((ROWS,), tl.float32)
+    for p in range(per_row):
+        col, exists, _, logit, rest = positive_logit(
+            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
+            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, UPCAST, ROWS,
+            BLOCK)  # fmt: skip
+        if SOFTPLUS:
+            x = logit + rest
+            total += tl.where(exists, log1p(tl.exp(-tl.abs(x))) + tl.maximum(-x, 0.0), 0.0)
+        else:
+            term = tl.exp(rest)
+            hidden = tl.where(exists, logit, -float("inf"))
+            higher, total = merge_exponentials(top, total, hidden, term)
+            safe = finite(higher)
+            logits += count * (finite(top) - safe) + tl.where(exists, (logit - safe) + rest, 0.0)
+            top = higher
+            count += exists.to(tl.float32)
+        if COLUMNS:
+            # a column on the diagonal has one positive
+            one = exists.to(tl.float32)
+            col_at = col_stats_ptr + POSITIVE_TOP * col_stats_stride + col
+            store_stats(logit, one * tl.exp(rest), rest, one, col_at, col_stats_stride, exists, True)
+    if SOFTPLUS:
+        out = row_stats_ptr + row
+        tl.store(out, tl.load(out, mask=row < N, other=0.0) + total, mask=row < N)
+    else:
+        row_at = row_stats_ptr + POSITIVE_TOP * row_stats_stride + row
+        store_stats(top, total, logits, count, row_at, row_stats_stride, row < N, True)
+
+
+@triton.jit
+def _direction_gradient(x, rest, state_ptr, stride, coefficient_ptr, at, exists, smoothing):
+    """One direction's gradient of the positives, whose logits are x + rest."""
+    top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=exists, other=0.0)
+    inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=exists, other=0.0)
+    missing = tl.load(state_ptr + MISSING * stride + at, mask=exists, other=0.0)
+    target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=exists, other=0.0)
+    share = tl.load(state_ptr + SHARE * stride + at, mask=exists, other=0.0)
+    value = softmax_positive(tl.exp((x - top) + rest) * inverse, target, missing, smoothing) - share * smoothing
+    return value * tl.load(coefficient_ptr + at, mask=exists, other=0.0)
+
+
+@triton.jit
+def _add_product(out_ptr, out_stride, to, x_ptr, source, row_stride, stride, g, exists, D, BLOCK: tl.constexpr):
+    """out[to] += g · x[source], row by row."""
+    for step in range(0, D, BLOCK):
+        at = step + tl.arange(0, BLOCK)
+        inside = exists[:, None] & (at < D)[None, :]
+        x = tl.load(x_ptr + source.to(tl.int64)[:, None] * row_stride + at.to(tl.int64)[None, :] * stride, mask=inside,
+                    other=0.0)  # fmt: skip
+        out = out_ptr + to.to(tl.int64)[:, None] * out_stride + at[None, :]
+        tl.store(out, tl.load(out, mask=inside, other=0.0) + g[:, None] * x.to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=ANY)
+def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
+                       col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, N, M, D, diagonal, self_diagonal, per_row,
+                       q_row_stride, q_stride, k_row_stride, k_stride, row_state_stride, col_state_stride, u_stride,
+                       v_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
+                       SOFTPLUS: tl.constexpr, U: tl.constexpr, V: tl.constexpr, LEFT: tl.constexpr,
+                       RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
+                       BLOCK: tl.constexpr):  # fmt: skip
+    """Write g [N, per_row], the gradient of the positives, and g · ⟨q, k⟩. Add g · k to u and, on the diagonal, g · q
+    to v.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for p in range(per_row):
+        col, exists, inner, x, rest = positive_logit(
+            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
+            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, UPCAST, ROWS,
+            BLOCK)  # fmt: skip
+        if SOFTPLUS:
+            g = -tl.load(row_coefficient_ptr + row, mask=exists, other=0.0) / (1.0 + tl.exp(x + rest))
+        else:
+            g = _direction_gradient(x, rest, row_state_ptr, row_state_stride, row_coefficient_ptr, row, exists,
+                                    smoothing)  # fmt: skip
+            if COLUMNS:
+                g += _direction_gradient(x, rest, col_state_ptr, col_state_stride, col_coefficient_ptr, col, exists,
+                                         smoothing)  # fmt: skip
+        g = tl.where(exists, g, 0.0)
+        at = row.to(tl.int64) * per_row + p
+        tl.store(g_ptr + at, g, mask=row < N)
+        tl.store(inner_ptr + at, g * inner, mask=row < N)
+        if U:
+            _add_product(u_ptr, u_stride, row, k_ptr, col, k_row_stride, k_stride, g, exists, D, BLOCK)
+        if V:
+            _add_product(v_ptr, v_stride, col, q_ptr, row, q_row_stride, q_stride, g, exists, D, BLOCK)
+
+
+@triton.jit(do_not_specialize=ANY)
+def add_pairs(out_ptr, out_stride, x_ptr, row_stride, feature_stride, starts_ptr, sources_ptr, values_ptr, D,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """out[r] += Σ values[s] · x[sources[s]] over s = starts[r] ... starts[r + 1] − 1, in that order."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts_ptr + row)
+    stop = tl.load(starts_ptr + row + 1)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < D
+    if stop > start:
+        total = tl.load(out_ptr + row * out_stride + at, mask=inside, other=0.0)
+        for s in range(start, stop):
+            source = tl.load(sources_ptr + s).to(tl.int64)
+            value = tl.load(values_ptr + s)
+            x = tl.load(x_ptr + source * row_stride + at.to(tl.int64) * feature_stride, mask=inside, other=0.0)
+            total += value * x.to(tl.float32)
+        tl.store(out_ptr + row * out_stride + at, total, mask=inside)
