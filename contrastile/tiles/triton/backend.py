@@ -353,7 +353,7 @@ class Triton(Tiles):
         if not self.sums_products:
             return g_NP.sum(dtype=torch.float64)
         q = block.rows.features
-        lost = launch.truncation(q) if launch.is_exact(q.dtype) else 0.0
+        lost = launch.truncation(q) if launch.as_tiles(q.dtype, self._epilogue) else 0.0
         return inner_NP.sum(dtype=torch.float64) * (1 + lost)
 
 

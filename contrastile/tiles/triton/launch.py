@@ -306,12 +306,18 @@ def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor, epil
     run(backward.careful_gradient, pair.programs, **given, **pair.arguments)
 
 
-def _positives(block: Block, positives: Positives) -> dict[str, Any]:
+def as_tiles(dtype: torch.dtype, epilogue: Epilogue) -> bool:
+    """Return whether positives have the products and rounding errors of the tiles: with all pieces; else float32.
+
+    With hardness weights the tiles have another factor, that of the negatives.
+    """
+    return is_exact(dtype) and not epilogue.hardness
+
+
+def _positives(block: Block, positives: Positives, epilogue: Epilogue) -> dict[str, Any]:
     """The positives known by position, and the features."""
     columns, q = positives.columns, block.rows.features
-    shape = shape_for(q.device)
-    # with all pieces, the products and rounding errors of the tiles; else float32
-    exact = is_exact(q.dtype)
+    shape, exact = shape_for(q.device), as_tiles(q.dtype, epilogue)
     multiplied = {"ROWS": min(shape.rows, ROWS_MULTIPLIED), "BLOCK": FEATURES_MULTIPLIED} if exact else {}
     return _features(q, block.cols.features) | products_of(EXACT if exact else 1) | multiplied | {
         "columns_ptr": block.constants if columns is None else columns, "per_row": positives.per_row,
@@ -322,7 +328,7 @@ def _positives(block: Block, positives: Positives) -> dict[str, Any]:
 
 def positive_totals(block: Block, positives: Positives, stats: Sequence[Tensor], epilogue: Epilogue) -> None:
     """Write the positives known by position into the statistics, which hold all other pairs."""
-    given = _positives(block, positives)
+    given = _positives(block, positives, epilogue)
     run(
         by_position.positive_totals, (tiles_of(len(block.rows), given["ROWS"]),), constants_ptr=block.constants,
         row_stats_ptr=stats[0], row_stats_stride=stats[0].stride(0), col_stats_ptr=stats[-1],
@@ -334,7 +340,7 @@ def positive_gradients(
     block: Block, positives: Positives, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor]:
     """The positives' gradient g [N, P], and g · ⟨q, k⟩; adds g · k to u and, on the diagonal, g · q to v."""
-    N, given = len(block.rows), _positives(block, positives)
+    N, given = len(block.rows), _positives(block, positives, epilogue)
     g_NP, inner_NP = block.constants.new_empty(2, N, positives.per_row)
     run(
         by_position.positive_gradients, (tiles_of(N, given["ROWS"]),), u_ptr=g_NP if u is None else u,

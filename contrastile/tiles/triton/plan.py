@@ -28,8 +28,8 @@ GROUP = 16
 # programs of an interpreted kernel
 PROGRAMS_INTERPRETED = 3
 # 16-bit pieces of a float32 number, by the precision of torch's float32 products; EXACT of them hold all digits
-PIECES_FLOAT32 = {"bf16": 1, "tf32": 2, "ieee": 3, "none": 3}
 EXACT = 3
+PIECES_FLOAT32 = {"bf16": 1, "tf32": 2, "ieee": EXACT, "none": EXACT}
 # 16-bit pieces of each type that has kernels
 PIECES: dict[torch.dtype, Callable[[], int]] = {
     **dict.fromkeys((torch.bfloat16, torch.float16), lambda: 1),
@@ -242,8 +242,7 @@ class Masks:
         return 0 if self.positives is None else self.positives.shape[1]
 
     def arguments(self, unused: Tensor) -> dict[str, Any]:
-        row_ids, col_ids = self.ids or (unused, unused)
-        row_labels, col_labels = self.labels or (unused, unused)
+        (row_ids, col_ids), (row_labels, col_labels) = (pair or (unused, unused) for pair in (self.ids, self.labels))
         return {
             "diagonal": self.diagonal or 0, "self_diagonal": self.self_diagonal or 0, "positives": self.per_row,
             "positives_ptr": unused if self.positives is None else self.positives,
