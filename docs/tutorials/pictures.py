@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw
 
 import contrastile
 
-PICTURES, MINUTES = 2000, 0.4
+PICTURES, EPOCHS = 2000, 20.0
 COLOURS = {
     "red": "#d03030",
     "green": "#30a050",
@@ -96,7 +96,7 @@ source = "shards/{{00000..00001}}.tar"
 image_size = 32
 channels = 3
 augment = false
-held_out = 0.2
+held_out = 0.1
 cache = "cache"
 
 [model]
@@ -109,8 +109,7 @@ tokenizer = {{ size = 100, length = 8 }}
 learning_rate = 3e-3
 
 [train]
-epochs = 12.0
-minutes = {MINUTES}
+epochs = {EPOCHS}
 batch = 128
 sub_batch = 64
 precision = "float32"
@@ -133,7 +132,8 @@ def command(*words, tail=12):
 command("train", "shapes.toml")
 
 # %% [markdown]
-# The held-out pairs are a fifth of the captions: combinations of colour and shape that training never saw. The folder `runs/shapes` has the
+# *Held-out pairs* are a tenth of the captions: combinations of colour and shape that training never saw. *Held-out pictures* are new
+# pictures of known captions. The folder `runs/shapes` has the
 # weights, `metrics.jsonl` and `report.html`, a page with the curves.
 #
 # ## 3. Classify without training for it
