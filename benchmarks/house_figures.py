@@ -29,7 +29,7 @@ BEGIN, END = "<!-- house_figures -->\n", "<!-- end -->"
 DRAWERS = {
     "train (with experiments)": ("train", "experiments"),
     "retrieval (train/retriever)": ("retrieval", "train/retriever"),
-    **{name: (name,) for name in ("gradcache", "distributed", "data", "bench")},
+    **{name: (name,) for name in ("gradcache", "distributed", "data", "bench", "planner", "integrations")},
     "models, evaluate, cli, doctor": ("models", "evaluate", "cli"),
 }
 THE_LOSS = "the loss: root files, engine, losses, tiles, exchange"
