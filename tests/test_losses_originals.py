@@ -39,7 +39,8 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 def _equal(ours: Tensor, theirs: Tensor, leaves: list[Tensor], constant: float = 0.0) -> None:
     """Equal losses, but for a constant, and equal gradients."""
-    assert abs(float(ours + constant - theirs)) <= 1e-12 * max(1.0, abs(float(theirs)))
+    difference, size = (ours + constant - theirs).detach(), theirs.detach()
+    assert abs(float(difference)) <= 1e-12 * max(1.0, abs(float(size)))
     for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
         assert distance(a, b) <= 1e-12
 
