@@ -26,7 +26,7 @@ ADAPTERS = "contrastile.integrations."
 API: dict[str, tuple[str, str, dict[str, str]]] = {
     "losses": (
         "Which losses are there?",
-        "Modules by name, and `contrast`, the function under them. [Which loss computes what?](../losses.md) helps "
+        "Modules by name, and `contrast`, the function under them. [Which loss do I need?](../losses.md) helps "
         "to choose.",
         dict.fromkeys(
             [*(name for name in contrastile.__all__ if name.endswith(("Loss", "Queue"))), "contrast"], "contrastile"
