@@ -184,7 +184,7 @@ def command() -> str:
     parts += [f"\n`contrastile` itself takes these options, before the verb:\n\n{_arguments(parser)}\n"]
     for verb, each in verbs.choices.items():
         parts += _verb(verb, each, about.get(verb))
-    return "\n".join(parts) + "\nExit codes are on the page of [failures](../trust.md).\n"
+    return "\n".join(parts) + "\nExit codes are on the page of [failures](../trust.md#exit-codes).\n"
 
 
 def _verb(name: str, parser: Any, about: str | None, level: int = 2) -> Iterator[str]:
