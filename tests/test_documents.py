@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -18,6 +19,7 @@ from torch.optim import SGD
 
 import contrastile
 from contrastile.cli.main import _parsed, build_parser
+from contrastile.losses.reference import dense_decoupled, dense_sigmoid, dense_softmax
 from contrastile.train.config.base import Settings
 from contrastile.train.recipe import KINDS, load_any_recipe
 
@@ -99,6 +101,27 @@ def _written_by(name):
 def test_tables_are_those_of_the_measured_files(document):
     text = document.read_text(encoding="utf-8")
     assert _written_by("tables").current(text) == text, "run docs/site/tables.py"
+
+
+def test_the_picture_of_the_losses_shows_their_gradients():
+    figures = _written_by("figures")
+    image, text, ids = figures._small_batch()
+    weights = figures.loss_weights()
+    same = ids[:, None] == ids
+    copies = same & ~torch.eye(6, dtype=torch.bool)
+    for title, formula in {
+        "ClipLoss()": partial(dense_softmax, symmetric=True),
+        "ClipLoss(), ids=ids": partial(dense_softmax, symmetric=True, excluded=copies),
+        "ClipLoss(), labels=ids": partial(dense_softmax, symmetric=True, positive=same),
+        "DCLLoss()": partial(dense_decoupled, symmetric=True),
+        "SigLipLoss()": partial(dense_sigmoid, bias=-5.0),
+    }.items():
+        logits = (10.0 * image @ text.T).requires_grad_()
+        formula(logits, torch.eye(6, dtype=torch.float64), 1.0).backward()
+        torch.testing.assert_close(weights[title], 6 * logits.grad, rtol=0, atol=1e-12)
+    for title, of_pairs in weights.items():
+        left_out = title in ("ClipLoss(), ids=ids", "GISTLoss(margin=0.05)")
+        assert torch.equal(of_pairs == 0, copies & left_out), title
 
 
 class Tokens(nn.Module):

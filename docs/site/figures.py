@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
+from torch import Tensor
 
-from contrastile import ClipLoss
+from contrastile import ClipLoss, contrast
+from contrastile.losses import BalancedSigmoid, Decoupled, Distilled, Guided, Hardness, Sigmoid, Softmax
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -305,7 +307,73 @@ def numerics(c: Colours) -> Figure:
     return figure
 
 
+def _small_batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Features of 6 images and of their 6 captions, and an id of each caption: captions 2 and 5 are the same."""
+    torch.manual_seed(73)
+    text = F.normalize(torch.randn(6, 8, dtype=torch.float64), dim=-1)
+    text[4] = text[1]
+    image = F.normalize(text + 0.35 * torch.randn_like(text), dim=-1)
+    return image, text, torch.tensor([0, 1, 2, 3, 1, 5])
+
+
+def loss_weights() -> dict[str, Tensor]:
+    """The weight of every pair of the small batch in nine losses: 6 · ∂loss/∂logits, [6, 6], by autograd."""
+    image, text, ids = _small_batch()
+    scale, unit = 10.0, torch.eye(6, dtype=torch.float64)
+
+    def weights(loss: Any, *, teacher: float = 1.0, **how: Any) -> Tensor:
+        # similarities against the unit matrix: the gradient of the features is that of the logits times the scale
+        similarities = (image @ text.T).requires_grad_()
+        if loss.guides:
+            how |= {"guide_q": teacher * text @ text.T, "guide_k": unit}
+        value = contrast(similarities, unit, scale=scale, loss=loss, backend="eager", **how)
+        return 6 / scale * torch.autograd.grad(value, similarities)[0]
+
+    same_id = {"query_ids": ids, "key_ids": ids}
+    same_label = {"query_labels": ids, "key_labels": ids}
+    both = Softmax(symmetric=True)
+    return {
+        "ClipLoss()": weights(both),
+        "ClipLoss(), ids=ids": weights(both, **same_id),
+        "ClipLoss(), labels=ids": weights(both, **same_label),
+        "DistillClipLoss()": weights(Distilled(symmetric=True, weight=0.5), teacher=scale),
+        "DCLLoss()": weights(Decoupled(symmetric=True)),
+        "SigLipLoss()": weights(Sigmoid(), bias=-5.0),
+        "SigLipLoss(balanced=True),\nlabels=ids": weights(BalancedSigmoid(), bias=-5.0, **same_label),
+        'InfoNCELoss(hardness_strength=5.0,\nhardness_mode="all_negatives")': weights(Hardness(hardness_strength=5.0)),
+        "GISTLoss(margin=0.05)": weights(Guided(margin=0.05)),
+    }
+
+
+def losses(c: Colours) -> Figure:
+    """Pairs of one batch that each loss pulls together, pushes apart or leaves out."""
+    figure = Figure(figsize=(9, 10.4), layout="constrained")
+    grid = figure.subplots(3, 3)
+    for axis, (title, weights) in zip(grid.flat, loss_weights().items(), strict=True):
+        axis.set_aspect("equal")
+        axis.axis("off")
+        for i, row in enumerate(weights.tolist()):
+            _box(axis, -0.62, 5.14 - i, 0.42, 0.72, c.row)
+            # the caption that comes twice
+            _box(axis, i + 0.14, 6.2, 0.72, 0.42, c.column, "=" if i in (1, 4) else "", c.paper)
+            for j, weight in enumerate(row):
+                x, y = j + 0.04, 5.04 - i
+                if weight:
+                    shade = 0.1 + 0.8 * min(abs(weight), 1.0)
+                    _box(axis, x, y, 0.92, 0.92, c.now if weight < 0 else c.column, alpha=shade)
+                else:
+                    _box(axis, x + 0.03, y + 0.03, 0.86, 0.86, "none", edgecolor=c.faint, linewidth=0.8, linestyle=":")
+                text = f"{weight:+.2f}".replace("0.", ".").replace("-", "−") if weight else "out"
+                axis.text(j + 0.5, 5.5 - i, text, ha="center", va="center", fontsize=8, color=c.ink)
+        axis.set_title(title, fontsize=9.5, family="monospace")
+        _limits(axis, -0.8, 6.1, -0.1, 6.7)
+    for x, colour, text in ((0.1, c.now, "− pulled together"), (0.55, c.column, "+ pushed apart")):
+        figure.patches.append(Rectangle((x, -0.035), 0.025, 0.02, facecolor=colour, transform=figure.transFigure))
+        figure.text(x + 0.035, -0.025, text, va="center")
+    return figure
+
+
 FIGURES: dict[str, Callable[[Colours], Figure]] = {
     each.__name__: each
-    for each in (walls, instead, tiles_forward, tiles_backward, ring, gradcache, memory, convention, numerics)
+    for each in (walls, instead, tiles_forward, tiles_backward, ring, gradcache, memory, convention, numerics, losses)
 }

@@ -26,7 +26,7 @@ ADAPTERS = "contrastile.integrations."
 API: dict[str, tuple[str, str, dict[str, str]]] = {
     "losses": (
         "Which losses are there?",
-        "Modules by name, and `contrast`, the function under them. [Which loss computes what?](../losses.md) helps "
+        "Modules by name, and `contrast`, the function under them. [Which loss do I need?](../losses.md) helps "
         "to choose.",
         dict.fromkeys(
             [*(name for name in contrastile.__all__ if name.endswith(("Loss", "Queue"))), "contrast"], "contrastile"
@@ -184,7 +184,7 @@ def command() -> str:
     parts += [f"\n`contrastile` itself takes these options, before the verb:\n\n{_arguments(parser)}\n"]
     for verb, each in verbs.choices.items():
         parts += _verb(verb, each, about.get(verb))
-    return "\n".join(parts) + "\nExit codes are on the page of [failures](../trust.md).\n"
+    return "\n".join(parts) + "\nExit codes are on the page of [failures](../trust.md#exit-codes).\n"
 
 
 def _verb(name: str, parser: Any, about: str | None, level: int = 2) -> Iterator[str]:
