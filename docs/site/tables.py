@@ -76,10 +76,6 @@ def _time(ms: float) -> str:
     return f"{ms:.{0 if ms >= 10 else 2}f} ms"
 
 
-def _seconds(row: Row) -> str:
-    return f"{float(row['ms']) / 1000:.2f} s"
-
-
 def _cost(row: Row) -> str:
     """Time and peak memory."""
     gib = float(row["peak_bytes"]) / 2**30
@@ -230,26 +226,38 @@ def _step(rows: Sequence[Row]) -> str:
     return " to ".join(dict.fromkeys((_time(times[0]), _time(times[-1]))))
 
 
-def side_by_side(model: str, sub_batch: str, batches: Sequence[int], cell: Callable[[Sequence[Row]], str]) -> str:
-    """All ways of a step as measured on 2026-11-22: a row for each way, a column for each batch."""
-    lines = []
+def _by_way(columns: Iterable[tuple[str, list[Row]]], cell: Callable[[Sequence[Row]], str]) -> str:
+    """A row for each way of a step, a column for each list of measurements."""
+    lines, columns = [], list(columns)
     for title, impl, way in STEPS:
         cells = []
-        for batch in batches:
-            at = {"model": model, "batch": str(batch), "impl": impl, "date": "2026-11-22"}
-            found = [
-                row
-                for row in _rows("h200_step.csv", **at)
-                if row["way"].startswith(way) and row["sub_batch"] in ("", sub_batch)
-            ]
-            measured = {inputs: [row for row in found if row["ms"] and row["inputs"] == inputs] for inputs in INPUTS}
-            texts = [f"{cell(rows)}{INPUTS[inputs]}" for inputs, rows in measured.items() if rows]
+        for _, measured in columns:
+            found = [row for row in measured if row["impl"] == impl and row["way"].startswith(way)]
             # the bench writes a row without a time where memory ran out
-            failed = any(not row["ms"] for row in found)
-            cells.append("; ".join(["does not fit"] * failed + texts))
+            texts = ["does not fit"] * any(not row["ms"] for row in found)
+            for inputs, words in INPUTS.items():
+                if rows := [row for row in found if row["ms"] and row["inputs"] == inputs]:
+                    texts.append(f"{cell(rows)}{words}")
+            cells.append("; ".join(texts))
         if any(cells):
             lines.append((title, *cells))
-    return _table(("way", *(f"{batch:,}" for batch in batches)), lines)
+    return _table(("way", *(head for head, _ in columns)), lines)
+
+
+def side_by_side(model: str, sub_batch: str, batches: Sequence[int], cell: Callable[[Sequence[Row]], str]) -> str:
+    """All ways of a step as measured on 2026-11-22, by batch."""
+    file = _rows("h200_step.csv", model=model, date="2026-11-22")
+    measured = [row for row in file if row["sub_batch"] in ("", sub_batch)]
+    return _by_way(((f"{batch:,}", [row for row in measured if row["batch"] == str(batch)]) for batch in batches), cell)
+
+
+def small_sub_batches() -> str:
+    """Steps of 1,024 pairs in sub-batches of 128 on two hosts."""
+    at = {"model": "vit-b-16", "batch": "1024"}
+    hosts = (("fast host", "7014e07"), ("slow host", "499b6ae-dirty"))
+    return _by_way(
+        ((f"{host} ({commit})", _rows("h200_step.csv", commit=commit, **at)) for host, commit in hosts), _step
+    )
 
 
 # what a cell says of inputs that are not on the device
@@ -267,13 +275,11 @@ def four_ranks() -> str:
         "ring, triton": "ring, fused tiles",
     }
     names = {"vit-b-16": "ViT-B/16", "vit-l-14": "ViT-L/14"}
-    rows = (
-        (
-            names[row["model"]], f"{int(row['batch']):,}", titles.get(row["way"], row["way"]), _mib(row["data_bytes"]),
-            _mib(row["loss_bytes"]), _mib(row["backbone_bytes"]), _mib(row["peak_bytes"]), _seconds(row),
-        )
-        for row in _rows("h200_4_step.csv")
-    )  # fmt: skip
+    rows = []
+    for row in _rows("h200_4_step.csv"):
+        memory = (_mib(row[f"{kind}_bytes"]) for kind in ("data", "loss", "backbone", "peak"))
+        title = (names[row["model"]], f"{int(row['batch']):,}", titles.get(row["way"], row["way"]))
+        rows.append((*title, *memory, f"{float(row['ms']) / 1000:.2f} s"))
     return _table(("model", "batch", "way", "data, MiB", "loss, MiB", "backbone, MiB", "peak, MiB", "step"), rows)
 
 
@@ -416,7 +422,7 @@ TABLES: dict[str, Callable[[], str]] = {
         each.__name__: each
         for each in (
             *(steps, cpu_loss, h200_loss, h200_peers, ranks, two_ranks, four_ranks, one_gpu, batches, retrieval),
-            *(updates, formula, open_clip, siglip),
+            *(updates, small_sub_batches, formula, open_clip, siglip),
         )
     },
     **{f"losses_{name}": partial(losses, f"{file}.csv") for name, file in LOSSES.items()},
