@@ -160,7 +160,7 @@ def h200_peers() -> str:
         ("cut-cross-entropy, called for both directions", "clip", "cut-cross-entropy", "exact", (65536,)),
         ("Inf-CLIP's kernels", "clip", "inf-cl", "triton", (32768,)),
         ("`siglip-kernel`, sigmoid", "siglip", "siglip-kernel", "auto", (65536,)),
-        ("dense formula, one dtype, beside one CUDA graph", "clip", "dense", "one dtype", (4096, 8192)),
+        ("dense formula, one dtype", "clip", "dense", "one dtype", (4096, 8192)),
     )
     rows = []
     for title, loss, impl, backend, sizes in peers:
