@@ -7,18 +7,47 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
+
+from contrastile.experiments.pairs import LOSS_WAYS, difference
+from contrastile.experiments.results import Result, by_labels, mean_percent
 
 ROOT = Path(__file__).parents[2]
 MARKS = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Row = dict[str, str]
+# columns of the files, and their heads on the pages; earlier versions called fonts faces
+TESTS = {
+    "held-out faces, picture → name": "held-out fonts",
+    "held-out names, picture → name": "held-out names",
+    "handwritten digits, zero-shot": "digits",
+}
+# implementation and way of a step, as the files name them
+STEPS = (
+    ("plain", "plain", "whole batch"),
+    ("activation checkpointing, whole batch", "plain", "activation checkpointing"),
+    ("accumulation, another gradient", "plain", "accumulation"),
+    ("two passes by hand", "by hand", "two passes"),
+    ("contrastile, `retain=0`", "contrastile", "retain 0"),
+    ("contrastile, half of the graphs kept", "contrastile", "retain half"),
+    ('contrastile, `retain="auto"`', "contrastile", "retain auto"),
+    ("GradCache", "GradCache", "dense loss"),
+    ("sentence-transformers", "sentence-transformers", "cached loss"),
+    ("open_clip, `--accum-freq`", "open_clip", "accum-freq"),
+)
+
+
+@cache
+def _file(name: str) -> list[Row]:
+    with open(ROOT / "benchmarks" / "results" / name, encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def _rows(name: str, **wanted: str) -> list[Row]:
     """The rows of a file with these values."""
-    with open(ROOT / "benchmarks" / "results" / name, encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]
+    return [row for row in _file(name) if all(row[key] == value for key, value in wanted.items())]
 
 
 def _last(name: str, **wanted: str) -> Row:
@@ -28,12 +57,30 @@ def _last(name: str, **wanted: str) -> Row:
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
-    lines = (f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (head, ["---"] * len(head), *rows))
-    return "\n".join(lines).replace("| --- ", "|---").replace("|--- |", "|---|") + "\n"
+    lines = ("|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in (head, *rows))
+    first, *others = lines
+    return "\n".join([first, f"|{'---|' * len(head)}", *others, ""])
 
 
 def _gib(row: Row) -> str:
     return f"{float(row['peak_bytes']) / 2**30:.0f} GiB"
+
+
+def _mib(count: str | float) -> str:
+    return f"{float(count) / 2**20:,.0f}"
+
+
+def _time(ms: float) -> str:
+    if ms >= 1000:
+        return f"{ms / 1000:.{0 if ms > 1e5 else 1}f} s"
+    return f"{ms:.{0 if ms >= 10 else 2}f} ms"
+
+
+def _cost(row: Row) -> str:
+    """Time and peak memory."""
+    gib = float(row["peak_bytes"]) / 2**30
+    memory = f"{gib:.{0 if gib >= 10 else 1}f} GiB" if gib >= 1 else f"{1024 * gib:.0f} MiB"
+    return f"{_time(float(row['ms']))}, {memory}"
 
 
 def steps() -> str:
@@ -87,10 +134,6 @@ def h200_loss() -> str:
     return _table(("pairs", "workspace", "512 features", "768", "1024"), cells)
 
 
-def _time(ms: float) -> str:
-    return f"{ms / 1000:.{0 if ms > 1e5 else 1}f} s" if ms >= 1000 else f"{ms:.0f} ms"
-
-
 def ranks() -> str:
     """Times and memory of a loss of 768 features on one, two and four H200s."""
     cells = []
@@ -108,7 +151,287 @@ def ranks() -> str:
     return _table(head, cells)
 
 
-TABLES: dict[str, Callable[[], str]] = {each.__name__: each for each in (steps, cpu_loss, h200_loss, ranks)}
+def h200_peers() -> str:
+    """Times of other implementations of a loss on one H200, in multiples of ours."""
+    peers = (
+        ("dense formula under autocast", "clip", "dense", "autocast", (65536,)),
+        ("OpenCLIP's class, 16-bit logits", "clip", "open_clip", "one process", (65536,)),
+        ("dense formula, float32 logits", "clip", "dense", "float32 logits", (65536,)),
+        ("cut-cross-entropy, called for both directions", "clip", "cut-cross-entropy", "exact", (65536,)),
+        ("Inf-CLIP's kernels", "clip", "inf-cl", "triton", (32768,)),
+        ("`siglip-kernel`, sigmoid", "siglip", "siglip-kernel", "auto", (65536,)),
+        ("dense formula, one dtype", "clip", "dense", "one dtype", (4096, 8192)),
+    )
+    rows = []
+    for title, loss, impl, backend, sizes in peers:
+        for b in sizes:
+            at = {"loss": loss, "dtype": "bfloat16", "b": str(b)}
+            cells = []
+            for d in ("512", "768", "1024"):
+                theirs = _rows("h200_loss.csv", impl=impl, backend=backend, d=d, **at)
+                ours = _rows("h200_loss.csv", impl="contrastile", backend="triton", d=d, **at)
+                cells.append(f"{float(theirs[-1]['ms']) / float(ours[-1]['ms']):.1f}" if theirs and ours else "")
+            rows.append((title, f"{b // 1024}k", *cells))
+    return _table(("implementation", "pairs", "512 features", "768", "1024"), rows)
+
+
+def two_ranks() -> str:
+    """Times of a loss on two H200s beside one GPU and beside other implementations."""
+    rows = []
+    for b, title in (("65536", "64k"), ("262144", "256k")):
+        peers = [_rows("h200_2_ranks.csv", impl=impl, b=b) for impl in ("inf-cl", "open_clip")]
+        for exchange in ("gather", "ring"):
+            ours = _last("h200_2_ranks.csv", backend=f"triton, {exchange}", b=b)
+            times = (f"{float(peer[0]['ms']) / float(ours['ms']):.1f}" if peer else "" for peer in peers)
+            rows.append((title, exchange, f"{100 * float(ours['cost']) - 100:.0f} %", *times))
+    head = (
+        "pairs", "exchange", "time × ranks, above one GPU's time", "times as fast as Inf-CLIP's ring",
+        "times as fast as OpenCLIP's loss",
+    )  # fmt: skip
+    return _table(head, rows)
+
+
+def one_gpu() -> str:
+    """Whole steps of ViT-B/16 on one H200: the newest measurement of each way, batch and sub-batch."""
+    at = {"model": "vit-b-16"}
+    file = [*_rows("h200_step.csv", commit="499b6ae", **at), *_rows("h200_step.csv", commit="7854740", **at)]
+    newest = {(int(row["batch"]), -int(row["sub_batch"] or row["batch"]), row["way"]): row for row in file}
+    plain = float(newest[1024, -1024, "whole batch"]["us_per_pair"])
+    rows = []
+    for (batch, _, way), row in sorted(newest.items(), key=lambda item: item[0][:2]):
+        title = {"whole batch": "plain", "two passes": "two passes by hand"}.get(way, way)
+        times = float(row["ratio_to_plain"] or float(row["us_per_pair"]) / plain)
+        time = (_time(float(row["ms"])), f"{float(row['us_per_pair']):,.0f}", f"{times:.3f}")
+        rows.append((f"{batch:,}", f"{int(row['sub_batch']):,}" if row["sub_batch"] else "", title, *time, _gib(row)))
+    return _table(("batch", "sub-batch", "way", "step", "µs a pair", "times plain", "peak"), rows)
+
+
+def _pace(rows: Sequence[Row]) -> str:
+    """Microseconds a pair, and in brackets the multiple of the plain step; a range for many measurements."""
+    times = sorted(float(row["us_per_pair"]) for row in rows)
+    if len(rows) > 3:
+        return f"{times[0]:,.0f} to {times[-1]:,.0f}"
+    ratios = (f" ({float(row['ratio_to_plain']):.2f})" if row["ratio_to_plain"] else "" for row in rows)
+    return ", ".join(f"{float(row['us_per_pair']):,.0f}{ratio}" for row, ratio in zip(rows, ratios, strict=True))
+
+
+def _peak(rows: Sequence[Row]) -> str:
+    """Different peaks in GiB."""
+    return ", ".join(dict.fromkeys(f"{float(row['peak_bytes']) / 2**30:.0f}" for row in rows))
+
+
+def _step(rows: Sequence[Row]) -> str:
+    """The shortest time of a step, and the longest where it differs."""
+    times = sorted(float(row["ms"]) for row in rows)
+    return " to ".join(dict.fromkeys((_time(times[0]), _time(times[-1]))))
+
+
+def _by_way(columns: Iterable[tuple[str, list[Row]]], cell: Callable[[Sequence[Row]], str]) -> str:
+    """A row for each way of a step, a column for each list of measurements."""
+    lines, columns = [], list(columns)
+    for title, impl, way in STEPS:
+        cells = []
+        for _, measured in columns:
+            found = [row for row in measured if row["impl"] == impl and row["way"].startswith(way)]
+            # the bench writes a row without a time where memory ran out
+            texts = ["does not fit"] * any(not row["ms"] for row in found)
+            for inputs, words in INPUTS.items():
+                if rows := [row for row in found if row["ms"] and row["inputs"] == inputs]:
+                    texts.append(f"{cell(rows)}{words}")
+            cells.append("; ".join(texts))
+        if any(cells):
+            lines.append((title, *cells))
+    return _table(("way", *(head for head, _ in columns)), lines)
+
+
+def side_by_side(model: str, sub_batch: str, batches: Sequence[int], cell: Callable[[Sequence[Row]], str]) -> str:
+    """All ways of a step as measured on 2026-11-22, by batch."""
+    file = _rows("h200_step.csv", model=model, date="2026-11-22")
+    measured = [row for row in file if row["sub_batch"] in ("", sub_batch)]
+    return _by_way(((f"{batch:,}", [row for row in measured if row["batch"] == str(batch)]) for batch in batches), cell)
+
+
+def small_sub_batches() -> str:
+    """Steps of 1,024 pairs in sub-batches of 128 on two hosts."""
+    at = {"model": "vit-b-16", "batch": "1024"}
+    hosts = (("fast host", "7014e07"), ("slow host", "499b6ae-dirty"))
+    return _by_way(
+        ((f"{host} ({commit})", _rows("h200_step.csv", commit=commit, **at)) for host, commit in hosts), _step
+    )
+
+
+# what a cell says of inputs that are not on the device
+INPUTS = {"device": "", "host": ", host", "pool": ", pool"}
+LOSSES = {"float64": "cpu_losses_float64", "float32": "cpu_losses_float32", "h200": "h200_losses"}
+VIT_B = ("vit-b-16", "512", (1024, 8192, 65536, 262144, 1048576))
+VIT_L = ("vit-l-14", "192", (384, 1024, 8192, 65536, 262144))
+
+
+def four_ranks() -> str:
+    """Memory and time of whole steps with four losses on four H200s."""
+    titles = {
+        "replicate, dense": "replicate, dense (CLIP)",
+        "gather, dense": "gather, dense (OpenCLIP)",
+        "ring, triton": "ring, fused tiles",
+    }
+    names = {"vit-b-16": "ViT-B/16", "vit-l-14": "ViT-L/14"}
+    rows = []
+    for row in _rows("h200_4_step.csv"):
+        memory = (_mib(row[f"{kind}_bytes"]) for kind in ("data", "loss", "backbone", "peak"))
+        title = (names[row["model"]], f"{int(row['batch']):,}", titles.get(row["way"], row["way"]))
+        rows.append((*title, *memory, f"{float(row['ms']) / 1000:.2f} s"))
+    return _table(("model", "batch", "way", "data, MiB", "loss, MiB", "backbone, MiB", "peak, MiB", "step"), rows)
+
+
+def _trials(name: str, *labels: str, **wanted: str) -> list[Result]:
+    """The trials of a comparison."""
+    return [
+        Result(
+            {label: row[label] for label in labels},
+            int(row["seed"]) if row["seed"] else None,
+            {name: float(row[name]) for name in ("steps", "update_bytes") if row.get(name)},
+            {key: float(value) for key, value in row.items() if key.startswith(("held-out", "handwritten")) and value},
+        )
+        for row in _rows(name, **wanted)
+    ]
+
+
+def losses(file: str) -> str:
+    """Recall at 1 of one loss in five ways, and the differences from dense."""
+    trials = _trials(file, "way")
+    # the seeds that every way has
+    seeds = set.intersection(*({trial.seed for trial in group} for group in by_labels(trials).values()))
+    groups = by_labels(trial for trial in trials if trial.seed in seeds)
+    rows = []
+    for way, words in LOSS_WAYS.items():
+        cells = []
+        for test in TESTS:
+            gap = difference(trials, way, test) if way != "dense" else None
+            signed = f"{round(gap[0], 2) + 0.0:+.2f} ± {gap[1]:.2f}".replace("-", "−") if gap else ""
+            cells += [mean_percent(groups[way,], test), signed]
+        rows.append((way, ", ".join(words), *cells))
+    head = ("way", "exchange, block", *(cell for title in TESTS.values() for cell in (title, "from dense")))
+    return _table(head, rows)
+
+
+def batches() -> str:
+    """Recall at 1 against batch size, share of the data and rule of the rate."""
+    groups = by_labels(_trials("h200_2_batches.csv", "data", "batch", "rate"))
+    rows = []
+    for data, batch, _ in sorted(
+        (key for key in groups if key[2] == "fixed"), key=lambda key: tuple(map(float, key[:2]))
+    ):
+        rules = [groups[data, batch, rate] for rate in ("fixed", "sqrt") if (data, batch, rate) in groups]
+        recalls = (" / ".join(mean_percent(trials, test) for trials in rules) for test in TESTS)
+        rows.append((f"{float(data):.0%}", f"{int(batch):,}", f"{rules[0][0].costs['steps']:,.0f}", *recalls))
+    return _table(("data", "batch", "steps", *TESTS.values()), rows)
+
+
+def retrieval() -> str:
+    """A retriever trained in three ways in the same memory; seconds are those of an update, times the updates."""
+    file = "h200_retrieval.csv"
+    measures = [f"held-out functions {name}" for name in ("@1", "@5", "@20", "@100", "nDCG@10")]
+    measures += ["held-out packages @1", "held-out packages nDCG@10"]
+    rows = []
+    groups = by_labels(
+        [*_trials(file, "way", "batch", queries="108560"), *_trials(file, "way", "batch", way="BM25")[:1]]
+    )
+    for (way, batch), trials in groups.items():
+        cost = ["", "", ""]
+        if batch:
+            updates = statistics.mean(trial.costs["steps"] for trial in trials)
+            one = _last("h200_updates.csv", way="plain" if way == "sequential" else way, queries=batch)
+            cost = [f"{updates:,.0f}", f"{updates * float(one['seconds']):.0f}", _mib(trials[0].costs["update_bytes"])]
+        rows.append(
+            (way, f"{int(batch):,}" if batch else "", *cost, *(mean_percent(trials, name) for name in measures))
+        )
+    heads = (
+        "way",
+        "batch",
+        "updates",
+        "seconds",
+        "MiB",
+        "@1",
+        "@5",
+        "@20",
+        "@100",
+        "nDCG@10",
+        "packages: @1",
+        "nDCG@10",
+    )
+    return _table(heads, rows)
+
+
+def updates() -> str:
+    """Time and memory of an update of a retriever."""
+    ways = ("plain", "accumulated", "cached")
+    rows = []
+    for queries in dict.fromkeys(row["queries"] for row in _rows("h200_updates.csv", way="plain")):
+        measured = [_last("h200_updates.csv", way=way, queries=queries) for way in ways]
+        times = (f"{1000 * float(row['seconds']):,.0f}" for row in measured)
+        rows.append((f"{int(queries):,}", *times, *(_mib(row["bytes"]) for row in measured)))
+    return _table(("queries", *(f"{way}, ms" for way in ways), *(f"{way}, MiB" for way in ways)), rows)
+
+
+def formula() -> str:
+    """Time and memory of the dense formula and of ours on one H200, 512 features."""
+    ways = (("dense", "one dtype"), ("dense", "autocast"), ("contrastile", "triton"))
+    at = {"loss": "clip", "d": "512", "dtype": "bfloat16"}
+    rows = (
+        (f"{b:,}", *(_cost(_last("h200_loss.csv", impl=impl, backend=way, b=str(b), **at)) for impl, way in ways))
+        for b in (4096, 8192, 32768, 65536)
+    )
+    return _table(("pairs × 512", "plain, bf16 features", "plain, under autocast", "contrastile"), rows)
+
+
+def open_clip() -> str:
+    """Time and memory of OpenCLIP and of ours at 65,536 pairs."""
+    b, step = {"b": "65536", "d": "768", "loss": "clip"}, {"batch": "65536", "model": "vit-b-16", "sub_batch": "512"}
+    measured = (
+        (
+            "the loss on one GPU, 768 features",
+            _last("h200_loss.csv", impl="open_clip", backend="one process", **b),
+            _last("h200_loss.csv", impl="contrastile", backend="triton", **b),
+        ),
+        (
+            "the loss on a rank of two",
+            _last("h200_2_ranks.csv", impl="open_clip", **b),
+            _last("h200_2_ranks.csv", backend="triton, gather", **b),
+        ),
+        (
+            "a whole step of ViT-B/16, `--accum-freq` and `encode`",
+            _last("h200_step.csv", impl="open_clip", **step),
+            _last("h200_step.csv", way="retain 0", **step),
+        ),
+    )
+    return _table(("65,536 pairs", "OpenCLIP", "contrastile"), ((t, _cost(a), _cost(c)) for t, a, c in measured))
+
+
+def siglip() -> str:
+    """Time and memory of siglip-kernel and of `SigLipLoss` on one H200, 768 features."""
+    at, impls = {"loss": "siglip", "d": "768"}, (("siglip-kernel", "auto"), ("contrastile", "triton"))
+    rows = (
+        (f"{b:,}", *(_cost(_last("h200_loss.csv", impl=impl, backend=way, b=str(b), **at)) for impl, way in impls))
+        for b in (4096, 8192, 65536)
+    )
+    return _table(("pairs × 768", "siglip-kernel", "`SigLipLoss`"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{
+        each.__name__: each
+        for each in (
+            *(steps, cpu_loss, h200_loss, h200_peers, ranks, two_ranks, four_ranks, one_gpu, batches, retrieval),
+            *(updates, small_sub_batches, formula, open_clip, siglip),
+        )
+    },
+    **{f"losses_{name}": partial(losses, f"{file}.csv") for name, file in LOSSES.items()},
+    "vit_b_time": partial(side_by_side, *VIT_B, _pace),
+    "vit_b_peak": partial(side_by_side, *VIT_B, _peak),
+    "vit_b_step": partial(side_by_side, *VIT_B, _step),
+    "vit_l_time": partial(side_by_side, *VIT_L, _pace),
+    "vit_l_peak": partial(side_by_side, *VIT_L, _peak),
+}
 
 
 def current(text: str) -> str:
