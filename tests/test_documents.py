@@ -101,6 +101,12 @@ def test_tables_are_those_of_the_measured_files(document):
     assert _written_by("tables").current(text) == text, "run docs/site/tables.py"
 
 
+def test_every_table_is_on_a_page():
+    tables = _written_by("tables")
+    pages = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    assert {mark[1] for mark in tables.MARKS.findall(pages)} == set(tables.TABLES)
+
+
 class Tokens(nn.Module):
     """Vectors of tokens, or a score of each text."""
 
