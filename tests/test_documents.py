@@ -124,6 +124,12 @@ def test_the_picture_of_the_losses_shows_their_gradients():
         assert torch.equal(of_pairs == 0, copies & left_out), title
 
 
+def test_every_table_is_on_a_page():
+    tables = _written_by("tables")
+    pages = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    assert {mark[1] for mark in tables.MARKS.findall(pages)} == set(tables.TABLES)
+
+
 class Tokens(nn.Module):
     """Vectors of tokens, or a score of each text."""
 

@@ -289,8 +289,12 @@ def _trials(name: str, *labels: str, **wanted: str) -> list[Result]:
         Result(
             {label: row[label] for label in labels},
             int(row["seed"]) if row["seed"] else None,
-            {name: float(row[name]) for name in ("steps", "update_bytes") if row.get(name)},
-            {key: float(value) for key, value in row.items() if key.startswith(("held-out", "handwritten")) and value},
+            {cost: float(row[cost]) for cost in ("steps", "update_bytes") if row.get(cost)},
+            {
+                test: float(value)
+                for test, value in row.items()
+                if test.startswith(("held-out", "handwritten")) and value
+            },
         )
         for row in _rows(name, **wanted)
     ]
