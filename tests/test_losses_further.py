@@ -162,6 +162,18 @@ def test_the_fused_kernels_decline_all_others(name: str) -> None:
         case.by_tiles(case.tensors(torch.float32), backend="triton")
 
 
+@pytest.mark.parametrize("student", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("teacher", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_teacher_may_have_a_type_and_a_size_of_its_own(student: torch.dtype, teacher: torch.dtype) -> None:
+    pair, dist = F.normalize(torch.randn(2, 7, 5), dim=-1).to(student), F.normalize(torch.randn(2, 7, 9), dim=-1)
+    dist = dist.to(teacher)
+    loss = DistillClipLoss(weight=1.0)(*pair, 10.0, *dist, 30.0)
+    x, t = (scale * a.double() @ b.double().T for scale, (a, b) in ((10.0, pair), (30.0, dist)))
+    sides = [(b.log_softmax(1), a.log_softmax(1)) for a, b in ((x, t), (x.T, t.T))]
+    truth = sum((q.exp() * (q - p)).sum(1).mean() for q, p in sides) / 2
+    assert distance(loss, truth) <= 1e-5
+
+
 def test_a_student_that_is_its_teacher_has_no_soft_loss() -> None:
     query, key, _ = (x.float() for x in CASES["own_negatives_only"]().leaves.values() if x.ndim < 3)
     student = query.clone().requires_grad_()
