@@ -255,6 +255,10 @@ def test_the_fused_kernels_decline_weights_of_negatives_with_positives_by_label(
         )
 
 
+def _with_its_own(**ids: Any) -> Tensor:
+    return InfoNCELoss(in_batch=False)(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), **ids)
+
+
 SENTENCES: dict[str, Callable[[], Any]] = {
     '`hardness_mode` must be given with `hardness_strength`; got None. "all_negatives", say.': lambda: InfoNCELoss(
         hardness_strength=5.0
@@ -382,6 +386,22 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "negative with the id of its query does not count.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), query_ids=torch.arange(3), negative_ids=torch.arange(3)
     ),
+    "`query_ids` must be a tensor of shape [3], one entry for each row of `query`; got list. Convert it with "
+    "torch.as_tensor.": lambda: _with_its_own(query_ids=[0, 1, 2], negative_ids=torch.zeros(3, 2).long()),
+    "`negative_ids` must be integers of shape [3, 2], one for each of the negatives; got list. A negative with the id "
+    "of its query does not count.": lambda: _with_its_own(query_ids=torch.arange(3), negative_ids=[0, 1, 2]),
+    "`query_ids` must come with `negative_ids` where in_batch=False; got one alone. Leave them out.": lambda: (
+        _with_its_own(query_ids=torch.arange(3))
+    ),
+    "`guide_key` must be a tensor; got NoneType. Convert it with torch.as_tensor.": lambda: GISTLoss()(
+        _x(3, 4),
+        _x(3, 4),
+        1.0,
+        guide_query=_x(3, 5),
+        guide_key=None,
+        negatives=_x(2, 4),
+        guide_negatives=_x(2, 5),  # type: ignore[arg-type]
+    ),
     "`negatives` must be [N, H, D], each query's own, with in_batch=False; got NoneType. List them.": lambda: (
         InfoNCELoss(in_batch=False)(_x(3, 4), _x(3, 4), 1.0)
     ),
@@ -389,6 +409,11 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         in_batch=False
     )(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), positives=torch.arange(3)),
 }
+
+
+def test_ids_of_own_negatives_are_never_without_those_of_queries() -> None:
+    with pytest.raises(ValueError, match="`query_ids` must be given where `negative_ids` is; got None"):
+        _with_its_own(negative_ids=torch.zeros(3, 2).long())
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
