@@ -162,6 +162,18 @@ def test_the_fused_kernels_decline_all_others(name: str) -> None:
         case.by_tiles(case.tensors(torch.float32), backend="triton")
 
 
+@pytest.mark.parametrize("student", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("teacher", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_teacher_may_have_a_type_and_a_size_of_its_own(student: torch.dtype, teacher: torch.dtype) -> None:
+    pair, dist = F.normalize(torch.randn(2, 7, 5), dim=-1).to(student), F.normalize(torch.randn(2, 7, 9), dim=-1)
+    dist = dist.to(teacher)
+    loss = DistillClipLoss(weight=1.0)(*pair, 10.0, *dist, 30.0)
+    x, t = (scale * a.double() @ b.double().T for scale, (a, b) in ((10.0, pair), (30.0, dist)))
+    sides = [(b.log_softmax(1), a.log_softmax(1)) for a, b in ((x, t), (x.T, t.T))]
+    truth = sum((q.exp() * (q - p)).sum(1).mean() for q, p in sides) / 2
+    assert distance(loss, truth) <= 1e-5
+
+
 def test_a_student_that_is_its_teacher_has_no_soft_loss() -> None:
     query, key, _ = (x.float() for x in CASES["own_negatives_only"]().leaves.values() if x.ndim < 3)
     student = query.clone().requires_grad_()
@@ -241,6 +253,10 @@ def test_the_fused_kernels_decline_weights_of_negatives_with_positives_by_label(
         CASES["hardness_symmetric_positives"]().module(backend="triton")(
             _x(3, 4), _x(3, 4), torch.ones(()), query_labels=torch.arange(3), key_labels=torch.arange(3)
         )
+
+
+def _with_its_own(**ids: Any) -> Tensor:
+    return InfoNCELoss(in_batch=False)(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), **ids)
 
 
 SENTENCES: dict[str, Callable[[], Any]] = {
@@ -370,6 +386,22 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "negative with the id of its query does not count.": lambda: InfoNCELoss()(
         _x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), query_ids=torch.arange(3), negative_ids=torch.arange(3)
     ),
+    "`query_ids` must be a tensor of shape [3], one entry for each row of `query`; got list. Convert it with "
+    "torch.as_tensor.": lambda: _with_its_own(query_ids=[0, 1, 2], negative_ids=torch.zeros(3, 2).long()),
+    "`negative_ids` must be integers of shape [3, 2], one for each of the negatives; got list. A negative with the id "
+    "of its query does not count.": lambda: _with_its_own(query_ids=torch.arange(3), negative_ids=[0, 1, 2]),
+    "`query_ids` must come with `negative_ids` where in_batch=False; got one alone. Leave them out.": lambda: (
+        _with_its_own(query_ids=torch.arange(3))
+    ),
+    "`guide_key` must be a tensor; got NoneType. Convert it with torch.as_tensor.": lambda: GISTLoss()(
+        _x(3, 4),
+        _x(3, 4),
+        1.0,
+        guide_query=_x(3, 5),
+        guide_key=None,
+        negatives=_x(2, 4),
+        guide_negatives=_x(2, 5),  # type: ignore[arg-type]
+    ),
     "`negatives` must be [N, H, D], each query's own, with in_batch=False; got NoneType. List them.": lambda: (
         InfoNCELoss(in_batch=False)(_x(3, 4), _x(3, 4), 1.0)
     ),
@@ -377,6 +409,11 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         in_batch=False
     )(_x(3, 4), _x(3, 4), 1.0, negatives=_x(3, 2, 4), positives=torch.arange(3)),
 }
+
+
+def test_ids_of_own_negatives_are_never_without_those_of_queries() -> None:
+    with pytest.raises(ValueError, match="`query_ids` must be given where `negative_ids` is; got None"):
+        _with_its_own(negative_ids=torch.zeros(3, 2).long())
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)

@@ -98,6 +98,9 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     "`ids` must be integers of shape [3], one for each key; got shape [2], torch.int64. Or leave them out.": lambda: (
         KeyQueue(4, D).push(torch.ones(3, D), torch.arange(2))
     ),
+    "`ids` must be integers of shape [1], one for each key; got list. Or leave them out.": lambda: KeyQueue(4, D).push(
+        torch.ones(1, D), [7]
+    ),  # type: ignore[arg-type]
 }
 
 

@@ -105,8 +105,9 @@ class KeyQueue(nn.Module):
         if key.device != self._keys.device:
             got = f"{self._keys.device} and {key.device}"
             return invalid("key", "be on the device of the queue", got, "Move the queue with .to(device).")
-        if ids is not None and (ids.shape != key.shape[:1] or ids.is_floating_point()):
-            got = f"shape {list(ids.shape)}, {ids.dtype}"
+        tensor = isinstance(ids, Tensor)
+        if ids is not None and (not tensor or ids.shape != key.shape[:1] or ids.is_floating_point()):
+            got = f"shape {list(ids.shape)}, {ids.dtype}" if tensor else type(ids).__name__
             return invalid("ids", f"be integers of shape [{len(key)}], one for each key", got, "Or leave them out.")
         return None
 

@@ -178,7 +178,8 @@ class DistillClipLoss(Loss):
             self._tell_all(error)
             raise
         wide = accumulator(dist_image_features.dtype)
-        teacher = dist_image_features.to(wide) * dist_logit_scale, dist_text_features
+        # the scale's product with features of 16 bits would be rounded
+        teacher = dist_image_features.to(wide) * dist_logit_scale, dist_text_features.to(wide)
         operation, inputs = self._prepared(
             image_features, text_features, logit_scale, query_ids=ids, key_ids=ids, weights=weights, paired=True,
             guides=(teacher,),

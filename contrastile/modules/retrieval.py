@@ -103,7 +103,7 @@ class InfoNCELoss(Loss):
             try:
                 key, others = _own_keys(query, key, others)
             except ValueError as error:
-                self._tell_all(error)
+                self._tell_all(self._in_own_words(error))
                 raise
         operation, inputs = self._prepared(query, key, scale, **others)
         loss: Tensor = operation(*inputs)
@@ -123,6 +123,9 @@ def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tenso
     checks.alike("negatives", negatives, "key", key)
     checks.same_length("key", key, "query", query)
     checks.same_length("negatives", negatives, "query", query)
+    checks.own_negatives(negatives, ids, others["query_ids"], query, None)
+    if ids is None and others["query_ids"] is not None:
+        raise invalid("query_ids", "come with `negative_ids` where in_batch=False", "one alone", "Leave them out.")
     if ids is not None:
         # the key always counts
         ids = torch.cat([others["query_ids"][:, None] + 1, ids], dim=1)
@@ -203,6 +206,7 @@ class GISTLoss(Loss):
                 got = None if guide_negatives is None else "some"
                 raise invalid("guide_negatives", "be given just where `negatives` is", got, "Pass both, or neither.")
             if guide_negatives is not None:
+                checks.features("guide_key", guide_key)
                 checks.features("guide_negatives", guide_negatives)
                 checks.alike("guide_negatives", guide_negatives, "guide_key", guide_key)
                 guide_key = torch.cat([guide_key, guide_negatives])
