@@ -1,4 +1,4 @@
-"""Losses for the trainers of sentence-transformers (5.x and 6.x), with their constructor words.
+"""Losses for the trainers of sentence-transformers (tested with 6.2, written for 5 too), with their words.
 
     from contrastile.integrations.sentence_transformers import CachedRankingLoss
 
