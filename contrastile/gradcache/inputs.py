@@ -50,10 +50,11 @@ class Ragged:
     axis: int = 0
 
     def __post_init__(self) -> None:
-        lengths = self.lengths.tolist() if isinstance(self.lengths, Tensor) else list(self.lengths)
-        if not all(isinstance(length, int) and length >= 0 for length in lengths):
-            remedy = "Count the values of each example."
-            raise invalid("lengths", "be a list of whole numbers of at least 0", lengths[:8], remedy)
+        lengths = self.lengths.tolist() if isinstance(self.lengths, Tensor) else self.lengths
+        lengths = list(lengths) if isinstance(lengths, Iterable) else lengths
+        if not isinstance(lengths, list) or not all(isinstance(length, int) and length >= 0 for length in lengths):
+            got, remedy = lengths[:8] if isinstance(lengths, list) else lengths, "Count the values of each example."
+            raise invalid("lengths", "be a list of whole numbers of at least 0", got, remedy)
         object.__setattr__(self, "lengths", lengths)
         if not isinstance(self.values, Tensor) or not -self.values.ndim <= self.axis < self.values.ndim:
             got = f"{list(self.values.shape)}" if isinstance(self.values, Tensor) else type(self.values).__name__
@@ -201,6 +202,10 @@ def laid_out(inputs: Any) -> tuple[Layout, list[Tensor]]:
 
 def laid_out_parts(parts: Iterable[Any]) -> tuple[Parts, list[Tensor]]:
     """The layout of ready-made sub-batches, and the tensors of all of them."""
+    # a tensor would be cut into its rows, and a mapping into its names
+    if isinstance(parts, (Tensor, Mapping, str)) or not isinstance(parts, Iterable):
+        remedy = "Pass [part, part, ...], or inputs and sub_batch."
+        raise invalid("parts", "be a list of sub-batches", type(parts).__name__, remedy)
     made: list[tuple[Any, list[Any], list[int], int]] = []
     tensors: list[Tensor] = []
     for part in parts:
