@@ -129,6 +129,25 @@ def test_sides_of_two_types_get_gradients_of_their_own() -> None:
     assert (of_q.dtype, of_k.dtype) == (torch.float32, torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["views", "own keys"])
+def test_sides_of_two_types_may_be_joined_into_one(name: str) -> None:
+    """Losses that concatenate what autocast casts: the same loss as of sides that were cast before."""
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        if name == "views":
+            return NTXentLoss()(a, b, 10.0)
+        return InfoNCELoss(in_batch=False)(a, a, 10.0, negatives=b[:, None])
+
+    a, b = (x.requires_grad_() for x in F.normalize(torch.randn(2, 5, 8), dim=-1))
+    narrow = b.detach().bfloat16().requires_grad_()
+    with _autocast():
+        value, expected = loss(a, narrow), loss(a, b)
+    (gradient,), (truth,) = torch.autograd.grad(value, narrow), torch.autograd.grad(expected, b)
+    assert gradient.dtype == torch.bfloat16
+    assert value.item() == expected.item()
+    assert distance(gradient, truth.double()) <= 1e-2
+
+
 def test_float64_is_left_as_it_is() -> None:
     q, k = (F.normalize(torch.randn(20, 16, dtype=torch.float64), dim=-1) for _ in "qk")
     with _autocast():

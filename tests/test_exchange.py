@@ -19,6 +19,7 @@ from torch import Tensor
 from contrastile import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss, _dispatch, contrast
 from contrastile.distributed import consistency
 from contrastile.losses.base import PairLoss
+from contrastile.losses.guided import Guided
 from contrastile.losses.sigmoid import Sigmoid
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.eager import Eager
@@ -208,6 +209,8 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
         options = {"weights": torch.ones(3)}
     if kind == "smoothing" and rank == 1:
         options = {"label_smoothing": 2.0}
+    if kind == "guides":
+        options = {"loss": Guided(), "guide_q": torch.ones(3, 5 + rank), "guide_k": torch.ones(3, 5 + rank)}
     if kind == "empty":
         q = q[:0]
     try:
@@ -244,6 +247,11 @@ def _sentence(rank: int, group: Any, kind: str) -> str:
             "scale",
             "`scale` must be the same on all ranks; got 1.0 on rank 0 and 2.0 on rank 1. Build the loss and its inputs "
             "alike everywhere.",
+        ),
+        (
+            "guides",
+            "`guides` must be the same on all ranks; got ['5 features of torch.float32'] on rank 0 and "
+            "['6 features of torch.float32'] on rank 1. Build the loss and its inputs alike everywhere.",
         ),
         (
             "smoothing",

@@ -165,6 +165,7 @@ class Problem:
                 "requires_grad": _require_grad(*sides.rows, *sides.cols, scale, bias, *parameters[:1], *own),
                 "key dtype": str(cols.features.dtype),
                 "scorer": None if sides.scorer is None else f"scores of {dtype}",
+                "guides": [f"{a.shape[1]} features of {a.dtype}" for a, _ in arguments.guides],
             }
         return cls(
             loss, options, (*sides.rows, *sides.cols, *parameters, *own), as_tensor(scale, device, dtype),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid, one_of
 from contrastile.engine import arguments as checks
+from contrastile.engine.problem import autocast_type
 from contrastile.losses.guided import Guided
 from contrastile.losses.hardness import Hardness
 from contrastile.losses.scores import ScoreDivergence, ScoreMargins
@@ -120,7 +121,7 @@ def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tenso
         if others[name] is not None:
             raise invalid(name, "be left out with in_batch=False", "both", "Key i belongs to query i.")
     checks.features("key", key)
-    checks.alike("negatives", negatives, "key", key)
+    checks.alike("negatives", negatives, "key", key, autocast_type(key.device))
     checks.same_length("key", key, "query", query)
     checks.same_length("negatives", negatives, "query", query)
     checks.own_negatives(negatives, ids, others["query_ids"], query, None)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid, one_of
 from contrastile.engine import arguments as checks
+from contrastile.engine.problem import autocast_type
 from contrastile.losses.inside import SoftmaxInside
 from contrastile.losses.softmax import Softmax
 from contrastile.modules.base import How, Loss
@@ -124,7 +125,7 @@ class NTXentLoss(Loss):
         try:
             checks.features("view_a", view_a)
             checks.features("view_b", view_b)
-            checks.alike("view_b", view_b, "view_a", view_a)
+            checks.alike("view_b", view_b, "view_a", view_a, autocast_type(view_a.device))
             checks.same_length("view_b", view_b, "view_a", view_a)
         except ValueError as error:
             self._tell_all(error)
