@@ -175,6 +175,7 @@ def test_changed_bytes_of_features_are_refused(run, tmp_path):
 def forget_blocks(folder):
     """Make the index one of earlier versions, whose shards had two checksums each."""
     metadata = json.loads((folder / "index.json").read_text())
+    del metadata["sha256"]
     for shard in metadata["shards"]:
         del shard["files"]
     (folder / "index.json").write_text(json.dumps(metadata))
@@ -213,6 +214,15 @@ def test_a_damaged_file_of_an_index_is_refused(run, tmp_path, ending):
             with pytest.raises(ValueError) as caught:
                 act(tmp_path)
             assert str(caught.value) == sentence.format(got)
+
+
+def test_a_damaged_index_json_is_refused(run, tmp_path):
+    encoded(run, tmp_path)
+    path = tmp_path / "index.json"
+    path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+    for act in (Index, lambda folder: encoded(run, folder)):
+        with pytest.raises(ValueError, match=r"`index` must hold index\.json as it was written; got other bytes in "):
+            act(tmp_path)
 
 
 def test_of_a_large_index_a_sample_is_compared_and_all_with_verify(run, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from contrastile.data.base import SkipCounter
 from contrastile.data.entries import read_passages
 from contrastile.data.texts import Passage
 from contrastile.evaluate.retrieval import topk
-from contrastile.retrieval.integrity import check_index, described
+from contrastile.retrieval.integrity import check_index, described, sealed
 from contrastile.retrieval.pictures import picture_features, picture_passages
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder, one_writer
 from contrastile.train.recipe import load_any_recipe
@@ -128,11 +128,11 @@ def _write_shards(
     while chunk := list(islice(stream, shard)):
         metadata["shards"].append(_write_shard(run, chunk, files, len(metadata["shards"]), dimensions))
         metadata["complete"] = False
-        files.write_json(INDEX, metadata)
+        files.write_json(INDEX, sealed(metadata))
     if not metadata["shards"]:
         raise invalid("corpus", "hold passages", "none", "Name one that has some.")
     if not metadata["complete"]:
-        files.write_json(INDEX, {**metadata, "complete": True})
+        files.write_json(INDEX, sealed({**metadata, "complete": True}))
 
 
 def _verify_shard(finished: dict[str, Any], passages: Sequence[Passage]) -> None:

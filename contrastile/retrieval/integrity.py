@@ -8,9 +8,10 @@ writes a whole index with its checksums.
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,22 @@ def described(folder: Path, shard: str) -> dict[str, dict[str, Any]]:
     return {path.name: {"bytes": path.stat().st_size, "blocks": "".join(_digests(path))} for path in paths}
 
 
+def sealed(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of index.json with a checksum of its own, under "sha256"."""
+    content = {key: value for key, value in metadata.items() if key != "sha256"}
+    return {**content, "sha256": sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+
+
 def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
     """Raise ValueError where files of an index are not what was written; `whole`: every byte is compared.
 
-    metadata: index.json. Shards of earlier versions have the checksums of two of their four files, which only `whole`
-    compares.
+    metadata: index.json, which has a checksum of its own. Indices of earlier versions have none there, and checksums
+    of two of the four files of a shard, which only `whole` compares.
     """
     if not _well_formed(metadata):
         raise invalid(INDEX, "list the shards that were written", f'others in "{folder}"', REMEDY)
+    if metadata.get("sha256") not in (None, sealed(metadata)["sha256"]):
+        raise _damaged(folder / INDEX, "other bytes")
     sampled: list[tuple[Path, int, str]] = []
     for shard in metadata["shards"]:
         for name, expected in shard.get("files", {}).items():
