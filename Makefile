@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 2
+# one worker more than two cores: many tests wait for ranks
+JOBS   ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-faults test-hostile test-integrations test-gpu test-gpu-multi \
