@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw
 
 import contrastile
 
-PICTURES, EPOCHS = 2000, 20.0
+PICTURES, EPOCHS = 2000, 12.0
 COLOURS = {
     "red": "#d03030",
     "green": "#30a050",
