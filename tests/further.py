@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from problems import _with_gradients as gradients
+from problems import with_gradients
 from torch import Tensor, nn
 
 from contrastile import (
@@ -46,7 +46,7 @@ class Case:
         return {name: x.to(dtype if x.ndim else wide).requires_grad_() for name, x in given.items()}
 
     def by_tiles(self, tensors: dict[str, Tensor], **how: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return gradients(self.module(**how)(**tensors, **self.constants), tensors)
+        return with_gradients(self.module(**how)(**tensors, **self.constants), tensors)
 
     def by_formula(self, tensors: dict[str, Tensor], reduction: str = "mean") -> tuple[Tensor, dict[str, Tensor]]:
         """The rows' losses reduced as the library does; of a case with weights by them."""
@@ -58,7 +58,7 @@ class Case:
             total = torch.where(counts, losses, 0.0) * mass
             by_row = total * (len(total) / mass.sum())
             values.append({"mean": by_row.mean(), "sum": total.sum(), "none": by_row}[reduction])
-        return gradients(torch.stack(values).mean(0), tensors)
+        return with_gradients(torch.stack(values).mean(0), tensors)
 
     def of_rank(self, rank: int, shares: list[int]) -> Case:
         """The part of a rank that has so many of the rows; every tensor but numbers has rows."""
@@ -80,7 +80,7 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _unit(*shape: int, seed: int, near: Tensor | None = None) -> Tensor:
+def unit(*shape: int, seed: int, near: Tensor | None = None) -> Tensor:
     x = torch.randn(*shape, generator=_generator(seed), dtype=torch.float64)
     return F.normalize(x if near is None else x + 2 * near, dim=-1)
 
@@ -90,9 +90,9 @@ def _whole(high: int, *shape: int, seed: int) -> Tensor:
 
 
 def _leaves(**more: Tensor) -> dict[str, Tensor]:
-    query = _unit(N, D, seed=0)
+    query = unit(N, D, seed=0)
     scale = torch.tensor(20.0, dtype=torch.float64)
-    return {"query": query, "key": _unit(N, D, seed=1, near=query), "scale": scale, **more}
+    return {"query": query, "key": unit(N, D, seed=1, near=query), "scale": scale, **more}
 
 
 def _cross_entropy(x: Tensor, target: Tensor) -> list[RowLosses]:
@@ -120,7 +120,7 @@ def own_negatives() -> Case:
     return Case(
         InfoNCELoss,
         formula,
-        _leaves(negatives=_unit(N, H, D, seed=2)),
+        _leaves(negatives=unit(N, H, D, seed=2)),
         {"query_ids": ids, "key_ids": ids, "negative_ids": _whole(12, N, H, seed=5), "weights": weights},
     )
 
@@ -135,7 +135,7 @@ def own_negatives_only() -> Case:
     def module(**how: Any) -> nn.Module:
         return InfoNCELoss(in_batch=False, **how)
 
-    return Case(module, formula, _leaves(negatives=_unit(N, H, D, seed=2)))
+    return Case(module, formula, _leaves(negatives=unit(N, H, D, seed=2)))
 
 
 def _hardness(mode: str, beta: float = 5.0, label_smoothing: float = 0.0) -> Case:
@@ -157,7 +157,7 @@ def _hardness(mode: str, beta: float = 5.0, label_smoothing: float = 0.0) -> Cas
         smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
         return InfoNCELoss(hardness_mode=mode, hardness_strength=beta, **smoothing, **how)  # type: ignore[arg-type]
 
-    return Case(module, formula, _leaves(negatives=_unit(N, H, D, seed=2)))
+    return Case(module, formula, _leaves(negatives=unit(N, H, D, seed=2)))
 
 
 def hardness_in_batch() -> Case:
@@ -239,7 +239,7 @@ def dclw_labels() -> Case:
         return _Contrast(loss=DecoupledWeighted(), **how)
 
     labels = {"query_labels": _whole(20, N, seed=6), "key_labels": _whole(20, N, seed=7)}
-    return Case(module, formula, _leaves(negatives=_unit(N, H, D, seed=2)), labels)
+    return Case(module, formula, _leaves(negatives=unit(N, H, D, seed=2)), labels)
 
 
 def _gist(strategy: str, margin: float) -> Case:
@@ -265,16 +265,16 @@ def _gist(strategy: str, margin: float) -> Case:
 
     # of each row its own key, and of every fifth its neighbour's, which is on the same rank
     second = (torch.arange(N) ^ 1).where((torch.arange(N) % 5 == 0) & (torch.arange(N) < N - 1), torch.tensor(-1))
-    guide = _unit(N, 7, seed=8)
+    guide = unit(N, 7, seed=8)
     constants = {
         "positives": torch.stack([torch.arange(N), second], 1),
         "guide_query": guide,
-        "guide_key": _unit(N, 7, seed=9, near=guide),
-        "guide_negatives": _unit(N, 7, seed=10),
+        "guide_key": unit(N, 7, seed=9, near=guide),
+        "guide_negatives": unit(N, 7, seed=10),
         "query_ids": _whole(12, N, seed=3),
         "key_ids": _whole(12, N, seed=4),
     }
-    return Case(module, formula, _leaves(negatives=_unit(N, D, seed=2)), constants)
+    return Case(module, formula, _leaves(negatives=unit(N, D, seed=2)), constants)
 
 
 def gist_absolute() -> Case:
@@ -292,8 +292,8 @@ def _kl(x: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _teacher() -> tuple[Tensor, Tensor]:
-    image = _unit(N, 7, seed=8)
-    return image, _unit(N, 7, seed=9, near=image)
+    image = unit(N, 7, seed=8)
+    return image, unit(N, 7, seed=9, near=image)
 
 
 def distill_clip() -> Case:
@@ -385,7 +385,7 @@ def scores_margin() -> Case:
     formula, module = _scores("margin_mse")
     scores = torch.randn(N, H, generator=_generator(5), dtype=torch.float64)
     weights = torch.rand(N, generator=_generator(4), dtype=torch.float64) + 0.1
-    return Case(module, formula, _leaves(key=_unit(N, H, D, seed=2)), {"scores": scores, "weights": weights})
+    return Case(module, formula, _leaves(key=unit(N, H, D, seed=2)), {"scores": scores, "weights": weights})
 
 
 def _paired(**more: Tensor) -> dict[str, Tensor]:

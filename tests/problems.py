@@ -58,13 +58,13 @@ class Problem:
         return function(q, k, **named, **options)
 
     def by_tiles(self, tensors: dict[str, Tensor], **how: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return _with_gradients(self._call(contrast, self.tiled | how, tensors), tensors)
+        return with_gradients(self._call(contrast, self.tiled | how, tensors), tensors)
 
     def by_formula(self, tensors: dict[str, Tensor], **how: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return _with_gradients(self._call(self.formula, self.dense | how, tensors), tensors)
+        return with_gradients(self._call(self.formula, self.dense | how, tensors), tensors)
 
 
-def _with_gradients(loss: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def with_gradients(loss: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     seeds = torch.linspace(1.0, 1.5, loss.numel(), dtype=loss.dtype).reshape(loss.shape)
     gradients = torch.autograd.grad((loss * seeds).sum(), list(tensors.values()))
     return loss.detach(), dict(zip(tensors, gradients, strict=True))

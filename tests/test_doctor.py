@@ -9,7 +9,7 @@ import torch
 from tiny_runs import write_recipe
 
 from contrastile._dispatch import choose_tiles
-from contrastile.bench.planner import backend_choice, broken, device_fault, examine, exchange_choice
+from contrastile.bench.doctor import backend_choice, broken, device_fault, examine, exchange_choice
 from contrastile.cli.doctor import lines
 from contrastile.cli.main import main
 from contrastile.losses.base import Shard
@@ -171,13 +171,13 @@ def test_everything_but_graphs_comes_first(tmp_path, capsys, monkeypatch):
     recipe = json.loads(capsys.readouterr().out)["recipe"]
     assert recipe["without"]["bytes"] == sum(recipe["without"]["parts"].values()) > recipe["held"] / 2
     spare = recipe["without"]["bytes"] + recipe["needed"] // 2
-    monkeypatch.setattr("contrastile.bench.planner.spare_bytes", lambda device: spare)
+    monkeypatch.setattr("contrastile.bench.doctor.spare_bytes", lambda device: spare)
     assert main(["doctor", str(path), "device=cpu"]) == 0
     assert f"about {recipe['graphs'] // 2} of {recipe['graphs']} graphs fit beside " in capsys.readouterr().out
 
 
 def test_graphs_that_do_not_fit_are_reported(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("contrastile.bench.planner.spare_bytes", lambda device: 1)
+    monkeypatch.setattr("contrastile.bench.doctor.spare_bytes", lambda device: 1)
     assert main(["doctor", str(write_recipe(tmp_path)), "device=cpu"]) == 0
     assert "about 0 of 9 graphs fit beside " in capsys.readouterr().out
 

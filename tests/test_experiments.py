@@ -280,7 +280,11 @@ def test_batch_sizes_are_compared_in_worker_processes(tmp_path, command, capsys)
     assert [row["steps"] for row in rows[:6]] == ["4", "4", "1", "1", "1", "1"]
     assert (folder / "compare.svg").read_text().count("% of the pairs, sqrt rate") == 2
     assert "64 pairs seen in every run" in (folder / "compare.md").read_text()
-    assert "| 0.5 | 64 | 1 |" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "| 0.5 | 64 | 1 |" in output.out
+    # side by side they end in any order, each named
+    assert output.err.count("finished: data ") == len(rows)
+    assert "finished: data 0.5, batch 64, rate sqrt, seed 1\n" in output.err
     # a trial in this process has the same result
     recipe = tiny_recipe(tmp_path, *command[2:5], "train.batch=64")
     alone = FourWays(recipe=recipe).run(Trial({"only": "one"}, 1, {}), open_data_bundle(recipe), Ranks(), tmp_path)

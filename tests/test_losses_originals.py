@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from further import _unit as unit
+from further import unit
 from problems import distance
 from torch import Tensor
 

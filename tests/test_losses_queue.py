@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from further import _unit as unit
+from further import unit
 from problems import distance
 from ranks import Pool
 from torch import Tensor

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         recipe = load_any_recipe(arguments.recipe, arguments.overrides)
 
-    from contrastile.bench.planner import broken, examine
+    from contrastile.bench.doctor import broken, examine
 
     values = examine(ranks=arguments.ranks, batch=arguments.batch, features=arguments.features, recipe=recipe)
     print(json.dumps(values, indent=1) if arguments.json else "\n".join(lines(values)))

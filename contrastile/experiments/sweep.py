@@ -228,6 +228,9 @@ def compare(study: Study, runs: str | Path, *, resume: bool = False) -> Comparis
                 results.append(replace(outcome, origin=origin))
                 results.sort(key=study.order)
                 study.write(folder, results)
+                if study.jobs * study.ranks > 1:
+                    # side by side they end in any order
+                    sys.stderr.write(f"finished: {_named(outcome)}\n")
                 bar.update(1)
     return Comparison(folder.path, study.table(results) if results else "nothing was finished", stopped_by)
 
@@ -251,9 +254,7 @@ def _outcomes(
     """Run the trials in this process or in several; yield a result or the signal that stopped it."""
     if study.jobs * study.ranks == 1:
         for number, trial in enumerate(trials, start=1):
-            labels = ", ".join(f"{name} {label}" for name, label in trial.labels.items())
-            seed = "" if trial.seed is None else f", seed {trial.seed}"
-            sys.stderr.write(f"run {number} of {len(trials)}: {labels}{seed}\n")
+            sys.stderr.write(f"run {number} of {len(trials)}: {_named(trial)}\n")
             if (outcome := study.run(study.ready(trial, results), data, Ranks(), folder)) is not None:
                 yield outcome
         return
@@ -262,6 +263,12 @@ def _outcomes(
     yield from run_parallel(
         work, trials, opening, folder, jobs=study.jobs, ranks=study.ranks, device=study.recipe.device
     )
+
+
+def _named(run: Trial | Result) -> str:
+    """Labels and seed of a trial, as a line of progress names it."""
+    labels = ", ".join(f"{name} {label}" for name, label in run.labels.items())
+    return labels if run.seed is None else f"{labels}, seed {run.seed}"
 
 
 def _same(data: T) -> T:

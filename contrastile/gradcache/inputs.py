@@ -80,7 +80,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """How inputs are made of tensors and other leaves, and cut by examples.
+    """The structure of inputs: the tensors and other leaves that they are made of, and how examples cut them.
 
     `tensors` and `lists`: positions, among all leaves, of tensors and of lists with an entry for each example.
     `others`: the leaves that are no tensors, None in the place of each tensor. `packed`: the axis and the first value
@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """Whether all that is cut are rows, which may be put in another order."""
+        """True where all that is cut are rows, which may be put in another order."""
         return not self.packed and not self.lists
 
     @property

@@ -13,7 +13,7 @@
         def configure_optimizers(self): ...
 
 Lightning runs `training_step` inside the forward of DistributedDataParallel and inside the precision plugin's autocast,
-where `encode` reduces each gradient once. `ModelParallelStrategy` with `fully_shard` works the same; `FSDPStrategy`,
+where `encode` reduces each gradient once. `ModelParallelStrategy` with `fully_shard` is not tested; `FSDPStrategy`,
 which is FSDP1, is refused by `encode`.
 """
 

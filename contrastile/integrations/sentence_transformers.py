@@ -110,7 +110,7 @@ class CachedRankingLoss(nn.Module):
 
     @property
     def normalises(self) -> bool:
-        """Whether embeddings are divided by their length. Raises ValueError for another similarity."""
+        """True where embeddings are divided by their length. Raises ValueError for another similarity."""
         name = self._similarity_name
         if name not in (*COSINE, *DOT):
             remedy = "Pass one of these, or take MultipleNegativesRankingLoss."

@@ -62,8 +62,9 @@ class ContrastileMixin:
         scale: a number, or a function of the model, as `lambda model: model.logit_scale.exp()`.
         retain: as for `encode`.
 
-    The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, FSDP2, gradient
-    accumulation, evaluation and resuming are the Trainer's own. Raises ValueError for several GPUs in one process.
+    The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, gradient
+    accumulation, evaluation and resuming are the Trainer's own; FSDP2 inside it is not tested. Raises ValueError
+    for several GPUs in one process.
     """
 
     # the loss is a mean over the batch: the Trainer divides it by the steps that it accumulates

@@ -157,7 +157,7 @@ def fill(x: Tensor, where: Where | None, value: float) -> Tensor:
 
 
 class Marks(NamedTuple):
-    """Which pairs of a tile are positive, and which do not count; None where the tile has none."""
+    """The pairs of a tile that are positive, and those that do not count; None where the tile has none."""
 
     positive: Diagonal | Tensor | None
     excluded: Where | None

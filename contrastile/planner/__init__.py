@@ -1,1 +1,1 @@
-"""What a training step needs, without running it: bytes of each part, seconds, and the largest batch that fits."""
+"""Needs of a training step, without running it: bytes of each part, seconds, and the largest batch that fits."""

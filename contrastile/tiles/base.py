@@ -318,6 +318,14 @@ def resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, given: torch.dtyp
     return throughout, throughout + (0 if given == wide else (N + M) * D * given.itemsize)
 
 
+def bounds_of(x: Tensor) -> tuple[float, float] | None:
+    """The least and the largest logit of a tile on a CPU; None on a device, which would have to be waited for."""
+    if x.device.type != "cpu":
+        return None
+    least, most = torch.aminmax(x)
+    return float(least), float(most)
+
+
 def nonfinite_flag(scale: Tensor, *features: Tensor) -> Tensor:
     """0 if all values are finite, NaN otherwise, computed without a synchronisation."""
     flag = scale * 0

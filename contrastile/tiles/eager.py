@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contrastile._types import accumulator
 from contrastile.losses.base import Finished, PairLoss, Shard, Tile, fill, mark, target, with_states
-from contrastile.tiles.base import InFlight, Tiles, Weigh
+from contrastile.tiles.base import InFlight, Tiles, Weigh, bounds_of
 
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
@@ -180,10 +180,7 @@ class Eager(Tiles):
         """The tile of the logits x without bias, which it may overwrite."""
         if self.bias is not None:
             x += self.bias
-        bounds = None
-        if x.device.type == "cpu":
-            least, most = torch.aminmax(x)
-            bounds = float(least), float(most)
+        bounds = bounds_of(x)
         marks = mark(rows, cols, exclude_self=self.loss.exclude_self)
         if marks.excluded is not None:
             fill(x, marks.excluded, -torch.inf)

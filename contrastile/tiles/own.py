@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from contrastile.losses.base import Shard, Tile, fill
-from contrastile.tiles.base import Accumulated, Tiles, nonfinite_flag
+from contrastile.tiles.base import Accumulated, Tiles, bounds_of, nonfinite_flag
 
 # copies of a strip's columns in the accumulator's type that are held at once
 COPIES = 3
@@ -70,10 +70,7 @@ def _tile(tiles: Tiles, rows: Shard) -> tuple[Tile, Tensor, Tensor, Tensor]:
     x = products * tiles.scale
     if tiles.bias is not None:
         x += tiles.bias
-    bounds = None
-    if x.device.type == "cpu":
-        least, most = torch.aminmax(x)
-        bounds = float(least), float(most)
+    bounds = bounds_of(x)
     fill(x, rows.own_excluded, -torch.inf)
     positive = None
     if rows.own_positives:

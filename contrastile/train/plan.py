@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def plan(
     recipe: Any, *overrides: str, gpus: str | None = None, batch: int | None = None, pairs: int | None = None
 ) -> Plan:
-    """What a step of a recipe takes: bytes of every part on each rank, seconds, the largest batch, other choices.
+    """Plan a step of a recipe: bytes of every part on each rank, seconds, the largest batch, other choices.
 
     Runs on any machine; no weights are made or read, no data are opened.
 
