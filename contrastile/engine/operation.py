@@ -27,8 +27,10 @@ from contrastile.tiles.scored import Scorer
 
 # of a loss, a scale, a bias and a workspace
 MakeTiles = Callable[[PairLoss, Tensor, Tensor | None, int], Tiles]
+# gradient sums, or a context that has them while a backward reads them
+Sums = Accumulated | AbstractContextManager[Accumulated]
 # of a call, its tiles, scale, bias, further inputs and those wanted: the loss and its gradient sums
-AtOnce = Callable[["Call", Tiles, Tensor, Tensor | None, Sequence[Tensor], Sequence[bool]], tuple[Tensor, Accumulated]]
+AtOnce = Callable[["Call", Tiles, Tensor, Tensor | None, Sequence[Tensor], Sequence[bool]], tuple[Tensor, Sums]]
 # the inputs of the operation that get a gradient: scale, bias, and all others in order
 Wanted = Sequence[bool]
 
@@ -110,10 +112,15 @@ class Operation(torch.autograd.Function):
         tiles = call.tiles(scale, bias)
         if call.given is not None:
             inputs = (call.rows.features, call.cols.features, *[x for x in (call.rows.own,) if x is not None])
+        ctx.held = None
         with call.exchange.in_step(), without_autocast(call.device):
+            results: Sequence[Any] = ()
             if call.plan.at_once is not None:
-                value, accumulated = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])
-                results: Sequence[Any] = accumulated
+                value, sums = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])
+                if isinstance(sums, Accumulated):
+                    results = sums
+                else:
+                    ctx.held = sums
             else:
                 rows, cols = call.shards(inputs)
                 stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
@@ -134,7 +141,7 @@ class Operation(torch.autograd.Function):
         scale, bias, *saved = tensors
         wanted = ctx.needs_input_grad[1:]
         inputs, results = saved[: len(wanted) - 2], saved[len(wanted) - 2 : len(saved) - ctx.constants]
-        with ctx.call.exchange.in_step():
+        with ctx.call.exchange.in_step(), nullcontext(results) if ctx.held is None else ctx.held as results:
             return None, *backward(ctx.call, ctx.tiles, upstream, scale, bias, inputs, results, wanted)
 
 
