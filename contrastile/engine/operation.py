@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import Reduction
+from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.first_order import first_order
 from contrastile.losses.base import Finished, PairLoss, Shard, changed, with_states
@@ -65,6 +66,8 @@ class Call:
     scorer: Scorer | None = None
     # the types of the features that autocast casts, which their gradients get; the shards then hold the cast ones
     given: tuple[torch.dtype, ...] | None = None
+    # number of keys that positives may index, which is still to be checked; None where it is not
+    indexed: int | None = None
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
         """The tiles of this call, with its numbers in the accumulator's type."""
@@ -75,6 +78,14 @@ class Call:
         if len(self.exchange.layout.rows) > 1:
             tiles.reserve(self.exchange.reserved())
         return tiles
+
+    def in_range(self, tiles: Tiles) -> Call:
+        """The call with positives that index a key; others make the scale of these tiles, which are new, NaN."""
+        positives = self.rows.positives
+        if self.indexed is None or positives is None:
+            return self
+        positives, tiles.scale = checks.kept_in_range(positives, self.indexed, tiles.scale)
+        return changed(self, rows=changed(self.rows, positives=positives), indexed=None)
 
     def _number(self, x: Tensor) -> Tensor:
         x = x.detach()
@@ -122,6 +133,7 @@ class Operation(torch.autograd.Function):
                 else:
                     ctx.held = sums
             else:
+                call = call.in_range(tiles)
                 rows, cols = call.shards(inputs)
                 stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
                 if rows.own is not None:
@@ -153,6 +165,7 @@ def with_gradients(
     A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8, and so do strips over all columns.
     """
     del scale, bias
+    call = call.in_range(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
     if not call.loss.pairwise and len(exchange.layout.rows) == 1 and tiles.strip(rows, cols):
         return in_strips(call, tiles, rows, cols, wanted)

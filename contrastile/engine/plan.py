@@ -23,7 +23,7 @@ from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
 from contrastile.engine.graph import replayed, small
 from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
-from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features
+from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices
 from contrastile.exchange.base import Exchange
 from contrastile.exchange.host import Host
 from contrastile.losses.base import PairLoss, Shard, changed
@@ -34,7 +34,7 @@ MOST_PLANS = 256
 # types of scale and bias that need no collective
 NUMBERS = (*PLAIN, float, int, type(None))
 # tensors of a shard in a call that needs no further check
-PARTS = ("features", "labels", "ids")
+PARTS = ("features", "positives", "labels", "ids")
 # the tensors beside features that a call may have without being checked again: names in a shard, of queries, of keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense": the whole block
@@ -113,7 +113,7 @@ def away(features: Tensor, device: torch.device) -> bool:
 def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     return Call(
         plan, exchange, problem.loss, problem.rows, problem.cols, problem.weights, problem.options.reduction,
-        problem.device, problem.scorer, problem.given(),
+        problem.device, problem.scorer, problem.given(), problem.indexed,
     )  # fmt: skip
 
 
@@ -136,6 +136,8 @@ def _again(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     for name, of_queries, of_keys in LABELS:
         if getattr(call.rows, name) is not None:
             rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
+    if call.rows.positives is not None:
+        rows["positives"] = indices(arguments, len(k))
     call = changed(call, rows=changed(call.rows, **rows), cols=changed(call.cols, **cols), weights=arguments.weights)
     scale, bias = (
         x if x is None or isinstance(x, Tensor) else as_tensor(x, call.device, q.dtype)
