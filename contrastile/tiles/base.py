@@ -90,6 +90,8 @@ class Tiles(ABC):
     capturable: ClassVar[bool] = False
     # blocks may have guides and targets (see `Shard`)
     takes_guides: ClassVar[bool] = False
+    # `backward` writes accumulators that are `fresh`
+    writes_fresh: ClassVar[bool] = False
     # `backward` accepts an `InFlight` as v, adds to it and releases it
     accepts_in_flight: ClassVar[bool] = False
 
@@ -106,6 +108,8 @@ class Tiles(ABC):
     flag: Tensor | None = field(default=None, init=False, repr=False)
     # u and v are parts of one tensor, which a small call copies and scales at once
     joined: bool = field(default=False, init=False, repr=False)
+    # u and v are uninitialised memory, of which one `backward` writes all
+    fresh: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
     given: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
@@ -188,22 +192,23 @@ class Tiles(ABC):
         return reduced(self.loss.finish_all(stats, self.scale, total), weights, reduction, total, nonfinite())
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        """Zeros for u and v where a gradient is wanted; `wanted`: of scale, bias, q and k.
+        """Zeros, or `fresh` memory, for u and v where a gradient is wanted; `wanted`: of scale, bias, q and k.
 
         Tiles that do not sum products read the scale's gradient off an accumulator, and need one for it.
         """
         want_scale, _, want_q, want_k = wanted
         wide = self.scale.dtype
+        new = torch.empty if self.fresh else torch.zeros
         for_scale = want_scale and not want_k and not self.sums_products
         (N, D), M = rows.features.shape, len(cols)
         # a v that begins at an odd address would take other kernels
         self.joined = self.joined and want_q and want_k and N * D % 4 == 0
         if self.joined:
-            both = torch.zeros(N + M, D, dtype=wide, device=self.scale.device)
+            both = new(N + M, D, dtype=wide, device=self.scale.device)
             return both[:N], both[N:]
         # contiguous rows, whatever the strides of the features
-        u = torch.zeros(rows.features.shape, dtype=wide, device=self.scale.device) if want_q or for_scale else None
-        return u, torch.zeros(cols.features.shape, dtype=wide, device=self.scale.device) if want_k else None
+        u = new(rows.features.shape, dtype=wide, device=self.scale.device) if want_q or for_scale else None
+        return u, new(cols.features.shape, dtype=wide, device=self.scale.device) if want_k else None
 
     def gradients(
         self,
