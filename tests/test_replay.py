@@ -39,9 +39,10 @@ class Played:
         static = graph._relabelled(self.call, self.labels)
         own_tiles = static.tiles(scale, bias)
         own_tiles.joined = True
-        answer = with_gradients(static, own_tiles, scale, bias, features, self.wanted)
-        tiles.joined = own_tiles.joined
-        value, accumulated = answer
+        value, (u, v, sums) = with_gradients(static, own_tiles, scale, bias, features, self.wanted)
+        sums = torch.stack(own_tiles.pair_sums(sums, *static.shards(features), u, v, self.wanted[0]))
+        accumulated = Accumulated(u, v, sums)
+        tiles.joined, tiles.summed = own_tiles.joined, True
         if self.written is None:
             self.written = accumulated
         for own, new in zip(self.written, accumulated, strict=True):

@@ -139,6 +139,8 @@ class _Graph:
                 tiles = call.tiles(scale, bias)
                 tiles.joined = True
                 self.value, (u, v, sums) = with_gradients(call, tiles, scale, bias, given, wanted)
+                # both sums here: the backward's own would be four launches
+                sums = torch.stack(tiles.pair_sums(sums, *call.shards(given), u, v, wanted[0]))
             finally:
                 self.graph.capture_end()
         tiles.joined = tiles.joined and u is not None and v is not None
@@ -157,7 +159,7 @@ class _Graph:
         for dtype, indices in self.types.items():
             copy_each_(self.read[dtype], [given[i] for i in indices])
         self.graph.replay()
-        tiles.joined = self.joined
+        tiles.joined, tiles.summed = self.joined, True
         # the loss in memory of its own: a user may change it in place
         return self.value.clone(), self.accumulated
 

@@ -110,6 +110,8 @@ class Tiles(ABC):
     joined: bool = field(default=False, init=False, repr=False)
     # u and v are uninitialised memory, of which one `backward` writes all
     fresh: bool = field(default=False, init=False, repr=False)
+    # the sums of a backward are both of `pair_sums`, whatever `sums_products`
+    summed: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
     given: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
@@ -228,7 +230,7 @@ class Tiles(ABC):
         want_scale, want_bias, want_q, want_k = wanted
         u, v, sums = accumulated
         # the accumulators are overwritten below
-        of_pairs, of_products = self._pair_sums(sums, rows, cols, u, v, want_scale)
+        of_pairs, of_products = self.pair_sums(sums, rows, cols, u, v, want_scale)
         dscale = as_given(of_products, scale, upstream) if want_scale else None
         dbias = None
         if want_bias and bias is not None:
@@ -243,11 +245,11 @@ class Tiles(ABC):
         dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
         return [dscale, dbias, dq, dk]
 
-    def _pair_sums(
+    def pair_sums(
         self, sums: Tensor, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, want_scale: bool
     ) -> tuple[Tensor, Tensor]:
         """Σ g_ij and Σ g_ij · ⟨q_i, k_j⟩; the second is read off u or v where `backward` did not sum it."""
-        if self.sums_products:
+        if self.sums_products or self.summed:
             return sums[0], sums[1]
         if not want_scale:
             return sums, sums
