@@ -320,20 +320,20 @@ class SubBatch(SubBatches):
 
 
 class TrainSettings(Steps):
-    """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it.
-
-    "float64" is for comparing ways to compute the same: after a hundred steps rounding still does not show.
+    """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it. "float64" is for
+    comparing ways to compute the same: after a hundred steps rounding still does not show.
     """
 
     sub_batch: Annotated[SubBatch, same_for("image", "text"), Field(validate_default=True)] = SubBatch()
     precision: Literal["auto", "float32", "float64", "bf16", "fp16"] = "float32"
     compile: bool = False
+    features: Literal["device", "host"] = "device"
     smallest_part: ClassVar[int] = 2
 
     def clashes(self) -> Iterable[Clash]:
         yield from super().clashes()
-        sharded = self.parallel == "shard"
-        yield self.compile and sharded, "compile", 'must be false with train.parallel = "shard"; got true'
+        reason = 'must be false with train.parallel = "shard"; got true'
+        yield self.compile and self.parallel == "shard", "compile", reason
 
     @field_validator("sub_batch")
     @classmethod
