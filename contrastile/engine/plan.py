@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastile._dispatch import Options, choose_exchange, choose_tiles, workspace_on
+from contrastile._dispatch import Options, choose_exchange, choose_fused, choose_tiles, workspace_on
 from contrastile._errors import invalid
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
@@ -27,7 +27,7 @@ from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cas
 from contrastile.exchange.base import Exchange
 from contrastile.exchange.host import Host
 from contrastile.losses.base import PairLoss, Shard, changed
-from contrastile.tiles.scored import Scored, Scorer, fitting_side
+from contrastile.tiles.scored import Scored, fitting_side
 
 # plans kept; all are dropped when more signatures than that have been seen
 MOST_PLANS = 256
@@ -156,29 +156,27 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     # columns of each row alone are computed after the exchange
     own = problem.rows.own is not None
     at_once: AtOnce | None = with_gradients if wants and pairwise and not own else None
-    tiles: MakeTiles
-    if scorer is None:
-        tiles = choose_tiles(options.backend, loss, problem.rows, problem.cols)
-        alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
-        number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
-        if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
-            at_once = with_gradients
-        if wants and not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
-            at_once = replayed
-    else:
-        tiles = _scored_tiles(problem, scorer, exchange, workspace)
-        if scorer.dtype == torch.float16:
-            # the upstream gradient, a GradScaler's factor, must go through the module, or float16 underflows
-            at_once = None
+    tiles = _tiles(problem, exchange, workspace)
+    alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
+    number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
+    if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
+        at_once = with_gradients
+    if scorer is None and wants and not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
+        at_once = replayed
+    if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
+        # the upstream gradient, a GradScaler's factor, must go through the module, or float16 underflows
+        at_once = None
     return Plan(exchange, tiles, workspace, accumulator(problem.dtype), at_once)
 
 
-def _scored_tiles(problem: Problem, scorer: Scorer, exchange: Exchange, workspace: int) -> MakeTiles:
-    """Tiles of a learned distance, of a size that was measured."""
-    backend = problem.options.backend
-    if backend == "triton":
-        remedy = "A scorer brings its own kernels."
-        raise invalid("backend", "be auto, eager or dense with a scorer", "'triton'", remedy)
+def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
+    """Tiles of the dot product, or of a learned distance."""
+    scorer, backend = problem.scorer, problem.options.backend
+    if scorer is None:
+        return choose_tiles(backend, problem.loss, problem.rows, problem.cols)
+    fused = choose_fused(backend, scorer, problem.rows, problem.cols)
+    if fused is not None:
+        return partial(fused, scorer=scorer, side=fused.fitting_side(problem.rows, problem.cols, workspace))
     if scorer.seed is not None and not exchange.once:
         remedy = "Take gather or ring, or put the scorer in eval mode."
         raise invalid("exchange", "compute each pair once if the scorer draws random numbers", "replicate", remedy)
