@@ -108,12 +108,14 @@ def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
     """
     complete = completed(settings, PAIR_DEFAULTS)
     pair = (_separate_towers if complete["both"] is None else _whole_model)(complete, tokenizer)
+    bias = pair.bias if complete["bias"] is None else complete["bias"]
     return DualEncoder(
         Projected(pair.image.module, pair.image_projection),
         Projected(pair.text.module, pair.text_projection),
         scale=next(scale for scale in (complete["scale"], pair.scale, SCALE) if scale is not None),
-        bias=pair.bias if complete["bias"] is None else complete["bias"],
-        settings={**complete, **pair.settings},
+        bias=bias,
+        # without the folder of trained weights nothing else would say that there is a bias
+        settings={**complete, **pair.settings, "bias": bias},
     )
 
 
