@@ -238,15 +238,7 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
     torch.Size([2, 8])
     """
     complete = completed(settings, RETRIEVER_DEFAULTS)
-    sides = [side for side in ("both", "query", "passage") if complete[side] is not None]
-    if sides not in (["both"], ["query", "passage"]):
-        remedy = "One encoder for both sides, or one for each."
-        raise invalid("settings", "have both, or query and passage", ", ".join(sides) or "none", remedy)
-    towers: dict[str, Tower] = {}
-    for side in sides:
-        towers[side] = build_tower(side, ENCODERS, complete, tokenizer)
-        if complete["lora"] is not None:
-            add_adapters(towers[side].module, **complete["lora"])
+    towers = encoder_towers(complete, tokenizer)
     common = complete["features"]
     sizes = {common or tower.features for tower in towers.values()}
     if len(sizes) > 1:
@@ -257,6 +249,20 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
         encoders = {side: ProjectedTower(encoder, projections[side]) for side, encoder in encoders.items()}
     rebuilding = {**complete, **{side: tower.settings for side, tower in towers.items()}}
     return Retriever(encoders, features=sizes.pop(), settings=rebuilding)
+
+
+def encoder_towers(complete: Settings, tokenizer: Tokenizer) -> dict[str, Tower]:
+    """The towers of a retriever's sides with their adapters, "both" or "query" and "passage", by its settings."""
+    sides = [side for side in ("both", "query", "passage") if complete[side] is not None]
+    if sides not in (["both"], ["query", "passage"]):
+        remedy = "One encoder for both sides, or one for each."
+        raise invalid("settings", "have both, or query and passage", ", ".join(sides) or "none", remedy)
+    towers: dict[str, Tower] = {}
+    for side in sides:
+        towers[side] = build_tower(side, ENCODERS, complete, tokenizer)
+        if complete["lora"] is not None:
+            add_adapters(towers[side].module, **complete["lora"])
+    return towers
 
 
 ENCODERS: dict[str, TowerBuilder] = {

@@ -54,6 +54,9 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     """`contrastile.plan`."""
     machines = target(gpus)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
+    if _late(settings):
+        remedy = "Train a few steps, whose memory and time are in the report."
+        raise invalid("recipe", 'have model.kind = "single" for a plan', '"late"', remedy)
     largest = max(size for _, size in settings.train.batch)
     if batch is not None and batch < machines.ranks:
         raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
@@ -66,7 +69,7 @@ def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | N
 
     A plan that fails is reported and never costs a run its end.
     """
-    if run.device.type != "cuda" or not batch:
+    if run.device.type != "cuda" or not batch or _late(run.recipe):
         return None
     try:
         memory = free_memory(run.device)[1]
@@ -75,6 +78,11 @@ def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | N
     except Exception as error:
         logger.warning("no plan of the memory: %s: %s", type(error).__name__, error)
         return None
+
+
+def _late(recipe: Any) -> bool:
+    """True for a retriever with many vectors, whose loss is not planned."""
+    return getattr(recipe.model, "kind", "single") == "late"
 
 
 def stages(recipe: Any, pairs: int | None = None) -> tuple[tuple[int, int], ...]:

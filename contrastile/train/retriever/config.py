@@ -130,13 +130,28 @@ class SubwordSettings(LearnedTokenizer):
         yield self.query_length > self.length, "", f"must have a query_length of at most length; got {got}"
 
 
-class RetrieverSettings(Settings):
-    """One encoder for `both` sides, or one each for `query` and `passage`."""
+# keys of a retriever with many vectors
+LATE_KEYS = ("query_expansion", "attend_to_expansion", "skip_punctuation", "query_marker", "passage_marker")
+# size of a token's vector, as in ColBERT
+TOKEN_FEATURES = 128
 
+
+class RetrieverSettings(Settings):
+    """One encoder for `both` sides, or one each for `query` and `passage`.
+
+    `kind`: "single", a vector for each text; "late", one for each of its tokens.
+    """
+
+    kind: Literal["single", "late"] = "single"
     both: AnyEncoder | None = None
     query: AnyEncoder | None = None
     passage: AnyEncoder | None = None
     features: Width | None = None
+    query_expansion: bool = True
+    attend_to_expansion: bool = False
+    skip_punctuation: bool = True
+    query_marker: str = "[Q]"
+    passage_marker: str = "[D]"
     normalise: bool = True
     dimensions: tuple[Count, ...] = ()
     lora: Annotated[LoraSettings | None, needs("peft", "peft")] = None
@@ -146,9 +161,28 @@ class RetrieverSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _both_or_each(cls, section: Any) -> Any:
-        """Let the small encoder serve both sides where none is named."""
-        named = isinstance(section, Mapping) and section.keys() & {"both", "query", "passage"}
-        return section if named or not isinstance(section, Mapping) else {"both": {"kind": "bag"}, **section}
+        """Let the small encoder serve both sides where none is named, and give tokens the usual size."""
+        if not isinstance(section, Mapping):
+            return section
+        size = {"features": TOKEN_FEATURES} if section.get("kind") == "late" else {}
+        named = section.keys() & {"both", "query", "passage"}
+        return size | ({} if named else {"both": {"kind": "bag"}}) | dict(section)
+
+    def unused(self) -> Iterable[Unused]:
+        late = self.kind == "late"
+        for key in LATE_KEYS:
+            yield Unused(not late, key, ("kind",), 'leave it out, or set model.kind = "late"')
+        yield Unused(late and not self.query_expansion, "attend_to_expansion", ("query_expansion",))
+        for side in ("both", "query", "passage"):
+            pooled = isinstance(getattr(self, side), TransformersEncoder)
+            yield Unused(late and pooled, f"{side}.pooling", ("kind",), "leave it out: each token has its vector")
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of `build_retriever`, or of `build_late`."""
+        if self.kind == "late":
+            own = {"query_length": self.tokenizer.query_length}
+            return self.model_dump(exclude={"tokenizer", "dimensions"}, exclude_none=True) | own
+        return self.model_dump(exclude={"tokenizer", "dimensions", "kind", *LATE_KEYS}, exclude_none=True)
 
     def clashes(self) -> Iterable[Clash]:
         sides = [side for side in ("query", "passage") if getattr(self, side) is not None]

@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
 from contrastile.data.bm25 import BM25
 from contrastile.data.texts import Passage, TextSet
+from contrastile.evaluate import late
 from contrastile.evaluate.ranking import answer_recall, means, measure
 from contrastile.evaluate.retrieval import Right, recall_where, topk
+from contrastile.gradcache.inputs import Ragged
 from contrastile.train.log import progress
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.run import RetrieverRun, TextMaterials, TokenStore
@@ -74,8 +77,8 @@ def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchabl
     corpus: Passages = texts.passages if isinstance(passages, TokenStore) else passages
     searches: dict[str, Search] = {}
     if isinstance(passages, TokenStore):
-        features = run.encode_tokens("passage", passages, title="encoding passages")
-        searches["retriever"] = lambda questions, k: topk(run.encode_query(questions), features, k)
+        nearest = search_in(run.encode_tokens("passage", passages, title="encoding passages"))
+        searches["retriever"] = lambda questions, k: nearest(run.encode_query(questions), k)
         if settings.bm25:
             searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
     else:
@@ -88,6 +91,14 @@ def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchabl
     if corpus is not texts.passages:
         _check_ids(rankings, texts, corpus)
     return rankings
+
+
+def search_in(features: Tensor | Ragged) -> Callable[[Any, int], tuple[Tensor, Tensor]]:
+    """The search for the k best of encoded passages: scores and rows by encoded queries and k."""
+    if isinstance(features, Ragged):
+        vectors = [late.TokenVectors.of(features.values, features.lengths)]
+        return lambda queries, k: late.topk(queries, vectors, k)
+    return lambda queries, k: topk(queries, features, k)
 
 
 def rank_part(texts: TextSet, part: str, system: str, passages: Passages, search: Search, depth: int) -> Rankings:
@@ -195,6 +206,11 @@ def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, fl
         itself = _mask(run, materials, keys, [() if query.itself is None else (query.itself,) for query in queries])
         query_features = run.encode_query([query.text for query in queries])
         key_features = run.encode_passage([texts.passages[row] for row in keys])
+        if run.recipe.model.kind == "late":
+            # a matrix of scores is its own product with the identity
+            packed = Ragged.of(*key_features)
+            query_features = late.maxsim(query_features, late.TokenVectors.of(packed.values, packed.lengths))
+            key_features = torch.eye(len(keys), device=run.device)
         shares = recall_where(query_features, key_features, right, aside=itself, ks=(1, 5))
         recalls[name] = {str(k): share for k, share in shares.items()}
     return recalls

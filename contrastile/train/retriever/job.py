@@ -20,10 +20,13 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
+from contrastile.functional import contrast
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
+from contrastile.models.late import TokenFeatures
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import InfoNCELoss
+from contrastile.scorers import MaxSim
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
 from contrastile.train.memory import dense_need
@@ -59,7 +62,7 @@ class RetrieverJob(Task[TextBatch]):
 
     def __init__(self, run: RetrieverRun, materials: TextMaterials, index: Searchable | None = None) -> None:
         recipe = run.recipe
-        super().__init__(run, InfoNCELoss(**recipe.loss.words()))
+        super().__init__(run, build_loss(recipe))
         self.materials = materials
         self.builder = TextBatchBuilder(materials, recipe.data, seed=recipe.seed)
         self._index = index
@@ -132,6 +135,20 @@ class RetrieverJob(Task[TextBatch]):
             "loss": "infonce",
             "batch": [batch for _, batch in self.run.recipe.train.fitted(len(self.rows)).batch],
         }
+
+
+def build_loss(recipe: RetrieverRecipe) -> Callable[..., Tensor]:
+    """The loss of a recipe; of a late retriever that of its token vectors' scores."""
+    loss = InfoNCELoss(**recipe.loss.words())
+    if recipe.model.kind == "single":
+        return loss
+    # the loss has its smoothing already
+    options: dict[str, Any] = vars(loss.options) | {"label_smoothing": 0.0, "scorer": MaxSim()}
+
+    def late(queries: TokenFeatures, passages: TokenFeatures, scale: Tensor, **ids: Any) -> Tensor:
+        return contrast(queries, passages, scale=scale, loss=loss.loss, **options, **ids)
+
+    return late
 
 
 def retriever_loss(run: RetrieverRun, loss: Callable[..., Tensor], batch: TextBatch) -> Tensor:

@@ -23,8 +23,11 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices, silent
 from contrastile.data.registry import open_texts
 from contrastile.data.texts import Passage, TextSet, text_digest
+from contrastile.evaluate.late import joined
 from contrastile.gradcache.encode import encode
+from contrastile.gradcache.inputs import Ragged
 from contrastile.models.base import evaluating
+from contrastile.models.late import build_late, marker, special_tokens
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.models.towers import Retriever, build_retriever
 from contrastile.train.folder import RECIPE, finished_run
@@ -42,16 +45,23 @@ TOKENISED_AT_ONCE, CHUNK = 1024, 4096
 
 
 class TokenStore:
-    """Tokenised texts, each truncated to `length` tokens, concatenated without padding."""
+    """Tokenised texts, each truncated to `length` tokens, concatenated without padding.
 
-    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer, length: int) -> None:
+    marker: a token of each text, among these, that stands first, or behind the one with which the tokenizer begins.
+    """
+
+    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer, length: int, marker: int | None = None) -> None:
         stream, self._pad = iter(texts), tokenizer.pad
         ids, lengths = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.int64)]
+        behind = 0 if marker is None else _begins(tokenizer)
         while chunk := list(islice(stream, TOKENISED_AT_ONCE)):
-            tokens = tokenizer.tokenise(chunk, length)
+            tokens = tokenizer.tokenise(chunk, length if marker is None else max(1, length - 1))
             mask = tokens["attention_mask"].bool()
-            ids.append(tokens["input_ids"][mask].int())
-            lengths.append(mask.sum(dim=1))
+            some, counts = tokens["input_ids"][mask].int(), mask.sum(dim=1)
+            if marker is not None:
+                some, counts = _marked(some, counts, marker, behind)
+            ids.append(some)
+            lengths.append(counts)
         self._ids, self.lengths = torch.cat(ids), torch.cat(lengths)
         self._starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
@@ -72,6 +82,24 @@ class TokenStore:
         return {"input_ids": ids.masked_fill(~mask, self._pad), "attention_mask": mask.long()}
 
 
+def _begins(tokenizer: Tokenizer) -> int:
+    """1 where a tokenizer begins every text with the same token, such as [CLS]; else 0."""
+    tokens = tokenizer.tokenise(["a", "1"])
+    first, other = (ids[mask.bool()] for ids, mask in zip(tokens["input_ids"], tokens["attention_mask"], strict=True))
+    return int(len(first) > 1 and len(other) > 1 and int(first[0]) == int(other[0]))
+
+
+def _marked(ids: Tensor, lengths: Tensor, marker: int, behind: int) -> tuple[Tensor, Tensor]:
+    """Concatenated texts with the marker behind the first tokens of each, and their lengths."""
+    rows = torch.arange(len(lengths))
+    of_token, starts = rows.repeat_interleave(lengths), lengths.cumsum(0) - lengths
+    offsets, at = torch.arange(len(ids)) - starts[of_token], lengths.clamp(max=behind)
+    marked = ids.new_empty(len(ids) + len(lengths))
+    marked[torch.arange(len(ids)) + of_token + (offsets >= at[of_token])] = ids
+    marked[starts + rows + at] = marker
+    return marked, lengths + 1
+
+
 def passage_text(passage: Passage, data: TextDataSettings) -> str:
     """A passage as its encoder reads it."""
     title = passage.title + data.title_separator if passage.title else ""
@@ -81,7 +109,17 @@ def passage_text(passage: Passage, data: TextDataSettings) -> str:
 def passage_tokens(passages: Sequence[Passage], tokenizer: Tokenizer, recipe: RetrieverRecipe) -> TokenStore:
     """Tokens of passages as their encoder reads them."""
     texts = (passage_text(passage, recipe.data) for passage in passages)
-    return TokenStore(texts, tokenizer, recipe.model.tokenizer.length)
+    return TokenStore(texts, tokenizer, recipe.model.tokenizer.length, _marker(tokenizer, recipe, "passage"))
+
+
+def query_tokens(queries: Iterable[str], tokenizer: Tokenizer, recipe: RetrieverRecipe) -> TokenStore:
+    """Tokens of questions as their encoder reads them."""
+    texts = (recipe.data.query_prefix + query for query in queries)
+    return TokenStore(texts, tokenizer, recipe.model.tokenizer.query_length, _marker(tokenizer, recipe, "query"))
+
+
+def _marker(tokenizer: Tokenizer, recipe: RetrieverRecipe, side: Side) -> int | None:
+    return marker(tokenizer, recipe.model, side) if recipe.model.kind == "late" else None
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,7 +127,8 @@ class RetrieverRun(LoadedRun):
     """The encoders of a run with their recipe and tokenizer.
 
     `encode_query` and `encode_passage` return rows to be compared by dot product, of length 1 where the recipe says
-    `normalise`.
+    `normalise`. Those of a late retriever return vectors `[n, L, D]` and a mask `[n, L]`, as
+    `contrastile.scorers.MaxSim` takes them.
     """
 
     recipe: RetrieverRecipe
@@ -105,36 +144,54 @@ class RetrieverRun(LoadedRun):
         """The sub-batch arguments of `encode` for these texts."""
         return self.recipe.train.sub_batch.words(side, tokens["input_ids"].shape[1])
 
-    def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Tensor:
+    def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Any:
         """Features `[n, D]`, float32, of questions; the first `dimensions` features where that is given."""
-        prefixed = (self.recipe.data.query_prefix + text for text in checked_list("texts", texts, "text", str))
-        store = TokenStore(prefixed, self.tokenizer, self.recipe.model.tokenizer.query_length)
-        return self.encode_tokens("query", store, dimensions=dimensions)
+        store = query_tokens(checked_list("texts", texts, "text", str), self.tokenizer, self.recipe)
+        return _padded(self.encode_tokens("query", store, dimensions=dimensions))
 
-    def encode_passage(self, passages: Sequence[Passage | str], *, dimensions: int | None = None) -> Tensor:
+    def encode_passage(self, passages: Sequence[Passage | str], *, dimensions: int | None = None) -> Any:
         """Features `[n, D]`, float32, of passages or of plain texts."""
         checked = checked_list("passages", passages, "passage", Passage, str)
         given = [passage if isinstance(passage, Passage) else Passage("", passage) for passage in checked]
-        return self.encode_tokens("passage", passage_tokens(given, self.tokenizer, self.recipe), dimensions=dimensions)
+        tokens = passage_tokens(given, self.tokenizer, self.recipe)
+        return _padded(self.encode_tokens("passage", tokens, dimensions=dimensions))
 
     @torch.no_grad()
     def encode_tokens(
-        self, side: Side, store: TokenStore, *, dimensions: int | None = None, title: str | None = None
-    ) -> Tensor:
-        """Features of all texts of a store, without dropout, longest first; with a progress bar called `title`."""
+        self,
+        side: Side,
+        store: TokenStore,
+        *,
+        dimensions: int | None = None,
+        title: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Any:
+        """Features of all texts of a store, without dropout, longest first; with a progress bar called `title`.
+
+        A tensor `[n, D]`; of a late retriever `Ragged`, the vectors `[T, D]` of all tokens that are compared.
+        """
+        late = self.recipe.model.kind == "late"
         if len(store) == 0:
-            return torch.empty(0, dimensions or 0, device=self.device)
+            nothing = torch.empty(0, dimensions or (self.model.features if late else 0), device=self.device)
+            return Ragged(nothing, []) if late else nothing
         encoder = getattr(self.model, f"encode_{side}")
         order = store.lengths.argsort(descending=True, stable=True)
-        parts = []
+        parts: list[Any] = []
         with evaluating(self.model), (progress if title else silent)(len(store), title or "", "texts") as bar:
             for rows in order.split(CHUNK):
                 tokens = store.rows(rows)
                 with self.autocast():
                     features = encode(encoder, tokens, **self.sub_batch(side, tokens))
-                parts.append(self.model.comparable(features, dimensions))
+                features = self.model.comparable(features, dimensions)
+                parts.append(Ragged.of(features[0].to(dtype), features[1]) if late else features.to(dtype))
                 bar.update(len(rows))
+        if late:
+            return joined(parts, order.argsort())
         return torch.cat(parts)[order.argsort().to(self.device)]
+
+
+def _padded(features: Tensor | Ragged) -> Any:
+    return features.padded() if isinstance(features, Ragged) else features
 
 
 def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> RetrieverRun:
@@ -142,15 +199,17 @@ def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> Retrie
     recipe = with_precision(recipe)
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
-    settings = {
-        **recipe.model.model_dump(exclude={"tokenizer", "dimensions"}, exclude_none=True),
-        **recipe.loss.model_dump(include={"scale", "learn_scale"}),
-    }
-    model = build_retriever(settings, tokenizer=tokenizer)
+    settings = recipe.model.settings() | recipe.loss.model_dump(include={"scale", "learn_scale"})
+    model = _build(settings, tokenizer)
     # the feature size of some encoders is known only once they are built
     if (most := max(recipe.model.dimensions, default=0)) > model.features:
         raise invalid("model.dimensions", f"be at most the {model.features} features there are", most, "Leave it out.")
     return RetrieverRun(recipe, model.to(device), tokenizer, device)
+
+
+def _build(settings: dict[str, Any], tokenizer: Tokenizer) -> Retriever:
+    build = build_late if settings.get("kind") == "late" else build_retriever
+    return build(settings, tokenizer=tokenizer)
 
 
 def load_retriever(run: str | Path, *, device: str = "auto") -> RetrieverRun:
@@ -161,7 +220,7 @@ def load_retriever(run: str | Path, *, device: str = "auto") -> RetrieverRun:
     folder = finished_run(run)
     recipe = load_retriever_recipe(folder / RECIPE, files=False)
     tokenizer = load_tokenizer(folder.path, length=recipe.model.tokenizer.length)
-    model = build_retriever(checked_towers(folder), tokenizer=tokenizer)
+    model = _build(checked_towers(folder), tokenizer)
     load_weights(model, folder)
     return RetrieverRun(recipe, model.to(choose_device(device)).eval(), tokenizer, choose_device(device))
 
@@ -188,8 +247,10 @@ def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = N
         tokenizer = load_tokenizer(Path(settings.folder), length=settings.length)
     if tokenizer is None:
         corpus = training_texts(texts, data)
-        tokenizer = train_tokenizer(corpus, kind=settings.kind, size=settings.size, length=settings.length)
-    queries = TokenStore((data.query_prefix + query.text for query in texts.queries), tokenizer, settings.query_length)
+        sizes: dict[str, Any] = settings.model_dump(include={"kind", "size", "length"})
+        special = special_tokens(recipe.model) if recipe.model.kind == "late" else ()
+        tokenizer = train_tokenizer(corpus, special=special, **sizes)
+    queries = query_tokens((query.text for query in texts.queries), tokenizer, recipe)
     first_rows: dict[bytes, int] = {}
     same = [first_rows.setdefault(text_digest(passage), row) for row, passage in enumerate(texts.passages)]
     passages = passage_tokens(texts.passages, tokenizer, recipe)
