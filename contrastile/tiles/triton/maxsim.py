@@ -28,7 +28,7 @@ from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
 from contrastile.tiles.scored import Scored, Scorer
 from contrastile.tiles.triton import maxsim_kernels as kernels
-from contrastile.tiles.triton.launch import on, run
+from contrastile.tiles.triton.launch import is_exact, on, run
 from contrastile.tiles.triton.plan import ALIGNMENT, PIECES, interpreting, shape_for, tiles_of
 
 # features of a token up to which a tile of them fits shared memory
@@ -265,9 +265,8 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    if dtype != torch.float32:
-        return "ieee"
-    return "ieee" if PIECES[dtype]() > 1 else "tf32"
+    """The form of the matrix units' products: of float32 three of tf32 where all digits are requested."""
+    return "tf32x3" if dtype == torch.float32 and is_exact(dtype) else "tf32"
 
 
 def tiling_for(x: Tensor) -> Tiling:
@@ -275,7 +274,8 @@ def tiling_for(x: Tensor) -> Tiling:
     if interpreting():
         return TILING_INTERPRETED
     if x.dtype == torch.float32:
-        return Tiling(entries=64, tokens=64, warps=4, stages=2, flatten=False, best=1)
+        tokens, stages = (64, 2) if x.shape[2] <= 128 else (32, 1)
+        return Tiling(entries=64, tokens=tokens, warps=4, stages=stages, flatten=False, best=1)
     return Tiling() if x.shape[2] <= 128 else Tiling(entries=128)
 
 
