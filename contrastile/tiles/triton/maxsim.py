@@ -145,7 +145,10 @@ class Documents:
         if mask is None:
             return cls(vectors)
         order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        return cls(vectors.gather(1, order[..., None].expand_as(vectors)), mask.sum(1).int(), order)
+        lengths = mask.sum(1, keepdim=True)
+        first = vectors.gather(1, order[..., None].expand_as(vectors))
+        behind = torch.arange(mask.shape[1], device=mask.device) >= lengths
+        return cls(first.masked_fill_(behind[..., None], 0.0), lengths[:, 0].int(), order)
 
     @property
     def index(self) -> torch.dtype:
@@ -223,7 +226,7 @@ class FusedMaxSim(Scored):
             tokens(name, form.nested(side.leaves)) for name, form, side in _sides(self.scorer, rows, cols)
         )
         wide = self.scorer.dtype
-        entries, documents = Entries.of(_rows(q, wide), asking), Documents.of(_rows(k, wide), answering)
+        entries, documents = Entries.of(readable(q, wide), asking), Documents.of(readable(k, wide), answering)
         with on(self.scale.device):
             scores, best = scored(entries, documents, best=with_graph)
         return scores * self.scale, (scores, Block(entries, documents, best))
@@ -253,7 +256,7 @@ def _sides(scorer: Scorer, rows: Shard, cols: Shard) -> Sequence[tuple[str, Any,
     return ("q", scorer.rows, rows), ("k", scorer.cols, cols)
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [n, L, D] of this type, as the kernels read it: contiguous, rows aligned."""
     D, step = x.shape[2], ALIGNMENT // dtype.itemsize
     if D % step:
