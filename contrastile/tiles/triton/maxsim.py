@@ -28,7 +28,7 @@ from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
 from contrastile.tiles.scored import Scored, Scorer
 from contrastile.tiles.triton import maxsim_kernels as kernels
-from contrastile.tiles.triton.launch import on, run
+from contrastile.tiles.triton.launch import is_exact, on, run
 from contrastile.tiles.triton.plan import ALIGNMENT, PIECES, interpreting, shape_for, tiles_of
 
 # features of a token up to which a tile of them fits shared memory
@@ -145,7 +145,10 @@ class Documents:
         if mask is None:
             return cls(vectors)
         order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        return cls(vectors.gather(1, order[..., None].expand_as(vectors)), mask.sum(1).int(), order)
+        lengths = mask.sum(1, keepdim=True)
+        first = vectors.gather(1, order[..., None].expand_as(vectors))
+        behind = torch.arange(mask.shape[1], device=mask.device) >= lengths
+        return cls(first.masked_fill_(behind[..., None], 0.0), lengths[:, 0].int(), order)
 
     @property
     def index(self) -> torch.dtype:
@@ -223,7 +226,7 @@ class FusedMaxSim(Scored):
             tokens(name, form.nested(side.leaves)) for name, form, side in _sides(self.scorer, rows, cols)
         )
         wide = self.scorer.dtype
-        entries, documents = Entries.of(_rows(q, wide), asking), Documents.of(_rows(k, wide), answering)
+        entries, documents = Entries.of(readable(q, wide), asking), Documents.of(readable(k, wide), answering)
         with on(self.scale.device):
             scores, best = scored(entries, documents, best=with_graph)
         return scores * self.scale, (scores, Block(entries, documents, best))
@@ -253,7 +256,7 @@ def _sides(scorer: Scorer, rows: Shard, cols: Shard) -> Sequence[tuple[str, Any,
     return ("q", scorer.rows, rows), ("k", scorer.cols, cols)
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [n, L, D] of this type, as the kernels read it: contiguous, rows aligned."""
     D, step = x.shape[2], ALIGNMENT // dtype.itemsize
     if D % step:
@@ -265,9 +268,8 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    if dtype != torch.float32:
-        return "ieee"
-    return "ieee" if PIECES[dtype]() > 1 else "tf32"
+    """The form of the matrix units' products: of float32 three of tf32 where all digits are requested."""
+    return "tf32x3" if dtype == torch.float32 and is_exact(dtype) else "tf32"
 
 
 def tiling_for(x: Tensor) -> Tiling:
@@ -275,7 +277,8 @@ def tiling_for(x: Tensor) -> Tiling:
     if interpreting():
         return TILING_INTERPRETED
     if x.dtype == torch.float32:
-        return Tiling(entries=64, tokens=64, warps=4, stages=2, flatten=False, best=1)
+        tokens, stages = (64, 2) if x.shape[2] <= 128 else (32, 1)
+        return Tiling(entries=64, tokens=tokens, warps=4, stages=stages, flatten=False, best=1)
     return Tiling() if x.shape[2] <= 128 else Tiling(entries=128)
 
 
