@@ -237,8 +237,6 @@ def _offer(name: str, loss: PairLoss, rows: Shard, cols: Shard) -> tuple[type[Ti
     except ImportError as error:
         return None, f"{error.name} is not installed"
     reason = tiles.declines(loss, rows, cols)
-    if (rows.guides or rows.targets is not None) and not tiles.takes_guides:
-        reason = "no kernel for guides and targets"
     return (None, reason) if reason else (tiles, None)
 
 

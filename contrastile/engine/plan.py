@@ -201,6 +201,6 @@ def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 def _labels_on(shard: Shard, device: torch.device) -> Shard:
     """The shard with everything but its features on the device."""
-    small = {name: getattr(shard, name) for name in ("positives", "targets", "labels", "ids")}
+    small = {name: getattr(shard, name) for name in ("positives", "targets", "labels", "ids", "numbers")}
     guides = tuple([guide.to(device) for guide in shard.guides])
     return replace(shard, **{name: x.to(device) for name, x in small.items() if x is not None}, guides=guides)
