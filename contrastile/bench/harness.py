@@ -65,7 +65,7 @@ _RATES = ("ms", "effective_tflops", "ratio", "peak_bytes")
 #   host        limit_bytes: of the device that the process may allocate
 #   steps       retain: the argument of `encode`. inputs: on the "device", on the "host", or from a "pool" on the
 #               device. ratio_to_plain: time per pair over the plain step's at the largest batch up to this one that
-#               fits it
+#               fits it; of compiled towers, over that of compiled ones
 #   memory      of one rank of a world that is not there; ms: its arithmetic alone. planned_bytes: contrastile plan's
 #   rank steps  bytes of the first rank. data: its inputs. loss: beside the features and their gradients. backbone:
 #               weights, gradients and the activations of one sub-batch
