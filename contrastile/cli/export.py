@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.train.recipe import load_retriever_recipe
 
     one_of("--as", arguments.kind, (*LIBRARIES, *INDEXES), "The last two are for an index.")
-    folder = finished_run_on(arguments.run, "auto")
+    folder, _ = finished_run_on(arguments.run, "auto")
     if arguments.kind in LIBRARIES:
         load_retriever_recipe(folder / RECIPE, files=False)
     index = Path(arguments.index) if arguments.index else folder / "index"
