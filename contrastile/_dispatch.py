@@ -29,9 +29,11 @@ from contrastile.exchange.replicate import Replicate
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import known_device
+from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Tiles
 from contrastile.tiles.dense import Dense
 from contrastile.tiles.eager import Eager
+from contrastile.tiles.scored import Scorer
 
 logger = logging.getLogger("contrastile")
 
@@ -198,6 +200,29 @@ def choose_tiles(backend: Backend, loss: PairLoss, rows: Shard, cols: Shard) -> 
             return tiles
         declined += f"; {name} declined: {reason}"
     raise AssertionError("eager declines nothing")
+
+
+def choose_fused(backend: Backend, scorer: Scorer, rows: Shard, cols: Shard) -> Any:
+    """The tiles of a scorer that has kernels; None for those of its own operations."""
+    device = rows.features.device.type
+    if backend == "triton" and type(scorer.module) is not MaxSim:
+        remedy = "A scorer brings its own kernels."
+        raise invalid("backend", "be auto, eager or dense with a scorer", "'triton'", remedy)
+    if type(scorer.module) is not MaxSim or not (backend == "triton" or (backend == "auto" and device == "cuda")):
+        return None
+    try:
+        from contrastile.tiles.triton.maxsim import FusedMaxSim
+
+        reason = FusedMaxSim.refusal(scorer, rows, cols)
+    except ImportError as error:
+        reason = f"{error.name} is not installed"
+    if reason is None:
+        _say_once("backend: triton for MaxSim")
+        return FusedMaxSim
+    if backend == "triton":
+        raise invalid("backend", "be able to compute this scorer", "'triton'", f"It declines: {reason}.")
+    _say_once(f"backend: eager for MaxSim; triton declined: {reason}")
+    return None
 
 
 def offers(loss: PairLoss, rows: Shard, cols: Shard) -> Iterator[tuple[str, type[Tiles] | None, str | None]]:

@@ -94,7 +94,7 @@ class MaxSim(nn.Module):
     """
 
     def forward(self, rows: Tokens, columns: Tokens) -> Tensor:
-        (q_ILD, asking), (k_JMD, answering) = _tokens("q", rows), _tokens("k", columns)
+        (q_ILD, asking), (k_JMD, answering) = tokens("q", rows), tokens("k", columns)
         _vectors("k", k_JMD, q_ILD.shape[2])
         similar = (q_ILD.flatten(0, 1) @ k_JMD.flatten(0, 1).T).unflatten(1, k_JMD.shape[:2])
         if answering is not None:
@@ -115,7 +115,7 @@ def _vectors(name: str, x: Tensor, features: int) -> None:
         )
 
 
-def _tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
+def tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
     both = side if isinstance(side, (tuple, list)) else (side, None)
     vectors, mask = both if len(both) == 2 else (None, None)
     shapes = [list(x.shape) if isinstance(x, Tensor) else None for x in (vectors, mask)]

@@ -22,7 +22,7 @@ BELOW = {
     "data": GROUND,
     "scorers": GROUND,
 }
-BELOW["tiles"] = GROUND | {"losses", "gradcache"}
+BELOW["tiles"] = GROUND | {"losses", "gradcache", "scorers"}
 BELOW["exchange"] = BELOW["tiles"] | {"tiles"}
 BELOW["_dispatch"] = BELOW["exchange"] | {"exchange"}
 BELOW["engine"] = BELOW["_dispatch"] | {"_dispatch"}
@@ -119,7 +119,7 @@ def test_the_root_holds_ten_files_at_most() -> None:
 # what neighbours in a drawer may know: its base, and what others are a special case of; the kernels fill several files
 SHARED = {
     "losses": {"base", "softmax", "sigmoid"},
-    "tiles": {"base", "eager"},
+    "tiles": {"base", "eager", "scored"},
     "exchange": {"base", "gather", "ring"},
 }
 

@@ -93,6 +93,7 @@ def add_to(verbs: Any) -> None:
     add("--sizes", nargs="+", metavar="B", help="pairs of all ranks, such as 32k or 4M")
     add("--features", type=int, default=FEATURES, metavar="D", help="features per row (default: 768)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the features (default: bf16; fp32 on a CPU)")
+    add("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
     memory.set_defaults(verb=run_memory)
     csv = "write rows there, behind those that it has; its folder is made"
     for parser in (loss, step, memory):
@@ -199,6 +200,8 @@ def run_memory(arguments: argparse.Namespace) -> int:
         smallest = 2 if name == "ranks" else 1
         if least < smallest:
             raise invalid(name, f"be at least {smallest}", least, DEFAULT)
+    if not arguments.longest >= 0:
+        raise invalid("longest", "be at least 0", arguments.longest, DEFAULT)
     sizes = _numbers(arguments, "sizes")
     if uneven := [(b, world) for b in sizes for world in worlds if b % world]:
         raise invalid(
@@ -215,7 +218,7 @@ def run_memory(arguments: argparse.Namespace) -> int:
     sizes = sizes or (MEMORY_SIZES if kind == "cuda" else SMALL_MEMORY_SIZES)
     dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
     with _reporting(arguments, kind, "memory") as (device, report):
-        bench = MemoryBench(Machine(device), report, peers=arguments.peers)
+        bench = MemoryBench(Machine(device), report, peers=arguments.peers, longest=arguments.longest)
         report.say("one rank of a world, forward and backward; peak: beside the features; ms: without communication")
         report.say(TABLE.header())
         for world in worlds:

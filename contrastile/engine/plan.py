@@ -16,25 +16,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastile._dispatch import Options, choose_exchange, choose_tiles, workspace_on
+from contrastile._dispatch import Options, choose_exchange, choose_fused, choose_tiles, workspace_on
 from contrastile._errors import invalid
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
 from contrastile.engine.graph import replayed, small
 from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
-from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features
+from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices
 from contrastile.exchange.base import Exchange
 from contrastile.exchange.host import Host
 from contrastile.losses.base import PairLoss, Shard, changed
-from contrastile.tiles.scored import Scored, Scorer, fitting_side
+from contrastile.tiles.scored import Scored, fitting_side
 
 # plans kept; all are dropped when more signatures than that have been seen
 MOST_PLANS = 256
 # types of scale and bias that need no collective
 NUMBERS = (*PLAIN, float, int, type(None))
 # tensors of a shard in a call that needs no further check
-PARTS = ("features", "labels", "ids")
+PARTS = ("features", "positives", "labels", "ids")
 # the tensors beside features that a call may have without being checked again: names in a shard, of queries, of keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense": the whole block
@@ -113,7 +113,7 @@ def away(features: Tensor, device: torch.device) -> bool:
 def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     return Call(
         plan, exchange, problem.loss, problem.rows, problem.cols, problem.weights, problem.options.reduction,
-        problem.device, problem.scorer, problem.given(),
+        problem.device, problem.scorer, problem.given(), problem.indexed,
     )  # fmt: skip
 
 
@@ -136,6 +136,8 @@ def _again(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     for name, of_queries, of_keys in LABELS:
         if getattr(call.rows, name) is not None:
             rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
+    if call.rows.positives is not None:
+        rows["positives"] = indices(arguments, len(k))
     call = changed(call, rows=changed(call.rows, **rows), cols=changed(call.cols, **cols), weights=arguments.weights)
     scale, bias = (
         x if x is None or isinstance(x, Tensor) else as_tensor(x, call.device, q.dtype)
@@ -154,29 +156,27 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     # columns of each row alone are computed after the exchange
     own = problem.rows.own is not None
     at_once: AtOnce | None = with_gradients if wants and pairwise and not own else None
-    tiles: MakeTiles
-    if scorer is None:
-        tiles = choose_tiles(options.backend, loss, problem.rows, problem.cols)
-        alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
-        number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
-        if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
-            at_once = with_gradients
-        if wants and not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
-            at_once = replayed
-    else:
-        tiles = _scored_tiles(problem, scorer, exchange, workspace)
-        if scorer.dtype == torch.float16:
-            # the upstream gradient, a GradScaler's factor, must go through the module, or float16 underflows
-            at_once = None
+    tiles = _tiles(problem, exchange, workspace)
+    alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
+    number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
+    if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
+        at_once = with_gradients
+    if scorer is None and wants and not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
+        at_once = replayed
+    if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
+        # the upstream gradient, a GradScaler's factor, must go through the module, or float16 underflows
+        at_once = None
     return Plan(exchange, tiles, workspace, accumulator(problem.dtype), at_once)
 
 
-def _scored_tiles(problem: Problem, scorer: Scorer, exchange: Exchange, workspace: int) -> MakeTiles:
-    """Tiles of a learned distance, of a size that was measured."""
-    backend = problem.options.backend
-    if backend == "triton":
-        remedy = "A scorer brings its own kernels."
-        raise invalid("backend", "be auto, eager or dense with a scorer", "'triton'", remedy)
+def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
+    """Tiles of the dot product, or of a learned distance."""
+    scorer, backend = problem.scorer, problem.options.backend
+    if scorer is None:
+        return choose_tiles(backend, problem.loss, problem.rows, problem.cols)
+    fused = choose_fused(backend, scorer, problem.rows, problem.cols)
+    if fused is not None:
+        return partial(fused, scorer=scorer, side=fused.fitting_side(problem.rows, problem.cols, workspace))
     if scorer.seed is not None and not exchange.once:
         remedy = "Take gather or ring, or put the scorer in eval mode."
         raise invalid("exchange", "compute each pair once if the scorer draws random numbers", "replicate", remedy)

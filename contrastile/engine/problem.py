@@ -79,8 +79,8 @@ class Arguments:
         return self.negatives if one_each else None
 
     def plain(self) -> bool:
-        """A call of this signature that passed the checks needs none: no values to read, no tensors to join."""
-        others = (self.scorer, self.positives, self.negatives, self.targets)
+        """A call of this signature that passed the checks needs none but that of positives' values."""
+        others = (self.scorer, self.negatives, self.targets)
         own_inputs = self.guides or self.loss.counts_positives
         return all(x is None for x in others) and not own_inputs and self.options.device is None
 
@@ -191,16 +191,18 @@ class Problem:
         if rows.guides:
             # a guide that is not finite would be a mask without a word
             scale = scale + nonfinite_flag(torch.zeros_like(scale), *self.rows.guides, *self.cols.guides)
-        if rows.positives is not None and self.indexed is not None and not torch.compiler.is_compiling():
-            positives, scale = checks.kept_in_range(rows.positives, self.indexed, scale)
-            rows = replace(rows, positives=positives)
+        indexed, several = self.indexed, len(exchange.layout.rows) > 1
+        if rows.positives is not None and indexed is not None and (several or self.loss.counts_positives):
+            # later they are counted over all ranks
+            positives, scale = checks.kept_in_range(rows.positives, indexed, scale)
+            rows, indexed = replace(rows, positives=positives), None
         if self.loss.counts_positives:
             rows, cols = self.loss.counted(rows, cols, *exchange.layout.gathers())
-        if len(exchange.layout.rows) > 1:
+        if several:
             rows, cols = exchange.layout.place(rows, cols)
         elif rows is self.rows and scale is self.scale and bias is self.bias:
             return self
-        return replace(self, scale=scale, bias=bias, rows=rows, cols=cols)
+        return replace(self, scale=scale, bias=bias, rows=rows, cols=cols, indexed=indexed)
 
 
 @dataclass(frozen=True)
@@ -303,9 +305,7 @@ class _Sides:
                 remedy = "Pass labels, or take a one-way loss."
                 raise invalid("positives", "be left out for a symmetric loss", "both", remedy)
             checks.positives(positives, q)
-        if not arguments.positives_in_range and not torch.compiler.is_compiling():
-            checks.in_range(positives, self.keys)
-        return None, (positives[:, None] if positives.ndim == 1 else positives).long()
+        return None, indices(arguments, self.keys)
 
     def _groups(
         self, what: str, of_queries: Tensor | None, of_keys: Tensor | None, *, checked: bool
@@ -323,6 +323,15 @@ class _Sides:
             checks.vector(of_rows, of_queries, "q", self.rows[0], integer=True)
             checks.vector(of_cols, of_keys, "k", self.cols[0], integer=True)
         return of_queries.long(), of_keys.long()
+
+
+def indices(arguments: Arguments, keys: int) -> Tensor:
+    """The positives as int64 [N, P], their values checked where they may be read."""
+    positives = arguments.positives
+    assert positives is not None
+    if not arguments.positives_in_range and not torch.compiler.is_compiling():
+        checks.in_range(positives, keys)
+    return (positives[:, None] if positives.ndim == 1 else positives).long()
 
 
 def autocast_type(device: torch.device) -> torch.dtype | None:

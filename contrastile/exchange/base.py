@@ -172,6 +172,12 @@ class Exchange(ABC):
 class Single(Exchange):
     """The exchange of a process that has the whole batch."""
 
+    def accumulate(
+        self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool], row_stats: Tensor | None = None
+    ) -> Accumulated:
+        tiles.fresh = tiles.writes_fresh
+        return super().accumulate(tiles, rows, cols, wanted, row_stats)
+
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         return tiles.forward(rows, cols)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.data.base import Indices
@@ -50,8 +50,9 @@ class ImageText(Task[Batch]):
     run: Run
 
     def __init__(self, run: Run, bundle: DataBundle, tests: Sequence[Test] = ()) -> None:
-        recipe = run.recipe
-        super().__init__(run, LOSSES[recipe.loss.kind](**recipe.loss.words()))
+        recipe, streamed = run.recipe, run.recipe.train.features == "host"
+        words = {**recipe.loss.words(), **({"device": run.device} if streamed else {})}
+        super().__init__(run, LOSSES[recipe.loss.kind](**words))
         self.bundle, self._tests = bundle, tests
         # rows of tests that ranks measured whole, by the test's index
         self._results: dict[int, list[Row]] = {}
@@ -98,13 +99,20 @@ class ImageText(Task[Batch]):
     def loss(self, part: Batch) -> Tensor:
         """The recipe's loss of a part of any size; activations of the retained sub-batches are held, or of one."""
         model, settings, size = self.run.model, self.run.recipe.train, self.run.recipe.train.sub_batch
+        # features on the way to host memory are normalised on the device
+        streamed = settings.features == "host"
+        towers = model.encode_image, model.encode_text
+        to_image, to_text = (partial(tower, unit=True) for tower in towers) if streamed else towers
+        words: dict[str, Any] = {"retain": settings.retain, "features": settings.features}
         with self.run.autocast():
             # with retain >= 1, a batch of one sub-batch is encoded once, without a replay
-            image = encode(model.encode_image, part.pixels, sub_batch=size.image, retain=settings.retain)
-            text = encode(model.encode_text, part.tokens, **size.words("text"), retain=settings.retain)
-            image, text = (F.normalize(side.to(model.logit_scale.dtype), dim=-1) for side in (image, text))
+            image = encode(to_image, part.pixels, sub_batch=size.image, **words)
+            text = encode(to_text, part.tokens, **size.words("text"), **words)
+            if not streamed:
+                image, text = map(model.unit_rows, (image, text))
+            ids = part.ids if streamed else part.ids.to(self.run.device)
             # the loss makes its products in autocast's type
-            return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=part.ids.to(self.run.device))
+            return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=ids)
 
     def probe(self) -> dict[str, dict[str, float]]:
         return probe(self.run, self.bundle.pairs)
@@ -146,7 +154,7 @@ def activations_per_pair(run: Run, bundle: DataBundle) -> int:
         return run.model.encode_image(pixels)
 
     def text(count: int) -> object:
-        tokens = {name: ids[row.expand(count)].to(run.device) for name, ids in bundle.tokens.items()}
+        tokens: dict[str, Any] = {name: ids[row.expand(count)].to(run.device) for name, ids in bundle.tokens.items()}
         return run.model.encode_text(**tokens)
 
     # black pictures must not enter the running statistics of batch norm

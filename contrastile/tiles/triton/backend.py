@@ -68,6 +68,7 @@ class Triton(Tiles):
     """Super-tiles of fused kernels."""
 
     capturable: ClassVar[bool] = True
+    writes_fresh: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
     # of each block of this call, written by the forward for the backward: constants; ids and labels in 32 bits
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -110,6 +111,9 @@ class Triton(Tiles):
         self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
     ) -> Tensor:
         if not len(rows) or not len(cols):
+            for x in (u, v):
+                if self.fresh and isinstance(x, Tensor):
+                    x.zero_()
             return self.no_pairs()
         with on(self.scale.device):
             block = self._block(rows, cols)
@@ -283,7 +287,7 @@ class Triton(Tiles):
         unit = torch.where(largest == 0, 1.0, torch.exp2(power))
         block.constants[int(UNIT.value)] = unit
         accumulators = [x for x in (u, v) if x is not None]
-        for x in accumulators:
+        for x in accumulators if not self.fresh else []:
             x.mul_(unit)
         total = self._strips(block, u, v, row_stats, final=False)
         inverse = 1 / unit
@@ -309,17 +313,18 @@ class Triton(Tiles):
                 # the first super-tile is the largest
                 strip = tile.pair.new_strip()
             self._fill(tile, weights, strip, sums, row_stats)
+            first_of_row, first_of_col = (self.fresh and first for first in tile.first)
             if u is not None and not early:
-                _add_rows(along(u, tile.along[0], 0), tile.pair, strip)
+                _add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
             if v is not None:
-                _add_cols(along(_received(v), tile.along[1], 0), tile.pair, strip)
+                _add_cols(along(_received(v), tile.along[1], 0), tile.pair, strip, fresh=first_of_col)
             if all(tile.last):
                 if isinstance(v, InFlight) and final:
                     v.release()
                 # this small work gives the transfer a start on the device before the next large product takes all of it
                 total = sums.sum(dtype=torch.float64) * (1 + lost)
             if u is not None and early:
-                _add_rows(along(u, tile.along[0], 0), tile.pair, strip)
+                _add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
         return total
 
     def _weights(self, block: Block) -> Weights:
@@ -361,18 +366,20 @@ def _received(v: Tensor | InFlight) -> Tensor:
     return v.value() if isinstance(v, InFlight) else v
 
 
-def _add_rows(u: Tensor, pair: Pair, strip: Tensor) -> None:
-    """u += g @ k of a super-tile whose gradient g is in the strip."""
+def _add_rows(u: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
+    """u += g @ k of a super-tile whose gradient g is in the strip; `fresh`: u = g @ k."""
     g = pair.strip_pieces(strip)
     for of_g, of_k, inner, lost in _strip_products(pair):
-        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, lost)
+        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, lost, fresh=fresh)
+        fresh = False
 
 
-def _add_cols(v: Tensor, pair: Pair, strip: Tensor) -> None:
-    """v += gᵀ @ q."""
+def _add_cols(v: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
+    """v += gᵀ @ q; `fresh`: v = gᵀ @ q."""
     g = pair.strip_pieces(strip)
     for of_g, of_q, inner, lost in _strip_products(pair):
-        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner, lost)
+        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner, lost, fresh=fresh)
+        fresh = False
 
 
 def _strip_products(pair: Pair) -> list[tuple[int, int, int | None, float]]:
@@ -384,23 +391,24 @@ def _strip_products(pair: Pair) -> list[tuple[int, int, int | None, float]]:
     return [(g, x, INNER if exact and g == x == 0 else None, lost) for g, x in plan.piece_products(parts)]
 
 
-def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, lost: float) -> None:
+def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, lost: float, *, fresh: bool) -> None:
     """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once.
 
-    lost: share of a sum that the matrix units truncate, per term.
+    lost: share of a sum that the matrix units truncate, per term. fresh: total has no values yet.
     """
     n = len(x) if inner is None else inner
     for start in range(0, len(x), n):
         terms = x[start : start + n]
-        add_at_once(total, g[:, start : start + n], terms, 1 + lost * len(terms))
+        keep = 0.0 if fresh and start == 0 else 1.0
+        add_at_once(total, g[:, start : start + n], terms, 1 + lost * len(terms), keep)
 
 
-def add_at_once(total: Tensor, g: Tensor, x: Tensor, times: float) -> None:
-    """total += times · g @ x."""
+def add_at_once(total: Tensor, g: Tensor, x: Tensor, times: float, keep: float) -> None:
+    """total = keep · total + times · g @ x; with `keep` 0 the values of total are not read."""
     if total.is_cuda:
-        torch.addmm(total, g, x, alpha=times, out_dtype=torch.float32, out=total)
+        torch.addmm(total, g, x, alpha=times, beta=keep, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(g.float(), x.float(), alpha=times)
+        total.addmm_(g.float(), x.float(), alpha=times, beta=keep)
 
 
 def along(x: Tensor, at: slice, axis: int = -1) -> Tensor:

@@ -105,8 +105,10 @@ class _Kernel:
 _kernels: dict[int, _Kernel] = {}
 
 
-def run(kernel: Any, grid: tuple[int, ...], *, warps: int = 4, stages: int = 3, **given: Any) -> None:
-    """Launch a kernel with those of the given arguments that it has.
+def run(
+    kernel: Any, grid: tuple[int, ...], *, warps: int = 4, stages: int = 3, registers: int | None = None, **given: Any
+) -> None:
+    """Launch a kernel with those of the given arguments that it has; `registers`: the most of a thread.
 
     Triton's own dispatch of a compiled kernel takes longer than many of these kernels run, so it is used once for each
     signature.
@@ -118,11 +120,11 @@ def run(kernel: Any, grid: tuple[int, ...], *, warps: int = 4, stages: int = 3, 
     if known is None:
         known = _kernels[id(kernel)] = _Kernel(kernel)
     kinds, arguments = known.signature(given)
-    key = (torch.cuda.current_device(), warps, stages, *kinds)
+    key = (torch.cuda.current_device(), warps, stages, registers, *kinds)
     compiled = known.compiled.get(key)
     if compiled is None:
         chosen = {name: given[name] for name in known.names}
-        known.compiled[key] = kernel[grid](**chosen, num_warps=warps, num_stages=stages)
+        known.compiled[key] = kernel[grid](**chosen, num_warps=warps, num_stages=stages, maxnreg=registers)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
 

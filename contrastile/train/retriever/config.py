@@ -34,14 +34,9 @@ from contrastile.train.config.base import (
     one_of,
     same_for,
 )
-from contrastile.train.config.image_text import (
-    LearnedTokenizer,
-    TransformersModel,
-    Vocabulary,
-    WordsTower,
-    without_tokenizer,
-)
+from contrastile.train.config.image_text import LearnedTokenizer, Vocabulary, without_tokenizer
 from contrastile.train.config.sizes import size_clashes
+from contrastile.train.config.towers import TransformersModel, WordsTower
 
 # files of a folder of questions, passages and judgements
 BEIR = ("corpus.jsonl", "queries.jsonl", "qrels/*.tsv")
