@@ -16,6 +16,7 @@ from contrastile.evaluate import late
 from contrastile.models.late import build_late, marker
 from contrastile.models.text import WordTokenizer, train_tokenizer
 from contrastile.scorers import MaxSim
+from contrastile.train.recipe import RecipeError
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import TokenStore
 
@@ -208,6 +209,8 @@ def test_encoded_texts_are_compared_by_maxsim(tmp_path):
 
 
 def test_what_does_not_go_with_a_kind_is_refused(tmp_path, tokenizer):
+    with pytest.raises(RecipeError, match=r"candidates: must be 0, or at least evaluate\.depth; got 9 and 10"):
+        tiny_retriever(tmp_path, *LATE, "evaluate.candidates=9", "evaluate.depth=10")
     recipe = tiny_retriever(tmp_path, *LATE)
     with pytest.raises(ValueError) as caught:
         contrastile.plan(recipe)

@@ -72,6 +72,8 @@ UNUSED = [
        f'model.{key}: has no effect with model.kind = "single"; leave it out, or set model.kind = "late"')
       for key, value in (("query_expansion", "false"), ("attend_to_expansion", "true"), ("skip_punctuation", "true"),
                          ("query_marker", "'x'"), ("passage_marker", "'x'"))],
+    (TEXTS + "[evaluate]\ncandidates = 100",
+     'evaluate.candidates: has no effect with model.kind = "single"; leave it out, or set model.kind = "late"'),
     (TEXTS + "[model]\nkind = 'late'\nquery_expansion = false\nattend_to_expansion = true",
      "model.attend_to_expansion: has no effect with model.query_expansion = false; leave it out"),
     *[(TEXTS + "[model]\nkind = 'late'\n" + "\n".join(

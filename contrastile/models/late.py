@@ -57,8 +57,7 @@ class LateRetriever(Retriever):
     ) -> None:
         super().__init__(encoders, features=features, settings=settings)
         self.mask = tokenizer.mask
-        symbols = string.punctuation if settings["skip_punctuation"] else ""
-        numbers = [number for symbol in symbols if (number := tokenizer.token_id(symbol)) is not None]
+        numbers = _punctuation(tokenizer) if settings["skip_punctuation"] else []
         self.register_buffer("punctuation", torch.tensor(numbers, dtype=torch.int64), persistent=False)
 
     def encode_query(self, input_ids: Tensor, attention_mask: Tensor) -> TokenFeatures:  # type: ignore[override]
@@ -91,6 +90,12 @@ class LateRetriever(Retriever):
         vectors, mask = features
         rows = super().comparable(vectors.flatten(0, 1), dimensions)
         return rows.unflatten(0, mask.shape), mask
+
+
+def _punctuation(tokenizer: Tokenizer) -> list[int]:
+    """The numbers of the tokens that are made of punctuation alone, but for the sign of a blank before them."""
+    tokens = (token.lstrip("Ġ▁") for token in tokenizer.tokens(range(tokenizer.vocabulary_size)))
+    return [number for number, token in enumerate(tokens) if token and not set(token).difference(string.punctuation)]
 
 
 def build_late(settings: Settings, *, tokenizer: Tokenizer) -> LateRetriever:

@@ -127,8 +127,8 @@ class FolderTokenizer:
         return number
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        tokens: list[str] = self._engine.convert_ids_to_tokens(list(ids))
-        return tokens
+        # a number may have no token
+        return [token or UNKNOWN for token in self._engine.convert_ids_to_tokens(list(ids))]
 
     def save(self, folder: Path) -> None:
         """Write the files of transformers, which include the length."""

@@ -231,13 +231,17 @@ class RetrieverSteps(Steps):
 
 
 class RetrieverEvaluation(Settings):
-    """Probes, and at the end an answer to every held-out question: the `depth` best of all passages."""
+    """Probes, and at the end an answer to every held-out question: the `depth` best of all passages.
+
+    `candidates`: the first passages of BM25 that a late retriever scores; 0: all.
+    """
 
     every: Share = 0.1
     probe: Count = 500
     depth: Count = 100
     match: Literal["string", "regex"] = "string"
     bm25: bool = True
+    candidates: Annotated[Whole, needs("bm25s", SEARCH)] = 0
 
 
 class RetrieverRecipe(AnyRecipe):
@@ -249,6 +253,16 @@ class RetrieverRecipe(AnyRecipe):
     loss: RetrieverLoss = RetrieverLoss()
     train: RetrieverSteps
     evaluate: RetrieverEvaluation = RetrieverEvaluation()
+
+    def unused(self) -> Iterable[Unused]:
+        remedy = 'leave it out, or set model.kind = "late"'
+        yield Unused(self.model.kind == "single", "evaluate.candidates", ("model.kind",), remedy)
+
+    def clashes(self) -> Iterable[Clash]:
+        yield from super().clashes()
+        candidates, depth = self.evaluate.candidates, self.evaluate.depth
+        reason = f"must be 0, or at least evaluate.depth; got {candidates} and {depth}"
+        yield 0 < candidates < depth, "evaluate.candidates", reason
 
     def training_clashes(self) -> Iterable[Clash]:
         yield from super().training_clashes()

@@ -39,6 +39,9 @@ PARTS = {"functions": "held-out functions", "packages": "held-out packages", "he
 # encoded passages that are searched, as `retrieval/index.py` has them: `len`, a passage by its row, and `search`
 Searchable = Any
 Passages = Sequence[Passage] | Searchable
+# rows [n, C] of the passages that a late retriever scores for each of n questions, −1 for none; made for a corpus
+Candidates = Callable[[Sequence[str]], Indices]
+FirstStage = Callable[[Passages], Candidates]
 # scores and rows of the k best passages for each of n questions, both `[n, k]`, as arrays or tensors
 Search = Callable[[Sequence[str], int], tuple[Any, Any]]
 
@@ -68,21 +71,28 @@ def held_out(texts: TextSet) -> dict[str, Indices]:
     return {name: rows for name, rows in texts.splits.items() if name != "train" and len(rows)}
 
 
-def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable) -> list[Rankings]:
+def rank_all(
+    run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable, first_stage: FirstStage | None = None
+) -> list[Rankings]:
     """Rankings of all held-out queries over the tokens of all passages, or over an index.
 
-    With BM25's rankings where the recipe wants them and there is no index.
+    With BM25's rankings where the recipe wants them and there is no index. first_stage: the candidates that a late
+    retriever scores, by default those of the recipe.
     """
     settings = run.recipe.evaluate
     corpus: Passages = texts.passages if isinstance(passages, TokenStore) else passages
+    if first_stage is None and run.recipe.model.kind == "late" and settings.candidates:
+        first_stage = partial(bm25_candidates, count=settings.candidates)
+    # without candidates every passage is scored
+    among: Callable[[Sequence[str]], Any] = first_stage(corpus) if first_stage is not None else lambda _: None
     searches: dict[str, Search] = {}
     if isinstance(passages, TokenStore):
         nearest = search_in(run.encode_tokens("passage", passages, title="encoding passages"))
-        searches["retriever"] = lambda questions, k: nearest(run.encode_query(questions), k)
+        searches["retriever"] = lambda questions, k: nearest(run.encode_query(questions), k, among(questions))
         if settings.bm25:
             searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
     else:
-        searches["retriever"] = lambda questions, k: passages.search(run.encode_query(questions), k)
+        searches["retriever"] = lambda questions, k: passages.search(run.encode_query(questions), k, among(questions))
     rankings = [
         rank_part(texts, part, system, corpus, search, settings.depth)
         for part in held_out(texts)
@@ -93,12 +103,18 @@ def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchabl
     return rankings
 
 
-def search_in(features: Tensor | Ragged) -> Callable[[Any, int], tuple[Tensor, Tensor]]:
-    """The search for the k best of encoded passages: scores and rows by encoded queries and k."""
+def bm25_candidates(passages: Passages, count: int) -> Candidates:
+    """The first `count` passages of BM25."""
+    engine = BM25(passages)
+    return lambda questions: engine.search(questions, count)[1]
+
+
+def search_in(features: Tensor | Ragged) -> Callable[[Any, int, Indices | None], tuple[Tensor, Tensor]]:
+    """The search for the k best of encoded passages: scores and rows by encoded queries, k, and candidates."""
     if isinstance(features, Ragged):
         vectors = [late.TokenVectors.of(features.values, features.lengths)]
-        return lambda queries, k: late.topk(queries, vectors, k)
-    return lambda queries, k: topk(queries, features, k)
+        return lambda queries, k, among: late.topk(queries, vectors, k, among)
+    return lambda queries, k, _: topk(queries, features, k)
 
 
 def rank_part(texts: TextSet, part: str, system: str, passages: Passages, search: Search, depth: int) -> Rankings:
@@ -112,7 +128,7 @@ def rank_part(texts: TextSet, part: str, system: str, passages: Passages, search
         # compared by id, because an index has rows of its own
         itself = np.array(
             [
-                [query.itself is not None and passages[row].id == query.id for row in ranked]
+                [query.itself is not None and row >= 0 and passages[row].id == query.id for row in ranked]
                 for query, ranked in zip(queries, rows.tolist(), strict=True)
             ]
         )

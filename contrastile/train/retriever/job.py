@@ -35,7 +35,7 @@ from contrastile.train.planned import planned_memory
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.questions import WORDING, evaluate_and_report
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.evaluation import Searchable, probe
+from contrastile.train.retriever.evaluation import FirstStage, Searchable, probe
 from contrastile.train.retriever.run import (
     RetrieverRun,
     Side,
@@ -60,12 +60,18 @@ class RetrieverJob(Task[TextBatch]):
     wording = WORDING
     run: RetrieverRun
 
-    def __init__(self, run: RetrieverRun, materials: TextMaterials, index: Searchable | None = None) -> None:
+    def __init__(
+        self,
+        run: RetrieverRun,
+        materials: TextMaterials,
+        index: Searchable | None = None,
+        first_stage: FirstStage | None = None,
+    ) -> None:
         recipe = run.recipe
         super().__init__(run, build_loss(recipe))
         self.materials = materials
         self.builder = TextBatchBuilder(materials, recipe.data, seed=recipe.seed)
-        self._index = index
+        self._index, self._first_stage = index, first_stage
 
     @classmethod
     def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
@@ -81,10 +87,20 @@ class RetrieverJob(Task[TextBatch]):
         return cls(build_retriever_run(recipe, materials.tokenizer), materials)
 
     @classmethod
-    def of_run(cls, folder: RunFolder, *, device: str = "auto", index: Searchable | None = None) -> Self:
-        """The job of a finished run; `index`: passages to search, which may be more than fit into memory."""
+    def of_run(
+        cls,
+        folder: RunFolder,
+        *,
+        device: str = "auto",
+        index: Searchable | None = None,
+        first_stage: FirstStage | None = None,
+    ) -> Self:
+        """The job of a finished run; `index`: passages to search, which may be more than fit into memory.
+
+        first_stage: the candidates that a late retriever scores.
+        """
         run = load_retriever(folder.path, device=device)
-        return cls(run, open_text_materials(run.recipe, run.tokenizer), index)
+        return cls(run, open_text_materials(run.recipe, run.tokenizer), index, first_stage)
 
     @property
     def rows(self) -> Indices:
@@ -110,7 +126,7 @@ class RetrieverJob(Task[TextBatch]):
 
     def report(self, folder: RunFolder) -> str:
         passages = self.materials.passages if self._index is None else self._index
-        return evaluate_and_report(folder, self.run, self.materials.texts, passages)
+        return evaluate_and_report(folder, self.run, self.materials.texts, passages, self._first_stage)
 
     def metadata(self, result: TrainResult) -> dict[str, Any]:
         train, largest = self.run.recipe.train, max(result.largest_batch, 1)
@@ -193,6 +209,7 @@ def evaluate_texts(
     *,
     corpus: str | Path | None = None,
     index: Searchable | None = None,
+    first_stage: FirstStage | None = None,
     split: str | None = None,
     name: str | None = None,
     bad_rows: float | None = None,
@@ -202,8 +219,9 @@ def evaluate_texts(
 
     The texts are those of a file, or of a folder in BEIR's format: its part `split`, or all but the one for training.
     They are encoded with the run's prefixes and lengths. corpus: further passages beside a file of questions. index: an
-    index to search instead of the passages of `source`. Run files and rows are named after `name`, by default the
-    source's name, and the part: scifact-test. bad_rows: the share of unusable rows allowed, by default the recipe's.
+    index to search instead of the passages of `source`. first_stage: the candidates of a late retriever. Run files and
+    rows are named after `name`, by default the source's name, and the part: scifact-test. bad_rows: the share of
+    unusable rows allowed, by default the recipe's.
     """
     run, source = load_retriever(folder.path, device=device), Path(source)
     options: dict[str, Any] = {"allowed_by": "--bad-rows", "progress": progress}
@@ -227,4 +245,4 @@ def evaluate_texts(
     parts = {f"{prefix}-{part}": texts.splits[part] for part in chosen}
     texts = replace(texts, splits={"train": np.array([], dtype=np.int64), **parts})
     passages = passage_tokens(texts.passages, run.tokenizer, run.recipe) if index is None else index
-    return evaluate_and_report(folder, run, texts, passages, beside=True)
+    return evaluate_and_report(folder, run, texts, passages, first_stage, beside=True)
