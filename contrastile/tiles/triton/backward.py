@@ -33,11 +33,12 @@ from contrastile.tiles.triton.forward import (
     TEACHER_INVERSE,
     TEACHERS,
     UNIT,
+    count_along,
     counts,
     exponent_constants,
     exponents,
     halves,
-    pair_weights,
+    positive_weights,
     quarter,
     softplus_sum,
     tile_at,
@@ -100,6 +101,22 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
 def join_quarters(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
     """Two quarters side by side, the inverse of `halves`."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, 2 * WIDTH))
+
+
+@triton.jit
+def _weighed(g, labels, numbers, rows, j, N, M, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile's gradient with the positives' weights."""
+    WIDTH: tl.constexpr = BN // 4
+    for at in tl.static_range(4):
+        cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+        part = quarter(g, at, BM, BN) * positive_weights(labels, numbers, rows, cols, N, M)
+        if at % 2 == 0:
+            first = part
+        elif at == 1:
+            left = join_quarters(first, part, BM, WIDTH)
+        else:
+            right = join_quarters(first, part, BM, WIDTH)
+    return join_quarters(left, right, BM, 2 * WIDTH)
 
 
 @triton.jit
@@ -198,10 +215,10 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
             if LABELS:
                 positive = equal_groups(labels, rows, cols, N, M)
                 t = tl.where(positive, -t, t)
+                a = tl.where(positive, -a, a)
                 if WEIGHED:
-                    a = tl.where(positive, -a * pair_weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M), a)
-                else:
-                    a = tl.where(positive, -a, a)
+                    numbers = (row_numbers_ptr, col_numbers_ptr)
+                    several = tl.max(count_along(t, positive, 1), 0)
             if IDS:
                 valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                 t = tl.where(valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS), t, -float("inf"))
@@ -209,12 +226,14 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
             if LOSS:
                 if LABELS and WEIGHED:
-                    loss = weighed_softplus_sum(t, positive, row_numbers_ptr, col_numbers_ptr, rows, cols, N, M, BM, BN)
+                    loss = weighed_softplus_sum(t, several, labels, numbers, rows, j, N, M, BM, BN)
                 else:
                     loss = softplus_sum(t, BM, BN)
                 tl.store(row_part_ptr + j.to(tl.int64) * N + rows, loss, mask=rows < N)
             # recomputed: the loss's exponential would not fit the registers
             g = a * _reciprocal(1.0 + tl.math.exp2(t * -1.0), UPCAST)
+            if LABELS and WEIGHED and several > 0:
+                g = _weighed(g, labels, numbers, rows, j, N, M, BM, BN)
             sums += sum_per_thread(g, BM, BN)
             left, right = halves(g, BM, BN)
             store_half(out_mem, out_stride, left, i, j * BN, part_stride, BM, BN // 2, PARTS, TMA)

@@ -144,7 +144,9 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
             top, total, logit_sum, count = _add_to_rows(top, total, logit_sum, count, x, negative, SMOOTH)
             if GUIDE == TEACHER:
                 t = quarter(guide, at, BM, BN) * teacher_factor * LN2
-                teacher_top, soft, gap, _ = merge_teachers(teacher_top, soft, gap, before, *_teacher(x, t, negative, 1))
+                new_top, new_soft, new_gap, new_x_top = _teacher(x, t, negative, 1)
+                teacher_top, soft, gap, _ = merge_teachers(
+                    teacher_top, soft, gap, before, new_top, new_soft, new_gap, new_x_top)  # fmt: skip
             if LABELS:
                 positive_top, positive_total, positive_sum, positive_count = _add_to_rows(
                     positive_top, positive_total, positive_sum, positive_count, x, positive, True)  # fmt: skip

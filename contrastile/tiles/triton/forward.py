@@ -172,23 +172,25 @@ def softplus_sum(t, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def pair_weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M):
-    """The weights of positives by label: a number of the row and one of the column."""
+def positive_weights(labels, numbers, rows, cols, N, M):
+    """The weight of a positive by label, a number of the row and one of the column; 1 for all other pairs."""
+    row_numbers_ptr, col_numbers_ptr = numbers
     of_rows = tl.load(row_numbers_ptr + rows, mask=rows < N, other=0.0)
     of_cols = tl.load(col_numbers_ptr + cols, mask=cols < M, other=0.0)
-    return of_rows[:, None] + of_cols[None, :]
+    return tl.where(equal_groups(labels, rows, cols, N, M), of_rows[:, None] + of_cols[None, :], 1.0)
 
 
 @triton.jit
-def weighed_softplus_sum(t, positive, row_numbers_ptr, col_numbers_ptr, rows, cols, N, M, BM: tl.constexpr,
-                         BN: tl.constexpr):  # fmt: skip
-    """`softplus_sum` with the positives' weights. A tile without any positive is summed up as quickly."""
-    total = softplus_sum(tl.where(positive, -float("inf"), t), BM, BN)
-    if tl.max(tl.max(positive.to(tl.int32), 1), 0) > 0:
-        x = t * LN2
-        terms = log1p(tl.math.exp2(tl.abs(t) * -1.0)) + tl.maximum(x, 0.0)
-        weights = pair_weights(row_numbers_ptr, col_numbers_ptr, rows, cols, N, M)
-        total += tl.sum(tl.where(positive, weights * terms, 0.0), 1)
+def weighed_softplus_sum(t, positives, labels, numbers, rows, j, N, M, BM: tl.constexpr, BN: tl.constexpr):
+    """`softplus_sum` with the positives' weights. A tile without any of its positives is summed up as quickly."""
+    total = softplus_sum(t, BM, BN)
+    if positives > 0:
+        WIDTH: tl.constexpr = BN // 4
+        for at in tl.static_range(4):
+            part = quarter(t, at, BM, BN)
+            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+            terms = log1p(tl.math.exp2(tl.abs(part) * -1.0)) + tl.maximum(part, 0.0) * LN2
+            total += tl.sum((positive_weights(labels, numbers, rows, cols, N, M) - 1.0) * terms, 1)
     return total
 
 
@@ -305,6 +307,8 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
             if SOFTPLUS and LABELS:
                 positive = equal_groups(labels, rows, cols, N, M)
                 t = tl.where(positive, -t, t)
+                if WEIGHED:
+                    several = tl.max(count_along(t, positive, 1), 0)
             if IDS or SMOOTH:
                 valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                 if IDS:
@@ -316,7 +320,8 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
             if SOFTPLUS:
                 if LABELS and WEIGHED:
-                    loss = weighed_softplus_sum(t, positive, row_numbers_ptr, col_numbers_ptr, rows, cols, N, M, BM, BN)
+                    loss = weighed_softplus_sum(t, several, labels, (row_numbers_ptr, col_numbers_ptr), rows, j, N, M,
+                                                BM, BN)  # fmt: skip
                 else:
                     loss = softplus_sum(t, BM, BN)
                 tl.store(row_at, loss, mask=rows < N)

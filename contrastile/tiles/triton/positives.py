@@ -138,12 +138,11 @@ def _load_teacher(stats_ptr, stride, at, exists):
 
 
 @triton.jit
-def _add_to_teacher(stats, t, x, exists):
+def _add_to_teacher(top, total, gap, x_top, t, x, exists):
     """A teacher's statistics with one more pair per row."""
     one = exists.to(tl.float32)
     hidden = tl.where(exists, t, -float("inf"))
-    return merge_teachers(stats[0], stats[1], stats[2], stats[3], hidden, one, one * 0.0,
-                          tl.where(exists, x, -float("inf")))  # fmt: skip
+    return merge_teachers(top, total, gap, x_top, hidden, one, one * 0.0, tl.where(exists, x, -float("inf")))
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -160,7 +159,7 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_s
     logits = tl.zeros((ROWS,), tl.float32)
     count = tl.zeros((ROWS,), tl.float32)
     if GUIDE == TEACHER:
-        taught = _load_teacher(row_stats_ptr, row_stats_stride, row, row < N)
+        soft_top, soft, gap, x_top = _load_teacher(row_stats_ptr, row_stats_stride, row, row < N)
     for p in range(per_row):
         col, exists, _, logit, rest = positive_logit(
             q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
@@ -179,12 +178,13 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_s
             count += exists.to(tl.float32)
         if GUIDE == TEACHER:
             t = tl.load(teacher_ptr + row.to(tl.int64) * per_row + p, mask=exists, other=0.0)
-            taught = _add_to_teacher(taught, t, logit + rest, exists)
+            soft_top, soft, gap, x_top = _add_to_teacher(soft_top, soft, gap, x_top, t, logit + rest, exists)
             if COLUMNS:
-                of_col = _add_to_teacher(_load_teacher(col_stats_ptr, col_stats_stride, col, exists), t, logit + rest,
-                                         exists)  # fmt: skip
+                col_top, col_soft, col_gap, col_x_top = _load_teacher(col_stats_ptr, col_stats_stride, col, exists)
+                col_top, col_soft, col_gap, col_x_top = _add_to_teacher(
+                    col_top, col_soft, col_gap, col_x_top, t, logit + rest, exists)  # fmt: skip
                 col_at = col_stats_ptr + TEACHER_TOP * col_stats_stride + col
-                store_stats(of_col[0], of_col[1], of_col[2], of_col[3], col_at, col_stats_stride, exists, True)
+                store_stats(col_top, col_soft, col_gap, col_x_top, col_at, col_stats_stride, exists, True)
         if COLUMNS:
             # a column on the diagonal has one positive
             one = exists.to(tl.float32)
@@ -198,7 +198,7 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_s
         store_stats(top, total, logits, count, row_at, row_stats_stride, row < N, True)
         if GUIDE == TEACHER:
             row_at = row_stats_ptr + TEACHER_TOP * row_stats_stride + row
-            store_stats(taught[0], taught[1], taught[2], taught[3], row_at, row_stats_stride, row < N, True)
+            store_stats(soft_top, soft, gap, x_top, row_at, row_stats_stride, row < N, True)
 
 
 @triton.jit
