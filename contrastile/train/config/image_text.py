@@ -23,10 +23,7 @@ from contrastile.train.config.base import (
     Count,
     FilePath,
     FolderPath,
-    Fraction,
-    LossSettings,
     Positive,
-    Scale,
     Settings,
     Share,
     Steps,
@@ -43,6 +40,7 @@ from contrastile.train.config.base import (
     refuse,
     same_for,
 )
+from contrastile.train.config.losses import AnyLoss, ClipSettings
 from contrastile.train.config.sizes import size_clashes
 
 logger = logging.getLogger("contrastile")
@@ -283,33 +281,6 @@ class DataSettings(Settings):
             yield count != got, "weights", f"must be one for each of the {count} sources; got {got}"
 
 
-class ClipSettings(LossSettings):
-    """ClipLoss. The learned scale starts at `scale`; 14.3 is CLIP's temperature of 0.07."""
-
-    kind: Literal["clip"] = "clip"
-    scale: Scale = 14.3
-    label_smoothing: Fraction = 0.0
-
-
-class SigLipSettings(LossSettings):
-    """SigLipLoss. The learned scale and bias start at `scale` and `bias`, by default SigLIP's values."""
-
-    kind: Literal["siglip"] = "siglip"
-    scale: Scale = 10.0
-    bias: Annotated[float, Field(ge=-1e4, le=1e4)] = -10.0
-
-
-class DclSettings(LossSettings):
-    """DCLLoss; with `sigma` positives have von Mises-Fisher weights."""
-
-    kind: Literal["dcl"] = "dcl"
-    scale: Scale = 14.3
-    sigma: Positive | None = None
-
-
-AnyLoss = Annotated[ClipSettings | SigLipSettings | DclSettings, Field(discriminator="kind"), kind_or("clip")]
-
-
 class SubBatch(SubBatches):
     """Pictures and texts that an encoder sees at once; with `text_tokens`, as many texts as so many tokens allow."""
 
@@ -443,6 +414,10 @@ class Recipe(AnyRecipe):
         yield from super().clashes()
         reason = "must be false with model.precompute: each picture is seen once; got true"
         yield self.model.precompute and self.data.augment, "data.augment", reason
+        key = self.loss.other_model
+        reason = "must be left out with model.precompute: that model needs pictures"
+        yield self.model.precompute and key, f"loss.{key}", reason
+        yield self.too_small_queue(1)
         yield self.too_few_tokens("text", noun="title")
 
     def training_clashes(self) -> Iterable[Clash]:

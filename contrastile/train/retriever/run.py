@@ -8,7 +8,7 @@ queries. The passages of a step are distinct: one that two queries share is enco
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -189,11 +189,17 @@ def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = N
     if tokenizer is None:
         corpus = training_texts(texts, data)
         tokenizer = train_tokenizer(corpus, kind=settings.kind, size=settings.size, length=settings.length)
-    queries = TokenStore((data.query_prefix + query.text for query in texts.queries), tokenizer, settings.query_length)
+    queries, passages = text_stores(texts, recipe, tokenizer)
     first_rows: dict[bytes, int] = {}
     same = [first_rows.setdefault(text_digest(passage), row) for row, passage in enumerate(texts.passages)]
-    passages = passage_tokens(texts.passages, tokenizer, recipe)
     return TextMaterials(texts, tokenizer, queries, passages, np.array(same, dtype=np.int64))
+
+
+def text_stores(texts: TextSet, recipe: RetrieverRecipe, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
+    """The tokens of all queries and of all passages, as the encoders of a recipe read them."""
+    questions = (recipe.data.query_prefix + query.text for query in texts.queries)
+    queries = TokenStore(questions, tokenizer, recipe.model.tokenizer.query_length)
+    return queries, passage_tokens(texts.passages, tokenizer, recipe)
 
 
 def open_run_texts(recipe: RetrieverRecipe) -> TextSet:
@@ -229,8 +235,10 @@ class SampledQuery:
 class TextBatch:
     """One rank's share of a batch of `whole` queries.
 
-    queries, passages: tokens, `[b, L]` and `[keys, L]`. positives `[b, P]`: indices of each query's passages, padded
-    with −1. query_ids `[b]`, key_ids `[keys]`: a query is no negative of the passage with its id.
+    queries, passages: tokens, `[b, L]` and `[n, L]`. positives `[b, P]`: indices of each query's passages among the
+    keys, padded with −1. query_ids `[b]`, key_ids `[n]`: a query is no negative of the passage with its id. shared
+    `[keys]`: the passages that are keys of all queries; None: all. lists, scores `[b, H]`: passages of each query,
+    padded with −1, and their scores. teacher_tokens: those of queries and passages, for another model.
     """
 
     queries: Tokens
@@ -239,21 +247,43 @@ class TextBatch:
     query_ids: Tensor
     key_ids: Tensor
     whole: int
+    shared: Tensor | None = None
+    lists: Tensor | None = None
+    scores: Tensor | None = None
+    teacher_tokens: tuple[Tokens, Tokens] | None = None
 
     def __len__(self) -> int:
         return len(self.positives)
 
     @property
     def floats(self) -> dict[str, Tensor]:
-        """No inputs: tokens are integers and always finite."""
-        return {}
+        """The inputs that may be non-finite: tokens are integers."""
+        return {} if self.scores is None else {"the scores of the batch": self.scores}
+
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """The inputs of the loss beside features, on the device."""
+        names = ("positives", "query_ids", "key_ids", "shared", "lists", "scores")
+        return {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
 
 
 class TextBatchBuilder:
-    """Samples passages for queries, seeded by `seed` and the step's number alone, and builds batches of them."""
+    """Samples passages for queries, seeded by `seed` and the step's number alone, and builds batches of them.
 
-    def __init__(self, materials: TextMaterials, data: TextDataSettings, *, seed: int) -> None:
+    lists: "own", each query's negatives are its own alone; "scores", the scored passages of each query are listed too.
+    teacher: the tokens of all queries and passages for another model.
+    """
+
+    def __init__(
+        self,
+        materials: TextMaterials,
+        data: TextDataSettings,
+        *,
+        seed: int,
+        lists: Literal["", "own", "scores"] = "",
+        teacher: tuple[TokenStore, TokenStore] | None = None,
+    ) -> None:
         self._materials, self._data, self._seed = materials, data, seed
+        self._lists, self._teacher = lists, teacher
 
     def sample(self, rows: Tensor, step: int) -> list[SampledQuery]:
         """The queries at `rows` with sampled passages; copies of a passage are replaced by its first row."""
@@ -284,28 +314,36 @@ class TextBatchBuilder:
         query is a positive of it.
         """
         materials, queries, same = self._materials, self._materials.texts.queries, self._materials.same
-        drawn = {row for one in sampled for row in (*one.positives, *one.negatives)}
+        own = self._lists == "own"
+        negatives = [() if own else one.negatives for one in sampled]
+        drawn = {row for one, wrong in zip(sampled, negatives, strict=True) for row in (*one.positives, *wrong)}
         # for each query the drawn passages that are listed as right, whichever query they were drawn for
         listed = [dict.fromkeys(same[list(queries[one.query].positives)].tolist()) for one in sampled]
         positives = [[row for row in rows if row in drawn] for rows in listed]
         ranks = assign_ranks(positives, size)
         # a passage is on the rank of those for which it is right, else on that of the first one that drew it
-        owners = {row: owner for one, owner in reversed([*zip(sampled, ranks, strict=True)]) for row in one.negatives}
+        owners = {row: owner for rows, owner in reversed([*zip(negatives, ranks, strict=True)]) for row in rows}
         owners |= {row: owner for rows, owner in zip(positives, ranks, strict=True) for row in rows}
         # longest first: sub-batches then have texts of similar lengths, and the first one needs the most memory
         local = [index for index, owner in enumerate(ranks) if owner == rank]
         local.sort(key=lambda index: -int(materials.queries.lengths[sampled[index].query]))
-        keys = torch.tensor(sorted(row for row, owner in owners.items() if owner == rank), dtype=torch.int64)
+        lists = [self._listed(sampled[index], listed[index]) for index in local] if self._lists else []
+        shared = {row for row, owner in owners.items() if owner == rank}
+        # a passage of a list is encoded on every rank that lists it
+        keys = torch.tensor(sorted(shared.union(*lists)), dtype=torch.int64)
         keys = keys[materials.passages.lengths[keys].argsort(descending=True, stable=True)]
-        columns = {row: column for column, row in enumerate(keys.tolist())}
+        places = {row: place for place, row in enumerate(keys.tolist())}
+        of_all = [place for row, place in places.items() if row in shared]
+        columns = {int(keys[place]): column for column, place in enumerate(of_all)}
         # the width of the positives is the same on every rank
         padded = np.full((len(local), max(map(len, positives), default=1)), -1)
         for row, index in enumerate(local):
             padded[row, : len(positives[index])] = [columns[passage] for passage in positives[index]]
         rows = torch.tensor([sampled[index].query for index in local], dtype=torch.int64)
         # the passage that is no negative of a query: its own text where that is a passage, else its positive
-        own = [(sampled[index].positives[0], queries[sampled[index].query].itself) for index in local]
-        ids = [positive if itself is None else int(same[itself]) for positive, itself in own]
+        itself = [(sampled[index].positives[0], queries[sampled[index].query].itself) for index in local]
+        ids = [positive if own_text is None else int(same[own_text]) for positive, own_text in itself]
+        teacher = None if self._teacher is None else (self._teacher[0].rows(rows), self._teacher[1].rows(keys))
         return TextBatch(
             queries=materials.queries.rows(rows),
             passages=materials.passages.rows(keys),
@@ -313,7 +351,35 @@ class TextBatchBuilder:
             query_ids=torch.tensor(ids, dtype=torch.int64),
             key_ids=keys,
             whole=len(sampled),
+            teacher_tokens=teacher,
+            **(self._list_tensors(lists, places, of_all) if self._lists else {}),
         )
+
+    def _listed(self, one: SampledQuery, positives: Container[int]) -> dict[int, float]:
+        """The passages of a query's list with their scores: its own negatives, of 0, or its scored passages.
+
+        Scored passages begin with a right one; without one the list is empty.
+        """
+        if self._lists == "own":
+            return dict.fromkeys((row for row in one.negatives if row not in positives), 0.0)
+        same, scores = self._materials.same, dict(self._materials.texts.queries[one.query].scores)
+        scored = {int(same[row]): score for row, score in scores.items()}
+        if not any(row in scored for row in one.positives):
+            return {}
+        return {row: scored[row] for row in (*one.positives, *one.negatives) if row in scored}
+
+    def _list_tensors(
+        self, lists: Sequence[dict[int, float]], places: dict[int, int], shared: list[int]
+    ) -> dict[str, Tensor]:
+        """The lists as indices of this rank's passages, all of one width, and the indices of the keys of all."""
+        scored = self._lists == "scores"
+        width = self._data.negatives + (self._data.positives if scored else 0)
+        indices, scores = np.full((len(lists), width), -1), np.zeros((len(lists), width), np.float32)
+        for row, listed in enumerate(lists):
+            indices[row, : len(listed)] = [places[passage] for passage in listed]
+            scores[row, : len(listed)] = [*listed.values()]
+        tensors = {"shared": torch.tensor(shared, dtype=torch.int64), "lists": torch.from_numpy(indices)}
+        return tensors | ({"scores": torch.from_numpy(scores)} if scored else {})
 
 
 def assign_ranks(positives: Sequence[Sequence[int]], size: int) -> list[int]:
