@@ -20,9 +20,6 @@ from torch import Tensor, nn
 
 from contrastile._errors import invalid
 from contrastile.data.sources import is_collection
-from contrastile.losses.base import PairLoss
-from contrastile.losses.sigmoid import Sigmoid
-from contrastile.losses.softmax import Softmax
 from contrastile.models.text import load_tokenizer, train_tokenizer
 from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.offload import free_memory
@@ -34,6 +31,7 @@ from contrastile.planner.towers import TowerCost, made_without_memory, measure, 
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.sizes import without_folders
 from contrastile.train.loaded import LoadedRun
+from contrastile.train.objective import OBJECTIVES
 from contrastile.train.optim import state_bytes, step_bytes
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import load_any_recipe
@@ -42,7 +40,6 @@ from contrastile.train.run import HALVES, autocast, build_run
 
 logger = logging.getLogger("contrastile")
 
-LOSSES: dict[str, PairLoss] = {"clip": Softmax(symmetric=True), "siglip": Sigmoid(), "infonce": Softmax()}
 # numbers of a token: its index, and the mask
 TOKEN_TENSORS = 2
 # sub-batches of inputs on a device: the present one, and the next that is copied meanwhile
@@ -69,9 +66,11 @@ def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | N
 
     A plan that fails is reported and never costs a run its end.
     """
-    if run.device.type != "cuda" or not batch or _late(run.recipe):
+    if run.device.type != "cuda" or not batch:
         return None
     try:
+        if _late(run.recipe):
+            return None
         memory = free_memory(run.device)[1]
         machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type)
         return plan_of(run.recipe, machines, batch, *towers(run.recipe, ranks, batch)).peak.parts
@@ -168,7 +167,7 @@ def plan_of(
     loss = LossSize(
         rows, keys * rows, ranks, costs[0].dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
-        LOSSES[getattr(recipe.loss, "kind", "infonce")],
+        OBJECTIVES[recipe.kind](recipe.loss).pair_loss,
     )  # fmt: skip
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)
