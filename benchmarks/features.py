@@ -2,10 +2,10 @@
 
     python benchmarks/features.py --out FOLDER [--seconds 150] [--tiny]
 
-FOLDER gets `features.csv` and the run's `report.html`. Steps are those of the training loop (`train/loop.py`), on a batch whose inputs are there;
-the row "recipe" is a run of recipes/clip-vit-l-14.toml in small batches, on tar shards of made-up pictures, with its
-share of waiting for data. What would not end within the seconds is left out; each part lasts about what it says in
-`PARTS` on an H200. --tiny: small sizes, on any machine.
+FOLDER gets `features.csv` and the run's `report.html`. Steps are those of the training loop (`train/loop.py`), on a
+batch whose inputs are there; the row "recipe" is a run of recipes/clip-vit-l-14.toml in small batches, on tar shards of
+made-up pictures, with its share of waiting for data. What would not end within the seconds is left out; each part lasts
+about what it says in `PARTS` on an H200. --tiny: small sizes, on any machine.
 """
 
 from __future__ import annotations
