@@ -2,16 +2,18 @@
 
     python benchmarks/features.py --out FOLDER [--seconds 150] [--tiny]
 
-FOLDER gets `features.csv`. Steps are those of the training loop (`train/loop.py`), on a batch whose inputs are there;
-the row "recipe" is a run of recipes/clip-vit-l-14.toml in small batches, on tar shards of made-up pictures, with its
-share of waiting for data. What would not end within the seconds is left out; each part lasts about what it says in
-`PARTS` on an H200. --tiny: small sizes, on any machine.
+FOLDER gets `features.csv` and the run's `report.html`. Steps are those of the training loop (`train/loop.py`), on a
+batch whose inputs are there; the row "recipe" is a run of recipes/clip-vit-l-14.toml in small batches, on tar shards of
+made-up pictures, with its share of waiting for data. What would not end within the seconds is left out; each part lasts
+about what it says in `PARTS` on an H200. --tiny: small sizes, on any machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,10 +78,11 @@ TINY_CLIP = (
 
 @dataclass
 class Bench:
-    """Measures the parts. `source`: tar shards of `pictures` pictures in `folder`."""
+    """Measures the parts. `source`: tar shards of `pictures` pictures in `folder`. out: of the results."""
 
     machine: Machine
     report: Report
+    out: Path
     folder: Path
     pictures: int
     source: str
@@ -205,7 +208,13 @@ class Bench:
         words += ["optim.warmup=0.05", f"train.minutes={minutes}"]
         code = main_command(["train", CLIP, *words, "--runs", str(self.folder / "runs")])
         assert code == 0, code
-        lines = read_metrics(next((self.folder / "runs").glob("*/metrics.jsonl")))
+        run = next((self.folder / "runs").glob("*"))
+        lines, planned = (
+            read_metrics(run / "metrics.jsonl"),
+            json.loads((run / "run.json").read_text())["planned_memory"],
+        )
+        # the picture of planned and measured memory
+        shutil.copy(run / "report.html", self.out)
         taken = [line for line in lines if line["kind"] == "step"][WARMUP:]
         waits = [line["seconds"] * line["shares"].get("data", 0.0) for line in taken]
         seconds = [line["seconds"] for line in taken]
@@ -213,7 +222,9 @@ class Bench:
         peak = max(line["peak_bytes"] for line in taken)
         waiting = sum(waits) / sum(seconds)
         ms = 1e3 * sum(seconds) / len(taken)
-        self.result("recipe", way, batch, ms, peak, sub_batch=batch, steps=len(taken), waiting=round(waiting, 4))
+        bytes_planned = None if planned is None else sum(planned.values())
+        others = {"sub_batch": batch, "steps": len(taken), "waiting": round(waiting, 4), "planned_bytes": bytes_planned}
+        self.result("recipe", way, batch, ms, peak, **others)
 
 
 # seconds of each part on an H200, about
@@ -238,7 +249,7 @@ def main() -> None:
         folder, pictures = Path(temporary), 250 if options.tiny else 1000
         report = Report(partial(print, flush=True), write)
         source = write_shards(folder, pictures)
-        bench = Bench(Machine(device), report, folder, pictures, source, options.tiny)
+        bench = Bench(Machine(device), report, Path(options.out), folder, pictures, source, options.tiny)
         report.say(TABLE.header())
         for name, seconds in PARTS.items():
             left = options.seconds - (time.perf_counter() - start)

@@ -120,16 +120,22 @@ def choose_exchange(options: Options, loss: PairLoss, rows: Shard, cols: Shard, 
     if name == "single":
         # nothing travels: one rank may compute a loss of its own while the others do not, for validation
         return Single(options.gradient, Layout(None, 0, (len(rows),), (len(cols),)))
-    statement = _statement(options, loss, rows, cols) | statement
-    counted = consistency.tally(group, statement, (len(rows), len(cols)))
-    layout = Layout(group, collectives.rank(group), *(tuple(each) for each in zip(*counted, strict=True)))
-    _not_empty(sum(layout.rows))
+    layout = agreed_layout(options, loss, rows, cols, statement)
     if name == "auto":
         D = max(sum(math.prod(x.shape[1:]) for x in side.leaves) for side in (rows, cols))
         dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
         name = automatic_exchange(layout, D, dtype, rows.features.device)
         _say_once(f"exchange: {name}")
     return EXCHANGES[name](options.gradient, layout)
+
+
+def agreed_layout(options: Options, loss: PairLoss, rows: Shard, cols: Shard, statement: dict[str, Any]) -> Layout:
+    """The rows and columns of every rank; raises where the ranks' statements differ."""
+    group = options.group
+    counted = consistency.tally(group, _statement(options, loss, rows, cols) | statement, (len(rows), len(cols)))
+    layout = Layout(group, collectives.rank(group), *(tuple(each) for each in zip(*counted, strict=True)))
+    _not_empty(sum(layout.rows))
+    return layout
 
 
 def _not_empty(rows: int) -> None:

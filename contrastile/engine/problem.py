@@ -411,10 +411,11 @@ def _device(features: torch.device, options: Options, *, scored: bool) -> torch.
     if features.type != "cpu":
         got = f"{device}, and features on {features}"
         raise invalid("device", "be where the features are, unless those are in host memory", got, "Leave it out.")
-    several = collectives.size(options.group) > 1 and options.exchange != "single"
-    if several or scored:
-        company = "a scorer" if scored else "several ranks"
-        raise invalid("device", f"be left out with {company}", repr(str(device)), "Move the features there.")
+    if scored:
+        raise invalid("device", "be left out with a scorer", repr(str(device)), "Move the features there.")
+    if collectives.size(options.group) > 1 and options.exchange not in ("auto", "ring", "single"):
+        rule = "be auto, ring or single for features in host memory"
+        raise invalid("exchange", rule, repr(options.exchange), "Take ring.")
     return device
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from contrastile._errors import invalid
 from contrastile.data.sources import is_collection
+from contrastile.models.base import feature_size
 from contrastile.models.text import load_tokenizer, train_tokenizer
 from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.offload import free_memory
@@ -126,7 +127,13 @@ def towers(recipe: Any, ranks: int, batch: int) -> tuple[nn.Module, list[TowerCo
         without_memory(model)
         for name, (_, size, length) in sub_batches(recipe, rows).items():
             encoder, module = _encoder(model, name)
-            costs.append(measure(name, encoder, partial(_inputs, recipe, length), module, size, context))
+            inputs = partial(_inputs, recipe, length)
+            if name == "image" and recipe.model.precompute:
+                # the tower ran before the first step
+                tower: Any = module.tower
+                width = feature_size(tower, *inputs(1))
+                inputs = partial(_cached_features, width)
+            costs.append(measure(name, encoder, inputs, module, size, context))
     return model, costs
 
 
@@ -140,12 +147,17 @@ def _encoder(model: Any, side: str) -> tuple[Callable[..., Tensor], nn.Module]:
 
 
 def _inputs(recipe: Any, length: int, n: int) -> list[Tensor]:
-    """A sub-batch of `n` examples: texts of `length` tokens, pictures where that is 0, or their cached features."""
+    """A sub-batch of `n` examples: texts of `length` tokens, or pictures where that is 0."""
     if length:
         return [torch.ones(n, length, dtype=torch.int64) for _ in range(TOKEN_TENSORS)]
     data = recipe.data
     dtype = torch.uint8 if is_collection(data.source) else torch.float32
     return [torch.zeros(n, data.channels, data.image_size, data.image_size, dtype=dtype)]
+
+
+def _cached_features(width: int, n: int) -> list[Tensor]:
+    """A sub-batch of a locked tower's features, for recipes with `model.precompute`."""
+    return [torch.zeros(n, width)]
 
 
 def plan_of(
