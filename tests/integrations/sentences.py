@@ -23,9 +23,12 @@ with warnings.catch_warnings():
         SentenceTransformerTrainer,
         SentenceTransformerTrainingArguments,
         __version__,
+        losses,
         models,
+        util,
     )
 
+__all__ = ["SentenceTransformer", "losses", "models", "util"]
 # features of a model
 WIDTH = 16
 N = 8

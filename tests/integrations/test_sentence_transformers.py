@@ -6,7 +6,6 @@ import inspect
 import random
 import subprocess
 import sys
-import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,25 @@ pytest.importorskip("sentence_transformers")
 import torch
 import torch.distributed as dist
 from ranks import Pool
-from sentences import CACHED, WIDTH, N, build, columns_of, gradients, same, step, trained
+from sentences import (
+    CACHED,
+    WIDTH,
+    N,
+    SentenceTransformer,
+    build,
+    columns_of,
+    gradients,
+    losses,
+    models,
+    same,
+    step,
+    trained,
+    util,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from contrastile.integrations.sentence_transformers import CachedRankingLoss, CachedSymmetricLoss
-
-with warnings.catch_warnings():
-    # version 6 has moved what version 5 has there
-    warnings.simplefilter("ignore")
-    from sentence_transformers import SentenceTransformer, losses, models, util
 
 # warnings of the library about itself
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
