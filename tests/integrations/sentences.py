@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -11,11 +13,22 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
+from contrastile.integrations.sentence_transformers import CachedRankingLoss
+
 with warnings.catch_warnings():
     # version 6 has moved what version 5 has there
     warnings.simplefilter("ignore")
-    from sentence_transformers import SentenceTransformer, __version__, models
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+        __version__,
+        losses,
+        models,
+        util,
+    )
 
+__all__ = ["SentenceTransformer", "losses", "models", "util"]
 # features of a model
 WIDTH = 16
 N = 8
@@ -66,3 +79,31 @@ def step(loss: nn.Module, columns: list[dict[str, Any]]) -> tuple[Tensor, dict[s
 
 def same(found: Any, truth: Any, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(found, truth, rtol=tolerance, atol=tolerance / 100)
+
+
+def trained(model: Any, loss: Any, folder: Path, batch: int = 4, **words: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of a training by the library's trainer."""
+    from datasets import Dataset
+
+    dataset = Dataset.from_dict({"anchor": texts("a"), "positive": texts("b"), "negative": texts("c")})
+    data: Any = {"first": dataset, "second": dataset} if isinstance(loss, dict) else dataset
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=batch, num_train_epochs=2, logging_steps=1, report_to=[],
+        use_cpu=True, save_strategy="no", disable_tqdm=True, learning_rate=0.1, optim="sgd",
+        prompts={"anchor": "a: "}, **words,
+    )  # fmt: skip
+    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=loss)
+    trainer.train()
+    curve = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return curve, {name: p.detach() for name, p in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    # a training that torchrun starts
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    target = Path(sys.argv[1])
+    loaded = torch.load(target / "model.pt", weights_only=False)
+    gathering = CachedRankingLoss(loaded, mini_batch_size=3, gather_across_devices=True)
+    result = trained(loaded, gathering, target, ddp_backend="gloo")
+    torch.save(result, target / f"{os.environ['RANK']}.pt")

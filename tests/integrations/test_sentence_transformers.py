@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import warnings
+import random
+import subprocess
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,23 +17,25 @@ pytest.importorskip("sentence_transformers")
 import torch
 import torch.distributed as dist
 from ranks import Pool
-from sentences import CACHED, WIDTH, N, build, columns_of, gradients, same, step, texts
+from sentences import (
+    CACHED,
+    WIDTH,
+    N,
+    SentenceTransformer,
+    build,
+    columns_of,
+    gradients,
+    losses,
+    models,
+    same,
+    step,
+    trained,
+    util,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from contrastile.integrations.sentence_transformers import CachedRankingLoss, CachedSymmetricLoss
-
-with warnings.catch_warnings():
-    # version 6 has moved what version 5 has there
-    warnings.simplefilter("ignore")
-    from sentence_transformers import (
-        SentenceTransformer,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-        losses,
-        models,
-        util,
-    )
 
 # warnings of the library about itself
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
@@ -176,15 +180,39 @@ def test_inside_matryoshka(model: Any, weights: list[float] | None) -> None:
         same(ours(columns, None), theirs(columns, None))
 
 
-def test_dropout_gives_the_gradient_of_what_was_drawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [{"n_layers_per_step": -1}, {"kl_temperature": 0.0}], ids=["all", "one"])
+@pytest.mark.parametrize("matryoshka", [False, True], ids=["plain", "matryoshka"])
+def test_inside_adaptive_layers(model: Any, words: dict[str, Any], matryoshka: bool) -> None:
+    columns, results = columns_of(model, "abc", "a: "), []
+    for kind, how in ((CachedRankingLoss, {"mini_batch_size": 3}), (losses.MultipleNegativesRankingLoss, {})):
+        random.seed(3)
+        inner = losses.MatryoshkaLoss(model, kind(model, **how), [WIDTH, 8]) if matryoshka else kind(model, **how)
+        results.append(step(losses.AdaptiveLayerLoss(model, inner, **words), columns))
+    same(*results)
+
+
+def test_dropout_gives_the_gradient_of_plain_autograd(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build(tmp_path, dropout=0.3).double().train()
-    columns = columns_of(model, "ab")
-    steps = []
-    for retain in (0, N):
+    # texts of one length, which stay in their order
+    columns = [dict(model.preprocess([f"{one} {name}" for one in "abcdefgh"])) for name in "ijh"]
+    torch.manual_seed(5)
+    embeddings = [
+        torch.cat([model(dict(part))["sentence_embedding"] for part in parts(column, 3)]) for column in columns
+    ]
+    anchors, *documents = (nn.functional.normalize(x, dim=-1) for x in embeddings)
+    value = nn.functional.cross_entropy(20 * anchors @ torch.cat(documents).T, torch.arange(N))
+    value.backward()
+    truth = value.detach(), gradients(model)
+    for retain in (0, 1):
         torch.manual_seed(5)
-        steps.append(step(CachedRankingLoss(model, mini_batch_size=3, retain=retain), columns))
-    same(*steps)
+        same(step(CachedRankingLoss(model, mini_batch_size=3, retain=retain), columns), truth)
+    assert not torch.isclose(truth[0], step(losses.MultipleNegativesRankingLoss(model.eval()), columns)[0], rtol=1e-4)
+
+
+def parts(column: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    rows = (slice(start, start + size) for start in range(0, N, size))
+    return [{name: x[each] if isinstance(x, Tensor) else x for name, x in column.items()} for each in rows]
 
 
 def on_a_rank(rank: int, group: Any, folder: Path, words: dict[str, Any]) -> None:
@@ -234,28 +262,33 @@ def test_without_gathering_each_rank_has_its_own_negatives(pool: Pool, tmp_path:
         same(found, (value, mean))
 
 
-def trained(model: Any, loss: Any, folder: Path, **words: Any) -> tuple[list[float], dict[str, Tensor]]:
-    from datasets import Dataset
-
-    dataset = Dataset.from_dict({"anchor": texts("a"), "positive": texts("b"), "negative": texts("c")})
-    data: Any = {"first": dataset, "second": dataset} if isinstance(loss, dict) else dataset
-    arguments = SentenceTransformerTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, num_train_epochs=2, logging_steps=1, report_to=[],
-        use_cpu=True, save_strategy="no", disable_tqdm=True, learning_rate=1e-3, prompts={"anchor": "a: "}, **words,
-    )  # fmt: skip
-    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=loss)
-    trainer.train()
-    curve = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    return curve, {name: p.detach() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("words", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
 def test_their_trainer(model: Any, tmp_path: Path, words: dict[str, Any]) -> None:
     ours, theirs = deepcopy(model), deepcopy(model)
     found = trained(ours, CachedRankingLoss(ours, mini_batch_size=3), tmp_path / "ours", **words)
     truth = trained(theirs, losses.MultipleNegativesRankingLoss(theirs), tmp_path / "theirs", **words)
-    # AdamW divides by gradients that may be next to nothing
-    same(found, truth, 1e-5)
+    same(found, truth, 1e-7)
+
+
+def test_their_trainer_with_several_datasets(model: Any, tmp_path: Path) -> None:
+    ours, theirs = deepcopy(model), deepcopy(model)
+    found = {"first": CachedRankingLoss(ours, mini_batch_size=3), "second": CachedSymmetricLoss(ours)}
+    truth = {
+        "first": losses.MultipleNegativesRankingLoss(theirs),
+        "second": losses.MultipleNegativesRankingLoss(theirs, **DIRECTIONS[3]),
+    }
+    same(trained(ours, found, tmp_path), trained(theirs, truth, tmp_path), 1e-7)
+
+
+def test_their_trainer_on_two_ranks(model: Any, tmp_path: Path) -> None:
+    ours, theirs = deepcopy(model), deepcopy(model)
+    torch.save(ours, tmp_path / "model.pt")
+    script = Path(__file__).with_name("sentences.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run([*command, str(tmp_path)], check=True, timeout=240)
+    truth = trained(theirs, losses.MultipleNegativesRankingLoss(theirs), tmp_path, batch=8)
+    for rank in range(2):
+        same(torch.load(tmp_path / f"{rank}.pt"), truth, 1e-7)
 
 
 def test_their_trainer_with_several_datasets_bf16_and_a_model_card(model: Any, tmp_path: Path) -> None:
@@ -335,8 +368,10 @@ SENTENCES = {
     "`model` must take texts one by one; got a StaticEmbedding. Take Multiple": lambda model: CachedRankingLoss(model)(
         [{"input_ids": torch.arange(3), "offsets": torch.arange(3)}] * 2, None
     ),
-    "`loss` must be called by a trainer, or by MatryoshkaLoss; got adaptive_layer, which": lambda model: (
-        losses.AdaptiveLayerLoss(model, CachedRankingLoss(model))(columns_of(model, "ab"), None)
+    "`loss` must be called by a trainer, MatryoshkaLoss or AdaptiveLayerLoss; got matryoshka, which": lambda model: (
+        losses.MatryoshkaLoss(model, losses.AdaptiveLayerLoss(model, CachedRankingLoss(model)), [WIDTH])(
+            columns_of(model, "ab"), None
+        )
     ),
 }
 

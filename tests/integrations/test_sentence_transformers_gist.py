@@ -13,8 +13,7 @@ pytest.importorskip("sentence_transformers")
 import torch
 import torch.distributed as dist
 from ranks import Pool
-from sentence_transformers import losses
-from sentences import CACHED, WIDTH, N, build, columns_of, gradients, same, step
+from sentences import CACHED, WIDTH, N, build, columns_of, gradients, losses, same, step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

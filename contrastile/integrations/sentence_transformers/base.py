@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from contrastile import encode
 from contrastile._errors import invalid
+from contrastile.integrations.sentence_transformers.layers import Layers
 
 # entries of a batch that are no rows, whatever their shape
 WHOLE = ("prompt_length",)
@@ -61,12 +63,13 @@ class CachedLoss(nn.Module):
         return "auto" if self.gather_across_devices else "single"
 
     def forward(self, sentence_features: Iterable[Mapping[str, Any]], labels: Tensor | None = None) -> Tensor:
-        self._refuse_patched()
         columns = list(sentence_features)
         if len(columns) < 2:
             remedy = "Give the dataset a column of anchors and one of positives."
             raise invalid("sentence_features", "have two columns or more", len(columns), remedy)
-        embeddings, others = self._embed_columns(columns, labels)
+        layers = Layers.of(self.model)
+        embed = partial(self._embed_columns, columns, labels)
+        embeddings, others = embed() if layers is None else layers.chosen(embed)
         if "calculate_loss" not in vars(self):
             return self.compute_loss_from_embeddings(embeddings, others)
         if not torch.is_grad_enabled():
@@ -106,9 +109,11 @@ class CachedLoss(nn.Module):
             raise invalid("model", "take texts one by one", "a StaticEmbedding", remedy)
         rows = {name: x for name, x in features.items() if isinstance(x, Tensor) and name not in WHOLE}
         whole = {name: x for name, x in features.items() if name not in rows}
-        width = _width(rows)
+        width, layers = _width(rows), Layers.of(model)
 
         def embedding(model: nn.Module, /, **rows: Tensor) -> Any:
+            if layers is not None:
+                return layers.embeddings(model, {**whole, **rows})
             return self._output(model, {**whole, **rows}, width)
 
         if (parts := self._parts(rows)) is not None:
@@ -137,25 +142,10 @@ class CachedLoss(nn.Module):
         bounds = _minibatch_ranges(rows, self.mini_batch_size, self.mini_batch_num_tokens)
         return [_create_minibatch(rows, *each) for each in bounds]
 
-    def _refuse_patched(self) -> None:
-        """Raise where a loss around this one has changed the model for the time of its forward."""
-        forward = vars(unwrapped(self.model)).get("forward")
-        if type(forward).__module__.startswith("sentence_transformers"):
-            got = f"{type(forward).__module__.rpartition('.')[2]}, which changes the model for its forward alone"
-            remedy = f"Put {self.uncached} in it, which has no second pass."
-            raise invalid("loss", "be called by a trainer, or by MatryoshkaLoss", got, remedy)
-
 
 def name_of(similarity_fct: Any, default: str) -> str:
     """The name of a similarity; `default` for None."""
     return default if similarity_fct is None else getattr(similarity_fct, "__name__", type(similarity_fct).__name__)
-
-
-def unwrapped(model: Any) -> Any:
-    """The model inside wrappers of torch.compile and of DistributedDataParallel."""
-    while (inner := getattr(model, "_orig_mod", getattr(model, "module", None))) is not None:
-        model = inner
-    return model
 
 
 def _width(rows: Mapping[str, Tensor]) -> int:

@@ -53,7 +53,8 @@ class CachedGISTLoss(CachedLoss):
             global batch, the same on all ranks.
         retain: sub-batches of each column whose graph is kept from the first pass, as for `encode`.
 
-    Raises ValueError for words that it does not know how to honour. Works inside `MatryoshkaLoss`.
+    Raises ValueError for words that it does not know how to honour. Works inside `MatryoshkaLoss` and
+    `AdaptiveLayerLoss`.
     """
 
     uncached = "GISTEmbedLoss"

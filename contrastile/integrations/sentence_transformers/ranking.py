@@ -50,8 +50,8 @@ class CachedRankingLoss(CachedLoss):
         retain: sub-batches of each column whose graph is kept from the first pass, as for `encode`; "auto": as many as
             memory allows.
 
-    Raises ValueError for words that it does not know how to honour. Works inside `MatryoshkaLoss`; refuses
-    `AdaptiveLayerLoss`, which changes the model only during the forward, so that replays would not see it.
+    Raises ValueError for words that it does not know how to honour. Works inside `MatryoshkaLoss`, and inside
+    `AdaptiveLayerLoss` too, which warns that it would not.
     """
 
     uncached = "MultipleNegativesRankingLoss"
