@@ -99,8 +99,7 @@ class MaxSim(nn.Module):
     """
 
     def forward(self, rows: Tokens, columns: Tokens) -> Tensor:
-        (q_ILD, asking), (k_JMD, answering) = tokens("q", rows), tokens("k", columns)
-        _vectors("k", k_JMD, q_ILD.shape[2])
+        (q_ILD, asking), (k_JMD, answering) = self.checked(rows, columns)
         q_ED = q_ILD.flatten(0, 1)
         if q_ED.device.type == "cpu" and not torch.compiler.is_compiling():
             best_EJ = _BestMatches.apply(q_ED, k_JMD, answering)
@@ -112,6 +111,18 @@ class MaxSim(nn.Module):
         if asking is not None:
             best_ILJ = best_ILJ.masked_fill(~asking[:, :, None], 0.0)
         return best_ILJ.sum(1)
+
+    @staticmethod
+    def checked(rows: Tokens, columns: Tokens) -> list[tuple[Tensor, Tensor | None]]:
+        """The vectors and the mask of both sides."""
+        sides = [tokens("q", rows), tokens("k", columns)]
+        _vectors("k", sides[1][0], sides[0][0].shape[2])
+        return sides
+
+    @property
+    def known(self) -> bool:
+        """This class itself, without hooks and not compiled: it draws no random numbers and has no state."""
+        return type(self) is MaxSim and not (self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl)
 
 
 class _BestMatches(torch.autograd.Function):

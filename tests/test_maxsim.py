@@ -17,7 +17,7 @@ from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
 from contrastile.tiles.triton import maxsim
-from contrastile.tiles.triton.maxsim import TILING_INTERPRETED, Documents, Entries, FusedMaxSim
+from contrastile.tiles.triton.maxsim import Documents, Entries, FusedMaxSim
 
 # queries, documents, tokens of each, features
 SHAPES = [(5, 6, 6, 20, 16), (3, 4, 33, 33, 24), (2, 3, 40, 3, 9)]
@@ -80,8 +80,8 @@ def _masks(shape: tuple[int, ...], masked: bool) -> tuple[Tensor | None, Tensor 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("shape", "best"), [(SHAPES[0], 2), *((shape, 1) for shape in SHAPES)], ids=str)
-def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, best: int) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> None:
     N, J, L, M, D = shape
     q, k = torch.randn(N, L, D).to(dtype), torch.randn(J, M, D).to(dtype)
     asking, answering = _masks(shape, masked)
@@ -96,8 +96,13 @@ def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked
         Entries.of(maxsim.readable(q, dtype), asking),
         Documents.of(maxsim.readable(k, dtype), answering),
     )
-    scores, winners = maxsim.scored(entries, documents, best=True, tiling=TILING_INTERPRETED._replace(best=best))
+    scores, winners = maxsim.scored(entries, documents, best=True)
     assert winners is not None
+    if dtype == torch.float32:
+        # the same from torch's products, of which few fit
+        for result in (maxsim.multiplied(entries, documents, 20_000, best=True), (scores, winners)):
+            assert torch.equal(result[1], winners)
+            assert distance(result[0], truth.detach()) <= 1e-6
     u, v = torch.zeros(N, L * D), torch.zeros(J, M * D)
     maxsim.add_query_gradients(u, g, entries, documents, winners)
     # lists of three documents at once
@@ -107,14 +112,12 @@ def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked
     assert distance(v.view(J, M, D), expected[1]) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("best", [1, 2], ids=["exact", "packed"])
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
-def test_a_tie_goes_to_the_first_token(sign: float, best: int) -> None:
+def test_a_tie_goes_to_the_first_token(sign: float) -> None:
     """Tokens of a document that are the same; the first of them wins, over blocks of tokens and within one."""
     q, k = torch.ones(2, 3, 16), sign * torch.ones(2, 40, 16)
     k[:, 0] = -2.0
-    tiling = TILING_INTERPRETED._replace(best=best)
-    _, winners = maxsim.scored(Entries.of(q, None), Documents.of(k, None), best=True, tiling=tiling)
+    _, winners = maxsim.scored(Entries.of(q, None), Documents.of(k, None), best=True)
     assert winners is not None
     assert (winners.unflatten(1, (2, -1))[:, :, :3] == 1).all()
 
