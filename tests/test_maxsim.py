@@ -1,4 +1,4 @@
-"""Late interaction in fused kernels, interpreted: scores, gradients, and every loss as the eager tiles compute it."""
+"""Late interaction: on a CPU against plain autograd, and in fused kernels, interpreted, against that."""
 
 from __future__ import annotations
 
@@ -12,16 +12,60 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from contrastile import contrast
+from contrastile import contrast, scorers
+from contrastile.gradcache.memory import footprint
 from contrastile.losses import Softmax
 from contrastile.scorers import Bilinear, MaxSim
 from contrastile.tiles.triton import maxsim
-from contrastile.tiles.triton.maxsim import TILING_INTERPRETED, Documents, Entries, FusedMaxSim
+from contrastile.tiles.triton.maxsim import Documents, Entries, FusedMaxSim
 
 # queries, documents, tokens of each, features
 SHAPES = [(5, 6, 6, 20, 16), (3, 4, 33, 33, 24), (2, 3, 40, 3, 9)]
 # largest error over the norm of what is computed: float32 sums, and weights of documents rounded to fp16
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
+
+
+def _naive(q: Tensor, k: Tensor, asking: Tensor | None, answering: Tensor | None) -> Tensor:
+    similar = torch.einsum("ild,jmd->iljm", q, k)
+    if answering is not None:
+        similar = similar.masked_fill(~answering, -torch.inf)
+    best = similar.max(-1).values.nan_to_num(neginf=0.0)
+    return (best if asking is None else best * asking[:, :, None]).sum(1)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_a_cpu_holds_a_part_of_the_similarities(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
+    monkeypatch.setattr(scorers, "ROWS", 7)
+    monkeypatch.setattr(scorers, "COLUMNS", 50)
+    shape = SHAPES[0]
+    N, J, L, M, D = shape
+    masks = _masks(shape, masked)
+    pair = [torch.randn(n, length, D, dtype=torch.float64).requires_grad_() for n, length in ((N, L), (J, M))]
+    g = torch.randn(N, J, dtype=torch.float64)
+    results = []
+    for scores in (_naive(*pair, *masks), MaxSim()((pair[0], masks[0]), (pair[1], masks[1]))):
+        results.append([scores.detach(), *torch.autograd.grad(scores, pair, g)])
+    assert all(distance(x, true) <= 1e-12 for true, x in zip(*results, strict=True))
+    with torch.no_grad():
+        assert torch.equal(MaxSim()((pair[0], masks[0]), (pair[1], masks[1])), results[1][0])
+
+
+def test_a_cpu_takes_a_tenth_of_the_plain_formulas_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # in proportion to a problem that takes no time
+    monkeypatch.setattr(scorers, "ROWS", 256)
+    q, k = torch.randn(48, 32, 16, requires_grad=True), torch.randn(48, 64, 16, requires_grad=True)
+
+    def step(loss: Tensor) -> None:
+        torch.autograd.grad(loss, (q, k))
+
+    plain = footprint(lambda: step(_naive(q, k, None, None).sum()))
+    tiled = footprint(lambda: step(contrast(q, k, scorer=MaxSim())))
+    assert tiled <= plain / 10
+
+
+def test_a_second_derivative_is_that_of_the_formula() -> None:
+    pair = [torch.randn(2, length, 4, dtype=torch.float64, requires_grad=True) for length in (3, 5)]
+    assert torch.autograd.gradgradcheck(lambda q, k: MaxSim()(q, k), pair)
 
 
 def _masks(shape: tuple[int, ...], masked: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -36,8 +80,8 @@ def _masks(shape: tuple[int, ...], masked: bool) -> tuple[Tensor | None, Tensor 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("shape", "best"), [(SHAPES[0], 2), *((shape, 1) for shape in SHAPES)], ids=str)
-def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, best: int) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> None:
     N, J, L, M, D = shape
     q, k = torch.randn(N, L, D).to(dtype), torch.randn(J, M, D).to(dtype)
     asking, answering = _masks(shape, masked)
@@ -52,8 +96,13 @@ def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked
         Entries.of(maxsim.readable(q, dtype), asking),
         Documents.of(maxsim.readable(k, dtype), answering),
     )
-    scores, winners = maxsim.scored(entries, documents, best=True, tiling=TILING_INTERPRETED._replace(best=best))
+    scores, winners = maxsim.scored(entries, documents, best=True)
     assert winners is not None
+    if dtype == torch.float32:
+        # the same from torch's products, of which few fit
+        for result in (maxsim.multiplied(entries, documents, 20_000, best=True), (scores, winners)):
+            assert torch.equal(result[1], winners)
+            assert distance(result[0], truth.detach()) <= 1e-6
     u, v = torch.zeros(N, L * D), torch.zeros(J, M * D)
     maxsim.add_query_gradients(u, g, entries, documents, winners)
     # lists of three documents at once
@@ -63,14 +112,12 @@ def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked
     assert distance(v.view(J, M, D), expected[1]) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("best", [1, 2], ids=["exact", "packed"])
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
-def test_a_tie_goes_to_the_first_token(sign: float, best: int) -> None:
+def test_a_tie_goes_to_the_first_token(sign: float) -> None:
     """Tokens of a document that are the same; the first of them wins, over blocks of tokens and within one."""
     q, k = torch.ones(2, 3, 16), sign * torch.ones(2, 40, 16)
     k[:, 0] = -2.0
-    tiling = TILING_INTERPRETED._replace(best=best)
-    _, winners = maxsim.scored(Entries.of(q, None), Documents.of(k, None), best=True, tiling=tiling)
+    _, winners = maxsim.scored(Entries.of(q, None), Documents.of(k, None), best=True)
     assert winners is not None
     assert (winners.unflatten(1, (2, -1))[:, :, :3] == 1).all()
 
