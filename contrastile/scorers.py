@@ -106,6 +106,16 @@ class MaxSim(nn.Module):
             best_ILJ = best_ILJ.masked_fill(~asking[:, :, None], 0.0)
         return best_ILJ.sum(1)
 
+    def pad_tokens(self, side: Tokens, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """A side as vectors [B, length, D] with a bool mask, padded with what does not count; its own length if None.
+
+        A scorer with this method may have sides of other lengths on other ranks. A side without rows is cut to length.
+        """
+        vectors, mask = tokens("q", side)
+        mask = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
+        more = 0 if length is None else length - vectors.shape[1]
+        return F.pad(vectors, (0, 0, 0, more)), F.pad(mask, (0, more))
+
 
 def _vectors(name: str, x: Tensor, features: int) -> None:
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != features:

@@ -23,7 +23,7 @@ from contrastile.data.text_files import open_beir, open_questions
 from contrastile.functional import contrast
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
-from contrastile.models.late import TokenFeatures
+from contrastile.models.late import LateRetriever, TokenFeatures
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import InfoNCELoss
 from contrastile.scorers import MaxSim
@@ -171,11 +171,14 @@ def retriever_loss(run: RetrieverRun, loss: Callable[..., Tensor], batch: TextBa
     """The loss of a batch of any size, the mean over all features and each of the recipe's `dimensions`."""
     model, retain = run.model, run.recipe.train.retain
 
-    def features(side: Side, tokens: Tokens) -> Tensor:
+    def features(side: Side, tokens: Tokens) -> Any:
         return encode(getattr(model, f"encode_{side}"), tokens, **run.sub_batch(side, tokens), retain=retain)
 
     with run.autocast():
         queries, passages = features("query", batch.queries), features("passage", batch.passages)
+        if isinstance(model, LateRetriever):
+            # vectors that do not count would cost as much as others
+            passages = model.compact(passages, **batch.passages)
         ids = {name: getattr(batch, name).to(run.device) for name in ("positives", "query_ids", "key_ids")}
         # the loss makes its products in autocast's type
         losses = [
