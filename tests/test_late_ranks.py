@@ -10,7 +10,7 @@ from problems import distance
 from ranks import Pool
 from torch import Tensor, nn
 
-from contrastile import contrast, encode
+from contrastile import ScoreDistillLoss, contrast, encode
 from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
 
@@ -110,3 +110,84 @@ def test_ranks_with_vectors_of_other_sizes_are_refused(pool: Pool) -> None:
     got = "['[5] torch.float32', '[] torch.bool'] on rank 0 and ['[6] torch.float32', '[] torch.bool'] on rank 1"
     sentence = f"`features` must be the same on all ranks; got {got}. Build the loss and its inputs alike everywhere."
     assert pool.run(other_features, 2) == [sentence] * 2
+
+
+class Projected(nn.Module):
+    """MaxSim of projected tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.project, self.score = nn.Linear(D, 3), MaxSim()
+
+    def forward(self, rows: Any, columns: Any) -> Tensor:
+        return self.score(*[(self.project(vectors), mask) for vectors, mask in (rows, columns)])
+
+
+def lists_of(rank: int, N: int, M: int) -> tuple[Any, Any, Tensor, Tensor]:
+    """Queries and keys of token vectors, a teacher's scores, and lists of which one is shorter than the others."""
+    generator = torch.Generator().manual_seed(20 + rank)
+    vectors = [torch.randn(n, L, D, generator=generator, dtype=torch.float64) for n, L in ((N, 3), (M, 5))]
+    masks = [torch.arange(x.shape[1]) < torch.tensor([[2 + n % 2] for n in range(len(x))]).view(-1, 1) for x in vectors]
+    scores = torch.randn(N, 3, generator=generator, dtype=torch.float64)
+    lists = torch.randint(0, max(M, 1), (N, 3), generator=generator)
+    lists[:1, 2] = -1
+    query, key = ((x.requires_grad_(), mask) for x, mask in zip(vectors, masks, strict=True))
+    return query, key, scores, lists
+
+
+def distilled(rank: int, group: Any, sizes: list[tuple[int, int]], kind: Any) -> Any:
+    query, key, scores, lists = lists_of(rank, *sizes[rank])
+    scorer = Projected().double()
+    loss = ScoreDistillLoss(kind=kind, group=group)(query, key, scores, 1.5, lists=lists, scorer=scorer)
+    loss.backward()
+    return loss.detach(), query[0].grad, key[0].grad, [parameter.grad for parameter in scorer.parameters()]
+
+
+@pytest.mark.parametrize("sizes", [[(3, 4)], [(3, 4), (2, 5)], [(2, 3), (0, 2), (3, 3)]])
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+def test_a_teachers_scores_are_distilled_into_a_scorer(pool: Pool, kind: str, sizes: list[tuple[int, int]]) -> None:
+    scorer, terms, sides = Projected().double(), [], []
+    for rank, (N, M) in enumerate(sizes):
+        query, key, scores, lists = lists_of(rank, N, M)
+        sides.append((query[0], key[0]))
+        x = 1.5 * scorer(query, key)
+        for i in range(N):
+            some = lists[i][lists[i] >= 0]
+            student, teacher = x[i, some], scores[i, : len(some)]
+            if kind == "kl":
+                log_p, log_t = student.log_softmax(0), teacher.log_softmax(0)
+                terms.append((log_t.exp() * (log_t - log_p)).sum())
+            else:
+                terms.append(((student[0] - student[1:]) - (teacher[0] - teacher[1:])).square().mean())
+    truth = torch.stack(terms).mean()
+    truth.backward()
+    answers, W = pool.run(distilled, len(sizes), sizes, kind), len(sizes)
+    for (loss, of_query, of_key, _), (query, key) in zip(answers, sides, strict=True):
+        assert distance(loss, truth.detach()) <= 1e-12
+        for gradient, x in ((of_query, query), (of_key, key)):
+            torch.testing.assert_close(gradient / W, x.grad if x.grad is not None else torch.zeros_like(x))
+    for index, parameter in enumerate(scorer.parameters()):
+        mean = torch.stack([0 * parameter if own[index] is None else own[index] for *_, own in answers]).mean(0)
+        assert torch.allclose(mean, parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_lists_of_token_vectors_need_no_indices_and_are_checked() -> None:
+    query, key, scores, lists = lists_of(0, 3, 4)
+    loss, scorer = ScoreDistillLoss(), MaxSim()
+    lists = lists.clamp(min=0)
+    own = key[0][lists], key[1][lists]
+    torch.testing.assert_close(
+        loss(query, own, scores, scorer=scorer), loss(query, key, scores, lists=lists, scorer=scorer)
+    )
+    for words, sentence in (
+        ((query, [key[0][:, 0, 0]], scores), "`key` must be made of tensors [N, P, ...], or [M, ...]; got [[4]]. As"),
+        ((query, (own[0][:2], own[1][:2]), scores), "`key` must have a list for each `query`; got 3 and 2. Or pass"),
+        (([], own, scores), "`query` must be made of tensors [N, ...]; got none. As the scorer reads them."),
+        ((query, own, scores[:, :2]), "`scores` must be floating point of shape [3, 3], one for each listed key; got"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            loss(*words, scorer=scorer)
+        assert str(caught.value).startswith(sentence)
+    with pytest.raises(ValueError, match=r"`lists` must have two dimensions \[N, P\]; got shape \[3\]"):
+        loss(query, key, scores, lists=lists[:, 0], scorer=scorer)
