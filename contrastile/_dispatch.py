@@ -107,10 +107,18 @@ EXCHANGES: dict[str, type[Exchange]] = {
 }
 
 
-def choose_exchange(options: Options, loss: PairLoss, rows: Shard, cols: Shard, statement: dict[str, Any]) -> Exchange:
+def choose_exchange(
+    options: Options,
+    loss: PairLoss,
+    rows: Shard,
+    cols: Shard,
+    statement: dict[str, Any],
+    tokens: tuple[int, int] | None = None,
+) -> Exchange:
     """The exchange by name; for "auto" gather where it needs at most a sixteenth of the memory, else the ring.
 
-    statement: further facts that all ranks must have in common, such as which inputs require a gradient.
+    statement: further facts that all ranks must have in common, such as which inputs require a gradient. tokens: those
+    of a row and of a column on this rank, where they may differ.
     """
     name, group = options.exchange, options.group
     W = collectives.size(group)
@@ -120,22 +128,39 @@ def choose_exchange(options: Options, loss: PairLoss, rows: Shard, cols: Shard, 
     if name == "single":
         # nothing travels: one rank may compute a loss of its own while the others do not, for validation
         return Single(options.gradient, Layout(None, 0, (len(rows),), (len(cols),)))
-    layout = agreed_layout(options, loss, rows, cols, statement)
+    layout = agreed_layout(options, loss, rows, cols, statement, tokens)
+    longest = layout.tokens
     if name == "auto":
-        D = max(sum(math.prod(x.shape[1:]) for x in side.leaves) for side in (rows, cols))
+        D = max(_numbers(side, length) for side, length in zip((rows, cols), longest or (None, None), strict=True))
         dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
         name = automatic_exchange(layout, D, dtype, rows.features.device)
         _say_once(f"exchange: {name}")
     return EXCHANGES[name](options.gradient, layout)
 
 
-def agreed_layout(options: Options, loss: PairLoss, rows: Shard, cols: Shard, statement: dict[str, Any]) -> Layout:
-    """The rows and columns of every rank; raises where the ranks' statements differ."""
+def agreed_layout(
+    options: Options,
+    loss: PairLoss,
+    rows: Shard,
+    cols: Shard,
+    statement: dict[str, Any],
+    tokens: tuple[int, int] | None = None,
+) -> Layout:
+    """The rows and columns of every rank, and the most tokens; raises where the ranks' statements differ."""
     group = options.group
-    counted = consistency.tally(group, _statement(options, loss, rows, cols) | statement, (len(rows), len(cols)))
-    layout = Layout(group, collectives.rank(group), *(tuple(each) for each in zip(*counted, strict=True)))
+    statement = _statement(options, loss, rows, cols, ragged=tokens is not None) | statement
+    counted = consistency.tally(group, statement, (len(rows), len(cols), *(tokens or (0, 0))))
+    of_rows, of_cols, *lengths = (tuple(each) for each in zip(*counted, strict=True))
+    longest = None if tokens is None else (max(lengths[0]), max(lengths[1]))
+    layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest)
     _not_empty(sum(layout.rows))
     return layout
+
+
+def _numbers(side: Shard, tokens: int | None) -> int:
+    """Numbers of a row in all tensors of a side; of so many tokens, where they differ between ranks."""
+    shapes = (x.shape[1:] if tokens is None else (tokens, *x.shape[2:]) for x in side.leaves)
+    return sum(map(math.prod, shapes))
 
 
 def _not_empty(rows: int) -> None:
@@ -154,7 +179,7 @@ def gathering_allowed(device: torch.device) -> int:
     return device_memory(device) // 16
 
 
-def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard) -> dict[str, Any]:
+def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard, *, ragged: bool) -> dict[str, Any]:
     """The facts that ranks must have in common. The exchange comes first: it decides what else must agree."""
     return {
         "exchange": options.exchange,
@@ -162,8 +187,8 @@ def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard) -> di
         "backend": options.backend,
         "gradient": options.gradient,
         "reduction": options.reduction,
-        "features": _shapes(rows),
-        "key features": _shapes(cols),
+        "features": _shapes(rows, ragged=ragged),
+        "key features": _shapes(cols, ragged=ragged),
         "dtype": str(rows.features.dtype),
         "device": rows.features.device.type,
         "positives": None if rows.positives is None else rows.positives.shape[1],
@@ -173,11 +198,11 @@ def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard) -> di
     }
 
 
-def _shapes(side: Shard) -> Any:
-    """The feature size; for a learned score, the shape and type of each tensor that it reads."""
+def _shapes(side: Shard, *, ragged: bool) -> Any:
+    """The feature size; for a learned score the shape and type of each tensor, or of one token of ragged ones."""
     if side.features.ndim == 2 and not side.others:
         return side.features.shape[1]
-    return [f"{list(x.shape[1:])} {x.dtype}" for x in side.leaves]
+    return [f"{list(x.shape[2 if ragged else 1 :])} {x.dtype}" for x in side.leaves]
 
 
 def _triton() -> type[Tiles]:

@@ -124,6 +124,16 @@ class MaxSim(nn.Module):
         """This class itself, without hooks and not compiled: it draws no random numbers and has no state."""
         return type(self) is MaxSim and not (self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl)
 
+    def pad_tokens(self, side: Tokens, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """A side as vectors [B, length, D] with a bool mask, padded with what does not count; its own length if None.
+
+        A scorer with this method may have sides of other lengths on other ranks. A side without rows is cut to length.
+        """
+        vectors, mask = tokens("q", side)
+        mask = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
+        more = 0 if length is None else length - vectors.shape[1]
+        return F.pad(vectors, (0, 0, 0, more)), F.pad(mask, (0, more))
+
 
 class _BestMatches(torch.autograd.Function):
     """max_m ⟨q_e, k_jm⟩ [E, J] on a CPU, with a block of similarities at a time.

@@ -26,7 +26,7 @@ from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Pla
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices
 from contrastile.exchange.base import Exchange, Layout
 from contrastile.exchange.host import Host, without_features_on
-from contrastile.losses.base import PairLoss, changed
+from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.scored import Scored, fitting_side
 
 # plans kept; all are dropped when more signatures than that have been seen
@@ -59,7 +59,10 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     plan, call = _plans.get(signature, (None, None))
     if call is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
         return Operation.apply, _again(call, arguments)
+    # of a scorer that pads token vectors other ranks may have more of them
+    ragged = not alone and hasattr(arguments.scorer, "pad_tokens") and options.exchange != "single"
     try:
+        arguments = _with_masks(arguments) if ragged else arguments
         problem = Problem.of(arguments, checked=plan is not None, alone=alone)
     except Exception as error:
         # a scorer's own errors are of any kind
@@ -69,12 +72,14 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         return _streamed(problem)
     exchange = plan.exchange if plan is not None and alone else None
     if exchange is None:
-        exchange = choose_exchange(options, problem.loss, problem.rows, problem.cols, problem.statement)
+        rows, cols = problem.rows, problem.cols
+        tokens = (_tokens(rows), _tokens(cols)) if ragged else None
+        exchange = choose_exchange(options, problem.loss, rows, cols, problem.statement, tokens)
     if len(exchange.layout.rows) == 1 and plan is not None:
         problem = problem.placed(exchange)
     else:
         with exchange.in_step():
-            problem = problem.placed(exchange)
+            problem = _padded(problem, exchange.layout.tokens).placed(exchange)
             if plan is None:
                 plan = _planned(problem, exchange)
         if signature is not None:
@@ -82,6 +87,31 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
                 _plans.clear()
             _plans[signature] = plan, _emptied(problem, plan, exchange) if alone and arguments.plain() else None
     return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)
+
+
+def _with_masks(arguments: Arguments) -> Arguments:
+    """Token vectors with their mask, whether or not this rank has padding."""
+    scorer: Any = arguments.scorer
+    negatives = None if arguments.negatives is None else scorer.pad_tokens(arguments.negatives)
+    return replace(arguments, q=scorer.pad_tokens(arguments.q), k=scorer.pad_tokens(arguments.k), negatives=negatives)
+
+
+def _tokens(shard: Shard) -> int:
+    """Tokens of each row; none of a rank without rows."""
+    return shard.features.shape[1] if len(shard) else 0
+
+
+def _padded(problem: Problem, tokens: tuple[int, int] | None) -> Problem:
+    """The problem with so many tokens in every row and every column, those behind the own ones masked."""
+    if tokens is None or problem.scorer is None:
+        return problem
+    # vectors and mask of either side, and parameters
+    q, q_mask, k, k_mask, *others = problem.inputs
+    scorer: Any = problem.scorer.module
+    of_rows, of_cols = scorer.pad_tokens((q, q_mask), tokens[0]), scorer.pad_tokens((k, k_mask), tokens[1])
+    rows = replace(problem.rows, features=of_rows[0].detach(), others=of_rows[1:])
+    cols = replace(problem.cols, features=of_cols[0].detach(), others=of_cols[1:])
+    return replace(problem, inputs=(*of_rows, *of_cols, *others), rows=rows, cols=cols)
 
 
 def _eagerly(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, others: dict[str, Any]) -> Tensor:
@@ -98,7 +128,7 @@ def tell_all(error: Exception, group: Any, exchange: str) -> None:
     known = isinstance(error, ValueError)
     sentence = str(error) if known else f"{type(error).__name__}: {error}"
     try:
-        consistency.tally(group, {"error": sentence}, (0, 0))
+        consistency.tally(group, {"error": sentence}, (0, 0, 0, 0))
     except ValueError:
         # an error that is no sentence of ours stays as it is on the rank that raised it
         if known:

@@ -43,6 +43,8 @@ class Layout:
     cols: tuple[int, ...]
     # global position of each rank's first column; None: ranks follow each other from 0
     starts: tuple[int, ...] | None = None
+    # tokens of a row and of a column, the most of any rank, where a scorer pads them
+    tokens: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)

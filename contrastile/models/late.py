@@ -75,6 +75,18 @@ class LateRetriever(Retriever):
         """Tokens `[B, L]` to vectors `[B, L, D]` and their mask."""
         return self._vectors("passage", input_ids, attention_mask), self.compared(input_ids, attention_mask)
 
+    def compact(self, features: TokenFeatures, input_ids: Tensor, attention_mask: Tensor) -> TokenFeatures:
+        """Vectors of passages without those that are not compared, `[B, most, D]`, and their mask.
+
+        The tokens, in host memory, say which ones these are, so that nothing waits for a device.
+        """
+        mask = self.compared(input_ids.cpu(), attention_mask.cpu())
+        most = max([1, *mask.sum(1).tolist()])
+        order = (~mask).byte().argsort(dim=1, stable=True)[:, :most]
+        vectors, device = features[0], features[0].device
+        index = order.to(device, non_blocking=True)[..., None].expand(-1, -1, vectors.shape[2])
+        return vectors.gather(1, index), mask.gather(1, order).to(device, non_blocking=True)
+
     def compared(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mask of a passage's tokens whose vectors are compared, bool `[B, L]`."""
         return attention_mask.bool() & ~torch.isin(input_ids, self.punctuation.to(input_ids.device))

@@ -23,6 +23,7 @@ from contrastile.data.text_files import open_beir, open_questions
 from contrastile.data.texts import TextSet
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
+from contrastile.models.late import LateRetriever
 from contrastile.models.text import load_tokenizer
 from contrastile.scorers import MaxSim
 from contrastile.train.config.losses import RetrieverScores
@@ -191,11 +192,14 @@ def retriever_loss(
     """
     model, retain = run.model, run.recipe.train.retain
 
-    def features(side: Side, tokens: Tokens) -> Tensor:
+    def features(side: Side, tokens: Tokens) -> Any:
         return encode(getattr(model, f"encode_{side}"), tokens, **run.sub_batch(side, tokens), retain=retain)
 
     with run.autocast():
         queries, passages = features("query", batch.queries), features("passage", batch.passages)
+        if isinstance(model, LateRetriever):
+            # vectors that do not count would cost as much as others
+            passages = model.compact(passages, **batch.passages)
         inputs: dict[str, Any] = batch.inputs(run.device) | ({} if guides is None else {"guides": guides})
         losses = []
         for size in (None, *run.recipe.model.dimensions):
