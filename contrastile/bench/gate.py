@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastile.bench import subjects as sub
 from contrastile.bench.peers import Case, Loss
 from contrastile.losses.reference import (
     dense_clip,
@@ -29,9 +30,9 @@ from contrastile.modules import ClipLoss, DCLLoss, DistillClipLoss, GISTLoss, In
 
 SCALE = 100.0
 # of dclw, of hardness, and of a teacher
-SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, 5.0, 50.0, 0.5
-# features of a guide, and negatives of each query
-GUIDE, OWN = 16, 8
+SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, sub.HARDNESS, 50.0, 0.5
+# features of a guide
+GUIDE = 16
 # rows on which whole results are compared with float64
 GATE_ROWS = {"cuda": 10048}
 GATE_ROWS_ELSEWHERE = 1000
@@ -96,8 +97,8 @@ class _With(torch.nn.Module):
         super().__init__()
         self.loss, self.further = loss(**how), further
 
-    def forward(self, q: Tensor, k: Tensor, scale: Tensor, **others: Any) -> Tensor:
-        value: Tensor = self.loss(q, k, scale, **self.further(q, k), **others)
+    def forward(self, q: Tensor, k: Tensor, *scalars: Tensor, **others: Any) -> Tensor:
+        value: Tensor = self.loss(q, k, *scalars, **self.further(q, k), **others)
         return value
 
 
@@ -136,13 +137,8 @@ def _some_distill(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return (losses[0] + losses[1]) / 2
 
 
-def _own(k: Tensor) -> Tensor:
-    """Negatives of each query: the keys that follow its own."""
-    return torch.stack([k.roll(-shift, 0) for shift in range(1, OWN + 1)], 1)
-
-
 def _some_own(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    x = torch.cat([q[some] @ k.T, (_own(k)[some] @ q[some][..., None])[..., 0]], 1)
+    x = torch.cat([q[some] @ k.T, (sub.own(k)[some] @ q[some][..., None])[..., 0]], 1)
     return F.cross_entropy(scale * x, some)
 
 
@@ -161,7 +157,27 @@ def _further_distill(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 def _further_own(q: Tensor, k: Tensor) -> dict[str, Any]:
     del q
-    return {"negatives": _own(k)}
+    return {"negatives": sub.own(k)}
+
+
+def _labelled(
+    rows: Callable[..., Tensor], module: Callable[..., torch.nn.Module], operations: int, bias: float | None = None
+) -> Subject:
+    """Positives by label."""
+    labelled = partial(_With, module, lambda q, _: {"labels": sub.labels_of(q)})
+    return Subject(sub.over_all(rows), rows, labelled, operations, bias)
+
+
+def _views(form: str) -> Subject:
+    """A matrix of twice the rows and columns."""
+    rows = partial(sub.some_views, form)
+    return Subject(sub.over_all(rows), rows, partial(sub.Views, form), 32)
+
+
+def _scored(kind: str) -> Subject:
+    """Lists, whose products are not those of b² pairs: no rate."""
+    rows = partial(sub.some_scores, kind)
+    return Subject(sub.over_all(rows), rows, partial(sub.Listed, kind), 0)
 
 
 _distill = partial(DistillClipLoss, weight=TEACHER_WEIGHT)
@@ -176,6 +192,15 @@ SUBJECTS = {
     "gist": Subject(_dense_gist, partial(_some_rows, _dense_gist), partial(_With, GISTLoss, _further_gist), 8),
     "distill": Subject(_dense_distill, _some_distill, partial(_With, _distill, _further_distill), 12),
     "own": Subject(_dense_own, _some_own, partial(_With, InfoNCELoss, _further_own), 8),
+    "hardness_own": Subject(
+        sub.over_all(sub.some_hardness_own), sub.some_hardness_own, partial(_With, sub.hardness_own, _further_own), 8
+    ),
+    "queue": Subject(sub.over_all(sub.some_queue), sub.some_queue, partial(_With, InfoNCELoss, sub.queued), 16),
+    "clip_labels": _labelled(sub.some_clip_labels, ClipLoss, 8),
+    "siglip_labels": _labelled(sub.some_siglip_labels, SigLipLoss, 6, -10.0),
+    "siglip_balanced": _labelled(sub.some_siglip_balanced, partial(SigLipLoss, balanced=True), 6, -10.0),
+    **{name: _views(form) for name, form in (("supcon", "out"), ("supcon_in", "in"))},
+    **{kind: _scored(kind) for kind in ("kl", "margin_mse")},
     "hardness": Subject(_dense_hardness, partial(_some_rows, _dense_hardness), _hardness, 8),
 }
 
