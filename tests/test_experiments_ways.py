@@ -35,6 +35,7 @@ def test_ways_of_a_retriever_are_compared_and_resumed(
 ) -> None:
     monkeypatch.setattr(ways, "WARM", 1)
     monkeypatch.setattr(ways, "TIMED", 1)
+    monkeypatch.setattr(ways, "ROUNDS", 1)
     code, folder = compared(tmp_path, WAYS, "--seeds", "1")
     assert code == 0
     rows = [*csv.DictReader((folder / "compare.csv").read_text().splitlines())]

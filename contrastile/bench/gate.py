@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contrastile.bench import subjects as sub
 from contrastile.bench.peers import Case, Loss
 from contrastile.functional import contrast
 from contrastile.losses.inside import SoftmaxInside
@@ -31,7 +32,7 @@ from contrastile.modules import ClipLoss, DCLLoss, DistillClipLoss, GISTLoss, In
 
 SCALE = 100.0
 # of dclw, of hardness, and of a teacher
-SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, 5.0, 50.0, 0.5
+SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, sub.HARDNESS, 50.0, 0.5
 # every so many features of a key's guide are those of its query's; negatives of each query, rows of a label
 SHARED, OWN, ALIKE = 8, 8, 2
 # rows on which whole results are compared with float64
@@ -178,13 +179,8 @@ def _some_distill(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return (losses[0] + losses[1]) / 2
 
 
-def _own(k: Tensor) -> Tensor:
-    """Negatives of each query: the keys that follow its own."""
-    return torch.stack([k.roll(-shift, 0) for shift in range(1, OWN + 1)], 1)
-
-
 def _some_own(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    x = torch.cat([q[some] @ k.T, (_own(k)[some] @ q[some][..., None])[..., 0]], 1)
+    x = torch.cat([q[some] @ k.T, (sub.own(k)[some] @ q[some][..., None])[..., 0]], 1)
     return F.cross_entropy(scale * x, some)
 
 
@@ -208,7 +204,27 @@ def _further_distill(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 def _further_own(q: Tensor, k: Tensor) -> dict[str, Any]:
     del q
-    return {"negatives": _own(k)}
+    return {"negatives": sub.own(k)}
+
+
+def _labelled(
+    rows: Callable[..., Tensor], module: Callable[..., torch.nn.Module], operations: int, bias: float | None = None
+) -> Subject:
+    """Positives by label."""
+    labelled = partial(_With, module, lambda q, _: {"labels": sub.labels_of(q)})
+    return Subject(sub.over_all(rows), rows, labelled, operations, bias)
+
+
+def _views(form: str) -> Subject:
+    """A matrix of twice the rows and columns."""
+    rows = partial(sub.some_views, form)
+    return Subject(sub.over_all(rows), rows, partial(sub.Views, form), 32)
+
+
+def _scored(kind: str) -> Subject:
+    """Lists, whose products are not those of b² pairs: no rate."""
+    rows = partial(sub.some_scores, kind)
+    return Subject(sub.over_all(rows), rows, partial(sub.Listed, kind), 0)
 
 
 _distill = partial(DistillClipLoss, weight=TEACHER_WEIGHT)
@@ -224,6 +240,15 @@ SUBJECTS = {
     "gist": Subject(_every(_some_gist), _some_gist, partial(_With, GISTLoss, _further_gist), 12),
     "distill": Subject(_dense_distill, _some_distill, partial(_With, _distill, _further_distill), 12),
     "own": Subject(_every(_some_own), _some_own, partial(_With, InfoNCELoss, _further_own), 8),
+    "hardness_own": Subject(
+        sub.over_all(sub.some_hardness_own), sub.some_hardness_own, partial(_With, sub.hardness_own, _further_own), 8
+    ),
+    "queue": Subject(sub.over_all(sub.some_queue), sub.some_queue, partial(_With, InfoNCELoss, sub.queued), 16),
+    "clip_labels": _labelled(sub.some_clip_labels, ClipLoss, 8),
+    "siglip_labels": _labelled(sub.some_siglip_labels, SigLipLoss, 6, -10.0),
+    "siglip_balanced": _labelled(sub.some_siglip_balanced, partial(SigLipLoss, balanced=True), 6, -10.0),
+    **{name: _views(form) for name, form in (("supcon", "out"), ("supcon_in", "in"))},
+    **{kind: _scored(kind) for kind in ("kl", "margin_mse")},
     "hardness": Subject(_dense_hardness, partial(_some_rows, _dense_hardness), _hardness, 8),
     "balanced": Subject(
         _every(_some_balanced), _some_balanced, partial(_With, _balanced, _further_balanced), 6, bias=-10.0
