@@ -327,13 +327,7 @@ class TrainSettings(Steps):
 
     sub_batch: Annotated[SubBatch, same_for("image", "text"), Field(validate_default=True)] = SubBatch()
     precision: Literal["auto", "float32", "float64", "bf16", "fp16"] = "float32"
-    compile: bool = False
     smallest_part: ClassVar[int] = 2
-
-    def clashes(self) -> Iterable[Clash]:
-        yield from super().clashes()
-        sharded = self.parallel == "shard"
-        yield self.compile and sharded, "compile", 'must be false with train.parallel = "shard"; got true'
 
     @field_validator("sub_batch")
     @classmethod

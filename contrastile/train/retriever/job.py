@@ -21,7 +21,7 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
 from contrastile.gradcache.encode import encode
-from contrastile.gradcache.memory import bytes_per_example
+from contrastile.gradcache.memory import as_written, bytes_per_example
 from contrastile.models.text import load_tokenizer
 from contrastile.modules import InfoNCELoss
 from contrastile.train.folder import RunFolder
@@ -61,7 +61,7 @@ class RetrieverJob(Task[TextBatch]):
         recipe = run.recipe
         super().__init__(run, InfoNCELoss(**recipe.loss.words()))
         self.materials = materials
-        self.builder = TextBatchBuilder(materials, recipe.data, seed=recipe.seed)
+        self.builder = TextBatchBuilder(materials, recipe.data, seed=recipe.seed, rounded=recipe.train.compile is True)
         self._index = index
 
     @classmethod
@@ -165,7 +165,7 @@ def activations_per_query(run: RetrieverRun, materials: TextMaterials) -> int:
         at_once = run.recipe.train.sub_batch.at_once(side, max(int(store.lengths[median]), 1))
         return bytes_per_example(forward, at_once)
 
-    with run.autocast():
+    with run.autocast(), as_written():
         passages = run.recipe.data.positives + run.recipe.data.negatives
         return activations("query", materials.queries) + activations("passage", materials.passages) * passages
 

@@ -23,8 +23,10 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices, silent
 from contrastile.data.registry import open_texts
 from contrastile.data.texts import Passage, TextSet, text_digest
+from contrastile.gradcache.batching import rounded_length
 from contrastile.gradcache.encode import encode
 from contrastile.models.base import evaluating
+from contrastile.models.compiled import compile_tower
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.models.towers import Retriever, build_retriever
 from contrastile.train.folder import RECIPE, finished_run
@@ -32,7 +34,7 @@ from contrastile.train.loaded import LoadedRun
 from contrastile.train.log import progress
 from contrastile.train.recipe import load_retriever_recipe
 from contrastile.train.retriever.config import RetrieverRecipe, TextDataSettings
-from contrastile.train.run import autocast, checked_list, checked_towers, choose_device, load_weights, with_precision
+from contrastile.train.run import autocast, checked_list, checked_towers, choose_device, load_weights, settled
 
 Side = Literal["query", "passage"]
 Tokens = dict[str, Tensor]
@@ -62,10 +64,16 @@ class TokenStore:
         """All tokens and their offsets, for a checksum."""
         return self._ids.numpy().tobytes() + self._starts.numpy().tobytes()
 
-    def rows(self, rows: Tensor) -> Tokens:
-        """`input_ids` and `attention_mask` of these texts, int64 `[n, longest]`, padded on the right."""
+    def rows(self, rows: Tensor, *, rounded: bool = False) -> Tokens:
+        """`input_ids` and `attention_mask` of these texts, int64 `[n, longest]`, padded on the right.
+
+        `rounded`: the longest length is rounded up, at most to that of all texts.
+        """
         lengths = self.lengths[rows]
-        positions = torch.arange(max(int(lengths.max()), 1) if len(rows) else 1)
+        longest = max(int(lengths.max()), 1) if len(rows) else 1
+        positions = torch.arange(
+            rounded_length(longest, max(int(self.lengths.max()), 1)) if rounded and len(rows) else longest
+        )
         mask = positions < lengths[:, None]
         offsets = (self._starts[rows][:, None] + positions).masked_fill(~mask, 0)
         ids = self._ids[offsets].long() if len(self._ids) else torch.zeros_like(offsets)
@@ -139,7 +147,7 @@ class RetrieverRun(LoadedRun):
 
 def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> RetrieverRun:
     """The untrained run of a recipe, initialised from its seed."""
-    recipe = with_precision(recipe)
+    recipe = settled(recipe)
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
     settings = {
@@ -150,7 +158,10 @@ def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> Retrie
     # the feature size of some encoders is known only once they are built
     if (most := max(recipe.model.dimensions, default=0)) > model.features:
         raise invalid("model.dimensions", f"be at most the {model.features} features there are", most, "Leave it out.")
-    return RetrieverRun(recipe, model.to(device), tokenizer, device)
+    model = model.to(device)
+    for encoder in model.encoders.values() if recipe.train.compile else ():
+        compile_tower(encoder)
+    return RetrieverRun(recipe, model, tokenizer, device)
 
 
 def load_retriever(run: str | Path, *, device: str = "auto") -> RetrieverRun:
@@ -250,10 +261,13 @@ class TextBatch:
 
 
 class TextBatchBuilder:
-    """Samples passages for queries, seeded by `seed` and the step's number alone, and builds batches of them."""
+    """Samples passages for queries, seeded by `seed` and the step's number alone, and builds batches of them.
 
-    def __init__(self, materials: TextMaterials, data: TextDataSettings, *, seed: int) -> None:
-        self._materials, self._data, self._seed = materials, data, seed
+    `rounded`: tokens are padded to few lengths, for encoders that are compiled for each.
+    """
+
+    def __init__(self, materials: TextMaterials, data: TextDataSettings, *, seed: int, rounded: bool = False) -> None:
+        self._materials, self._data, self._seed, self._rounded = materials, data, seed, rounded
 
     def sample(self, rows: Tensor, step: int) -> list[SampledQuery]:
         """The queries at `rows` with sampled passages; copies of a passage are replaced by its first row."""
@@ -307,8 +321,8 @@ class TextBatchBuilder:
         own = [(sampled[index].positives[0], queries[sampled[index].query].itself) for index in local]
         ids = [positive if itself is None else int(same[itself]) for positive, itself in own]
         return TextBatch(
-            queries=materials.queries.rows(rows),
-            passages=materials.passages.rows(keys),
+            queries=materials.queries.rows(rows, rounded=self._rounded),
+            passages=materials.passages.rows(keys, rounded=self._rounded),
             positives=torch.from_numpy(padded),
             query_ids=torch.tensor(ids, dtype=torch.int64),
             key_ids=keys,
