@@ -519,7 +519,7 @@ SENTENCES = {
     "`k` must have rows of 6 features, as the scorer reads them; got shape [3, 4]. Project one side first.": lambda: (
         contrast(_x(), _x(), scorer=PairMLP(4, 6, hidden=2))
     ),
-    "`k` must have rows of 4 features, as the scorer reads them; got shape [3, 2, 3]. Project one side "
+    "`k` must have rows of 4 features, as the scorer reads them; got shape [5, 2, 3]. Project one side "
     "first.": lambda: contrast(torch.ones(5, 2, 4), torch.ones(5, 2, 3), scorer=MaxSim()),
     "`q` must be made of tensors whose first axis is the batch; got str. Keep the rest in `scorer`.": lambda: contrast(
         {"tokens": _x(), "name": "query"}, _x(), scorer=Bilinear(4, 4)

@@ -31,7 +31,7 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True}
 # strides and sizes that are multiples of 16 where features are
-ALIGNED = ("D", "q_stride", "k_stride", "out_stride")
+ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride")
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
 # capabilities for which the kernels without products are compiled too
@@ -77,10 +77,13 @@ def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int
     assert programs * (max(taken[name] for name in BUSY) + RESERVED) <= SHARED[capability] + RESERVED
 
 
-def _type(name: str, shape: Any) -> str:
+def _type(name: str, shape: Any, *, guided: bool) -> str:
     """Triton's name for the type of an argument."""
-    descriptors = {"q_mem": (shape.rows, shape.depth), "k_mem": (shape.cols, shape.depth)}
-    descriptors["out_mem"] = (shape.rows, shape.cols // 2)
+    rows, cols = (shape.rows, shape.depth), (shape.cols, shape.depth)
+    descriptors = {"q_mem": rows, "k_mem": cols, "out_mem": (shape.rows, shape.cols // 2)}
+    descriptors |= {"guide_q_mem": rows, "guide_k_mem": cols} if guided else {}
+    if name.endswith("_mem") and name not in descriptors:
+        return "*bf16"
     if name in descriptors:
         return f"tensordesc<bf16[{descriptors[name][0]},{descriptors[name][1]}]>" if shape.tma else "*bf16"
     if name in ("q_ptr", "k_ptr", "x_ptr"):
@@ -94,11 +97,11 @@ def _type(name: str, shape: Any) -> str:
 
 def _kernels() -> list[Any]:
     """Every function that is launched: those that say what they are not specialized for."""
-    from contrastile.tiles.triton import backward, forward, positives, reductions
+    from contrastile.tiles.triton import backward, careful, forward, positives, reductions
 
     return [
         function
-        for module in (forward, backward, positives, reductions)
+        for module in (forward, backward, careful, positives, reductions)
         for name, function in vars(module).items()
         if getattr(function, "fn", None) is not None
         and function.fn.__module__ == module.__name__
@@ -111,7 +114,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 
     All options on one chip, all tile kernels on every one; those without products are the same on two.
     """
-    from contrastile.tiles.triton.forward import UNROLLED
+    from contrastile.tiles.triton.masks import UNROLLED
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
@@ -160,7 +163,8 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
     names = kernel.arg_names
     constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
     constants |= {name: value for name, value in (fixed | chosen).items() if name in constants}
-    signature = {name: "constexpr" if name in constants else _type(name, shape) for name in names}
+    guided = bool(constants.get("GUIDE"))
+    signature = {name: "constexpr" if name in constants else _type(name, shape, guided=guided) for name in names}
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, name in enumerate(names)

@@ -35,12 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the arguments before anything heavy is imported, then write."""
     from pathlib import Path
 
-    from contrastile.train.folder import INDEX, RECIPE
-    from contrastile.train.recipe import load_any_recipe
+    from contrastile.train.folder import INDEX
 
     one_of("--as", arguments.kind, (*LIBRARIES, *INDEXES), "The last two are for an index.")
-    folder = finished_run_on(arguments.run, "auto")
-    kind = load_any_recipe(folder / RECIPE, files=False).kind
+    folder, recipe = finished_run_on(arguments.run, "auto")
+    kind = recipe.kind
     if arguments.kind in LIBRARIES:
         libraries, noun = OF_KIND[kind]
         if arguments.kind not in libraries:

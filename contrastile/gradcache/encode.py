@@ -45,6 +45,7 @@ from contrastile.gradcache.introspect import (
     refusing_batch_norm,
     refusing_changes,
     refusing_state,
+    runs_compiled,
 )
 from contrastile.gradcache.memory import AUTO
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, sharing_casts, silent
@@ -82,13 +83,14 @@ def encode(
             is.
         parts: in place of `inputs`, the sub-batches as a data loader made them, a list of what `inputs` may be, and of
             anything that the encoder takes: each is passed whole, and its features follow those of the one before.
-        sub_batch: examples encoded at once; the last sub-batch may be shorter. "auto": as many as fit into memory,
-            measured at the first call for an encoder and remembered, and halved if memory ends after all. Ranks that a
-            wrapper joins take the smallest size of any.
+        sub_batch: examples encoded at once; the last sub-batch may be shorter, on which a compiled encoder runs
+            uncompiled. "auto": as many as fit into memory, measured at the first call for an encoder and remembered,
+            and halved if memory ends after all. Ranks that a wrapper joins take the smallest size of any.
         sub_batch_tokens: tokens encoded at once, padding included, for a mapping with an `attention_mask` [batch,
             length], which is 0 at padding. Texts are sorted by length, so that short ones share a sub-batch, and
             trimmed to the longest of their sub-batch, in every tensor whose second axis is as long as the mask's. A
-            text without any token keeps all its positions. With `sub_batch` too, both are limits.
+            text without any token keeps all its positions. With `sub_batch` too, both are limits. Lengths are rounded
+            up for a compiled encoder, which is compiled for each.
         retain: number of sub-batches, the last ones, whose graph is kept from the first pass; they need no second
             forward. "auto": as many as memory allows; with room for all, caching costs nothing. Behind a frozen trunk,
             where graphs hold little more than the trunk's features, all are kept in any case, as long as there is room.
@@ -145,7 +147,7 @@ def encode(
         replace(reached, parameters=parameters), Autocast.current(reached.device), sharding,
         has_other_path(function, reached.modules), engine,
     )  # fmt: skip
-    form = OutputForm()
+    form, rounded = OutputForm(), tokens is not None and runs_compiled(function, reached.modules)
     # evaluation reduces nothing, so it needs no forward of the wrapper
     wrapper = wrapper if parameters else None
 
@@ -153,7 +155,7 @@ def encode(
         batches = (
             split(batch, size or (batch if parts is None else 1))
             if tokens is None
-            else split_by_tokens(inputs, tokens, size)
+            else split_by_tokens(inputs, tokens, size, rounded=rounded)
         )
         batches = batches.extended(sharding.most(len(batches.bounds)))
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)

@@ -138,6 +138,8 @@ class Job:
             nullcontext() if wanted is None else torch.enable_grad(),
             without_parametrization_cache(),
             nullcontext() if start < stop else self.reached.random().restoring(),
+            # compiled code is made for each shape anew, which does not pay for the rest of a batch
+            as_written() if self.other_path and self.batches.is_short(index) else nullcontext(),
         ):
             args, kwargs = self.layout.arguments(self.batches.trim(index, rows), examples)
             outputs = form.flatten(self.encoder(*args, **kwargs))

@@ -198,6 +198,9 @@ def export_index(folder: Path, kind: str, target: Path) -> list[Path]:
     `ids.txt` has an id a line, escaped as in JSON; `passages.jsonl` the passages in the same order.
     """
     index = Index(folder)
+    if index.kind != "single":
+        remedy = "Read its .npy and .lengths.npy: the vectors of all tokens, and their number in each passage."
+        raise invalid("index", "have one vector a passage", f'one of kind "{index.kind}"', remedy)
     refuse_existing(target)
     shards = [Path(folder) / shard["name"] for shard in index.metadata["shards"]]
     features = [np.load(f"{shard}.npy", mmap_mode="r", allow_pickle=False) for shard in shards]

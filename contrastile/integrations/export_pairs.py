@@ -240,18 +240,24 @@ def _compare(
     same = {
         "tokens": torch.equal(*tokens),
         "features of pictures": torch.equal(image(normalised), run.model.encode_image(pixels)),
-        "features of texts": torch.equal(text(words), run.model.encode_text(**run.tokenizer.tokenise(TEXTS))),
+        "features of texts": torch.equal(text(words), _features(run)),
     }
     if others := [name for name, equal in same.items() if not equal]:
         remedy = "Use the run with contrastile.load."
         raise invalid("run", f"give the same tokens and features in {library}", f"other {' and '.join(others)}", remedy)
 
 
+def _features(run: Run) -> Tensor:
+    """The run's own features of `TEXTS`."""
+    tokens = run.tokenizer.tokenise(TEXTS)
+    return run.model.encode_text(tokens["input_ids"], tokens["attention_mask"])
+
+
 def _card(run: Run, folder: Path, library: str, name: str) -> str:
     """The model card: use, form and training."""
     data, model = run.recipe.data, run.model
     with torch.no_grad():
-        features = model.encode_text(**run.tokenizer.tokenise(TEXTS)).shape[1]
+        features = _features(run).shape[1]
     scale, bias = model.logit_scale.exp().item(), model.logit_bias
     grey = ', converted to grey first: `picture.convert("L")`' if data.channels == 1 else ""
     return filled_card(

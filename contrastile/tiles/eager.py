@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ STRIP_CPU, LEAST_STRIP = 512, 32
 @dataclass
 class Eager(Tiles):
     """Tiles of plain PyTorch operations."""
-
-    takes_guides: ClassVar[bool] = True
 
     @classmethod
     def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
@@ -184,7 +182,8 @@ class Eager(Tiles):
         marks = mark(rows, cols, exclude_self=self.loss.exclude_self)
         if marks.excluded is not None:
             fill(x, marks.excluded, -torch.inf)
-        tile = Tile(x, *marks, bounds, scale=self.scale)
+        numbers = tuple([None if side.numbers is None else side.numbers.to(x.dtype) for side in (rows, cols)])
+        tile = Tile(x, *marks, bounds, numbers=(numbers[0], numbers[1]), scale=self.scale)
         if not rows.guides and rows.targets is None:
             return tile
         guides = [a.to(x.dtype) @ b.to(x.dtype).T for a, b in zip(rows.guides, cols.guides, strict=True)]
