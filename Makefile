@@ -91,7 +91,8 @@ PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
 
 .venv-integrations/.done: pyproject.toml constraints.txt constraints-integrations.txt
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu \
+		deepspeed
 	@touch $@
 
 # the last version 5 of sentence-transformers
