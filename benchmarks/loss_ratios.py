@@ -26,8 +26,14 @@ from contrastile.bench.gate import SUBJECTS, Gate, problem, step
 from contrastile.bench.harness import COLUMNS, Machine, Table, results_file
 from contrastile.bench.loss import WORKSPACE, Result
 from contrastile.bench.peers import ANY_NUMBER, Case, Contestant
+from contrastile.tiles.triton import plan
 
 CLIP = "clip"
+# shapes of tiles in which a teacher's products and the student's fit the registers together
+SHAPES = {
+    "8 warps": plan.Shape(warps=8, programs=1, stages=4, truncation=2.0**-30),
+    "64 columns": plan.Shape(cols=64, stages=4, truncation=2.0**-30),
+}
 # sizes at which eager tiles are timed too, and the losses that fused kernels once declined
 EAGER, DECLINED = (32768, 512), ("gist", "distill", "balanced", "inside")
 # rows of a step that compiles the kernels
@@ -50,15 +56,18 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=0.2, help="of each loss and size, at least one round")
     parser.add_argument("--budget", type=float, default=110.0, help="seconds after which no further size begins")
+    parser.add_argument("--shape", choices=SHAPES, help="of the tiles, for a comparison of shapes")
     parser.add_argument("--warm", metavar="LOSS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device, started = torch.device(options.device), time.monotonic()
+    if options.shape:
+        plan.SHAPES.update(dict.fromkeys(plan.SHAPES, SHAPES[options.shape]))
     if options.warm:
         warm(options.warm, options.dtype, device)
         return 0
     names = [CLIP, *[name for name in options.losses if name != CLIP]]
     if device.type == "cuda":
-        compile_all(names, options.dtype)
+        compile_all(names, options.dtype, ["--shape", options.shape] if options.shape else [])
         print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
     machine, gates = Machine.of(device, options.seconds), {}
     for name, d in product(names, options.features[:1]):
@@ -98,9 +107,9 @@ def warm(name: str, dtype: str, device: torch.device) -> None:
     step(module(name, device, "triton"), problem(Case(name, FEW_ROWS, 512, dtype), device))
 
 
-def compile_all(names: list[str], dtype: str) -> None:
+def compile_all(names: list[str], dtype: str, shape: list[str]) -> None:
     """Compile every loss's kernels, each in a process of its own; the first one's small kernels serve the others."""
-    script = [sys.executable, __file__, "--dtype", dtype, "--warm"]
+    script = [sys.executable, __file__, "--dtype", dtype, *shape, "--warm"]
     subprocess.run([*script, names[0]], check=True)
     for process in [subprocess.Popen([*script, name]) for name in names[1:]]:
         process.wait()
