@@ -57,7 +57,8 @@ DOCUMENTS = {
     "5 stages": Gathering(document_stages=5),
     "groups of 32, 2 warps": Gathering(group=32, document_warps=2),
     "groups of 32, 2 warps, 5 stages": Gathering(group=32, document_warps=2, document_stages=5),
-    "groups of 32, 4 warps": Gathering(group=32),
+    "chunks of 1024": Gathering(chunk=1024),
+    "chunks of 1024, 5 stages": Gathering(chunk=1024, document_stages=5),
 }
 SIZES = ((1024, 1024, 32, 180, 128), (4096, 4096, 32, 180, 128), (64, 64, 1024, 1024, 128), (128, 128, 32, 180, 128),
          (16384, 16384, 32, 180, 128))  # fmt: skip

@@ -28,6 +28,7 @@ from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
 from contrastile.tiles.scored import Scored, Scorer
 from contrastile.tiles.triton import maxsim_kernels as kernels
+from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.launch import on, run
 from contrastile.tiles.triton.plan import ALIGNMENT, PIECES, interpreting, shape_for, tiles_of
 
@@ -36,6 +37,8 @@ MOST_FEATURES = 256
 # entries of a slot, the first whose padding is at most this share; the last of them otherwise
 SLOTS, PADDING = (256, 128, 64, 32, 16, 8), 1 / 15
 SLOT_MASKED = 16
+# compute capabilities of chips that have 99 KiB of shared memory for a program
+LESS_SHARED = (8, 6), (8, 9), (12, 0)
 # bytes of a pair in float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won
@@ -199,6 +202,8 @@ class FusedMaxSim(Scored):
             return None
         if q.device.type != "cuda" or torch.version.cuda is None:
             return f"the features are on {q.device.type}, not on an NVIDIA device"
+        if torch.cuda.get_device_capability(q.device) < LEAST_CAPABILITY:
+            return "the device is older than compute capability 8.0"
         return None
 
     @classmethod
@@ -284,7 +289,8 @@ def tiling_for(x: Tensor, *, best: bool = False) -> Tiling:
     if interpreting():
         return TILING_INTERPRETED
     if x.shape[2] > 128:
-        return Tiling(entries=128)
+        less = torch.cuda.get_device_capability(x.device) in LESS_SHARED
+        return Tiling(entries=64, warps=4, stages=2) if less else Tiling(entries=128)
     return Tiling(most_registers=128 if best else None)
 
 
