@@ -33,6 +33,8 @@ from contrastile.train.provenance import provenance
 SCALE = 20.0
 # bytes of each pair of a dense block, about: more than a device has are not tried
 DENSE_BYTES = 6
+# names of packages on PyPI that differ from the implementation's
+PACKAGES = {"open_clip": "open_clip_torch"}
 # the most seconds that a step may take, estimated from the step before
 MOST_SECONDS = 600.0
 # a step of more seconds runs once, for its peak and its time; smaller sizes have compiled its kernels
@@ -274,7 +276,7 @@ class MemoryBench:
         row: Row = {
             "impl": way.impl, "way": way.name, "implementation": way.label, "world": world, "b": b, "d": d,
             "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None,
-            "planned_bytes": self._planned(way, world, N, d, dtype), **provenance(machine.device, way.impl),
+            "planned_bytes": self._planned(way, world, N, d, dtype), **provenance(machine.device, PACKAGES.get(way.impl, way.impl)),
         }  # fmt: skip
         rows, columns = way.block(N, world)
         need, ahead = DENSE_BYTES * rows * columns, self._pace.get(way.label, 0.0) * N * b * d
