@@ -33,6 +33,8 @@ from contrastile.train.provenance import provenance
 SCALE = 20.0
 # bytes of each pair of a dense block, about: more than a device has are not tried
 DENSE_BYTES = 6
+# names of packages on PyPI that differ from the implementation's
+PACKAGES = {"open_clip": "open_clip_torch"}
 # the most seconds that a step may take, estimated from the step before
 MOST_SECONDS = 600.0
 # a step of more seconds runs once, for its peak and its time; smaller sizes have compiled its kernels
@@ -270,11 +272,11 @@ class MemoryBench:
                         self._measure(way, world, b, d, dtype)
 
     def _measure(self, way: Way, world: int, b: int, d: int, dtype: torch.dtype) -> None:
-        machine, N = self.machine, b // world
+        machine, N, package = self.machine, b // world, PACKAGES.get(way.impl, way.impl)
         row: Row = {
             "impl": way.impl, "way": way.name, "implementation": way.label, "world": world, "b": b, "d": d,
             "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None,
-            "planned_bytes": self._planned(way, world, N, d, dtype), **provenance(machine.device, way.impl),
+            "planned_bytes": self._planned(way, world, N, d, dtype), **provenance(machine.device, package),
         }  # fmt: skip
         rows, columns = way.block(N, world)
         need, ahead = DENSE_BYTES * rows * columns, self._pace.get(way.label, 0.0) * N * b * d
