@@ -184,7 +184,7 @@ def test_the_command_searches_all_passages_or_candidates(indices, capsys, tmp_pa
     sentence = refused(capsys, *question, "--candidates", single)
     (single / "aside").rename(single / "index")
     assert sentence == (
-        f'`--candidates` must be bm25, or a run with an index; got "{single}". '
+        f'`--candidates` must be all, bm25, or a run with an index; got "{single}". '
         f"Make it first: contrastile encode {single}"
     )
 
@@ -202,7 +202,7 @@ def test_the_command_measures_all_passages_or_candidates(indices, capsys):
     assert [row["test"] for row in among][:2] == ["held-out queries, retriever", "held-out queries, retriever, answers"]
     results = {}
     for name, words in {
-        "every": ["--candidates", "bm25:120"],
+        "every": ["--candidates", "all"],
         "index": ["--index", str(trained / "index"), "--candidates", f"{single}:120"],
         "few": ["--candidates", "bm25:5"],
     }.items():
