@@ -132,6 +132,10 @@ def test_an_index_and_a_run_of_other_kinds_are_refused(trained, single, run, tmp
         '`engine` must be torch for an index of kind "late"; got "faiss". '
         "Leave it out: token vectors are searched exactly, or among candidates."
     )
+    assert refused(capsys, "export", trained, "--as", "sentence-transformers", "--out", tmp_path / "out") == (
+        '`run` must have one vector a text; got one of model.kind "late". '
+        "Load it with contrastile.load, and compare with contrastile.scorers.MaxSim."
+    )
     words = ("export", trained, "--as", "npy", "--index", tmp_path / "late", "--out", tmp_path / "out")
     assert refused(capsys, *words) == (
         '`index` must have one vector a passage; got one of kind "late". '
