@@ -132,6 +132,10 @@ def test_an_index_and_a_run_of_other_kinds_are_refused(trained, single, run, tmp
         '`engine` must be torch for an index of kind "late"; got "faiss". '
         "Leave it out: token vectors are searched exactly, or among candidates."
     )
+    assert refused(capsys, "export", trained, "--as", "sentence-transformers", "--out", tmp_path / "out") == (
+        '`run` must have one vector a text; got one of model.kind "late". '
+        "Load it with contrastile.load, and compare with contrastile.scorers.MaxSim."
+    )
     words = ("export", trained, "--as", "npy", "--index", tmp_path / "late", "--out", tmp_path / "out")
     assert refused(capsys, *words) == (
         '`index` must have one vector a passage; got one of kind "late". '
@@ -184,7 +188,7 @@ def test_the_command_searches_all_passages_or_candidates(indices, capsys, tmp_pa
     sentence = refused(capsys, *question, "--candidates", single)
     (single / "aside").rename(single / "index")
     assert sentence == (
-        f'`--candidates` must be bm25, or a run with an index; got "{single}". '
+        f'`--candidates` must be all, bm25, or a run with an index; got "{single}". '
         f"Make it first: contrastile encode {single}"
     )
 
@@ -202,7 +206,7 @@ def test_the_command_measures_all_passages_or_candidates(indices, capsys):
     assert [row["test"] for row in among][:2] == ["held-out queries, retriever", "held-out queries, retriever, answers"]
     results = {}
     for name, words in {
-        "every": ["--candidates", "bm25:120"],
+        "every": ["--candidates", "all"],
         "index": ["--index", str(trained / "index"), "--candidates", f"{single}:120"],
         "few": ["--candidates", "bm25:5"],
     }.items():
