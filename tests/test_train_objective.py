@@ -326,6 +326,40 @@ def test_a_retriever_learns_from_scores_a_guide_and_its_own_negatives(tmp_path: 
     assert losses[3] < losses[0]
 
 
+def test_a_guide_of_another_kind_or_size_has_its_sentence(tmp_path: Path) -> None:
+    short = ("train.examples=16", "train.batch=16", "evaluate.every=1.0", "name=guide")
+    guide = run_recipe(tiny_recipe(tmp_path, "data.image_size=8", *short), tmp_path / "runs").folder
+    recipe = tiny_recipe(tmp_path, "loss.kind=gist", f"loss.guide={guide}")
+    with pytest.raises(
+        ValueError, match=re.escape("`loss.guide` must encode pictures of 16 pixels and 1 channels; got 8 and 1.")
+    ):
+        run_recipe(recipe, tmp_path / "runs")
+    retriever = tiny_retriever(tmp_path, "loss.kind=gist", f"loss.guide={guide}")
+    with pytest.raises(ValueError, match=re.escape("`loss.guide` must be a model of questions and passages; got ")):
+        run_recipe(retriever, tmp_path / "runs")
+
+
+def test_a_folder_of_transformers_is_a_teacher_once_its_scale_is_given(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_scored(tmp_path)
+    short = (f"data.source={tmp_path}/scored.jsonl", "train.examples=16", "train.batch=16", "evaluate.bm25=false")
+    folder = tmp_path / "bert"
+    tokenizer = open_text_materials(tiny_retriever(tmp_path, *short)).tokenizer
+    config = transformers.BertConfig(
+        vocab_size=200, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    words = ("loss.kind=distill", f"loss.teacher={folder}", "loss.weight=1.0", "evaluate.every=1.0")
+    with pytest.raises(
+        ValueError, match=re.escape("`loss.teacher_scale` must be given for a teacher without a scale of its own")
+    ):
+        run_recipe(tiny_retriever(tmp_path, *short, *words), tmp_path / "runs")
+    recipe = tiny_retriever(tmp_path, *short, *words, "loss.teacher_scale=20.0")
+    assert len(_steps(run_recipe(recipe, tmp_path / "runs").folder)) == 1
+
+
 MISTAKES = [
     (tiny_recipe, ["loss.kind=gist", "loss.guide={here}", "loss.margin_strategy=rel"],
      "`loss.margin_strategy` must be one of absolute, relative; got 'rel'."),
