@@ -92,7 +92,7 @@ def h200_loss() -> str:
 def ranks() -> str:
     """Times and memory of a loss of 768 features on one, two and four H200s."""
     cells = []
-    for b, title in (("65536", "64k"), ("262144", "256k")):
+    for b, title in (("65536", "64k"), ("131072", "128k"), ("262144", "256k")):
         for world in ("2", "4"):
             rows = [row for row in rows_of(f"h200_{world}_ranks.csv", b=b) if row["world"] == world]
             for row in rows:
@@ -133,7 +133,7 @@ def h200_peers() -> str:
 def two_ranks() -> str:
     """Times of a loss on two H200s beside one GPU and beside other implementations."""
     rows = []
-    for b, title in (("65536", "64k"), ("262144", "256k")):
+    for b, title in (("65536", "64k"), ("131072", "128k"), ("262144", "256k")):
         peers = [rows_of("h200_2_ranks.csv", impl=impl, b=b) for impl in ("inf-cl", "open_clip")]
         for exchange in ("gather", "ring"):
             ours = last("h200_2_ranks.csv", backend=f"triton, {exchange}", b=b)
