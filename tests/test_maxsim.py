@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from problems import distance
+from ranks import Pool
 from scored import PROBLEMS, by_formula, by_tiles, gradients, leaves, numbers, scorer, sides
 from torch import Tensor
 
@@ -100,9 +101,9 @@ def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked
     assert winners is not None
     if dtype == torch.float32:
         # the same from torch's products, of which few fit
-        for result in (maxsim.multiplied(entries, documents, 20_000, best=True), (scores, winners)):
-            assert torch.equal(result[1], winners)
-            assert distance(result[0], truth.detach()) <= 1e-6
+        same = maxsim.multiplied(entries, documents, 20_000, best=True)
+        assert torch.equal(same[1], winners)
+        assert distance(same[0], truth.detach()) <= 1e-6
     u, v = torch.zeros(N, L * D), torch.zeros(J, M * D)
     maxsim.add_query_gradients(u, g, entries, documents, winners)
     # lists of three documents at once
@@ -166,6 +167,34 @@ def test_the_same_bits_every_time() -> None:
     q, k = torch.randn(5, 4, 16), torch.randn(5, 20, 16)
     first, second = _step(q, k), _step(q, k)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def _on_a_rank(rank: int, group: Any, exchange: str) -> list[Tensor]:
+    q, k, mask = _batch()
+    share = [slice(0, 2), slice(2, 2), slice(2, 5)][rank]
+    pair = [x[share].requires_grad_() for x in (q, k)]
+    how = {"exchange": exchange, "group": group, "backend": "triton", "gradient": "sum"}
+    loss = contrast(pair[0], (pair[1], mask[share]), scorer=MaxSim(), scale=2.0, **how)
+    return [loss.detach(), *torch.autograd.grad(loss, pair)]
+
+
+def _batch() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(5, length, 16, generator=generator) for length in (3, 6))
+    return q, k, torch.rand(5, 6, generator=generator) > 0.3
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_three_ranks_as_one(pool: Pool, exchange: str) -> None:
+    """One of them without rows."""
+    q, k, mask = _batch()
+    pair = [q.double().requires_grad_(), k.double().requires_grad_()]
+    loss = contrast(pair[0], (pair[1], mask), scorer=MaxSim(), scale=2.0)
+    expected = torch.autograd.grad(loss, pair)
+    answers = pool.run(_on_a_rank, 3, exchange)
+    assert all(distance(answer[0], loss.detach()) <= 1e-6 for answer in answers)
+    for index, true in enumerate(expected):
+        assert distance(torch.cat([answer[1 + index] for answer in answers]), true) <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
