@@ -64,6 +64,23 @@ def test_a_cpu_takes_a_tenth_of_the_plain_formulas_memory(monkeypatch: pytest.Mo
     assert tiled <= plain / 10
 
 
+def test_packed_tokens_as_a_padded_side() -> None:
+    values, lengths = torch.randn(9, 4, dtype=torch.float64, requires_grad=True), torch.tensor([2, 0, 4, 3])
+    vectors, mask = scorers.padded(values, lengths)
+    expected = torch.nn.utils.rnn.pad_sequence(values.split(lengths.tolist()), batch_first=True)
+    assert torch.equal(vectors, expected)
+    assert mask.sum(1).tolist() == lengths.tolist()
+    g = torch.randn_like(expected)
+    assert torch.equal(*(torch.autograd.grad(x, values, g, retain_graph=True)[0] for x in (vectors, expected)))
+    assert scorers.padded(values, lengths, 6)[0].shape == (4, 6, 4)
+    with pytest.raises(ValueError, match=r"`lengths` must add up to the rows of `values`; got 5 and 9\. List one"):
+        scorers.padded(values, torch.tensor([2, 3]))
+    with pytest.raises(
+        ValueError, match=r"`values` must be packed tokens \[T, D\], with integer lengths \[B\]; got sh"
+    ):
+        scorers.padded(values, torch.ones(4))
+
+
 def test_a_second_derivative_is_that_of_the_formula() -> None:
     pair = [torch.randn(2, length, 4, dtype=torch.float64, requires_grad=True) for length in (3, 5)]
     assert torch.autograd.gradgradcheck(lambda q, k: MaxSim()(q, k), pair)
