@@ -128,18 +128,33 @@ def choose_exchange(
     if name == "single":
         # nothing travels: one rank may compute a loss of its own while the others do not, for validation
         return Single(options.gradient, Layout(None, 0, (len(rows),), (len(cols),)))
-    statement = _statement(options, loss, rows, cols, ragged=tokens is not None) | statement
-    counted = consistency.tally(group, statement, (len(rows), len(cols), *(tokens or (0, 0))))
-    of_rows, of_cols, *lengths = (tuple(each) for each in zip(*counted, strict=True))
-    longest = None if tokens is None else (max(lengths[0]), max(lengths[1]))
-    layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest)
-    _not_empty(sum(layout.rows))
+    layout = agreed_layout(options, loss, rows, cols, statement, tokens)
+    longest = layout.tokens
     if name == "auto":
         D = max(_numbers(side, length) for side, length in zip((rows, cols), longest or (None, None), strict=True))
         dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
         name = automatic_exchange(layout, D, dtype, rows.features.device)
         _say_once(f"exchange: {name}")
     return EXCHANGES[name](options.gradient, layout)
+
+
+def agreed_layout(
+    options: Options,
+    loss: PairLoss,
+    rows: Shard,
+    cols: Shard,
+    statement: dict[str, Any],
+    tokens: tuple[int, int] | None = None,
+) -> Layout:
+    """The rows and columns of every rank, and the most tokens; raises where the ranks' statements differ."""
+    group = options.group
+    statement = _statement(options, loss, rows, cols, ragged=tokens is not None) | statement
+    counted = consistency.tally(group, statement, (len(rows), len(cols), *(tokens or (0, 0))))
+    of_rows, of_cols, *lengths = (tuple(each) for each in zip(*counted, strict=True))
+    longest = None if tokens is None else (max(lengths[0]), max(lengths[1]))
+    layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest)
+    _not_empty(sum(layout.rows))
+    return layout
 
 
 def _numbers(side: Shard, tokens: int | None) -> int:
@@ -253,8 +268,6 @@ def _offer(name: str, loss: PairLoss, rows: Shard, cols: Shard) -> tuple[type[Ti
     except ImportError as error:
         return None, f"{error.name} is not installed"
     reason = tiles.declines(loss, rows, cols)
-    if (rows.guides or rows.targets is not None) and not tiles.takes_guides:
-        reason = "no kernel for guides and targets"
     return (None, reason) if reason else (tiles, None)
 
 

@@ -33,7 +33,7 @@ BELOW["planner"] = BELOW["modules"] | {"modules"}
 BELOW["train"] = BELOW["evaluate"] | {"evaluate", "planner"}
 BELOW["retrieval"] = BELOW["train"] | {"train"}
 BELOW["experiments"] = BELOW["bench"] = BELOW["retrieval"] | {"retrieval"}
-BELOW["integrations"] = BELOW["bench"] | {"bench", "experiments"}
+BELOW["integrations"] = BELOW["bench"] | {"bench", "experiments", "scorers"}
 # an export writes what another library loads
 BELOW["cli"] = BELOW["integrations"] | {"integrations"}
 DRAWERS = {"losses", "tiles", "exchange"}

@@ -40,7 +40,7 @@ CALLS = 2
 # graphs kept, and the bytes that they keep together: those used last
 KEPT, KEPT_BYTES = 8, 2**30
 NEVER = -(2**62)
-LABELS = ("positives", "labels", "ids")
+LABELS = ("positives", "labels", "ids", "numbers")
 
 
 def small(rows: Shard, cols: Shard, reduction: Reduction, exchange: Exchange, tiles: MakeTiles) -> bool:
@@ -59,7 +59,7 @@ def small(rows: Shard, cols: Shard, reduction: Reduction, exchange: Exchange, ti
 
 def _labels(call: Call) -> list[Tensor]:
     """The tensors beside scale, bias and features that the tiles read."""
-    named = [getattr(shard, name) for shard in (call.rows, call.cols) for name in LABELS]
+    named = [x for shard in (call.rows, call.cols) for x in (*(getattr(shard, name) for name in LABELS), *shard.guides)]
     return [x for x in (*named, call.weights) if x is not None]
 
 
@@ -69,7 +69,7 @@ def _relabelled(call: Call, labels: Sequence[Tensor]) -> Call:
 
     def relabelled(shard: Shard) -> Shard:
         given: dict[str, Any] = {name: next(following) for name in LABELS if getattr(shard, name) is not None}
-        return replace(shard, **given)
+        return replace(shard, **given, guides=tuple([next(following) for _ in shard.guides]))
 
     rows, cols = relabelled(call.rows), relabelled(call.cols)
     return replace(call, rows=rows, cols=cols, weights=None if call.weights is None else next(following))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastile._dispatch import Options, choose_exchange, choose_fused, choose_tiles, workspace_on
+from contrastile._dispatch import Options, agreed_layout, choose_exchange, choose_fused, choose_tiles, workspace_on
 from contrastile._errors import invalid
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
@@ -24,8 +24,8 @@ from contrastile.engine.compiled import traceable, traced
 from contrastile.engine.graph import replayed, small
 from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
 from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices
-from contrastile.exchange.base import Exchange
-from contrastile.exchange.host import Host
+from contrastile.exchange.base import Exchange, Layout
+from contrastile.exchange.host import Host, without_features_on
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.scored import Scored, fitting_side
 
@@ -216,21 +216,19 @@ def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
 
 def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The call of features in host memory: how they are cut depends on the memory that is free now."""
-    device, options = problem.device, problem.options
+    device, options, rows, cols = problem.device, problem.options, problem.rows, problem.cols
     workspace = workspace_on(device, options.workspace)
-    exchange = Host.of(options.gradient, problem.rows, problem.cols, device, problem.dtype, workspace)
-    problem = problem.placed(exchange)
-    rows, cols = (_labels_on(shard, device) for shard in (problem.rows, problem.cols))
-    samples = [replace(shard, features=shard.features[:0].to(device, problem.dtype)) for shard in (rows, cols)]
-    tiles = choose_tiles(options.backend, problem.loss, *samples)
-    weights = None if problem.weights is None else problem.weights.to(device)
+    layout, carrier = Layout(None, 0, (len(rows),), (len(cols),)), None
+    if collectives.size(options.group) > 1 and options.exchange != "single":
+        layout = agreed_layout(options, problem.loss, rows, cols, problem.statement)
+        carrier = consistency.carrier_on_host(options.group)
+    exchange = Host.of(options.gradient, layout, carrier, rows, cols, device, problem.dtype, workspace)
+    with exchange.in_step():
+        rows, cols = (without_features_on(shard, device) for shard in (rows, cols))
+        problem = replace(problem, rows=rows, cols=cols).placed(exchange)
+        samples = [replace(shard, features=shard.features[:0].to(device, problem.dtype)) for shard in (rows, cols)]
+        tiles = choose_tiles(options.backend, problem.loss, *samples)
+        weights = None if problem.weights is None else problem.weights.to(device)
     plan = Plan(None, tiles, workspace, accumulator(problem.dtype), None)
-    problem = replace(problem, rows=rows, cols=cols, weights=weights)
+    problem = replace(problem, weights=weights)
     return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)
-
-
-def _labels_on(shard: Shard, device: torch.device) -> Shard:
-    """The shard with everything but its features on the device."""
-    small = {name: getattr(shard, name) for name in ("positives", "targets", "labels", "ids")}
-    guides = tuple([guide.to(device) for guide in shard.guides])
-    return replace(shard, **{name: x.to(device) for name, x in small.items() if x is not None}, guides=guides)

@@ -88,8 +88,6 @@ class Tiles(ABC):
 
     # the arithmetic never waits for the device, so that a call can be captured as a CUDA graph
     capturable: ClassVar[bool] = False
-    # blocks may have guides and targets (see `Shard`)
-    takes_guides: ClassVar[bool] = False
     # `backward` writes accumulators that are `fresh`
     writes_fresh: ClassVar[bool] = False
     # `backward` accepts an `InFlight` as v, adds to it and releases it

@@ -52,7 +52,7 @@ from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.run import begin_run, learned_by, same_recipe, save_run, with_precision
+from contrastile.train.run import begin_run, learned_by, same_recipe, save_run, settled
 from contrastile.train.sharded import full, is_sharded
 from contrastile.train.signals import StopRequest
 from contrastile.train.state import Ema, NonFiniteGuard, Progress, all_finite
@@ -87,13 +87,14 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
     """
     ranks = Ranks.of_environment(recipe.device)
     begun = begun_run(runs, recipe.name) if resume else None
-    recipe = with_precision(recipe, begun)
+    recipe = settled(recipe, begun)
     if begun is not None:
         same_recipe(begun, recipe)
     task = TASKS[recipe.kind].open(recipe, begun)
     checkpoints_of = partial(
-        Checkpoints, Path(runs) / recipe.name / CHECKPOINTS, recipe.save, task.data, recipe=learned_by(recipe)
-    )
+        Checkpoints, Path(runs) / recipe.name / CHECKPOINTS, recipe.save, task.data,
+        recipe={**learned_by(recipe), **task.origin},
+    )  # fmt: skip
     if ranks.rank > 0:
         result = finished_result(begun) if begun is not None else None
         result = result or train_run(None, task, checkpoints_of(writes=False), ranks)
@@ -410,8 +411,10 @@ def step(
     total = ranks.combine(run.model, total, settings.loss.gradient)
     scaler.unscale_(optimizer)
     value, norm = torch.stack([total, clip_gradients(run.model, settings.optim.clip_norm)]).tolist()
-    if math.isfinite(value + norm):
+    taken = math.isfinite(value + norm)
+    if taken:
         optimizer.step()
         clamp_scale(run.model.logit_scale)
     scaler.update()
+    task.end_step(taken)
     return value, norm

@@ -28,6 +28,7 @@ from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
 from contrastile.tiles.scored import Scored, Scorer
 from contrastile.tiles.triton import maxsim_kernels as kernels
+from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.launch import on, run
 from contrastile.tiles.triton.plan import ALIGNMENT, PIECES, interpreting, shape_for, tiles_of
 
@@ -36,6 +37,8 @@ MOST_FEATURES = 256
 # entries of a slot, the first whose padding is at most this share; the last of them otherwise
 SLOTS, PADDING = (256, 128, 64, 32, 16, 8), 1 / 15
 SLOT_MASKED = 16
+# compute capabilities of chips that have 99 KiB of shared memory for a program
+LESS_SHARED = (8, 6), (8, 9), (12, 0)
 # bytes of a pair in float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won
@@ -56,24 +59,24 @@ class Tiling(NamedTuple):
     flatten: bool = True
     # the entries stay in registers instead of shared memory
     registers: bool = False
-    # winning tokens: 1 exact, 2 packed into the products' last bits
-    best: int = 2
+    # of a thread, at most: more would leave one program to a multiprocessor
+    most_registers: int | None = None
 
 
 class Gathering(NamedTuple):
     """The gradients' kernels on a chip: entries of a query tile, tokens of a document tile, and listed entries."""
 
     entries: int = 128
-    warps: int = 8
+    # of a query tile, at most
+    features: int = 64
+    warps: int = 4
     stages: int = 1
     registers: int | None = 128
     tokens: int = 16
     group: int = 64
-    chunk: int = 1024
+    chunk: int = 2048
     document_warps: int = 4
     document_stages: int = 3
-    # features of a query tile, at most
-    features: int = 128
 
 
 TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3)
@@ -123,6 +126,15 @@ class Entries:
         entries.slots = torch.where(entries.used, (ends - counts)[:, None] + present, 0)
         return entries
 
+    def positions(self) -> Tensor:
+        """[count] rows of the entries' tokens, −1 where there is none."""
+        if self.tokens is not None:
+            return self.tokens.long()
+        (N, L, _), device = self.vectors.shape, self.vectors.device
+        within = torch.arange(self.padded, device=device)
+        rows = torch.arange(N, device=device)[:, None] * L + within
+        return torch.where(within < L, rows, -1).flatten()
+
     def scores(self, sums: Tensor) -> Tensor:
         """Scores [N, J] from the sums [J, slots]."""
         if self.slots is None:
@@ -145,7 +157,10 @@ class Documents:
         if mask is None:
             return cls(vectors)
         order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        return cls(vectors.gather(1, order[..., None].expand_as(vectors)), mask.sum(1).int(), order)
+        lengths = mask.sum(1, keepdim=True)
+        first = vectors.gather(1, order[..., None].expand_as(vectors))
+        behind = torch.arange(mask.shape[1], device=mask.device) >= lengths
+        return cls(first.masked_fill_(behind[..., None], 0.0), lengths[:, 0].int(), order)
 
     @property
     def index(self) -> torch.dtype:
@@ -174,7 +189,7 @@ class FusedMaxSim(Scored):
     def refusal(cls, scorer: Scorer, rows: Shard, cols: Shard) -> str | None:
         """The reason why the kernels cannot compute this scorer; None if they can."""
         module = scorer.module
-        if type(module) is not MaxSim or module._forward_hooks or module._forward_pre_hooks:
+        if not isinstance(module, MaxSim) or not module.known:
             return f"no kernel for the scorer {type(module).__name__}"
         (q, _), (k, _) = (tokens(name, form.nested(side.leaves)) for name, form, side in _sides(scorer, rows, cols))
         if scorer.dtype not in PIECES:
@@ -187,6 +202,8 @@ class FusedMaxSim(Scored):
             return None
         if q.device.type != "cuda" or torch.version.cuda is None:
             return f"the features are on {q.device.type}, not on an NVIDIA device"
+        if torch.cuda.get_device_capability(q.device) < LEAST_CAPABILITY:
+            return "the device is older than compute capability 8.0"
         return None
 
     @classmethod
@@ -223,9 +240,12 @@ class FusedMaxSim(Scored):
             tokens(name, form.nested(side.leaves)) for name, form, side in _sides(self.scorer, rows, cols)
         )
         wide = self.scorer.dtype
-        entries, documents = Entries.of(_rows(q, wide), asking), Documents.of(_rows(k, wide), answering)
+        entries, documents = Entries.of(readable(q, wide), asking), Documents.of(readable(k, wide), answering)
         with on(self.scale.device):
-            scores, best = scored(entries, documents, best=with_graph)
+            if wide == torch.float32 and not interpreting():
+                scores, best = multiplied(entries, documents, self.workspace // LISTS, best=with_graph)
+            else:
+                scores, best = scored(entries, documents, best=with_graph)
         return scores * self.scale, (scores, Block(entries, documents, best))
 
     def _propagate(
@@ -253,7 +273,7 @@ def _sides(scorer: Scorer, rows: Shard, cols: Shard) -> Sequence[tuple[str, Any,
     return ("q", scorer.rows, rows), ("k", scorer.cols, cols)
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [n, L, D] of this type, as the kernels read it: contiguous, rows aligned."""
     D, step = x.shape[2], ALIGNMENT // dtype.itemsize
     if D % step:
@@ -264,19 +284,14 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
-def _precision(dtype: torch.dtype) -> str:
-    if dtype != torch.float32:
-        return "ieee"
-    return "ieee" if PIECES[dtype]() > 1 else "tf32"
-
-
-def tiling_for(x: Tensor) -> Tiling:
+def tiling_for(x: Tensor, *, best: bool = False) -> Tiling:
     """The tiling of the sweep for queries [N, L, D]."""
     if interpreting():
         return TILING_INTERPRETED
-    if x.dtype == torch.float32:
-        return Tiling(entries=64, tokens=64, warps=4, stages=2, flatten=False, best=1)
-    return Tiling() if x.shape[2] <= 128 else Tiling(entries=128)
+    if x.shape[2] > 128:
+        less = torch.cuda.get_device_capability(x.device) in LESS_SHARED
+        return Tiling(entries=64, warps=4, stages=2) if less else Tiling(entries=128)
+    return Tiling(most_registers=128 if best else None)
 
 
 def scored(
@@ -285,7 +300,7 @@ def scored(
     """The scores [N, J] of a block and, if asked for, the winning token [J, entries] of each entry and document."""
     q, k = entries.vectors, documents.vectors
     (N, L, width), (J, M, _) = q.shape, k.shape
-    tiling = tiling_for(q) if tiling is None else tiling
+    tiling = tiling_for(q, best=best) if tiling is None else tiling
     tma = not interpreting() and shape_for(q.device).tma
     slots, BD = entries.count // entries.slot, max(16, triton.next_power_of_2(width))
     BM = max(tiling.entries, entries.slot)
@@ -298,16 +313,43 @@ def scored(
     tokens_k = k.flatten(0, 1)
     grid = tiles_of(entries.count, BM) * tiles_of(J, tiling.documents)
     run(
-        kernels.sweep, (grid,), warps=tiling.warps, stages=tiling.stages, q_ptr=q,
+        kernels.sweep, (grid,), warps=tiling.warps, stages=tiling.stages, registers=tiling.most_registers, q_ptr=q,
         k_mem=TensorDescriptor.from_tensor(tokens_k, [tiling.tokens, BD]) if tma else tokens_k,
         tokens_ptr=q if entries.tokens is None else entries.tokens,
         lengths_ptr=q if documents.lengths is None else documents.lengths,
         sums_ptr=sums, best_ptr=sums if winners is None else winners, N=N, J=J, L=L, M=M, D=width, q_stride=width,
         k_stride=width, entries=entries.count, slots=slots, documents=tiling.documents, BM=BM, BN=tiling.tokens, BD=BD,
         SLOT=entries.slot, PADDED=entries.padded, ROWS_MASKED=entries.tokens is not None,
-        COLS_MASKED=documents.lengths is not None, BEST=tiling.best if best else 0, NONE=documents.none, TMA=tma,
-        FLATTEN=tiling.flatten, REGISTERS=tiling.registers, PRECISION=_precision(q.dtype),
+        COLS_MASKED=documents.lengths is not None, BEST=best, NONE=documents.none, TMA=tma,
+        FLATTEN=tiling.flatten, REGISTERS=tiling.registers, INTERPRETED=interpreting(),
     )  # fmt: skip
+    return entries.scores(sums), winners
+
+
+def multiplied(entries: Entries, documents: Documents, workspace: int, *, best: bool) -> tuple[Tensor, Tensor | None]:
+    """`scored` by torch's own products, for types that the matrix units round."""
+    positions, k = entries.positions(), documents.vectors
+    q, empty, (J, M, _) = entries.vectors.flatten(0, 1)[positions.clamp(min=0)], positions < 0, k.shape
+    sums = torch.empty(J, entries.count // entries.slot, dtype=q.dtype, device=q.device)
+    winners = torch.empty(J, entries.count, dtype=documents.index, device=q.device) if best else None
+    # products, and a copy of them behind a mask
+    rows = max(entries.slot, min(entries.count, workspace // (2 * M * q.itemsize)) // entries.slot * entries.slot)
+    step = max(1, workspace // (2 * M * q.itemsize * rows))
+    for start in range(0, entries.count, rows):
+        along = slice(start, min(start + rows, entries.count))
+        of_slots = slice(along.start // entries.slot, along.stop // entries.slot)
+        for first in range(0, J, step):
+            some = slice(first, first + step)
+            products = (q[along] @ k[some].flatten(0, 1).T).unflatten(1, (-1, M))
+            none = empty[along, None]
+            if documents.lengths is not None:
+                lengths = documents.lengths[some]
+                products.masked_fill_(torch.arange(M, device=q.device) >= lengths[:, None], -torch.inf)
+                none = none | (lengths == 0)
+            top, index = products.max(-1) if best else (products.amax(-1), None)
+            sums[some, of_slots] = top.masked_fill(none, 0.0).T.unflatten(1, (-1, entries.slot)).sum(-1)
+            if winners is not None and index is not None:
+                winners[some, along] = index.masked_fill(none, documents.none).T.to(winners.dtype)
     return entries.scores(sums), winners
 
 
@@ -356,7 +398,7 @@ def add_document_gradients(
             row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0), BN=gathering.tokens,
             BD=BD, CHUNK=gathering.chunk, GROUP=gathering.group, PADDED=entries.padded,
             ROWS_MASKED=entries.tokens is not None, COLS_MASKED=documents.order is not None,
-            WHOLE=BD == D, STAGES=gathering.document_stages, PRECISION="ieee",
+            WHOLE=BD == D, STAGES=gathering.document_stages,
         )  # fmt: skip
 
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# below every product, and finite: the indices of the packed form share its bits
+# below every product, and finite
 LOWEST = tl.constexpr(-3.0e38)
 # arguments that change from call to call: compiled once for all their values
-ANY = ("N", "J", "L", "M", "entries", "slots", "documents", "row_weight_stride", "col_weight_stride", "out_stride",
+ANY = ("N", "J", "L", "M", "slots", "documents", "row_weight_stride", "col_weight_stride", "out_stride",
        "first")  # fmt: skip
 
 
@@ -59,28 +59,26 @@ def _load_tokens(mem, stride, row, rows, D, BN: tl.constexpr, BD: tl.constexpr, 
 
 
 @triton.jit
-def _first_best(s, top, cols, BN: tl.constexpr):
-    """Index of the first column that attains the maximum of its row."""
-    return tl.min(tl.where(s == top[:, None], cols[None, :], BN - 1), 1)
+def _best(s, cols, BN: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Maximum of each row, and the first column that attains it; at most 64 columns.
 
-
-@triton.jit
-def _best(s, cols, BN: tl.constexpr, BEST: tl.constexpr):
-    """Maximum of each row, and the first column that attains it.
-
-    BEST 2: the column replaces the last bits of the products, which makes one maximum of both. Products that agree in
-    all other bits count as equal. Negative maxima would prefer the last column: they take the exact form.
+    Each column has a power of a quarter. Those of the maxima are added up: the sum lies below twice the first of them,
+    whose exponent is the column. Multiplications have units of their own beside those of comparisons, of which one per
+    product is left.
     """
     top = tl.max(s, 1)
-    if BEST == 2:
-        packed = (s.to(tl.int32, bitcast=True) & -BN) | (BN - 1 - cols)[None, :]
-        largest = tl.max(packed.to(tl.float32, bitcast=True), 1).to(tl.int32, bitcast=True)
-        index = BN - 1 - (largest & (BN - 1))
-        if tl.min(largest) < 0:
-            index = _first_best(s, top, cols, BN)
+    below = s - top[:, None]
+    # 1 where the product is the maximum, else 0: 2^100 times the difference is below −1
+    if INTERPRETED:
+        won = (below == 0.0).to(tl.float32)
     else:
-        index = _first_best(s, top, cols, BN)
-    return top, index
+        won = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, 0f71800000, 0f3F800000;", "=f,f", [below], dtype=tl.float32, is_pure=True, pack=1
+        )
+    power = ((127 - 2 * cols) << 23).to(tl.float32, bitcast=True)
+    first = tl.sum(won * power[None, :], 1)
+    index = (127 - (first.to(tl.int32, bitcast=True) >> 23)) >> 1
+    return top, tl.minimum(index, BN - 1)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -88,7 +86,7 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
           documents, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SLOT: tl.constexpr, PADDED: tl.constexpr,
           ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr, BEST: tl.constexpr, NONE: tl.constexpr,
           TMA: tl.constexpr, FLATTEN: tl.constexpr, REGISTERS: tl.constexpr,
-          PRECISION: tl.constexpr):  # fmt: skip
+          INTERPRETED: tl.constexpr):  # fmt: skip
     """Write sums [J, slots] of a tile of entries over a group of documents and, where BEST, indices [J, entries]."""
     tiles = tl.cdiv(entries, BM)
     tile = tl.program_id(0) % tiles
@@ -116,11 +114,11 @@ def sweep(q_ptr, k_mem, tokens_ptr, lengths_ptr, sums_ptr, best_ptr, N, J, L, M,
         index = tl.zeros((BM,), tl.int32)
         for start in range(0, tl.maximum(n, 1), BN):
             k = _load_tokens(k_mem, k_stride, j * M + start, J * M, D, BN, BD, TMA)
-            s = tl.dot(q, k.T, input_precision=PRECISION)
+            s = tl.dot(q, k.T)
             if start + BN > n:
                 s = tl.where((cols < n - start)[None, :], s, LOWEST)
             if BEST:
-                value, at = _best(s, cols, BN, BEST)
+                value, at = _best(s, cols, BN, INTERPRETED)
                 index = tl.where(value > top, start + at, index)
                 top = tl.maximum(top, value)
             else:
@@ -179,7 +177,7 @@ def document_gradients(q_ptr, best_ptr, weight_ptr, tokens_ptr, order_ptr, list_
                        q_stride, entries, first, row_weight_stride, col_weight_stride, out_stride, BN: tl.constexpr,
                        BD: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
                        ROWS_MASKED: tl.constexpr, COLS_MASKED: tl.constexpr, WHOLE: tl.constexpr,
-                       STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                       STAGES: tl.constexpr):  # fmt: skip
     """Add Σ g_ij · q_il over the entries won by each of BN tokens to `out` [J, M · D], for one document.
 
     The entries are listed in their order; of the list [J, entries] each block of tokens has a part of its own.
@@ -218,7 +216,7 @@ def document_gradients(q_ptr, best_ptr, weight_ptr, tokens_ptr, order_ptr, list_
             q = tl.load(q_at, mask=(d < D)[None, :], other=0.0)
         won = (packed % BN)[None, :] == tl.arange(0, BN)[:, None]
         weights = tl.where(won, (g * unit)[None, :], 0.0).to(q.dtype)
-        acc = tl.dot(weights, q, acc, input_precision=PRECISION)
+        acc = tl.dot(weights, q, acc, input_precision="ieee")
     acc = acc / unit
     tokens = block * BN + tl.arange(0, BN)
     inside = tokens < M

@@ -200,16 +200,22 @@ def torch_is_cpu_only() -> bool:
 
 
 class LossSettings(Settings):
-    """Settings of every loss: `backend`, `exchange` and `gradient` are the arguments of that name."""
+    """Settings of every loss: `backend`, `exchange` and `gradient` are the arguments of that name.
+
+    `other_model`: the key of the folder whose model encodes the same batch, for losses that need one.
+    """
 
     backend: Literal["auto", "dense", "eager", "triton"] = "auto"
     exchange: Literal["auto", "single", "replicate", "gather", "ring", "hierarchical"] = "auto"
     gradient: Literal["mean", "sum"] = "mean"
     scale: Scale
+    other_model: ClassVar[str] = ""
+    # keys that are no keywords of the loss module
+    own: ClassVar[frozenset[str]] = frozenset({"kind", "scale", "bias", "learn_scale"})
 
     def words(self) -> dict[str, Any]:
         """The keyword arguments of the loss module."""
-        return self.model_dump(exclude={"kind", "scale", "bias", "learn_scale"})
+        return self.model_dump(exclude={*self.own})
 
 
 class OptimSettings(Settings):
@@ -316,6 +322,9 @@ def _constant_schedule(batch: Any) -> Any:
     return batch
 
 
+COMPILE = 'must be "auto", true or false; got {got}'
+
+
 class Steps(Settings):
     """The length of a run, in examples or epochs, and its batches: a schedule of pairs (fraction of the run, size)."""
 
@@ -328,6 +337,9 @@ class Steps(Settings):
     epoch_steps: Count | None = None
     timeout: Annotated[float, Field(gt=0.0, le=1e6)] = 100.0
     parallel: Literal["replicate", "shard"] = "replicate"
+    compile: Annotated[bool | Literal["auto"], BeforeValidator(must(COMPILE, lambda x: x in (True, False, "auto")))] = (
+        "auto"
+    )
     instead: ClassVar = one_of("examples", "epochs")
     # a pair needs another one for its negatives; a question may have negatives of its own
     smallest_part: ClassVar[int] = 1
@@ -342,6 +354,8 @@ class Steps(Settings):
         yield smallest < least, "batch", f"must be at least {least}: one pair has no negatives; got {smallest}"
         reason = f"must leave parts of {least} at least; got {self.accumulate} of a batch of {smallest}"
         yield self.accumulate > 1 and smallest < self.accumulate * least, "accumulate", reason
+        sharded = self.compile is True and self.parallel == "shard"
+        yield sharded, "compile", 'must be false with train.parallel = "shard"; got true'
 
     def batch_at(self, fraction: float) -> int:
         """The batch size after that fraction of the run."""
@@ -419,6 +433,12 @@ class AnyRecipe(Settings):
             yield self.device == "cpu", "loss.backend", f'{rule} with device = "cpu"; got "triton"'
             yield cpu_only, "loss.backend", f'{rule}: {installed}; got "triton"'
             yield not_installed("triton", "triton", "loss.backend")
+
+    def too_small_queue(self, keys: int) -> Clash:
+        """A queue of the loss has room for the keys of a step, so many for each example."""
+        size, largest = getattr(self.loss, "queue", 0), keys * max(size for _, size in self.train.batch)
+        reason = f"must have room for the keys of a step, {largest} at most; got {size}"
+        return 0 < size < largest, "loss.queue", reason
 
     def too_few_tokens(self, side: str, length: str = "length", noun: str = "text") -> Clash:
         """A sub-batch that is limited by tokens has room for one text; `length` is the key of a text's tokens."""

@@ -23,17 +23,12 @@ from contrastile.train.config.base import (
     Count,
     FilePath,
     FolderPath,
-    Fraction,
-    LossSettings,
-    Positive,
-    Scale,
     Settings,
     Share,
     Steps,
     SubBatches,
     Unused,
     Width,
-    kind_or,
     must,
     needs_files,
     not_installed,
@@ -42,6 +37,7 @@ from contrastile.train.config.base import (
     refuse,
     same_for,
 )
+from contrastile.train.config.losses import AnyLoss, ClipSettings
 from contrastile.train.config.sizes import size_clashes
 from contrastile.train.config.towers import AnyImageTower, AnyTextTower, AnyWhole, OpenClipModel
 
@@ -185,33 +181,6 @@ class DataSettings(Settings):
             yield count != got, "weights", f"must be one for each of the {count} sources; got {got}"
 
 
-class ClipSettings(LossSettings):
-    """ClipLoss. The learned scale starts at `scale`; 14.3 is CLIP's temperature of 0.07."""
-
-    kind: Literal["clip"] = "clip"
-    scale: Scale = 14.3
-    label_smoothing: Fraction = 0.0
-
-
-class SigLipSettings(LossSettings):
-    """SigLipLoss. The learned scale and bias start at `scale` and `bias`, by default SigLIP's values."""
-
-    kind: Literal["siglip"] = "siglip"
-    scale: Scale = 10.0
-    bias: Annotated[float, Field(ge=-1e4, le=1e4)] = -10.0
-
-
-class DclSettings(LossSettings):
-    """DCLLoss; with `sigma` positives have von Mises-Fisher weights."""
-
-    kind: Literal["dcl"] = "dcl"
-    scale: Scale = 14.3
-    sigma: Positive | None = None
-
-
-AnyLoss = Annotated[ClipSettings | SigLipSettings | DclSettings, Field(discriminator="kind"), kind_or("clip")]
-
-
 class SubBatch(SubBatches):
     """Pictures and texts that an encoder sees at once; with `text_tokens`, as many texts as so many tokens allow."""
 
@@ -221,6 +190,10 @@ class SubBatch(SubBatches):
     instead: ClassVar = one_of("text", "text_tokens")
 
 
+# losses whose features may wait in host memory
+ON_HOST = ("clip", "siglip", "dcl")
+
+
 class TrainSettings(Steps):
     """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it. "float64" is for
     comparing ways to compute the same: after a hundred steps rounding still does not show.
@@ -228,14 +201,8 @@ class TrainSettings(Steps):
 
     sub_batch: Annotated[SubBatch, same_for("image", "text"), Field(validate_default=True)] = SubBatch()
     precision: Literal["auto", "float32", "float64", "bf16", "fp16"] = "float32"
-    compile: bool = False
     features: Literal["device", "host"] = "device"
     smallest_part: ClassVar[int] = 2
-
-    def clashes(self) -> Iterable[Clash]:
-        yield from super().clashes()
-        reason = 'must be false with train.parallel = "shard"; got true'
-        yield self.compile and self.parallel == "shard", "compile", reason
 
     @field_validator("sub_batch")
     @classmethod
@@ -345,6 +312,13 @@ class Recipe(AnyRecipe):
         yield from super().clashes()
         reason = "must be false with model.precompute: each picture is seen once; got true"
         yield self.model.precompute and self.data.augment, "data.augment", reason
+        key = self.loss.other_model
+        reason = "must be left out with model.precompute: that model needs pictures"
+        yield self.model.precompute and key, f"loss.{key}", reason
+        host, kind = self.train.features == "host", self.loss.kind
+        reason = f'must be "device" with loss.kind = "{kind}"; got "host"'
+        yield host and kind not in ON_HOST, "train.features", reason
+        yield self.too_small_queue(1)
         yield self.too_few_tokens("text", noun="title")
 
     def training_clashes(self) -> Iterable[Clash]:

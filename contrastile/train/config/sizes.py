@@ -51,6 +51,7 @@ def _image_text(recipe: Any) -> Iterator[Clash]:
             reason = f'must name towers that learn; got "{side}", which model.locked has'
             yield side in model.locked and side not in model.unlocked, "model.checkpointing", reason
     yield from _too_large(model, "image", "text")
+    yield _queue_too_large(recipe, 2 * model.features)
 
 
 def _retriever(recipe: Any) -> Iterator[Clash]:
@@ -62,6 +63,7 @@ def _retriever(recipe: Any) -> Iterator[Clash]:
     widths = sorted({width for encoder in encoders if (width := model.features or _width(encoder)) is not None})
     got = " and ".join(map(str, widths))
     yield len(widths) > 1, "model.features", f"must be given for encoders of unequal sizes; got {got}"
+    yield _queue_too_large(recipe, max(widths, default=0))
     largest = max(model.dimensions, default=0)
     reason = f"must be at most the {got} features there are; got {largest}"
     yield widths and largest > widths[0], "model.dimensions", reason
@@ -117,6 +119,14 @@ def _too_large(model: Any, *sides: str) -> Iterator[Clash]:
             needed = WEIGHT_BYTES * weights_each * got
             reason = f"must make weights that fit into the {memory / 2**30:,.1f} GiB of this machine; got {got}"
             yield needed > memory, f"model.{key}", f"{reason}, for {needed / 2**30:,.1f} GiB at least"
+
+
+def _queue_too_large(recipe: Any, features: int) -> Clash:
+    """A queue of keys of so many features fits into host memory."""
+    size, memory = getattr(recipe.loss, "queue", 0), host_memory()
+    needed = WEIGHT_BYTES * size * features
+    reason = f"must make a queue that fits into the {memory / 2**30:,.1f} GiB of this machine; got {size}"
+    return needed > memory, "loss.queue", f"{reason}, for {needed / 2**30:,.1f} GiB"
 
 
 def without_folders(recipe: Any) -> Any:

@@ -17,10 +17,7 @@ from contrastile.train.config.base import (
     Clash,
     Count,
     Fraction,
-    LossSettings,
-    NotNegative,
     Positive,
-    Scale,
     Settings,
     Share,
     Steps,
@@ -35,6 +32,7 @@ from contrastile.train.config.base import (
     same_for,
 )
 from contrastile.train.config.image_text import LearnedTokenizer, Vocabulary, without_tokenizer
+from contrastile.train.config.losses import AnyRetrieverLoss, RetrieverLoss
 from contrastile.train.config.sizes import size_clashes
 from contrastile.train.config.towers import TransformersModel, WordsTower
 
@@ -194,25 +192,6 @@ class RetrieverSettings(Settings):
         yield self.lora is not None and small, "", 'must have encoders of kind "transformers" with lora'
 
 
-class RetrieverLoss(LossSettings):
-    """InfoNCE from queries to passages. The scale is fixed unless `learn_scale`; DPR's dot product has a scale of 1.
-
-    `hardness_strength`: negatives have the weight exp(hardness_strength · similarity).
-    """
-
-    scale: Scale = 20.0
-    learn_scale: bool = False
-    label_smoothing: Fraction = 0.0
-    hardness_strength: NotNegative = 0.0
-    workspace: Annotated[int, Field(ge=2**20)] | None = None
-
-    def words(self) -> dict[str, Any]:
-        return super().words() | ({"hardness_mode": "all_negatives"} if self.hardness_strength else {})
-
-    def unused(self) -> Iterable[Unused]:
-        yield Unused(self.backend == "dense", "workspace", ("backend",))
-
-
 class TextSubBatch(SubBatches):
     """Texts that each encoder sees at once or, with `query_tokens` and `passage_tokens`, so many tokens of them."""
 
@@ -250,7 +229,7 @@ class RetrieverRecipe(AnyRecipe):
     kind: Literal["retriever"] = "retriever"
     data: TextDataSettings = TextDataSettings()
     model: RetrieverSettings = RetrieverSettings.model_validate({})
-    loss: RetrieverLoss = RetrieverLoss()
+    loss: AnyRetrieverLoss = RetrieverLoss()
     train: RetrieverSteps
     evaluate: RetrieverEvaluation = RetrieverEvaluation()
 
@@ -263,6 +242,19 @@ class RetrieverRecipe(AnyRecipe):
         candidates, depth = self.evaluate.candidates, self.evaluate.depth
         reason = f"must be 0, or at least evaluate.depth; got {candidates} and {depth}"
         yield 0 < candidates < depth, "evaluate.candidates", reason
+        data, own = self.data, getattr(self.loss, "own_negatives", False)
+        late, kind, queue = self.model.kind == "late", self.loss.kind, getattr(self.loss, "queue", 0)
+        reason = f'must be "infonce" with model.kind = "late"; got "{kind}"'
+        yield late and kind != "infonce", "loss.kind", reason
+        yield late and own, "loss.own_negatives", 'must be false with model.kind = "late"; got true'
+        yield late and queue > 0, "loss.queue", f'must be 0 with model.kind = "late"; got {queue}'
+        reason = "must be false with data.negatives = 0; got true"
+        yield own and not data.negatives, "loss.own_negatives", reason
+        alone = not getattr(self.loss, "in_batch", True)
+        reason = f"must be 1 with loss.in_batch = false; got {data.positives}"
+        yield alone and data.positives > 1, "data.positives", reason
+        none = own or (data.mined == 0 and data.source == "docstrings")
+        yield self.too_small_queue(data.positives + (0 if none else data.negatives))
 
     def training_clashes(self) -> Iterable[Clash]:
         yield from super().training_clashes()

@@ -20,27 +20,27 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
-from contrastile.functional import contrast
+from contrastile.data.texts import TextSet
 from contrastile.gradcache.encode import encode
-from contrastile.gradcache.memory import bytes_per_example
-from contrastile.models.late import LateRetriever, TokenFeatures
+from contrastile.gradcache.memory import as_written, bytes_per_example
+from contrastile.models.late import LateRetriever
 from contrastile.models.text import load_tokenizer
-from contrastile.modules import InfoNCELoss
 from contrastile.scorers import MaxSim
+from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
 from contrastile.train.memory import dense_need
 from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
+from contrastile.train.objective import Objective, QueryObjective
 from contrastile.train.planned import planned_memory
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.questions import WORDING, evaluate_and_report
+from contrastile.train.retriever.batches import TextBatch, TextBatchBuilder
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import FirstStage, Searchable, probe
 from contrastile.train.retriever.run import (
     RetrieverRun,
     Side,
-    TextBatch,
-    TextBatchBuilder,
     TextMaterials,
     Tokens,
     TokenStore,
@@ -48,9 +48,11 @@ from contrastile.train.retriever.run import (
     load_retriever,
     open_text_materials,
     passage_tokens,
+    text_stores,
 )
 from contrastile.train.run import choose_device
 from contrastile.train.task import Task
+from contrastile.train.teacher import Teacher, open_teacher
 
 
 class RetrieverJob(Task[TextBatch]):
@@ -66,17 +68,30 @@ class RetrieverJob(Task[TextBatch]):
         materials: TextMaterials,
         index: Searchable | None = None,
         first_stage: FirstStage | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         recipe = run.recipe
-        super().__init__(run, build_loss(recipe))
+        scorer = MaxSim() if recipe.model.kind == "late" else None
+        super().__init__(run, QueryObjective(recipe.loss, features=run.model.features, scorer=scorer), teacher)
         self.materials = materials
-        self.builder = TextBatchBuilder(materials, recipe.data, seed=recipe.seed)
+        lists: Any = "scores" if self._by_scores else "own" if getattr(recipe.loss, "own_negatives", False) else ""
+        stores = None if teacher is None else text_stores(materials.texts, teacher.run.recipe, teacher.run.tokenizer)
+        rounded = recipe.train.compile is True
+        self.builder = TextBatchBuilder(
+            materials, recipe.data, seed=recipe.seed, rounded=rounded, lists=lists, teacher=stores
+        )
         self._index, self._first_stage = index, first_stage
+
+    @property
+    def _by_scores(self) -> bool:
+        return isinstance(self.run.recipe.loss, RetrieverScores)
 
     @classmethod
     def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
-        # first: a device that is not there costs nothing
+        # first: a device that is not there costs nothing, and the loss checks its keys
         choose_device(recipe.device)
+        QueryObjective(recipe.loss)
+        teacher = open_teacher(recipe)
         length = recipe.model.tokenizer.length
         tokenizer = load_tokenizer(begun.path, length=length) if begun is not None else None
         materials = open_text_materials(recipe, tokenizer)
@@ -84,7 +99,8 @@ class RetrieverJob(Task[TextBatch]):
             # refused here, because the evaluation needs it only after the training
             remedy = 'Run: pip install "contrastile[search]"'
             raise invalid("evaluate.match", "have the package regex to look for answers", "none", remedy)
-        return cls(build_retriever_run(recipe, materials.tokenizer), materials)
+        check_scores(recipe, materials.texts)
+        return cls(build_retriever_run(recipe, materials.tokenizer), materials, teacher=teacher)
 
     @classmethod
     def of_run(
@@ -111,6 +127,8 @@ class RetrieverJob(Task[TextBatch]):
         digest = sha256(self.materials.texts.digest().encode())
         for store in (self.materials.queries, self.materials.passages):
             digest.update(store.to_bytes())
+        if self._by_scores:
+            digest.update(self.materials.texts.scores_digest().encode())
         return digest.hexdigest()
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[TextBatch]:
@@ -119,7 +137,11 @@ class RetrieverJob(Task[TextBatch]):
         return self.builder.parts(sampled, self.run.recipe.train.accumulate, ranks.rank, ranks.size)
 
     def loss(self, part: TextBatch) -> Tensor:
-        return retriever_loss(self.run, self._loss, part)
+        guides, teacher = None, self.teacher
+        if teacher is not None and part.teacher_tokens is not None:
+            queries, passages = part.teacher_tokens
+            guides = teacher.texts("query", queries), teacher.texts("passage", passages), teacher.scale
+        return retriever_loss(self.run, self._loss, part, self.objective, guides)
 
     def probe(self) -> dict[str, dict[str, float]]:
         return probe(self.run, self.materials)
@@ -148,27 +170,29 @@ class RetrieverJob(Task[TextBatch]):
             "unit": self.unit,
             "passages": len(texts.passages),
             "skipped": texts.skipped,
-            "loss": "infonce",
+            "loss": self.run.recipe.loss.kind,
             "batch": [batch for _, batch in self.run.recipe.train.fitted(len(self.rows)).batch],
         }
 
 
-def build_loss(recipe: RetrieverRecipe) -> Callable[..., Tensor]:
-    """The loss of a recipe; of a late retriever that of its token vectors' scores."""
-    loss = InfoNCELoss(**recipe.loss.words())
-    if recipe.model.kind == "single":
-        return loss
-    # the loss has its smoothing already
-    options: dict[str, Any] = vars(loss.options) | {"label_smoothing": 0.0, "scorer": MaxSim()}
-
-    def late(queries: TokenFeatures, passages: TokenFeatures, scale: Tensor, **ids: Any) -> Tensor:
-        return contrast(queries, passages, scale=scale, loss=loss.loss, **options, **ids)
-
-    return late
+def check_scores(recipe: RetrieverRecipe, texts: TextSet) -> None:
+    """Raise ValueError where the loss needs scores, and the texts have none."""
+    if isinstance(recipe.loss, RetrieverScores) and not any(query.scores for query in texts.queries):
+        rule, source = f'have scores of its passages for loss.kind = "{recipe.loss.kind}"', recipe.data.source
+        raise invalid("data.source", rule, f'none in "{source}"', "Write pos_scores and neg_scores there.")
 
 
-def retriever_loss(run: RetrieverRun, loss: Callable[..., Tensor], batch: TextBatch) -> Tensor:
-    """The loss of a batch of any size, the mean over all features and each of the recipe's `dimensions`."""
+def retriever_loss(
+    run: RetrieverRun,
+    loss: Callable[..., Tensor],
+    batch: TextBatch,
+    objective: Objective | None = None,
+    guides: Any = None,
+) -> Tensor:
+    """The loss of a batch of any size, the mean over all features and each of the recipe's `dimensions`.
+
+    objective: that of the loss, with its queue. guides: the features of both sides by another model, and its scale.
+    """
     model, retain = run.model, run.recipe.train.retain
 
     def features(side: Side, tokens: Tokens) -> Any:
@@ -179,12 +203,18 @@ def retriever_loss(run: RetrieverRun, loss: Callable[..., Tensor], batch: TextBa
         if isinstance(model, LateRetriever):
             # vectors that do not count would cost as much as others
             passages = model.compact(passages, **batch.passages)
-        ids = {name: getattr(batch, name).to(run.device) for name in ("positives", "query_ids", "key_ids")}
-        # the loss makes its products in autocast's type
-        losses = [
-            loss(model.comparable(queries, size), model.comparable(passages, size), model.logit_scale.exp(), **ids)
-            for size in (None, *run.recipe.model.dimensions)
-        ]
+        inputs: dict[str, Any] = batch.inputs(run.device) | ({} if guides is None else {"guides": guides})
+        losses = []
+        for size in (None, *run.recipe.model.dimensions):
+            if objective is not None and len(objective.queues):
+                keys, ids = objective.queued("passage")
+                inputs["queue"] = model.comparable(keys, size), ids
+            # the loss makes its products in autocast's type
+            sides = model.comparable(queries, size), model.comparable(passages, size)
+            losses.append(loss(*sides, model.logit_scale.exp(), **inputs))
+        if objective is not None and len(objective.queues):
+            of_all = slice(None) if "shared" not in inputs else inputs["shared"]
+            objective.keep(inputs["key_ids"][of_all], passage=passages[of_all].float())
     return torch.stack(losses).mean()
 
 
@@ -201,7 +231,7 @@ def activations_per_query(run: RetrieverRun, materials: TextMaterials) -> int:
         at_once = run.recipe.train.sub_batch.at_once(side, max(int(store.lengths[median]), 1))
         return bytes_per_example(forward, at_once)
 
-    with run.autocast():
+    with run.autocast(), as_written():
         passages = run.recipe.data.positives + run.recipe.data.negatives
         return activations("query", materials.queries) + activations("passage", materials.passages) * passages
 
