@@ -291,7 +291,7 @@ def late_interaction() -> str:
     """nDCG@10 of one vector a text, of late interaction and of BM25, the mean of the seeds and their spread."""
     rows = []
     by_way: dict[tuple[str, ...], dict[str, list[float]]] = {}
-    for row in _file("late_docstrings.csv"):
+    for row in rows_of("late_docstrings.csv"):
         way = tuple(row[name] for name in ("towers", "way", "queries", "batch", "candidates", "chip"))
         by_way.setdefault(way, {}).setdefault(row["part"], []).append(float(row["ndcg_10"]))
     for (towers, way, queries, batch, candidates, chip), parts in by_way.items():
@@ -304,7 +304,7 @@ def late_interaction() -> str:
         cells = [towers, f"{int(queries):,}" if queries else "", batch, *spread]
         rows.append((name, *cells, "H200" if "H200" in chip else "CPU"))
     heads = ("", "towers", "questions", "batch", "functions, nDCG@10", "packages, nDCG@10", "on")
-    return _table(heads, rows)
+    return table_of(heads, rows)
 
 
 def retrieval() -> str:
