@@ -58,7 +58,7 @@ test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage,
 test-integrations: .venv-integrations/.done .venv-sentences-5/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
 	.venv-integrations/bin/python -m pytest tests/integrations
 	.venv-sentences-5/bin/python -m pytest tests/integrations/test_sentence_transformers*.py
-	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py
+	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py tests/integrations/test_retrievers.py
 
 test-faults: $(VENV)/.dev ## kill, tear and fail file events of every command that writes, a sample of 30 (a minute on 2 cores)
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py $(FAULTS)
@@ -93,6 +93,8 @@ PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu \
 		deepspeed
+	@# without what they require, which is older: only their losses are loaded
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps FlagEmbedding pylate
 	@touch $@
 
 # the last version 5 of sentence-transformers
@@ -107,7 +109,8 @@ PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
 .venv-open-clip/.done: pyproject.toml constraints.txt constraints-integrations.txt
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train]' pytest pytest-timeout \
-		open_clip_torch webdataset pandas braceexpand
+		open_clip_torch webdataset pandas braceexpand datasets accelerate
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps colpali-engine
 	@touch $@
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
