@@ -58,7 +58,8 @@ test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage,
 test-integrations: .venv-integrations/.done .venv-sentences-5/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
 	.venv-integrations/bin/python -m pytest tests/integrations
 	.venv-sentences-5/bin/python -m pytest tests/integrations/test_sentence_transformers*.py
-	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py tests/integrations/test_retrievers.py
+	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py tests/integrations/test_export_pairs.py \
+		tests/integrations/test_retrievers.py -k 'open_clip or colpali'
 
 test-faults: $(VENV)/.dev ## kill, tear and fail file events of every command that writes, a sample of 30 (a minute on 2 cores)
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py $(FAULTS)
@@ -105,11 +106,13 @@ PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
 		sentence-transformers==5.7.0 datasets accelerate peft pytest pytest-timeout
 	@touch $@
 
-# torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators
-.venv-open-clip/.done: pyproject.toml constraints.txt constraints-integrations.txt
+# torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators. Other
+# libraries would load it where it is found, so this environment stands on the one above.
+.venv-open-clip/.done: .venv-integrations/.done
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train]' pytest pytest-timeout \
-		open_clip_torch webdataset pandas braceexpand datasets accelerate
+	printf 'import site; site.addsitedir("%s")\n' "$$($(<D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(@D)/bin/python -m pip install --quiet $(PINNED) open_clip_torch webdataset pandas braceexpand
 	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps colpali-engine
 	@touch $@
 
