@@ -55,8 +55,9 @@ test: $(VENV)/.dev ## the test suite
 test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage, random bytes (two minutes)
 	$(BIN)/python -m pytest -m 'hostile or not hostile' tests/test_hostile_*.py
 
-test-integrations: .venv-integrations/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
+test-integrations: .venv-integrations/.done .venv-sentences-5/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
 	.venv-integrations/bin/python -m pytest tests/integrations
+	.venv-sentences-5/bin/python -m pytest tests/integrations/test_sentence_transformers*.py
 	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py
 
 test-faults: $(VENV)/.dev ## kill, tear and fail file events of every command that writes, a sample of 30 (a minute on 2 cores)
@@ -81,7 +82,7 @@ bench: $(VENV)/.train ## time and memory of the losses beside the dense formula 
 	$(BIN)/contrastile bench loss
 
 clean: ## remove the environment and caches; runs stay
-	rm -rf $(VENV) .venv-integrations .venv-open-clip build *.egg-info .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-* build *.egg-info .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -90,7 +91,16 @@ PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
 
 .venv-integrations/.done: pyproject.toml constraints.txt constraints-integrations.txt
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu \
+		deepspeed
+	@touch $@
+
+# the last version 5 of sentence-transformers
+.venv-sentences-5/.done: pyproject.toml constraints.txt constraints-integrations.txt
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	grep -v ^sentence-transformers constraints-integrations.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --constraint $(@D)/constraints.txt --editable . \
+		sentence-transformers==5.7.0 datasets accelerate peft pytest pytest-timeout
 	@touch $@
 
 # torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators

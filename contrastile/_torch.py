@@ -61,6 +61,12 @@ def backward_hooks(x: Tensor) -> dict[int, Any] | None:
     return x._backward_hooks
 
 
+def backward_is_kept() -> bool:
+    """Return whether the running backward may run again: `retain_graph=True`."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
+
+
 def uncompiled(function: Any) -> Any:
     """Function or module that torch.compile has wrapped; None where it has not."""
     return getattr(function, "_torchdynamo_orig_callable", None)

@@ -31,13 +31,16 @@ SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6,
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
 EVERYTHING |= {"MEAN": True, "TIMES": True}
 # strides and sizes that are multiples of 16 where features are
-ALIGNED = ("D", "q_stride", "k_stride", "out_stride")
+ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
 # capabilities for which the kernels without products are compiled too
 COMPLETE = (80, 90)
 # capability whose shapes and instructions are those of another, 86
 ALIKE = (89,)
+# of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
+LATE = {"BM": 256, "BN": 64, "BD": 128, "SLOT": 32, "CHUNK": 2048, "GROUP": 64}
+LATE_SMALL = {"BM": 64, "BN": 32, "BD": 32, "SLOT": 8, "CHUNK": 256, "GROUP": 32}
 
 
 @pytest.fixture(scope="module")
@@ -77,28 +80,34 @@ def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int
     assert programs * (max(taken[name] for name in BUSY) + RESERVED) <= SHARED[capability] + RESERVED
 
 
-def _type(name: str, shape: Any) -> str:
+def _type(name: str, shape: Any, constants: dict[str, Any]) -> str:
     """Triton's name for the type of an argument."""
-    descriptors = {"q_mem": (shape.rows, shape.depth), "k_mem": (shape.cols, shape.depth)}
-    descriptors["out_mem"] = (shape.rows, shape.cols // 2)
+    rows, cols = (shape.rows, shape.depth), (shape.cols, shape.depth)
+    of_tokens = (constants.get("BN"), constants["BD"]) if "BD" in constants else cols
+    descriptors = {"q_mem": rows, "k_mem": of_tokens, "out_mem": (shape.rows, shape.cols // 2)}
+    descriptors |= {"guide_q_mem": rows, "guide_k_mem": cols} if constants.get("GUIDE") else {}
+    if name.endswith("_mem") and name not in descriptors:
+        return "*bf16"
     if name in descriptors:
         return f"tensordesc<bf16[{descriptors[name][0]},{descriptors[name][1]}]>" if shape.tma else "*bf16"
     if name in ("q_ptr", "k_ptr", "x_ptr"):
         return "*bf16"
-    if name.endswith(("ids_ptr", "labels_ptr")):
+    if name == "best_ptr":
+        return "*u8"
+    if name.endswith(("ids_ptr", "labels_ptr", "tokens_ptr", "lengths_ptr", "list_ptr")):
         return "*i32"
-    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
+    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr", "order_ptr")):
         return "*i64"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
 
 
 def _kernels() -> list[Any]:
     """Every function that is launched: those that say what they are not specialized for."""
-    from contrastile.tiles.triton import backward, forward, positives, reductions
+    from contrastile.tiles.triton import backward, careful, forward, maxsim_kernels, positives, reductions
 
     return [
         function
-        for module in (forward, backward, positives, reductions)
+        for module in (forward, backward, careful, positives, reductions, maxsim_kernels)
         for name, function in vars(module).items()
         if getattr(function, "fn", None) is not None
         and function.fn.__module__ == module.__name__
@@ -111,13 +120,17 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 
     All options on one chip, all tile kernels on every one; those without products are the same on two.
     """
-    from contrastile.tiles.triton.forward import UNROLLED
+    from contrastile.tiles.triton.masks import UNROLLED
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
     several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": True, "SMOOTH": True}
     for kernel in _kernels():
         name = kernel.fn.__name__
+        if kernel.fn.__module__.endswith("maxsim_kernels"):
+            if capability in COMPLETE or (capability == 100 and name == "sweep"):
+                yield kernel, name, _late(name, capability)
+            continue
         if name not in TILE_KERNELS:
             if capability in COMPLETE:
                 yield kernel, name, plain | EVERYTHING
@@ -142,6 +155,14 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
                 yield kernel, f"{name} labels", plain | labels
 
 
+def _late(name: str, capability: int) -> dict[str, Any]:
+    """Everything at once: masks, winning tokens, padded features."""
+    tiling = LATE if capability == 90 else LATE_SMALL
+    of_documents = {"BN": 16} if name == "document_gradients" else {}
+    masks = {"ROWS_MASKED": True, "COLS_MASKED": True, "PADDED": 32, "NONE": 255}
+    return tiling | of_documents | masks | {"BEST": True, "FLATTEN": True, "STAGES": 1, "WHOLE": False}
+
+
 def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -160,14 +181,15 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
     names = kernel.arg_names
     constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
     constants |= {name: value for name, value in (fixed | chosen).items() if name in constants}
-    signature = {name: "constexpr" if name in constants else _type(name, shape) for name in names}
+    signature = {name: "constexpr" if name in constants else _type(name, shape, constants) for name in names}
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, name in enumerate(names)
         if signature[name].startswith("*") or name in ALIGNED
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    options = {"num_warps": shape.warps if "BM" in constants else 4, "num_stages": shape.stages}
+    late = "BD" in constants
+    options = {"num_warps": 8 if late else shape.warps if "BM" in constants else 4, "num_stages": shape.stages}
     shared: int = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
     return shared
 

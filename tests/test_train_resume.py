@@ -131,7 +131,14 @@ def test_a_stop_in_the_last_step_leaves_the_result_bit_identical(undisturbed, tm
     "overrides",
     [
         ("optim.kind=adafactor", "optim.ema=0.9", "train.precision=fp16", "optim.warmup_epochs=2.0"),
-        ("optim.kind=muon", "optim.rate_scaling=sqrt", "optim.base_batch=8", "train.batch=[[0.0, 16], [0.5, 48]]"),
+        (
+            "loss.kind=infonce",
+            "loss.queue=50",
+            "optim.kind=muon",
+            "optim.rate_scaling=sqrt",
+            "optim.base_batch=8",
+            "train.batch=[[0.0, 16], [0.5, 48]]",
+        ),
         ("loss.kind=siglip", "train.precision=bf16", "train.batch=[[0.0, 16], [0.5, 48]]", "optim.schedule=cooldown"),
     ],
 )

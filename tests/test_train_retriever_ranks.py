@@ -18,8 +18,8 @@ import contrastile
 from contrastile.train.loop import run_recipe
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import load_any_recipe
+from contrastile.train.retriever.batches import assign_ranks
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.retriever.run import assign_ranks
 
 SHORT = ("train.examples=132", "evaluate.every=1.0")
 # a question has several right passages, and some passages are right for several
@@ -39,7 +39,7 @@ def _trained(folder: Path, W: int, *overrides: str) -> Path:
 @pytest.mark.parametrize(
     ("W", "overrides"),
     [
-        (2, ("model.dimensions=[4, 8]", "loss.learn_scale=true")),
+        (2, ("model.dimensions=[4, 8]", "loss.learn_scale=true", "loss.queue=1000")),
         # parts of each batch, the last batch so small that a rank has nothing of its second part
         (3, ("train.batch=43", "train.accumulate=2", "loss.exchange=ring", "loss.gradient=sum", *SEVERAL)),
     ],
@@ -72,7 +72,7 @@ def test_ranks_without_queries_train(tmp_path: Path) -> None:
 
 
 # dropout is on
-SAVED = ("train.examples=96", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9", bert("both"))
+SAVED = ("train.examples=96", "save.steps=4", "evaluate.every=1.0", "optim.ema=0.9", "loss.queue=100", bert("both"))
 
 
 def test_a_run_resumed_on_as_many_ranks_is_bit_identical(tmp_path: Path) -> None:

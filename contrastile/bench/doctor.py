@@ -142,7 +142,7 @@ def exchange_choice(
 
 def _recipe_plan(recipe: Any, ranks: int) -> Values:
     """The memory of a recipe's run on its device, by the planner, which makes its towers without memory."""
-    from contrastile.train.planned import LOSSES as RECIPE_LOSSES
+    from contrastile.train.objective import OBJECTIVES
     from contrastile.train.planned import keys_of, learned_tokens, plan_of, towers
     from contrastile.train.run import choose_device
 
@@ -157,7 +157,7 @@ def _recipe_plan(recipe: Any, ranks: int) -> Values:
     room = max(0, spare_bytes(device) - without.bytes)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    loss = RECIPE_LOSSES[getattr(recipe.loss, "kind", "infonce")]
+    loss = OBJECTIVES[recipe.kind](recipe.loss).pair_loss
     dtype = torch.float64 if recipe.train.precision == "float64" else torch.float32
     backend: Values = {"takes": recipe.loss.backend, "declined": {}}
     exchange: Values = {"takes": recipe.loss.exchange}

@@ -67,6 +67,7 @@ _RATES = ("ms", "effective_tflops", "ratio", "peak_bytes")
 #               device. ratio_to_plain: time per pair over the plain step's at the largest batch up to this one that
 #               fits it; of compiled towers, over that of compiled ones
 #   memory      of one rank of a world that is not there; ms: its arithmetic alone. planned_bytes: contrastile plan's
+#   doors       length: the most tokens of a text; retain: the argument of `encode`
 #   rank steps  bytes of the first rank. data: its inputs. loss: beside the features and their gradients. backbone:
 #               weights, gradients and the activations of one sub-batch
 COLUMNS = {
@@ -77,6 +78,7 @@ COLUMNS = {
         *(*_STEP, "retain", "inputs", "dtype", "world", "ms", "us_per_pair", "ratio_to_plain", "peak_bytes"),
         *ORIGIN,
     ),
+    "doors": ("impl", "loss", "model", "batch", "sub_batch", "length", "retain", "dtype", "ms", "peak_bytes", *ORIGIN),
     "rank steps": (
         *(*_STEP, "dtype", "world", "data_bytes", "loss_bytes", "backbone_bytes", "peak_bytes", "ms", "us_per_pair"),
         *ORIGIN,

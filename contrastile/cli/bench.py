@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 Plan = dict[int, list[str]]
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-LOSSES = ("clip", "siglip", "infonce", "dcl", "dclw", "hardness", "gist", "distill", "own")
+LOSSES = (
+    *("clip", "siglip", "infonce", "dcl", "dclw", "hardness", "gist", "distill", "own", "hardness_own", "queue"),
+    *("clip_labels", "siglip_labels", "siglip_balanced", "supcon", "supcon_in", "kl", "margin_mse"),
+    *("balanced", "inside"),
+)
 # seconds per measurement: of a loss, of a way to take a step; and both with --quick
 SECONDS, QUICK_SECONDS = {"loss": 4.0, "step": 20.0}, {"loss": 0.5, "step": 2.0}
 LONGEST = 600.0
@@ -94,6 +98,8 @@ def add_to(verbs: Any) -> None:
     add("--sizes", nargs="+", metavar="B", help="pairs of all ranks, such as 32k or 4M")
     add("--features", type=int, default=FEATURES, metavar="D", help="features per row (default: 768)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the features (default: bf16; fp32 on a CPU)")
+    add("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
+    add("--ways", nargs="+", metavar="WORD", default=[""], help="those whose name has one of the words, such as ring")
     memory.set_defaults(verb=run_memory)
     csv = "write rows there, behind those that it has; its folder is made"
     for parser in (loss, step, memory):
@@ -201,6 +207,8 @@ def run_memory(arguments: argparse.Namespace) -> int:
         smallest = 2 if name == "ranks" else 1
         if least < smallest:
             raise invalid(name, f"be at least {smallest}", least, DEFAULT)
+    if not arguments.longest >= 0:
+        raise invalid("longest", "be at least 0", arguments.longest, DEFAULT)
     sizes = _numbers(arguments, "sizes")
     if uneven := [(b, world) for b in sizes for world in worlds if b % world]:
         raise invalid(
@@ -217,7 +225,8 @@ def run_memory(arguments: argparse.Namespace) -> int:
     sizes = sizes or (MEMORY_SIZES if kind == "cuda" else SMALL_MEMORY_SIZES)
     dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
     with _reporting(arguments, kind, "memory") as (device, report):
-        bench = MemoryBench(Machine(device), report, peers=arguments.peers)
+        words = {"peers": arguments.peers, "longest": arguments.longest, "words": arguments.ways}
+        bench = MemoryBench(Machine(device), report, **words)
         report.say("one rank of a world, forward and backward; peak: beside the features; ms: without communication")
         report.say(TABLE.header())
         for world in worlds:

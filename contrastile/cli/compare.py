@@ -1,7 +1,7 @@
 """`contrastile compare RECIPE [key=value ...]`: many trainings of one recipe, and tables of their results.
 
 Pairs: one memory spent in four ways, one loss in five, or accuracy against batch size. Retrievers: one memory spent in
-plain, accumulated and cached batches, beside BM25.
+plain, accumulated and cached batches, beside BM25. Both: ways of one's own, such as several losses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MEMORY, BATCHES = 2**30, [128, 512, 4096, 16384]
 # options of one kind of recipe only
 OF_PAIRS, OF_RETRIEVERS = ("losses", "data", "rates", "ranks"), ("memory", "updates")
 
-SUMMARY = "train many times: the same memory in several ways, the same loss in five, or batch sizes"
+SUMMARY = "train many times: one memory or one loss in several ways, several losses, or batch sizes"
 EXAMPLE = "contrastile compare glyphs train.examples=100_000"
 
 
@@ -31,6 +31,7 @@ def add_to(verbs: Any) -> None:
     add("recipe", help=RECIPE)
     add("overrides", **OVERRIDES, help="as for train")
     kind("--losses", action="store_true", default=None, help="one loss computed in five ways, on --ranks")
+    kind("--ways", metavar="FILE", help="a table of ways, each some overrides, for equal time: losses, say")
     kind("--batches", nargs="+", metavar="SIZE", help=sizes)
     add("--data", type=float, nargs="+", metavar="SHARE", help="of --batches: such as 0.1 1")
     add("--rates", nargs="+", metavar="RULE", help="of --batches: fixed, sqrt and linear")
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     pairs = isinstance(recipe, Recipe)
     _check(arguments, pairs=pairs)
     make_folder("--runs", arguments.runs)
-    study = (_of_pairs if pairs else _of_retrievers)(recipe, arguments, sizes)
+    study = (_of_ways if arguments.ways else _of_pairs if pairs else _of_retrievers)(recipe, arguments, sizes)
 
     from contrastile.experiments.sweep import compare
 
@@ -83,9 +84,21 @@ def _check(arguments: argparse.Namespace, *, pairs: bool) -> None:
     fewest = (2, "An interval needs a spread; five are usual.") if arguments.losses else (1, "Three show a spread.")
     at_least("seeds", arguments.seeds, *fewest)
     at_least("ranks", arguments.ranks, 2, "On one process there is nothing to exchange.")
-    if pairs and arguments.jobs > 1 and not given.keys() & {"losses", "batches"}:
+    if pairs and arguments.jobs > 1 and not given.keys() & {"losses", "batches", "ways"}:
         reason = "Runs side by side slow each other down."
         raise invalid("jobs", "be 1 where time is compared", arguments.jobs, reason)
+
+
+def _of_ways(recipe: Any, arguments: argparse.Namespace, _: dict[str, list[int]]) -> Study:
+    from contrastile.experiments.arguments import read_ways, report_overrides
+
+    report_overrides("compare --ways", recipe, arguments.recipe, arguments.overrides)
+    recipes = read_ways(arguments.ways, arguments.recipe, arguments.overrides)
+
+    from contrastile.experiments.ways import RetrieverWays, Ways
+
+    study = Ways if recipe.kind == "image-text" else RetrieverWays
+    return study(recipe=recipe, seeds=arguments.seeds, jobs=arguments.jobs, recipes=recipes)
 
 
 def _of_pairs(recipe: Any, arguments: argparse.Namespace, sizes: dict[str, list[int]]) -> Study:

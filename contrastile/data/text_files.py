@@ -3,15 +3,17 @@
 Stands between `entries.py` and the registry. A folder in BEIR's format has corpus.jsonl, queries.jsonl and judgements
 in qrels. An entry of a file is read by its keys: DPR (`question`, `positive_ctxs`, `hard_negative_ctxs`, `answers`),
 Tevatron (`query`, `positive_passages`, `negative_passages`, or ids into a corpus), FlagEmbedding (`query`, `pos`,
-`neg`); any other entry is a pair or triplet as in sentence-transformers, by the names `anchor`, `query` or `question`,
-`positive`, `negative...`, else in the order of its columns: question, positive, negatives. An entry that cannot be used
-is counted by its reason.
+`neg`, and a teacher's `pos_scores`, `neg_scores`); any other entry is a pair or triplet as in sentence-transformers, by
+the names `anchor`, `query` or `question`, `positive`, `negative...`, else in the order of its columns: question,
+positive, negatives, with a list `scores` of the passages in this order. A passage that is an object may have a `score`.
+An entry that cannot be used is counted by its reason.
 """
 
 from __future__ import annotations
 
 import ast
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,13 +90,17 @@ def _read_files(
 
 
 class Question(NamedTuple):
-    """One entry: a question with its passages, or their ids in a corpus; `answers` and `id` as they are written."""
+    """One entry: a question with its passages, or their ids in a corpus; `answers` and `id` as they are written.
+
+    scores: a number or None for each of the positives, then of the negatives; empty where there are none.
+    """
 
     text: Any
     positives: Sequence[Passage | str] = ()
     negatives: Sequence[Passage | str] = ()
     answers: Any = None
     id: Any = None
+    scores: Sequence[float | None] = ()
 
 
 class TextSetBuilder:
@@ -156,7 +162,11 @@ class TextSetBuilder:
             raise Skipped("positives not in the corpus" if by_id else "no positives")
         # a positive is no negative
         wrong = tuple(row for row in negatives if row not in positives)
-        query = Query(_id(question.id), text, tuple(positives), negatives=wrong, answers=answers)
+        scored = zip(map(self._row, (*question.positives, *question.negatives)), question.scores, strict=False)
+        scores = {passage: score for passage, score in scored if passage is not None and score is not None}
+        query = Query(
+            _id(question.id), text, tuple(positives), negatives=wrong, answers=answers, scores=tuple(scores.items())
+        )
         row = self._query_rows.setdefault(text, len(self.queries))
         if row == len(self.queries):
             self.queries.append(query if query.id else replace(query, id=f"q{row}"))
@@ -166,12 +176,13 @@ class TextSetBuilder:
 
     def _rows(self, passages: Sequence[Passage | str]) -> list[int]:
         """The rows of passages that are not empty, and of ids that are known, each once."""
-        rows = [
-            self._id_rows.get(passage) if isinstance(passage, str) else self.add_passage(passage)
-            for passage in passages
-            if isinstance(passage, str) or passage.text.strip() or passage.title.strip()
-        ]
-        return [row for row in dict.fromkeys(rows) if row is not None]
+        return [row for row in dict.fromkeys(map(self._row, passages)) if row is not None]
+
+    def _row(self, passage: Passage | str) -> int | None:
+        """The row of a passage or of an id; None for an empty passage and an id that is not known."""
+        if isinstance(passage, str):
+            return self._id_rows.get(passage)
+        return self.add_passage(passage) if passage.text.strip() or passage.title.strip() else None
 
 
 def _merged(first: Query, second: Query) -> Query:
@@ -179,23 +190,28 @@ def _merged(first: Query, second: Query) -> Query:
     positives = dict.fromkeys((*first.positives, *second.positives))
     negatives = dict.fromkeys(row for row in (*first.negatives, *second.negatives) if row not in positives)
     answers = dict.fromkeys((*first.answers, *second.answers))
-    return replace(first, positives=tuple(positives), negatives=tuple(negatives), answers=tuple(answers))
+    scores = tuple({**dict(second.scores), **dict(first.scores)}.items())
+    return replace(first, positives=tuple(positives), negatives=tuple(negatives), answers=tuple(answers), scores=scores)
 
 
 def interpret(entry: Entry, place: str) -> Question:
     """The entry at `place` as a question, by its keys. Raises `Skipped` with the reason."""
     query, answers, identity = first(entry, ("query", "query_text")), entry.get("answers"), entry.get("query_id")
     if "question" in entry and "positive_ctxs" in entry:
-        hard = entry.get("hard_negative_ctxs") or entry.get("negative_ctxs")
-        return Question(entry["question"], _contexts(entry["positive_ctxs"], place), _contexts(hard, place), answers)
+        hard, right = entry.get("hard_negative_ctxs") or entry.get("negative_ctxs"), entry["positive_ctxs"]
+        both = _contexts(right, place), _contexts(hard, place)
+        return Question(entry["question"], *both, answers, scores=_own_scores(right, hard))
     if "positive_passages" in entry:
         right, wrong = (_contexts(entry.get(f"{side}_passages"), place) for side in ("positive", "negative"))
-        return Question(query, right, wrong, answers, identity)
+        scores = _own_scores(entry["positive_passages"], entry.get("negative_passages"))
+        return Question(query, right, wrong, answers, identity, scores)
     if "positive_document_ids" in entry:
         positives, negatives = (_document_ids(entry.get(f"{side}_document_ids")) for side in ("positive", "negative"))
         return Question(query, positives, negatives, id=identity)
     if "pos" in entry:
-        return Question(query, _plain(entry["pos"], place), _plain(entry.get("neg"), place))
+        right, wrong = _plain(entry["pos"], place), _plain(entry.get("neg"), place)
+        scores = [*_scores(entry.get("pos_scores"), right), *_scores(entry.get("neg_scores"), wrong)]
+        return Question(query, right, wrong, scores=scores)
     return _columns(entry, place)
 
 
@@ -204,7 +220,10 @@ def _columns(entry: Entry, place: str) -> Question:
 
     Two columns may be a question and a list of its answers, as in DPR's test files. A negative may be a list of texts.
     """
-    for name in NUMBERS & entry.keys():
+    scores = entry.get("scores")
+    if isinstance(scores, str) and scores.startswith("["):
+        scores = _listed(scores)
+    for name in NUMBERS & entry.keys() - ({"scores"} if isinstance(scores, list) else set()):
         try:
             matches = float(entry[name] or 0) > 0
         except (TypeError, ValueError, OverflowError):
@@ -223,7 +242,35 @@ def _columns(entry: Entry, place: str) -> Question:
         answers = _listed(positive)
         if answers is not None:
             return Question(question, answers=_texts(answers))
-    return Question(question, _plain(positive, place), [passage for text in others for passage in _plain(text, place)])
+    right, wrong = _plain(positive, place), [passage for text in others for passage in _plain(text, place)]
+    return Question(
+        question, right, wrong, scores=_scores(scores, [*right, *wrong]) if isinstance(scores, list) else ()
+    )
+
+
+def _scores(values: Any, passages: Sequence[Passage]) -> list[float | None]:
+    """A score for each of the passages; None for each where there are no values."""
+    if not values:
+        return [None] * len(passages)
+    if not isinstance(values, list) or len(values) != len(passages):
+        raise Skipped("scores of another number than passages")
+    return [_score(value) for value in values]
+
+
+def _score(value: Any) -> float | None:
+    """A finite number; None for no score."""
+    try:
+        score = None if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        score = math.nan
+    if score is not None and not math.isfinite(score):
+        raise Skipped("a score that is no number")
+    return score
+
+
+def _own_scores(*lists: Any) -> list[float | None]:
+    """The scores within the objects of passages."""
+    return [_score(entry.get("score")) for entries in lists for entry in entries or ()]
 
 
 def _listed(text: str) -> Any:

@@ -37,6 +37,7 @@ class Query:
 
     `grades`: the relevance of each positive; 1 each where empty. `answers`: texts that a right passage contains.
     `itself`: the row of the question's own text among the passages, which is no result of it and no negative.
+    `scores`: rows of passages with a teacher's score.
     """
 
     id: str
@@ -47,6 +48,8 @@ class Query:
     answers: tuple[str, ...] = ()
     # left out of the digest, because it follows from the ids
     itself: int | None = field(default=None, repr=False)
+    # left out too, because most trainings do not read them
+    scores: tuple[tuple[int, float], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,13 @@ class TextSet:
             digest.update(repr(item).encode())
         for name, rows in sorted(self.splits.items()):
             digest.update(name.encode() + rows.tobytes())
+        return digest.hexdigest()
+
+    def scores_digest(self) -> str:
+        """A checksum of the scores."""
+        digest = hashlib.sha256()
+        for query in self.queries:
+            digest.update(repr([(row, score) for row, score in query.scores]).encode())
         return digest.hexdigest()
 
 

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 from contrastile._errors import invalid
 from contrastile.train.config import AnyRecipe, Recipe
-from contrastile.train.recipe import touched
+from contrastile.train.recipe import load_any_recipe, read_tables, touched
 
 logger = logging.getLogger("contrastile")
 
 # rules of the learning rate, and their values of optim.rate_scaling
 RATES = {"fixed": "none", "sqrt": "sqrt", "linear": "linear"}
+# sections that may differ between ways
+OF_WAYS = ("loss", "optim", "train")
 # keys that a comparison overrides with several values, beside those that get the same value in all trials
 SEVERAL = object()
 OVERRIDES: dict[str, dict[str, Any]] = {
     "compare": {"train.accumulate": SEVERAL, "train.minutes": SEVERAL, "train.retain": 1},
     "compare --losses": {"loss.backend": SEVERAL, "loss.exchange": SEVERAL, "train.minutes": None},
+    "compare --ways": {"train.minutes": None},
     "compare --batches": {
         "train.batch": SEVERAL, "train.minutes": None, "optim.rate_scaling": SEVERAL, "optim.base_batch": SEVERAL
     },
@@ -49,6 +53,24 @@ def report_overrides(comparison: str, recipe: AnyRecipe, origin: str, overrides:
             lost.append(key)
     if lost:
         logger.warning("%s: %s sets %s itself, whatever is said there", origin, comparison, ", ".join(lost))
+
+
+def read_ways(path: str, origin: str, overrides: Sequence[str]) -> dict[str, AnyRecipe]:
+    """Read the ways of a comparison: under `[ways]`, the overrides of the recipe at `origin` for each.
+
+    Ways share their data and their model; raises ValueError for a file that is none, and for other keys.
+    """
+    ways = read_tables(path).get("ways")
+    if not isinstance(ways, dict) or len(ways) < 2 or not all(isinstance(words, list) for words in ways.values()):
+        remedy = 'Such as clip = [] and siglip = ["loss.kind=siglip"].'
+        raise invalid("--ways", "name a file with a table `ways` of two lists or more", f'"{path}"', remedy)
+    if slashed := next((name for name in ways if "/" in name), None):
+        raise invalid("--ways", "name ways without /", f'"{slashed}"', "The name is that of a file, too.")
+    for text in chain(*ways.values()):
+        if not isinstance(text, str) or text.split(".")[0] not in OF_WAYS:
+            rule, remedy = f"override keys of {', '.join(OF_WAYS)}", "All ways share data and model."
+            raise invalid("--ways", rule, f"{text!r} in {path}", remedy)
+    return {name: load_any_recipe(origin, [*overrides, *words]) for name, words in ways.items()}
 
 
 def check_copies(recipe: Recipe) -> None:

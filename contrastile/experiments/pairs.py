@@ -157,7 +157,7 @@ def _gap(results: Sequence[Result], way: str, test: str) -> str:
     return f"{gap[0]:+.2f} ± {gap[1]:.2f}{'' if negligible(*gap) else ' (!)'}" if gap else ""
 
 
-def difference(results: Sequence[Result], way: str, test: str) -> tuple[float, float] | None:
+def difference(results: Sequence[Result], way: str, test: str, baseline: str = BASELINE) -> tuple[float, float] | None:
     """Return the mean difference from the baseline in points, and half the width of its 95 % interval.
 
     mean ± t · s / √n, with t of n − 1 degrees of freedom, over the n seeds that both have; None for fewer than two.
@@ -165,8 +165,8 @@ def difference(results: Sequence[Result], way: str, test: str) -> tuple[float, f
     from scipy.stats import t  # type: ignore[import-untyped]
 
     recalls = {(one.labels["way"], one.seed): one.measures[test] for one in results if test in one.measures}
-    seeds = [seed for name, seed in recalls if name == way and (BASELINE, seed) in recalls]
-    gaps = [100 * (recalls[way, seed] - recalls[BASELINE, seed]) for seed in seeds]
+    seeds = [seed for name, seed in recalls if name == way and (baseline, seed) in recalls]
+    gaps = [100 * (recalls[way, seed] - recalls[baseline, seed]) for seed in seeds]
     if len(gaps) < 2:
         return None
     return statistics.mean(gaps), float(t.ppf(0.975, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))

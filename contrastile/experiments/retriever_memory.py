@@ -41,9 +41,10 @@ from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.report.figures import COLOURS, as_svg
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.evaluation import PARTS, Rankings, evaluate, held_out, rank_all, rank_part
-from contrastile.train.retriever.job import RetrieverJob
+from contrastile.train.retriever.job import RetrieverJob, check_scores
 from contrastile.train.retriever.run import TextMaterials, build_retriever_run, open_text_materials
 from contrastile.train.run import choose_device
+from contrastile.train.teacher import open_teacher
 
 logger = logging.getLogger("contrastile")
 
@@ -139,10 +140,10 @@ class RetrieverMemory(Study):
             return super().run(trial, data, ranks, folder)
         texts, engine, depth = data.texts, BM25(data.texts.passages), self.recipe.evaluate.depth
         answered = [rank_part(texts, part, "BM25", texts.passages, engine.search, depth) for part in held_out(texts)]
-        return Result(trial.labels, None, measures=_measures(self.recipe, data, answered))
+        return Result(trial.labels, None, measures=ranking_measures(self.recipe, data, answered))
 
     def job(self, recipe: RetrieverRecipe, data: TextMaterials, _share: float) -> RetrieverJob:
-        return RetrieverJob(build_retriever_run(recipe, data.tokenizer), data)
+        return retriever_job(recipe, data)
 
     def costs(self, trial: Trial, trained: TrainResult) -> dict[str, float]:
         """Add the costs of an update, measured alone, to those of a training beside others."""
@@ -157,7 +158,7 @@ class RetrieverMemory(Study):
         }
 
     def measures(self, job: RetrieverJob, data: TextMaterials) -> dict[str, float]:
-        return _measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))
+        return ranking_measures(job.run.recipe, data, rank_all(job.run, data.texts, data.passages))
 
     def order(self, result: Result) -> tuple[int, int]:
         """Way and seed; BM25 last. Raise ValueError for an earlier result of another memory or other batches."""
@@ -202,7 +203,13 @@ Percent of queries with a right passage among the first k of all, and nDCG@10; m
 weights at its peak, counted by torch, tensor by tensor. Trials ran {self.jobs} at a time."""
 
 
-def _measures(recipe: RetrieverRecipe, data: TextMaterials, answered: Sequence[Rankings]) -> dict[str, float]:
+def retriever_job(recipe: RetrieverRecipe, data: TextMaterials) -> RetrieverJob:
+    """The untrained job of a recipe on texts that are open."""
+    check_scores(recipe, data.texts)
+    return RetrieverJob(build_retriever_run(recipe, data.tokenizer), data, teacher=open_teacher(recipe))
+
+
+def ranking_measures(recipe: RetrieverRecipe, data: TextMaterials, answered: Sequence[Rankings]) -> dict[str, float]:
     """For each part the share of queries with a right passage among the first k, and nDCG@10."""
     measures: dict[str, float] = {}
     for one in answered:
@@ -235,7 +242,7 @@ def time_updates(recipe: RetrieverRecipe, materials: TextMaterials, rows: Tensor
     Each update is made twice. Memory is measured the first time, and time the second time: kernels are compiled for
     the shapes that they meet, and two updates may have different numbers of passages.
     """
-    job = RetrieverJob(build_retriever_run(recipe, materials.tokenizer), materials)
+    job = retriever_job(recipe, materials)
     model, seconds = job.run.model.train(), [0.0]
     batches: list[Tensor] = []
     with Weighed(job.run.device) as weighed:

@@ -35,6 +35,7 @@ from contrastile.train.provenance import provenance
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.run import build_run, choose_device, same_recipe
+from contrastile.train.teacher import open_teacher
 
 # steps that are timed beforehand, the first of which does not count
 TIMED_STEPS = 4
@@ -133,7 +134,8 @@ class Study(ABC):
     def job(self, recipe: Any, data: Any, share: float) -> Any:
         """Build the job of `train`, with a share of the training data."""
         run = build_run(recipe, data.tokenizer)
-        return ImageText(run, with_cached_features(run, training_share(data, share)))
+        bundle = with_cached_features(run, training_share(data, share))
+        return ImageText(run, bundle, teacher=open_teacher(recipe))
 
     def seconds(self, data: Any) -> float:
         """Estimate the seconds of one training from a few steps of the recipe's first batch."""

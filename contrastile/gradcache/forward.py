@@ -73,6 +73,8 @@ class Job:
     sharding: Sharding
     # the encoder may compute other bits without a graph: the first pass then builds each graph and drops it
     other_path: bool
+    # engine of DeepSpeed, which must run the backward
+    engine: Any = None
 
     @property
     def device(self) -> torch.device | None:

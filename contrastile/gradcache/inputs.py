@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
@@ -37,7 +38,6 @@ class Ragged:
 
     Raises ValueError where these do not fit together.
 
-    >>> import torch
     >>> images = torch.tensor([1, 0, 2])
     >>> grid = torch.tensor([[1, 2, 2], [1, 4, 2], [1, 2, 2]])
     >>> patches = [int(each.prod(-1).sum()) for each in grid.split(images.tolist())]
@@ -62,6 +62,25 @@ class Ragged:
         if sum(lengths) != self.values.shape[self.axis]:
             got = f"{sum(lengths)} for {self.values.shape[self.axis]}"
             raise invalid("lengths", "sum to the size of the packed axis", got, "Count the values of each example.")
+
+    @classmethod
+    def of(cls, vectors: Tensor, mask: Tensor) -> Ragged:
+        """The vectors `[B, L, ...]` where the mask `[B, L]` is true, packed along the first axis."""
+        mask = mask.bool()
+        return cls(vectors[mask], mask.sum(dim=1))
+
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """The values, whose axis is the first, as `[B, longest, ...]` with zeros behind each example's; their mask.
+
+        >>> vectors, mask = Ragged(torch.ones(5, 8), [2, 0, 3]).padded()
+        >>> vectors.shape, mask.sum(1).tolist()
+        (torch.Size([3, 3, 8]), [2, 0, 3])
+        """
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.values.device)
+        longest = max(self.lengths, default=0)
+        mask = torch.arange(longest, device=self.values.device) < lengths[:, None]
+        whole = self.values.new_zeros(len(lengths), longest, *self.values.shape[1:])
+        return whole.index_put((mask,), self.values), mask
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import resident_bytes
 from contrastile.tiles.dense import MATRICES, MATRICES_BY_INDEX
 
+# bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
+SCRATCH = 450 * 2**10
 # the share of a GPU's memory that "auto" gathers columns in
 GATHERED_SHARE = 16
 
@@ -68,7 +70,7 @@ class LossSize:
     @cached_property
     def block(self) -> tuple[int, int]:
         """Rows and columns of the largest block."""
-        return self.exchange_class.block(self.layout)
+        return self.exchange_class.blocks(self.layout)[-1]
 
     @cached_property
     def workspace_bytes(self) -> int:
@@ -80,8 +82,11 @@ class LossSize:
             # without Triton here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])
         device = torch.device("meta" if self.device == "cuda" else "cpu")
-        sizes = (*self.block, self.dimensions, self.dtype, allowed, device)
-        return tiles.expected_bytes(self.loss, *sizes, by_index=self.exchange_class.by_index)
+        expected = partial(tiles.expected_bytes, self.loss, by_index=self.exchange_class.by_index)
+        # halved until they fit, a shorter block may take more
+        sizes = self.exchange_class.blocks(self.layout)
+        blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in sizes)
+        return blocks + (SCRATCH if self.backend_name == "triton" else 0)
 
     @cached_property
     def exchange_bytes(self) -> int:

@@ -20,6 +20,7 @@ from contrastile.planner.seconds import StepSeconds, step_seconds
 MOST_ROWS = 2**28
 # batches in host memory: the present one, and the next that is read meanwhile
 BATCHES_ON_HOST = 2
+GIB = 2**30
 # fields of a cost that grow with the sub-batch but for the number of kernels
 WORKS = ("forward_work", "replay_work")
 
@@ -126,7 +127,13 @@ class Plan:
 
     def at_largest(self) -> Plan:
         """The plan of the largest batch, without kept graphs; raises ValueError where not one pair fits."""
-        largest = self.largest()
+        largest, sub_batch = self.largest(), max(side.cost.sub_batch for side in self.step.sides)
+        held = sum(count for name, count in self.step.base().items() if name != "inputs") + self.trained
+        if not largest and (sub_batch == 1 or held > self.allowed):
+            room = f"room for {max(0, self.allowed) / GIB:.1f} GiB on {self.target.word}"
+            rule = "have room for weights, gradients, optimizer and one pair"
+            remedy = 'Take GPUs with more memory, or with weights and gradients in parts: train.parallel="shard".'
+            raise invalid("gpus", rule, f"{held / GIB:.1f} GiB of them, and {room}", remedy)
         if not largest:
             rule, size = "be small enough for one pair on each rank to fit", self.step.sides[0].cost.sub_batch
             raise invalid("train.sub_batch", rule, size, "Take half of it.")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.data.base import Indices
 from contrastile.data.pairs import Stream
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import as_written, bytes_per_example
+from contrastile.models.base import evaluating
 from contrastile.models.text import load_tokenizer
-from contrastile.modules import ClipLoss, DCLLoss, SigLipLoss
 from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
 from contrastile.train.config import Recipe
 from contrastile.train.evaluation import (
@@ -32,14 +33,14 @@ from contrastile.train.evaluation import (
 from contrastile.train.folder import EVALUATION, RunFolder
 from contrastile.train.memory import dense_need
 from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
+from contrastile.train.objective import PairObjective
 from contrastile.train.planned import planned_memory
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report
 from contrastile.train.report.samples import picture_samples
 from contrastile.train.run import Run, build_run, choose_device, fingerprint, load
 from contrastile.train.task import Measure, Task
-
-LOSSES: dict[str, type[ClipLoss | SigLipLoss | DCLLoss]] = {"clip": ClipLoss, "siglip": SigLipLoss, "dcl": DCLLoss}
+from contrastile.train.teacher import BothTokenizers, Teacher, apart, open_teacher
 
 
 class ImageText(Task[Batch]):
@@ -49,24 +50,33 @@ class ImageText(Task[Batch]):
     wording = IMAGE_TEXT
     run: Run
 
-    def __init__(self, run: Run, bundle: DataBundle, tests: Sequence[Test] = ()) -> None:
+    def __init__(
+        self, run: Run, bundle: DataBundle, tests: Sequence[Test] = (), teacher: Teacher | None = None
+    ) -> None:
         recipe = run.recipe
-        super().__init__(run, LOSSES[recipe.loss.kind](**recipe.loss.words()))
+        super().__init__(run, objective_of(run), teacher)
         self.bundle, self._tests = bundle, tests
         # rows of tests that ranks measured whole, by the test's index
         self._results: dict[int, list[Row]] = {}
-        apart, timeout = run.device.type == "cuda", recipe.train.timeout
-        self.builder = BatchBuilder(bundle, augment=recipe.data.augment, seed=recipe.seed, apart=apart, timeout=timeout)
-        self.state = {"feed": self.builder}
+        on_gpu, timeout = run.device.type == "cuda", recipe.train.timeout
+        if teacher is not None:
+            both = BothTokenizers(bundle.tokenizer, teacher.run.tokenizer)
+            bundle = replace(bundle, tokenizer=both, tokens=both.tokenise(bundle.pairs.captions))
+        augment = recipe.data.augment
+        self.builder = BatchBuilder(bundle, augment=augment, seed=recipe.seed, apart=on_gpu, timeout=timeout)
+        self.state = {"feed": self.builder, **self.state}
 
     @classmethod
     def open(cls, recipe: Recipe, begun: RunFolder | None = None) -> Self:
         # cheap checks first: a missing device, a model that does not fit, mistakes in the tests' files
         choose_device(recipe.device)
+        # the loss checks its keys
+        PairObjective(recipe.loss)
         tests = [open_test(test) for test in settings_of(recipe.evaluate)]
+        teacher = open_teacher(recipe)
         bundle = open_data_bundle(recipe, load_tokenizer(begun.path) if begun is not None else None)
         run = build_run(recipe, bundle.tokenizer)
-        return cls(run, with_cached_features(run, bundle), tests)
+        return cls(run, with_cached_features(run, bundle), tests, teacher)
 
     @classmethod
     def of_run(cls, folder: RunFolder, *, device: str = "auto") -> Self:
@@ -98,13 +108,23 @@ class ImageText(Task[Batch]):
     def loss(self, part: Batch) -> Tensor:
         """The recipe's loss of a part of any size; activations of the retained sub-batches are held, or of one."""
         model, settings, size = self.run.model, self.run.recipe.train, self.run.recipe.train.sub_batch
+        # features on the way to host memory are normalised on the device
+        streamed = settings.features == "host"
+        towers = model.encode_image, model.encode_text
+        to_image, to_text = (partial(tower, unit=True) for tower in towers) if streamed else towers
+        words: dict[str, Any] = {"retain": settings.retain, "features": settings.features}
+        tokens, others = apart(part.tokens)
         with self.run.autocast():
             # with retain >= 1, a batch of one sub-batch is encoded once, without a replay
-            image = encode(model.encode_image, part.pixels, sub_batch=size.image, retain=settings.retain)
-            text = encode(model.encode_text, part.tokens, **size.words("text"), retain=settings.retain)
-            image, text = (F.normalize(side.to(model.logit_scale.dtype), dim=-1) for side in (image, text))
+            image = encode(to_image, part.pixels, sub_batch=size.image, **words)
+            text = encode(to_text, tokens, **size.words("text"), **words)
+            if not streamed:
+                image, text = map(model.unit_rows, (image, text))
+            inputs: dict[str, Any] = {"ids": part.ids if streamed else part.ids.to(self.run.device)}
+            if self.teacher is not None:
+                inputs["guides"] = self.teacher.pairs(part.pixels, others)
             # the loss makes its products in autocast's type
-            return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, ids=part.ids.to(self.run.device))
+            return self._loss(image, text, model.logit_scale.exp(), model.logit_bias, **inputs)
 
     def probe(self) -> dict[str, dict[str, float]]:
         return probe(self.run, self.bundle.pairs)
@@ -136,6 +156,15 @@ class ImageText(Task[Batch]):
         return table_text(results)
 
 
+def objective_of(run: Run) -> PairObjective:
+    """The objective of a run; a queue has the size of its features."""
+    if not getattr(run.recipe.loss, "queue", 0):
+        return PairObjective(run.recipe.loss, device=run.device if run.recipe.train.features == "host" else None)
+    with evaluating(run.model):
+        features = run.encode_text([""]).shape[1]
+    return PairObjective(run.recipe.loss, features=features, dtype=run.model.logit_scale.dtype)
+
+
 def activations_per_pair(run: Run, bundle: DataBundle) -> int:
     """Bytes that autograd keeps for one pair in both towers, measured on sub-batches of the data's shape."""
     sub_batch, data = run.recipe.train.sub_batch, run.recipe.data
@@ -146,7 +175,7 @@ def activations_per_pair(run: Run, bundle: DataBundle) -> int:
         return run.model.encode_image(pixels)
 
     def text(count: int) -> object:
-        tokens = {name: ids[row.expand(count)].to(run.device) for name, ids in bundle.tokens.items()}
+        tokens: dict[str, Any] = {name: ids[row.expand(count)].to(run.device) for name, ids in bundle.tokens.items()}
         return run.model.encode_text(**tokens)
 
     # black pictures must not enter the running statistics of batch norm

@@ -92,8 +92,9 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
         same_recipe(begun, recipe)
     task = TASKS[recipe.kind].open(recipe, begun)
     checkpoints_of = partial(
-        Checkpoints, Path(runs) / recipe.name / CHECKPOINTS, recipe.save, task.data, recipe=learned_by(recipe)
-    )
+        Checkpoints, Path(runs) / recipe.name / CHECKPOINTS, recipe.save, task.data,
+        recipe={**learned_by(recipe), **task.origin},
+    )  # fmt: skip
     if ranks.rank > 0:
         result = finished_result(begun) if begun is not None else None
         result = result or train_run(None, task, checkpoints_of(writes=False), ranks)
@@ -410,8 +411,10 @@ def step(
     total = ranks.combine(run.model, total, settings.loss.gradient)
     scaler.unscale_(optimizer)
     value, norm = torch.stack([total, clip_gradients(run.model, settings.optim.clip_norm)]).tolist()
-    if math.isfinite(value + norm):
+    taken = math.isfinite(value + norm)
+    if taken:
         optimizer.step()
         clamp_scale(run.model.logit_scale)
     scaler.update()
+    task.end_step(taken)
     return value, norm

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 
 from contrastile._errors import invalid
 from contrastile.data.sources import is_collection
-from contrastile.losses.base import PairLoss
-from contrastile.losses.sigmoid import Sigmoid
-from contrastile.losses.softmax import Softmax
+from contrastile.models.base import feature_size
 from contrastile.models.text import load_tokenizer, train_tokenizer
 from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.offload import free_memory
@@ -34,6 +32,7 @@ from contrastile.planner.towers import TowerCost, made_without_memory, measure, 
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.sizes import without_folders
 from contrastile.train.loaded import LoadedRun
+from contrastile.train.objective import OBJECTIVES
 from contrastile.train.optim import state_bytes, step_bytes
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import load_any_recipe
@@ -42,7 +41,6 @@ from contrastile.train.run import HALVES, autocast, build_run
 
 logger = logging.getLogger("contrastile")
 
-LOSSES: dict[str, PairLoss] = {"clip": Softmax(symmetric=True), "siglip": Sigmoid(), "infonce": Softmax()}
 # numbers of a token: its index, and the mask
 TOKEN_TENSORS = 2
 # sub-batches of inputs on a device: the present one, and the next that is copied meanwhile
@@ -54,6 +52,9 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     """`contrastile.plan`."""
     machines = target(gpus)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
+    if _late(settings):
+        remedy = "Train a few steps, whose memory and time are in the report."
+        raise invalid("recipe", 'have model.kind = "single" for a plan', '"late"', remedy)
     largest = max(size for _, size in settings.train.batch)
     if batch is not None and batch < machines.ranks:
         raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
@@ -69,12 +70,19 @@ def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | N
     if run.device.type != "cuda" or not batch:
         return None
     try:
+        if _late(run.recipe):
+            return None
         memory = free_memory(run.device)[1]
         machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type)
         return plan_of(run.recipe, machines, batch, *towers(run.recipe, ranks, batch)).peak.parts
     except Exception as error:
         logger.warning("no plan of the memory: %s: %s", type(error).__name__, error)
         return None
+
+
+def _late(recipe: Any) -> bool:
+    """True for a retriever with many vectors, whose loss is not planned."""
+    return getattr(recipe.model, "kind", "single") == "late"
 
 
 def stages(recipe: Any, pairs: int | None = None) -> tuple[tuple[int, int], ...]:
@@ -120,7 +128,13 @@ def towers(recipe: Any, ranks: int, batch: int) -> tuple[nn.Module, list[TowerCo
         without_memory(model)
         for name, (_, size, length) in sub_batches(recipe, rows).items():
             encoder, module = _encoder(model, name)
-            costs.append(measure(name, encoder, partial(_inputs, recipe, length), module, size, context))
+            inputs = partial(_inputs, recipe, length)
+            if name == "image" and recipe.model.precompute:
+                # the tower ran before the first step
+                tower: Any = module.tower
+                width = feature_size(tower, *inputs(1))
+                inputs = partial(_cached_features, width)
+            costs.append(measure(name, encoder, inputs, module, size, context))
     return model, costs
 
 
@@ -134,12 +148,17 @@ def _encoder(model: Any, side: str) -> tuple[Callable[..., Tensor], nn.Module]:
 
 
 def _inputs(recipe: Any, length: int, n: int) -> list[Tensor]:
-    """A sub-batch of `n` examples: texts of `length` tokens, pictures where that is 0, or their cached features."""
+    """A sub-batch of `n` examples: texts of `length` tokens, or pictures where that is 0."""
     if length:
         return [torch.ones(n, length, dtype=torch.int64) for _ in range(TOKEN_TENSORS)]
     data = recipe.data
     dtype = torch.uint8 if is_collection(data.source) else torch.float32
     return [torch.zeros(n, data.channels, data.image_size, data.image_size, dtype=dtype)]
+
+
+def _cached_features(width: int, n: int) -> list[Tensor]:
+    """A sub-batch of a locked tower's features, for recipes with `model.precompute`."""
+    return [torch.zeros(n, width)]
 
 
 def plan_of(
@@ -161,7 +180,7 @@ def plan_of(
     loss = LossSize(
         rows, keys * rows, ranks, costs[0].dimensions, machines.memory, recipe.loss.exchange, recipe.loss.backend,
         machines.device, getattr(recipe.loss, "workspace", None), products, given,
-        LOSSES[getattr(recipe.loss, "kind", "infonce")],
+        OBJECTIVES[recipe.kind](recipe.loss).pair_loss,
     )  # fmt: skip
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     trained = sum(x.nbytes for x in model.parameters() if x.requires_grad)

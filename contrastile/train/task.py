@@ -19,10 +19,12 @@ from contrastile.data.pairs import Stream
 from contrastile.train.checkpoints import Parts
 from contrastile.train.folder import RunFolder
 from contrastile.train.metadata import TrainResult
+from contrastile.train.objective import Objective
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.report.page import Wording
 from contrastile.train.stopwatch import Stopwatch
+from contrastile.train.teacher import Teacher
 
 # a named measurement, which gives lines for metrics.jsonl
 Measure = tuple[str, Callable[[], Sequence[Mapping[str, Any]]]]
@@ -47,6 +49,7 @@ class Task(ABC, Generic[P]):
     """One training: a run, untrained or loaded, with the data that it learns from.
 
     unit: that of its examples. wording: the terms of its report. state: its own parts of a checkpoint.
+    teacher: another model that its loss needs.
     """
 
     unit: str
@@ -54,9 +57,12 @@ class Task(ABC, Generic[P]):
     # a subclass of LoadedRun
     run: Any
 
-    def __init__(self, run: Any, loss: Callable[..., Tensor]) -> None:
-        self.run, self._loss = run, loss
-        self.state: Parts = {}
+    def __init__(self, run: Any, objective: Any, teacher: Teacher | None = None) -> None:
+        self.run, self.teacher = run, teacher
+        self.objective: Objective = objective
+        self._loss: Callable[..., Tensor] = objective
+        objective.queues.to(run.device)
+        self.state: Parts = objective.state
 
     @classmethod
     @abstractmethod
@@ -83,12 +89,17 @@ class Task(ABC, Generic[P]):
     def data(self) -> str:
         """The fingerprint of the training data."""
 
+    @property
+    def origin(self) -> dict[str, str]:
+        """The teacher that the training depends on, beside recipe and data."""
+        return {} if self.teacher is None else {"teacher": self.teacher.digest[:16]}
+
     def joined(self, ranks: Ranks) -> AbstractContextManager[None]:
         """Join the other ranks for the steps within, after comparing data and recipe."""
 
         def statement() -> dict[str, str | int]:
             recipe = hashlib.sha256(to_toml(self.run.recipe).encode()).hexdigest()
-            return {self.unit: len(self.rows), "data": self.data[:16], "recipe": recipe[:16]}
+            return {self.unit: len(self.rows), "data": self.data[:16], "recipe": recipe[:16], **self.origin}
 
         return ranks.joined(self.run, statement, self.set_model)
 
@@ -105,6 +116,10 @@ class Task(ABC, Generic[P]):
     @abstractmethod
     def loss(self, part: P) -> Tensor:
         """The mean loss over this part's examples, of all ranks."""
+
+    def end_step(self, taken: bool) -> None:
+        """End a step, in which the weights were updated, or which was skipped."""
+        self.objective.end_step(taken)
 
     def timed(self, stopwatch: Stopwatch) -> None:
         """Mark the ends of the loss on `stopwatch` from now on."""

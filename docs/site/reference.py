@@ -52,7 +52,10 @@ API: dict[str, tuple[str, str, dict[str, str]]] = {
         "[How do I come from another library?](../coming_from.md) shows them at work.",
         {
             **dict.fromkeys(("replace_losses", "ClipLoss", "SigLipLoss", "CoCaLoss"), f"{ADAPTERS}open_clip"),
-            **dict.fromkeys(("CachedRankingLoss", "CachedSymmetricLoss"), f"{ADAPTERS}sentence_transformers"),
+            **dict.fromkeys(
+                ("CachedRankingLoss", "CachedSymmetricLoss", "CachedGISTLoss", "CachedMultiVectorLoss"),
+                f"{ADAPTERS}sentence_transformers",
+            ),
             **dict.fromkeys(("ContrastileMixin", "TextPairs", "mean_pooled"), f"{ADAPTERS}transformers"),
         },
     ),

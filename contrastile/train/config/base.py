@@ -200,16 +200,22 @@ def torch_is_cpu_only() -> bool:
 
 
 class LossSettings(Settings):
-    """Settings of every loss: `backend`, `exchange` and `gradient` are the arguments of that name."""
+    """Settings of every loss: `backend`, `exchange` and `gradient` are the arguments of that name.
+
+    `other_model`: the key of the folder whose model encodes the same batch, for losses that need one.
+    """
 
     backend: Literal["auto", "dense", "eager", "triton"] = "auto"
     exchange: Literal["auto", "single", "replicate", "gather", "ring", "hierarchical"] = "auto"
     gradient: Literal["mean", "sum"] = "mean"
     scale: Scale
+    other_model: ClassVar[str] = ""
+    # keys that are no keywords of the loss module
+    own: ClassVar[frozenset[str]] = frozenset({"kind", "scale", "bias", "learn_scale"})
 
     def words(self) -> dict[str, Any]:
         """The keyword arguments of the loss module."""
-        return self.model_dump(exclude={"kind", "scale", "bias", "learn_scale"})
+        return self.model_dump(exclude={*self.own})
 
 
 class OptimSettings(Settings):
@@ -427,6 +433,12 @@ class AnyRecipe(Settings):
             yield self.device == "cpu", "loss.backend", f'{rule} with device = "cpu"; got "triton"'
             yield cpu_only, "loss.backend", f'{rule}: {installed}; got "triton"'
             yield not_installed("triton", "triton", "loss.backend")
+
+    def too_small_queue(self, keys: int) -> Clash:
+        """A queue of the loss has room for the keys of a step, so many for each example."""
+        size, largest = getattr(self.loss, "queue", 0), keys * max(size for _, size in self.train.batch)
+        reason = f"must have room for the keys of a step, {largest} at most; got {size}"
+        return 0 < size < largest, "loss.queue", reason
 
     def too_few_tokens(self, side: str, length: str = "length", noun: str = "text") -> Clash:
         """A sub-batch that is limited by tokens has room for one text; `length` is the key of a text's tokens."""

@@ -51,6 +51,7 @@ def _image_text(recipe: Any) -> Iterator[Clash]:
             reason = f'must name towers that learn; got "{side}", which model.locked has'
             yield side in model.locked and side not in model.unlocked, "model.checkpointing", reason
     yield from _too_large(model, "image", "text")
+    yield _queue_too_large(recipe, 2 * model.features)
 
 
 def _retriever(recipe: Any) -> Iterator[Clash]:
@@ -62,6 +63,7 @@ def _retriever(recipe: Any) -> Iterator[Clash]:
     widths = sorted({width for encoder in encoders if (width := model.features or _width(encoder)) is not None})
     got = " and ".join(map(str, widths))
     yield len(widths) > 1, "model.features", f"must be given for encoders of unequal sizes; got {got}"
+    yield _queue_too_large(recipe, max(widths, default=0))
     largest = max(model.dimensions, default=0)
     reason = f"must be at most the {got} features there are; got {largest}"
     yield widths and largest > widths[0], "model.dimensions", reason
@@ -70,7 +72,9 @@ def _retriever(recipe: Any) -> Iterator[Clash]:
 def _described(model: Any, part: str) -> Mapping[str, Any]:
     """The configuration of a model's image or text side; empty where neither recipe nor folder has one."""
     config, folder = getattr(model, "config", None), getattr(model, "folder", None)
-    if folder is not None and (path := Path(folder) / "config.json").is_file():
+    if folder is not None and model.kind == "open_clip":
+        config = model.described()
+    elif folder is not None and (path := Path(folder) / "config.json").is_file():
         config = read_table(path)
     if not isinstance(config, Mapping):
         return {}
@@ -117,12 +121,22 @@ def _too_large(model: Any, *sides: str) -> Iterator[Clash]:
             yield needed > memory, f"model.{key}", f"{reason}, for {needed / 2**30:,.1f} GiB at least"
 
 
+def _queue_too_large(recipe: Any, features: int) -> Clash:
+    """A queue of keys of so many features fits into host memory."""
+    size, memory = getattr(recipe.loss, "queue", 0), host_memory()
+    needed = WEIGHT_BYTES * size * features
+    reason = f"must make a queue that fits into the {memory / 2**30:,.1f} GiB of this machine; got {size}"
+    return needed > memory, "loss.queue", f"{reason}, for {needed / 2**30:,.1f} GiB"
+
+
 def without_folders(recipe: Any) -> Any:
     """The recipe with configurations instead of folders and checkpoints, so that no weights are read."""
     changes: dict[str, Any] = {}
     for side, tower in recipe.model:
         if getattr(tower, "folder", None) is not None and tower.kind == "transformers":
             changes[side] = tower.model_copy(update={"folder": None, "config": read_table(_config_file(tower))})
+        elif getattr(tower, "folder", None) is not None and tower.kind == "open_clip":
+            changes[side] = tower.model_copy(update={"folder": None, "config": tower.described()})
         elif getattr(tower, "checkpoint", None) is not None:
             changes[side] = tower.model_copy(update={"checkpoint": None})
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)}) if changes else recipe

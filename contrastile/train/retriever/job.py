@@ -20,24 +20,27 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
+from contrastile.data.texts import TextSet
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import as_written, bytes_per_example
+from contrastile.models.late import LateRetriever
 from contrastile.models.text import load_tokenizer
-from contrastile.modules import InfoNCELoss
+from contrastile.scorers import MaxSim
+from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
 from contrastile.train.memory import dense_need
 from contrastile.train.metadata import TrainResult, base_metadata, examples_retained
+from contrastile.train.objective import Objective, QueryObjective
 from contrastile.train.planned import planned_memory
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.questions import WORDING, evaluate_and_report
+from contrastile.train.retriever.batches import TextBatch, TextBatchBuilder
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.evaluation import Searchable, probe
+from contrastile.train.retriever.evaluation import FirstStage, Searchable, probe
 from contrastile.train.retriever.run import (
     RetrieverRun,
     Side,
-    TextBatch,
-    TextBatchBuilder,
     TextMaterials,
     Tokens,
     TokenStore,
@@ -45,9 +48,11 @@ from contrastile.train.retriever.run import (
     load_retriever,
     open_text_materials,
     passage_tokens,
+    text_stores,
 )
 from contrastile.train.run import choose_device
 from contrastile.train.task import Task
+from contrastile.train.teacher import Teacher, open_teacher
 
 
 class RetrieverJob(Task[TextBatch]):
@@ -57,17 +62,36 @@ class RetrieverJob(Task[TextBatch]):
     wording = WORDING
     run: RetrieverRun
 
-    def __init__(self, run: RetrieverRun, materials: TextMaterials, index: Searchable | None = None) -> None:
+    def __init__(
+        self,
+        run: RetrieverRun,
+        materials: TextMaterials,
+        index: Searchable | None = None,
+        first_stage: FirstStage | None = None,
+        teacher: Teacher | None = None,
+    ) -> None:
         recipe = run.recipe
-        super().__init__(run, InfoNCELoss(**recipe.loss.words()))
+        scorer = MaxSim() if recipe.model.kind == "late" else None
+        super().__init__(run, QueryObjective(recipe.loss, features=run.model.features, scorer=scorer), teacher)
         self.materials = materials
-        self.builder = TextBatchBuilder(materials, recipe.data, seed=recipe.seed, rounded=recipe.train.compile is True)
-        self._index = index
+        lists: Any = "scores" if self._by_scores else "own" if getattr(recipe.loss, "own_negatives", False) else ""
+        stores = None if teacher is None else text_stores(materials.texts, teacher.run.recipe, teacher.run.tokenizer)
+        rounded = recipe.train.compile is True
+        self.builder = TextBatchBuilder(
+            materials, recipe.data, seed=recipe.seed, rounded=rounded, lists=lists, teacher=stores
+        )
+        self._index, self._first_stage = index, first_stage
+
+    @property
+    def _by_scores(self) -> bool:
+        return isinstance(self.run.recipe.loss, RetrieverScores)
 
     @classmethod
     def open(cls, recipe: RetrieverRecipe, begun: RunFolder | None = None) -> Self:
-        # first: a device that is not there costs nothing
+        # first: a device that is not there costs nothing, and the loss checks its keys
         choose_device(recipe.device)
+        QueryObjective(recipe.loss)
+        teacher = open_teacher(recipe)
         length = recipe.model.tokenizer.length
         tokenizer = load_tokenizer(begun.path, length=length) if begun is not None else None
         materials = open_text_materials(recipe, tokenizer)
@@ -75,13 +99,24 @@ class RetrieverJob(Task[TextBatch]):
             # refused here, because the evaluation needs it only after the training
             remedy = 'Run: pip install "contrastile[search]"'
             raise invalid("evaluate.match", "have the package regex to look for answers", "none", remedy)
-        return cls(build_retriever_run(recipe, materials.tokenizer), materials)
+        check_scores(recipe, materials.texts)
+        return cls(build_retriever_run(recipe, materials.tokenizer), materials, teacher=teacher)
 
     @classmethod
-    def of_run(cls, folder: RunFolder, *, device: str = "auto", index: Searchable | None = None) -> Self:
-        """The job of a finished run; `index`: passages to search, which may be more than fit into memory."""
+    def of_run(
+        cls,
+        folder: RunFolder,
+        *,
+        device: str = "auto",
+        index: Searchable | None = None,
+        first_stage: FirstStage | None = None,
+    ) -> Self:
+        """The job of a finished run; `index`: passages to search, which may be more than fit into memory.
+
+        first_stage: the candidates that a late retriever scores.
+        """
         run = load_retriever(folder.path, device=device)
-        return cls(run, open_text_materials(run.recipe, run.tokenizer), index)
+        return cls(run, open_text_materials(run.recipe, run.tokenizer), index, first_stage)
 
     @property
     def rows(self) -> Indices:
@@ -92,6 +127,8 @@ class RetrieverJob(Task[TextBatch]):
         digest = sha256(self.materials.texts.digest().encode())
         for store in (self.materials.queries, self.materials.passages):
             digest.update(store.to_bytes())
+        if self._by_scores:
+            digest.update(self.materials.texts.scores_digest().encode())
         return digest.hexdigest()
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[TextBatch]:
@@ -100,14 +137,18 @@ class RetrieverJob(Task[TextBatch]):
         return self.builder.parts(sampled, self.run.recipe.train.accumulate, ranks.rank, ranks.size)
 
     def loss(self, part: TextBatch) -> Tensor:
-        return retriever_loss(self.run, self._loss, part)
+        guides, teacher = None, self.teacher
+        if teacher is not None and part.teacher_tokens is not None:
+            queries, passages = part.teacher_tokens
+            guides = teacher.texts("query", queries), teacher.texts("passage", passages), teacher.scale
+        return retriever_loss(self.run, self._loss, part, self.objective, guides)
 
     def probe(self) -> dict[str, dict[str, float]]:
         return probe(self.run, self.materials)
 
     def report(self, folder: RunFolder) -> str:
         passages = self.materials.passages if self._index is None else self._index
-        return evaluate_and_report(folder, self.run, self.materials.texts, passages)
+        return evaluate_and_report(folder, self.run, self.materials.texts, passages, self._first_stage)
 
     def metadata(self, result: TrainResult) -> dict[str, Any]:
         train, largest = self.run.recipe.train, max(result.largest_batch, 1)
@@ -129,26 +170,51 @@ class RetrieverJob(Task[TextBatch]):
             "unit": self.unit,
             "passages": len(texts.passages),
             "skipped": texts.skipped,
-            "loss": "infonce",
+            "loss": self.run.recipe.loss.kind,
             "batch": [batch for _, batch in self.run.recipe.train.fitted(len(self.rows)).batch],
         }
 
 
-def retriever_loss(run: RetrieverRun, loss: Callable[..., Tensor], batch: TextBatch) -> Tensor:
-    """The loss of a batch of any size, the mean over all features and each of the recipe's `dimensions`."""
+def check_scores(recipe: RetrieverRecipe, texts: TextSet) -> None:
+    """Raise ValueError where the loss needs scores, and the texts have none."""
+    if isinstance(recipe.loss, RetrieverScores) and not any(query.scores for query in texts.queries):
+        rule, source = f'have scores of its passages for loss.kind = "{recipe.loss.kind}"', recipe.data.source
+        raise invalid("data.source", rule, f'none in "{source}"', "Write pos_scores and neg_scores there.")
+
+
+def retriever_loss(
+    run: RetrieverRun,
+    loss: Callable[..., Tensor],
+    batch: TextBatch,
+    objective: Objective | None = None,
+    guides: Any = None,
+) -> Tensor:
+    """The loss of a batch of any size, the mean over all features and each of the recipe's `dimensions`.
+
+    objective: that of the loss, with its queue. guides: the features of both sides by another model, and its scale.
+    """
     model, retain = run.model, run.recipe.train.retain
 
-    def features(side: Side, tokens: Tokens) -> Tensor:
+    def features(side: Side, tokens: Tokens) -> Any:
         return encode(getattr(model, f"encode_{side}"), tokens, **run.sub_batch(side, tokens), retain=retain)
 
     with run.autocast():
         queries, passages = features("query", batch.queries), features("passage", batch.passages)
-        ids = {name: getattr(batch, name).to(run.device) for name in ("positives", "query_ids", "key_ids")}
-        # the loss makes its products in autocast's type
-        losses = [
-            loss(model.comparable(queries, size), model.comparable(passages, size), model.logit_scale.exp(), **ids)
-            for size in (None, *run.recipe.model.dimensions)
-        ]
+        if isinstance(model, LateRetriever):
+            # vectors that do not count would cost as much as others
+            passages = model.compact(passages, **batch.passages)
+        inputs: dict[str, Any] = batch.inputs(run.device) | ({} if guides is None else {"guides": guides})
+        losses = []
+        for size in (None, *run.recipe.model.dimensions):
+            if objective is not None and len(objective.queues):
+                keys, ids = objective.queued("passage")
+                inputs["queue"] = model.comparable(keys, size), ids
+            # the loss makes its products in autocast's type
+            sides = model.comparable(queries, size), model.comparable(passages, size)
+            losses.append(loss(*sides, model.logit_scale.exp(), **inputs))
+        if objective is not None and len(objective.queues):
+            of_all = slice(None) if "shared" not in inputs else inputs["shared"]
+            objective.keep(inputs["key_ids"][of_all], passage=passages[of_all].float())
     return torch.stack(losses).mean()
 
 
@@ -176,6 +242,7 @@ def evaluate_texts(
     *,
     corpus: str | Path | None = None,
     index: Searchable | None = None,
+    first_stage: FirstStage | None = None,
     split: str | None = None,
     name: str | None = None,
     bad_rows: float | None = None,
@@ -185,8 +252,9 @@ def evaluate_texts(
 
     The texts are those of a file, or of a folder in BEIR's format: its part `split`, or all but the one for training.
     They are encoded with the run's prefixes and lengths. corpus: further passages beside a file of questions. index: an
-    index to search instead of the passages of `source`. Run files and rows are named after `name`, by default the
-    source's name, and the part: scifact-test. bad_rows: the share of unusable rows allowed, by default the recipe's.
+    index to search instead of the passages of `source`. first_stage: the candidates of a late retriever. Run files and
+    rows are named after `name`, by default the source's name, and the part: scifact-test. bad_rows: the share of
+    unusable rows allowed, by default the recipe's.
     """
     run, source = load_retriever(folder.path, device=device), Path(source)
     options: dict[str, Any] = {"allowed_by": "--bad-rows", "progress": progress}
@@ -210,4 +278,4 @@ def evaluate_texts(
     parts = {f"{prefix}-{part}": texts.splits[part] for part in chosen}
     texts = replace(texts, splits={"train": np.array([], dtype=np.int64), **parts})
     passages = passage_tokens(texts.passages, run.tokenizer, run.recipe) if index is None else index
-    return evaluate_and_report(folder, run, texts, passages, beside=True)
+    return evaluate_and_report(folder, run, texts, passages, first_stage, beside=True)

@@ -1,0 +1,205 @@
+"""The section `[loss]` of both jobs: a class for each loss, with a key for each of its own fields.
+
+Part of the configuration. A field that the loss's constructor takes too has its name and default, and the constructor
+checks its value when the run opens, before any data are read (`train/objective.py`). Keys in `OWN` belong to the
+recipe: they choose the inputs of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from contrastile.train.config.base import (
+    Clash,
+    FolderPath,
+    Fraction,
+    LossSettings,
+    NotNegative,
+    Positive,
+    Scale,
+    Unused,
+    Whole,
+    kind_or,
+)
+
+# keys of the recipe alone, beside those of every loss
+OWN = LossSettings.own | {"labels", "queue", "guide", "teacher", "teacher_scale", "own_negatives", "score_scale"}
+
+
+class ModuleSettings(LossSettings):
+    """A loss of `contrastile.modules`."""
+
+    own: ClassVar = OWN
+
+
+class Hardness(ModuleSettings):
+    """InfoNCELoss. Negatives have the weight exp(hardness_strength · similarity). `queue`: keys of earlier steps."""
+
+    kind: Literal["infonce"] = "infonce"
+    label_smoothing: Fraction = 0.0
+    hardness_strength: NotNegative = 0.0
+    hardness_mode: str = "all_negatives"
+    queue: Whole = 0
+
+    def words(self) -> dict[str, Any]:
+        words = super().words()
+        if not self.hardness_strength:
+            del words["hardness_mode"]
+        return words
+
+    def unused(self) -> Iterable[Unused]:
+        yield from super().unused()
+        yield Unused(not self.hardness_strength, "hardness_mode", ("hardness_strength",))
+
+    def clashes(self) -> Iterable[Clash]:
+        yield from super().clashes()
+        none = self.hardness_mode == "hard_negatives" and not getattr(self, "own_negatives", False)
+        reason = 'must be "in_batch_negatives" or "all_negatives": no query has negatives of its own; '
+        yield none, "hardness_mode", reason + 'got "hard_negatives"'
+
+
+class Guided(ModuleSettings):
+    """GISTLoss. `guide`: the folder of a run, or of a model of transformers, that encodes the same batch."""
+
+    other_model: ClassVar = "guide"
+    kind: Literal["gist"] = "gist"
+    label_smoothing: Fraction = 0.0
+    guide: FolderPath
+    margin: float = 0.0
+    margin_strategy: str = "absolute"
+
+
+class Distilled(ModuleSettings):
+    """A distillation from `teacher`, a folder as `guide` is. `teacher_scale`: in the place of the teacher's own."""
+
+    other_model: ClassVar = "teacher"
+    kind: Literal["distill"] = "distill"
+    teacher: FolderPath
+    teacher_scale: Positive | None = None
+    weight: float = 0.5
+
+
+class ClipSettings(ModuleSettings):
+    """ClipLoss. The learned scale starts at `scale`; 14.3 is CLIP's temperature of 0.07.
+
+    `labels`: pairs of equal titles are positives of each other, instead of being left out.
+    """
+
+    kind: Literal["clip"] = "clip"
+    scale: Scale = 14.3
+    label_smoothing: Fraction = 0.0
+    labels: bool = False
+
+
+class SigLipSettings(ModuleSettings):
+    """SigLipLoss. The learned scale and bias start at `scale` and `bias`, by default SigLIP's values."""
+
+    kind: Literal["siglip"] = "siglip"
+    scale: Scale = 10.0
+    bias: Annotated[float, Field(ge=-1e4, le=1e4)] = -10.0
+    labels: bool = False
+    balanced: bool = False
+
+    def unused(self) -> Iterable[Unused]:
+        yield Unused(not self.labels, "balanced", ("labels",), "leave it out, or set loss.labels = true")
+
+
+class DclSettings(ModuleSettings):
+    """DCLLoss; with `sigma` positives have von Mises-Fisher weights."""
+
+    kind: Literal["dcl"] = "dcl"
+    scale: Scale = 14.3
+    sigma: Positive | None = None
+    labels: bool = False
+
+
+class SupConSettings(ModuleSettings):
+    """SupConLoss of images and texts together: a title is the label of its pictures and of itself."""
+
+    kind: Literal["supcon"] = "supcon"
+    scale: Scale = 14.3
+    form: str = "out"
+
+
+class PairInfoNCE(Hardness):
+    """InfoNCELoss in both directions, each with a queue of its own."""
+
+    scale: Scale = 14.3
+
+
+class PairGuided(Guided):
+    """GISTLoss in both directions."""
+
+    scale: Scale = 14.3
+
+
+class PairDistilled(Distilled):
+    """DistillClipLoss."""
+
+    scale: Scale = 14.3
+
+
+AnyLoss = Annotated[
+    ClipSettings | SigLipSettings | DclSettings | SupConSettings | PairInfoNCE | PairGuided | PairDistilled,
+    Field(discriminator="kind"),
+    kind_or("clip"),
+]
+
+
+class OfQueries(ModuleSettings):
+    """A loss from queries to passages. The scale is fixed unless `learn_scale`; DPR's dot product has a scale of 1."""
+
+    scale: Scale = 20.0
+    learn_scale: bool = False
+    workspace: Annotated[int, Field(ge=2**20)] | None = None
+
+    def unused(self) -> Iterable[Unused]:
+        yield from super().unused()
+        yield Unused(self.backend == "dense", "workspace", ("backend",))
+
+
+class RetrieverLoss(OfQueries, Hardness):
+    """InfoNCELoss. `own_negatives`: a query alone meets its hard negatives; without `in_batch` nothing else."""
+
+    own_negatives: bool = False
+    in_batch: bool = True
+
+    def clashes(self) -> Iterable[Clash]:
+        yield from super().clashes()
+        alone = not self.in_batch
+        yield alone and not self.own_negatives, "in_batch", "must be true without loss.own_negatives; got false"
+        yield alone and self.queue > 0, "queue", f"must be 0 with loss.in_batch = false; got {self.queue}"
+
+
+class RetrieverGuided(OfQueries, Guided):
+    """GISTLoss."""
+
+
+class RetrieverDistilled(OfQueries, Distilled):
+    """The softmax loss of one direction, mixed with a distillation."""
+
+
+class RetrieverDcl(OfQueries):
+    """The decoupled loss of one direction; with `sigma` positives have von Mises-Fisher weights."""
+
+    kind: Literal["dcl"] = "dcl"
+    sigma: Positive | None = None
+
+
+class RetrieverScores(OfQueries):
+    """ScoreDistillLoss of that kind, by the scores of the data times `score_scale`; 1 − `weight` of it InfoNCELoss."""
+
+    own: ClassVar = OWN - {"kind"} | {"weight"}
+    kind: Literal["kl", "margin_mse"]
+    weight: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    score_scale: Positive = 1.0
+
+
+AnyRetrieverLoss = Annotated[
+    RetrieverLoss | RetrieverGuided | RetrieverDistilled | RetrieverDcl | RetrieverScores,
+    Field(discriminator="kind"),
+    kind_or("infonce"),
+]

@@ -1,0 +1,86 @@
+"""`contrastile compare --ways`: ways of one's own for equal time, and the mistakes of their file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import tiny_recipe
+from tiny_texts import write_text_recipe
+
+from contrastile.cli.main import main
+from contrastile.experiments import ways
+from contrastile.experiments.results import Result
+from contrastile.experiments.ways import Ways
+from contrastile.train.batch_builder import open_data_bundle
+
+WAYS = """
+[ways]
+infonce = []
+own = ["loss.own_negatives=true", "optim.learning_rate=5e-3"]
+"""
+
+
+def compared(folder: Path, text: str, *more: str) -> tuple[int, Path]:
+    (folder / "ways.toml").write_text(text)
+    words = [str(write_text_recipe(folder)), "train.examples=64", "--ways", str(folder / "ways.toml")]
+    return main(["compare", *words, "--runs", str(folder / "runs"), *more]), folder / "runs" / "tiny-ways"
+
+
+def test_ways_of_a_retriever_are_compared_and_resumed(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, "WARM", 1)
+    monkeypatch.setattr(ways, "TIMED", 1)
+    monkeypatch.setattr(ways, "ROUNDS", 1)
+    code, folder = compared(tmp_path, WAYS, "--seeds", "1")
+    assert code == 0
+    rows = [*csv.DictReader((folder / "compare.csv").read_text().splitlines())]
+    assert [row["way"] for row in rows] == ["infonce", "own"]
+    assert rows[0]["examples"] == "64"
+    paces = json.loads((folder / "paces.json").read_text())
+    expected = max(1, round(64 * paces["infonce"][0] / paces["own"][0]))
+    assert rows[1]["examples"] == str(expected)
+    assert "held-out queries @1" in rows[0]
+    capsys.readouterr()
+    # a finished comparison has nothing left to do; another way of that name is refused
+    assert compared(tmp_path, WAYS, "--seeds", "1", "--resume")[0] == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("| way | steps | examples | seconds | held-out ")
+    assert compared(tmp_path, WAYS.replace("own_negatives=true", "queue=100"), "--seeds", "1", "--resume")[0] == 2
+    assert '`--ways` must leave "own" as it began; got ' in capsys.readouterr().err
+
+
+def test_a_slower_way_sees_fewer_examples(tmp_path: Path) -> None:
+    first = tiny_recipe(tmp_path)
+    second = tiny_recipe(tmp_path, "loss.kind=siglip", "train.batch=32")
+    study = Ways(recipe=first, recipes={"a": first, "b": second}, seeds=2, paces={"a": 1.0, "b": 1.5})
+    trials = study.trials(open_data_bundle(first))
+    assert [(trial.labels["way"], trial.seed) for trial in trials] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    train = trials[1].overrides["train"]
+    assert (train.examples, train.batch, trials[1].overrides["loss"].kind) == (320, ((0.0, 32),), "siglip")
+    results = [
+        Result({"way": way}, seed, {"steps": 1, "examples": 480, "seconds": 1}, {"@1": recall})
+        for way, recalls in (("a", (0.5, 0.6)), ("b", (0.51, 0.63)))
+        for seed, recall in enumerate(recalls)
+    ]
+    assert study.table(results).splitlines()[-1] == "| b | 1 | 480 | 1 | 57.0 ± 8.5 % | +2.0 ± 12.7 |"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[ways]\na = []", "`--ways` must name a file with a table `ways` of two lists or more; got "),
+        ("[ways]\na = []\nb = 3", "`--ways` must name a file with a table `ways` of two lists or more; got "),
+        ("[ways]\na = []\n'b/c' = []",
+         '`--ways` must name ways without /; got "b/c". The name is that of a file, too.'),
+        ("[ways]\na = []\nb = ['data.negatives=1']",
+         "`--ways` must override keys of loss, optim, train; got 'data.negatives=1' in "),
+        ("[ways]\na = []\nb = ['loss.kind=clip']", "loss.kind=clip: loss.kind: must be one of "),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_ways_has_its_sentence(tmp_path: Path, capsys: Any, text: str, sentence: str) -> None:
+    assert compared(tmp_path, text)[0] == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
