@@ -72,17 +72,20 @@ def test_a_search_is_exact_over_shards_and_among_candidates(run, tmp_path):
     index = encoded(run, tmp_path)
     queries = run.encode_query(["red fox house", "where is the eel", "bee"])
     vectors, mask = run.encode_passage(PASSAGES)
-    expected = MaxSim()(queries, (vectors.half().float(), mask)).sort(dim=1, descending=True, stable=True)
+    # rows of nearly equal scores may change places
+    every = MaxSim()(queries, (vectors.half().float(), mask))
+    expected = every.sort(dim=1, descending=True, stable=True)
     scores, rows = index.search(queries, 5)
     torch.testing.assert_close(scores, expected.values[:, :5], rtol=1e-5, atol=1e-5)
-    assert torch.equal(rows, expected.indices[:, :5])
+    torch.testing.assert_close(every.gather(1, rows), scores, rtol=1e-5, atol=1e-5)
     among = np.array([[6, 2, -1], [3, 1, 0], [5, 5, 5]])
     scores, rows = index.search(queries, 2, among)
-    order = [
-        [row for row in ranked if row in chosen][:2]
-        for ranked, chosen in zip(expected.indices.tolist(), among, strict=True)
-    ]
-    assert rows.tolist() == [order[0], order[1], [5, -1]]
+    assert rows[2].tolist() == [5, -1]
+    for query in (0, 1):
+        chosen = among[query][among[query] >= 0]
+        assert set(rows[query].tolist()) <= set(chosen.tolist())
+        best = every[query, chosen].sort(descending=True).values[:2]
+        torch.testing.assert_close(scores[query], best, rtol=1e-5, atol=1e-5)
     assert index.search(queries, 100)[1].shape == (3, 7)
 
 
@@ -151,23 +154,23 @@ def indices(trained, single):
     return trained, single
 
 
-def blocks(capsys):
-    return [block.splitlines()[0] for block in capsys.readouterr().out.strip().split("\n\n")]
+def shown_scores(capsys):
+    return [float(block.split()[0]) for block in capsys.readouterr().out.strip().split("\n\n")]
 
 
 def test_the_command_searches_all_passages_or_candidates(indices, capsys, tmp_path):
     trained, single = indices
     question = ["search", str(trained), "where is the red fox house", "-k", "3"]
     assert main(question) == 0
-    found = blocks(capsys)
+    found = shown_scores(capsys)
     assert len(found) == 3
     # a mean over the tokens of a question
-    assert 0.2 < float(found[0].split()[0]) <= 1.001
+    assert 0.2 < found[0] <= 1.001
     for source in ("bm25:120", f"{single}:120", "bm25"):
         assert main([*question, "--candidates", source]) == 0
-        assert blocks(capsys) == found
+        assert shown_scores(capsys) == pytest.approx(found, abs=0.002)
     assert main([*question, "--candidates", "bm25:2"]) == 0
-    assert len(blocks(capsys)) == 2
+    assert len(shown_scores(capsys)) == 2
     assert refused(capsys, "search", single, "fox", "--candidates", "bm25") == (
         '`--candidates` must be left out unless the run is a late retriever; got a run of kind "single". '
         "It compares all passages at once anyway."

@@ -29,13 +29,17 @@ TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
-EVERYTHING |= {"MEAN": True, "TIMES": True}
+EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
+# the same where they are compiled
+GUIDED = ("totals teacher", "gradient teacher", "totals mask", "gradient mask")
 # capabilities for which the kernels without products are compiled too
 COMPLETE = (80, 90)
+# capabilities for which the kernels of a teacher are compiled: all of them, or the one with the most in its registers
+TAUGHT = {80: ("gradient",), 90: TILE_KERNELS, 100: ("gradient",)}
 # capability whose shapes and instructions are those of another, 86
 ALIKE = (89,)
 # of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
@@ -77,7 +81,8 @@ def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int
     assert names >= ({"totals", "gradient"} if capability in ALIKE else set(TILE_KERNELS))
     assert max(taken.values()) <= SHARED[capability]
     programs = SHAPES[capability].programs
-    assert programs * (max(taken[name] for name in BUSY) + RESERVED) <= SHARED[capability] + RESERVED
+    busy = [*BUSY, *(name for name in GUIDED if name in taken)]
+    assert programs * (max(taken[name] for name in busy) + RESERVED) <= SHARED[capability] + RESERVED
 
 
 def _type(name: str, shape: Any, constants: dict[str, Any]) -> str:
@@ -124,6 +129,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
+    teacher = {"GUIDE": 2, "GUIDE_PRODUCTS": 1, "STASH": SHAPES[capability].stash, "FLATTEN": False}
     several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": True, "SMOOTH": True}
     for kernel in _kernels():
         name = kernel.fn.__name__
@@ -144,14 +150,18 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         yield kernel, f"{name} plain", plain
         if f"{name} sigmoid" in BUSY:
             yield kernel, f"{name} sigmoid", plain | sigmoid
+        if name in TAUGHT.get(capability, ()):
+            yield kernel, f"{name} teacher", plain | teacher
         if capability == 90:
             yield kernel, f"{name} six products, ids, smooth, several positives", plain | SIX | several
             if name == "gradient":
-                yield kernel, f"{name} six products, sigmoid", plain | SIX | sigmoid
+                weighed = {"LABELS": True, "WEIGHED": True, "DIAGONAL": False}
+                yield kernel, f"{name} six products, sigmoid, weighed", plain | SIX | sigmoid | weighed
             if f"{name} plain" in BUSY:
                 yield kernel, f"{name} one positive", plain | {"DIAGONAL": False, "POSITIVES": 1, "FLATTEN": True}
+                yield kernel, f"{name} mask", plain | {"GUIDE": 1, "GUIDE_PRODUCTS": 1, "COLUMNS": False}
             else:
-                labels = {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False}
+                labels = {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False, "INSIDE": True}
                 yield kernel, f"{name} labels", plain | labels
 
 

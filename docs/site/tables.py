@@ -23,6 +23,7 @@ TESTS = {
     "held-out names, picture → name": "held-out names",
     "handwritten digits, zero-shot": "digits",
 }
+LATE_WAYS = {"single": "one vector a text", "late": "late interaction", "BM25": "BM25"}
 # implementation and way of a step, as the files name them
 STEPS = (
     ("plain", "plain", "whole batch"),
@@ -92,7 +93,7 @@ def h200_loss() -> str:
 def ranks() -> str:
     """Times and memory of a loss of 768 features on one, two and four H200s."""
     cells = []
-    for b, title in (("65536", "64k"), ("262144", "256k")):
+    for b, title in (("65536", "64k"), ("131072", "128k"), ("262144", "256k")):
         for world in ("2", "4"):
             rows = [row for row in rows_of(f"h200_{world}_ranks.csv", b=b) if row["world"] == world]
             for row in rows:
@@ -133,7 +134,7 @@ def h200_peers() -> str:
 def two_ranks() -> str:
     """Times of a loss on two H200s beside one GPU and beside other implementations."""
     rows = []
-    for b, title in (("65536", "64k"), ("262144", "256k")):
+    for b, title in (("65536", "64k"), ("131072", "128k"), ("262144", "256k")):
         peers = [rows_of("h200_2_ranks.csv", impl=impl, b=b) for impl in ("inf-cl", "open_clip")]
         for exchange in ("gather", "ring"):
             ours = last("h200_2_ranks.csv", backend=f"triton, {exchange}", b=b)
@@ -286,6 +287,26 @@ def batches() -> str:
     return table_of(("data", "batch", "steps", *TESTS.values()), rows)
 
 
+def late_interaction() -> str:
+    """nDCG@10 of one vector a text, of late interaction and of BM25, the mean of the seeds and their spread."""
+    rows = []
+    by_way: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for row in rows_of("late_docstrings.csv"):
+        way = tuple(row[name] for name in ("towers", "way", "queries", "batch", "candidates", "chip"))
+        by_way.setdefault(way, {}).setdefault(row["part"], []).append(float(row["ndcg_10"]))
+    for (towers, way, queries, batch, candidates, chip), parts in by_way.items():
+        spread = [
+            f"{100 * statistics.mean(values):.1f}"
+            + (f" ± {100 * (max(values) - min(values)) / 2:.1f}" if queries else "")
+            for values in (parts["held-out functions"], parts["held-out packages"])
+        ]
+        name = LATE_WAYS[way] + (f", of {candidates} candidates of BM25" if candidates not in ("", "0") else "")
+        cells = [towers, f"{int(queries):,}" if queries else "", batch, *spread]
+        rows.append((name, *cells, "H200" if "H200" in chip else "CPU"))
+    heads = ("", "towers", "questions", "batch", "functions, nDCG@10", "packages, nDCG@10", "on")
+    return table_of(heads, rows)
+
+
 def retrieval() -> str:
     """A retriever trained in three ways in the same memory; seconds are those of an update, times the updates."""
     file = "h200_retrieval.csv"
@@ -383,7 +404,19 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         each.__name__: each
         for each in (
-            *(steps, cpu_loss, h200_loss, h200_peers, ranks, two_ranks, four_ranks, one_gpu, batches, retrieval),
+            *(
+                steps,
+                cpu_loss,
+                h200_loss,
+                h200_peers,
+                ranks,
+                two_ranks,
+                four_ranks,
+                one_gpu,
+                batches,
+                retrieval,
+                late_interaction,
+            ),
             *(updates, small_sub_batches, formula, open_clip, siglip),
         )
     },
