@@ -98,6 +98,13 @@ def test_a_recipe_with_checkpointing_trains_the_same_weights(tmp_path):
         torch.testing.assert_close(other[name], weights, rtol=1e-3, atol=1e-4)
 
 
+class OfALibrary(nn.Sequential):
+    """A layer whose class is not torch's own."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(3, 3))
+
+
 def test_a_tower_is_compiled_layer_by_layer_or_as_a_whole_for_training_alone(monkeypatch):
     """Compiled recipes are in test_train_compiled.py."""
     runs = []
@@ -107,8 +114,9 @@ def test_a_tower_is_compiled_layer_by_layer_or_as_a_whole_for_training_alone(mon
         self._compiled_call_impl = lambda *inputs: runs.append(self) or plain(*inputs)
 
     monkeypatch.setattr(nn.Module, "compile", compile_nothing)
-    layers = [nn.Sequential(nn.Linear(3, 3)) for _ in range(2)]
-    for tower, parts in ((nn.Sequential(nn.Linear(3, 3), nn.Sequential(*layers)), layers), (nn.Linear(3, 3), None)):
+    layers = [OfALibrary() for _ in range(2)]
+    of_torch = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in range(2)))
+    for tower, parts in ((nn.Sequential(nn.Linear(3, 3), nn.Sequential(*layers)), layers), (of_torch, None)):
         names = list(tower.state_dict())
         compile_tower(tower)
         tower(torch.ones(1, 3))
