@@ -239,11 +239,12 @@ def limited(limit: int, device: torch.device) -> Iterator[None]:
         yield
         return
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(device).total_memory, device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(index).total_memory, index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 def loss_cases(tiny: bool) -> list[Case]:
