@@ -53,14 +53,12 @@ QUERIES = {
     "256 entries of 32 features, 4 warps": Gathering(entries=256, features=32),
 }
 DOCUMENTS = {
-    "groups of 64, 4 warps, chunks of 2048": Gathering(),
+    "groups of 64, 4 warps, chunks of 1024": Gathering(),
     "5 stages": Gathering(document_stages=5),
     "groups of 32, 2 warps": Gathering(group=32, document_warps=2),
     "groups of 32, 1 warp": Gathering(group=32, document_warps=1),
-    "chunks of 1024": Gathering(chunk=1024),
-    "chunks of 1024, groups of 32, 2 warps, 5 stages": Gathering(
-        chunk=1024, group=32, document_warps=2, document_stages=5
-    ),
+    "chunks of 2048, 96 registers": Gathering(chunk=2048, document_registers=96),
+    "groups of 32, 2 warps, 5 stages": Gathering(group=32, document_warps=2, document_stages=5),
 }
 SIZES = ((1024, 1024, 32, 180, 128), (4096, 4096, 32, 180, 128), (64, 64, 1024, 1024, 128), (128, 128, 32, 180, 128),
          (16384, 16384, 32, 180, 128))  # fmt: skip
