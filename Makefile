@@ -7,8 +7,8 @@ BIN    := $(VENV)/bin
 JOBS   ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-faults test-hostile test-integrations test-gpu test-gpu-multi \
-	lint format bench clean
+.PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-faults test-hostile test-integrations test-kernels test-gpu \
+	test-gpu-multi lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ test-integrations: .venv-integrations/.done .venv-sentences-5/.done .venv-open-c
 
 test-faults: $(VENV)/.dev ## kill, tear and fail file events of every command that writes, a sample of 30 (a minute on 2 cores)
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py $(FAULTS)
+
+test-kernels: $(VENV)/.dev ## every kernel compiled ahead of time for every chip; no GPU needed, three minutes on 2 cores
+	CONTRASTILE_EVERY_KERNEL=1 $(BIN)/python -m pytest tests/test_tiles_triton_aot.py --timeout 900
 
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600
