@@ -38,7 +38,10 @@ STEPS = (
     ("open_clip, `--accum-freq`", "open_clip", "accum-freq"),
 )
 # losses of sentence-transformers, as the files name them, theirs and ours
-DOORS = (("ranking", "CachedMultipleNegativesRankingLoss", "CachedRankingLoss"),)
+DOORS = (
+    ("ranking", "CachedMultipleNegativesRankingLoss", "CachedRankingLoss"),
+    ("multi-vector", "CachedMultiVectorMultipleNegativesRankingLoss", "CachedMultiVectorLoss"),
+)
 
 
 def steps() -> str:
