@@ -226,7 +226,7 @@ def _dense(card: Card, step: StepMemory, batch: int) -> Iterator[tuple[Any, int]
     """The moments of a step, with the bytes of a dense loss in that of the loss."""
     rows, D = step.loss.rows, step.loss.dimensions
     pairs = CLIP * batch**2 if card.impl == "CLIP" else OPENCLIP * rows * batch
-    # gathered features of both sides in float32; of OpenCLIP their gradients too
+    # gathered features of both sides in float32, and of OpenCLIP their gradients
     gathered = 2 * 4 * batch * D * (1 if card.impl == "CLIP" else 2)
     for moment in step.moments():
         yield moment, int(pairs) + gathered if moment.name == "loss" else 0
