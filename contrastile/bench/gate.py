@@ -18,8 +18,6 @@ from torch import Tensor
 
 from contrastile.bench import subjects as sub
 from contrastile.bench.peers import Case, Loss
-from contrastile.functional import contrast
-from contrastile.losses.inside import SoftmaxInside
 from contrastile.losses.reference import (
     dense_clip,
     dense_decoupled,
@@ -33,8 +31,8 @@ from contrastile.modules import ClipLoss, DCLLoss, DistillClipLoss, GISTLoss, In
 SCALE = 100.0
 # of dclw, of hardness, and of a teacher
 SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, sub.HARDNESS, 50.0, 0.5
-# every so many features of a key's guide are those of its query's; negatives of each query, rows of a label
-SHARED, OWN, ALIKE = 8, 8, 2
+# every so many features of a key's guide are those of its query's
+SHARED = 8
 # rows on which whole results are compared with float64
 GATE_ROWS = {"cuda": 10048}
 GATE_ROWS_ELSEWHERE = 1000
@@ -108,17 +106,6 @@ class _With(torch.nn.Module):
         return value
 
 
-class _Inside(torch.nn.Module):
-    """The softmax loss with the mean of the positives inside the logarithm."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__()
-        self.how = how
-
-    def forward(self, q: Tensor, k: Tensor, scale: Tensor, **others: Any) -> Tensor:
-        return contrast(q, k, scale=scale, loss=SoftmaxInside(), **self.how, **others)
-
-
 def _guide(x: Tensor) -> Tensor:
     """Features of a guide: −1, 0 and 1, whose similarities are exact in every type."""
     return (x.detach() * x.shape[1] ** 0.5).clamp(-1, 1).round()
@@ -139,29 +126,6 @@ def _some_gist(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     positive = some[:, None] == torch.arange(len(k), device=k.device)
     false = (guide > guide.masked_fill(~positive, torch.inf).amin(1, keepdim=True)) & ~positive
     return dense_softmax(q[some], k, scale, positive=positive, excluded=false)
-
-
-def _every(some: Callable[..., Tensor]) -> Loss:
-    """The loss of all rows, by the formula of some."""
-    return lambda q, *others: some(torch.arange(len(q), device=q.device), q, *others)
-
-
-def _labels(x: Tensor) -> Tensor:
-    return torch.arange(len(x), device=x.device) // ALIKE
-
-
-def _some_balanced(some: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    x, labels = scale * (q[some] @ k.T) + bias, _labels(k)
-    positive, share = labels[some, None] == labels, (1 / labels.bincount()[labels]).to(x.dtype)
-    weights = torch.where(positive, (share[some, None] + share) / 2, torch.ones_like(x))
-    return -(weights * F.logsigmoid(torch.where(positive, x, -x))).sum(1).mean()
-
-
-def _some_inside(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    x, labels = scale * (q[some] @ k.T), _labels(k)
-    positive = labels[some, None] == labels
-    among = x.masked_fill(~positive, -torch.inf).logsumexp(1) - positive.sum(1).to(x.dtype).log()
-    return (x.logsumexp(1) - among).mean()
 
 
 def _dense_distill(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -188,15 +152,6 @@ def _some_own(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 def _further_gist(q: Tensor, k: Tensor) -> dict[str, Any]:
     return {"guide_query": _guide(q), "guide_key": _guide_key(q, k)}
-
-
-def _further_balanced(q: Tensor, k: Tensor) -> dict[str, Any]:
-    del k
-    return {"labels": _labels(q)}
-
-
-def _further_inside(q: Tensor, k: Tensor) -> dict[str, Any]:
-    return {"query_labels": _labels(q), "key_labels": _labels(k)}
 
 
 def _further_distill(q: Tensor, k: Tensor) -> dict[str, Any]:
@@ -230,7 +185,6 @@ def _scored(kind: str) -> Subject:
 
 
 _distill = partial(DistillClipLoss, weight=TEACHER_WEIGHT)
-_balanced = partial(SigLipLoss, balanced=True)
 _dense_hardness = partial(dense_softmax, hardness=HARDNESS)
 _hardness = partial(InfoNCELoss, hardness_mode="all_negatives", hardness_strength=HARDNESS)
 SUBJECTS = {
@@ -239,9 +193,9 @@ SUBJECTS = {
     "infonce": Subject(dense_softmax, partial(_some_rows, dense_softmax), InfoNCELoss, 8),
     "dcl": Subject(partial(dense_decoupled, symmetric=True), _some_dcl, DCLLoss, 8),
     "dclw": Subject(_dense_dclw, _some_dclw, partial(DCLLoss, sigma=SIGMA), 8),
-    "gist": Subject(_every(_some_gist), _some_gist, partial(_With, GISTLoss, _further_gist), 12),
+    "gist": Subject(sub.over_all(_some_gist), _some_gist, partial(_With, GISTLoss, _further_gist), 12),
     "distill": Subject(_dense_distill, _some_distill, partial(_With, _distill, _further_distill), 12),
-    "own": Subject(_every(_some_own), _some_own, partial(_With, InfoNCELoss, _further_own), 8),
+    "own": Subject(sub.over_all(_some_own), _some_own, partial(_With, InfoNCELoss, _further_own), 8),
     "hardness_own": Subject(
         sub.over_all(sub.some_hardness_own), sub.some_hardness_own, partial(_With, sub.hardness_own, _further_own), 8
     ),
@@ -252,10 +206,6 @@ SUBJECTS = {
     **{name: _views(form) for name, form in (("supcon", "out"), ("supcon_in", "in"))},
     **{kind: _scored(kind) for kind in ("kl", "margin_mse")},
     "hardness": Subject(_dense_hardness, partial(_some_rows, _dense_hardness), _hardness, 8),
-    "balanced": Subject(
-        _every(_some_balanced), _some_balanced, partial(_With, _balanced, _further_balanced), 6, bias=-10.0
-    ),
-    "inside": Subject(_every(_some_inside), _some_inside, partial(_With, _Inside, _further_inside), 8),
 }
 
 

@@ -25,7 +25,6 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 LOSSES = (
     *("clip", "siglip", "infonce", "dcl", "dclw", "hardness", "gist", "distill", "own", "hardness_own", "queue"),
     *("clip_labels", "siglip_labels", "siglip_balanced", "supcon", "supcon_in", "kl", "margin_mse"),
-    *("balanced", "inside"),
 )
 # seconds per measurement: of a loss, of a way to take a step; and both with --quick
 SECONDS, QUICK_SECONDS = {"loss": 4.0, "step": 20.0}, {"loss": 0.5, "step": 2.0}
