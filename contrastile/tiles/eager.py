@@ -79,7 +79,7 @@ class Eager(Tiles):
         room = self.scale.new_empty(height * len(cols))
         for along, strip in self._tiles(rows, height):
             x, graph = self._logits(strip, cols, room, with_graph=True)
-            tile = self._tile(x, strip, cols, self._products(graph))
+            tile = self._tile(x, strip, cols, graph)
             # the statistics use their tile up
             ends = [self.loss.finish(side) for side in self.loss.absorb(tile._replace(x=x.clone()))]
             coefficients = weigh(ends, along)
@@ -109,7 +109,7 @@ class Eager(Tiles):
             for along_i, row_tile in self._tiles(rows, side):
                 for along_j, col_tile in self._tiles(cols, side):
                     x, graph = self._logits(row_tile, col_tile, room, with_graph=sums is not None)
-                    tile = self._tile(x, row_tile, col_tile, self._products(graph))
+                    tile = self._tile(x, row_tile, col_tile, graph)
                     if stats is not None:
                         for index, met in enumerate(self.loss.absorb(tile)):
                             self._merge_tile(stats, index, met, (along_i, along_j)[index], shards[index])
@@ -141,9 +141,9 @@ class Eager(Tiles):
         # scaled after the product: scaled features would be rounded once more
         return (out * self.scale, out) if self.loss.reads_products else (out.mul_(self.scale), None)
 
-    def _products(self, graph: Any) -> Tensor | None:
-        """⟨q_i, k_j⟩ [I, J], where the loss reads them."""
-        products: Tensor | None = graph
+    def _products(self, graph: Any) -> Tensor:
+        """⟨q_i, k_j⟩ [I, J]."""
+        products: Tensor = graph
         return products
 
     def _propagate(
@@ -179,7 +179,7 @@ class Eager(Tiles):
         frugal = device.type == "cpu" and not by_index and max(N, M) <= tiles._side(dtype)
         return bound * TILES_HELD_CPU // TILES_HELD if frugal else bound
 
-    def _tile(self, x: Tensor, rows: Shard, cols: Shard, products: Tensor | None) -> Tile:
+    def _tile(self, x: Tensor, rows: Shard, cols: Shard, graph: Any) -> Tile:
         """The tile of the logits x without bias, which it may overwrite."""
         if self.bias is not None:
             x += self.bias
@@ -187,6 +187,7 @@ class Eager(Tiles):
         marks = mark(rows, cols, exclude_self=self.loss.exclude_self)
         if marks.excluded is not None:
             fill(x, marks.excluded, -torch.inf)
+        products = self._products(graph) if self.loss.reads_products else None
         tile = Tile(x, *marks, bounds, numbers=(rows.numbers, cols.numbers), products=products)
         if not rows.guides and rows.targets is None:
             return tile

@@ -318,8 +318,8 @@ class Scored(Eager):
                 scores, leaves = self.scorer(rows, cols), []
         return scores.detach().to(self.scale.dtype) * self.scale, (scores, leaves)
 
-    def _products(self, graph: Any) -> Tensor | None:
-        return graph[0].detach().to(self.scale.dtype) if self.loss.reads_products else None
+    def _products(self, graph: Any) -> Tensor:
+        return graph[0].detach().to(self.scale.dtype)  # type: ignore[no-any-return]
 
     def _propagate(
         self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
