@@ -319,7 +319,7 @@ class Scored(Eager):
         return scores.detach().to(self.scale.dtype) * self.scale, (scores, leaves)
 
     def _products(self, graph: Any) -> Tensor:
-        return graph[0].detach().to(self.scale.dtype)  # type: ignore[no-any-return]
+        return graph[0].detach().to(self.scale.dtype)
 
     def _propagate(
         self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
