@@ -226,7 +226,7 @@ def _dense(card: Card, step: StepMemory, batch: int) -> Iterator[tuple[Any, int]
     """The moments of a step, with the bytes of a dense loss in that of the loss."""
     rows, D = step.loss.rows, step.loss.dimensions
     pairs = CLIP * batch**2 if card.impl == "CLIP" else OPENCLIP * rows * batch
-    # gathered features of both sides in float32; of OpenCLIP their gradients too
+    # gathered features of both sides in float32, and of OpenCLIP their gradients
     gathered = 2 * 4 * batch * D * (1 if card.impl == "CLIP" else 2)
     for moment in step.moments():
         yield moment, int(pairs) + gathered if moment.name == "loss" else 0
@@ -239,11 +239,12 @@ def limited(limit: int, device: torch.device) -> Iterator[None]:
         yield
         return
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(device).total_memory, device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(index).total_memory, index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 def loss_cases(tiny: bool) -> list[Case]:

@@ -38,8 +38,9 @@ BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
 GUIDED = ("totals teacher", "gradient teacher", "totals mask", "gradient mask")
 # capabilities for which the kernels without products are compiled too
 COMPLETE = (80, 90)
-# capabilities for which the kernels of a teacher are compiled: all of them, or the one with the most in its registers
-TAUGHT = {80: ("gradient",), 90: TILE_KERNELS, 100: ("gradient",)}
+# capabilities for which kernels with a guide are compiled; `make test-kernels` compiles all of them, a minute more
+EVERY = "CONTRASTILE_EVERY_KERNEL" in os.environ
+GUIDED_ON = (80, 90, 100) if EVERY else (90,)
 # capability whose shapes and instructions are those of another, 86
 ALIKE = (89,)
 # of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
@@ -150,16 +151,18 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         yield kernel, f"{name} plain", plain
         if f"{name} sigmoid" in BUSY:
             yield kernel, f"{name} sigmoid", plain | sigmoid
-        if name in TAUGHT.get(capability, ()):
+        if capability in GUIDED_ON and (EVERY or f"{name} plain" in BUSY):
             yield kernel, f"{name} teacher", plain | teacher
+            if EVERY:
+                yield kernel, f"{name} mask", plain | {"GUIDE": 1, "GUIDE_PRODUCTS": 1, "COLUMNS": False}
+                weighed = {"LABELS": True, "WEIGHED": True, "DIAGONAL": False}
+                yield kernel, f"{name} weighed", plain | (sigmoid if f"{name} plain" in BUSY else {}) | weighed
         if capability == 90:
             yield kernel, f"{name} six products, ids, smooth, several positives", plain | SIX | several
             if name == "gradient":
-                weighed = {"LABELS": True, "WEIGHED": True, "DIAGONAL": False}
-                yield kernel, f"{name} six products, sigmoid, weighed", plain | SIX | sigmoid | weighed
+                yield kernel, f"{name} six products, sigmoid", plain | SIX | sigmoid
             if f"{name} plain" in BUSY:
                 yield kernel, f"{name} one positive", plain | {"DIAGONAL": False, "POSITIVES": 1, "FLATTEN": True}
-                yield kernel, f"{name} mask", plain | {"GUIDE": 1, "GUIDE_PRODUCTS": 1, "COLUMNS": False}
             else:
                 labels = {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False, "INSIDE": True}
                 yield kernel, f"{name} labels", plain | labels

@@ -194,6 +194,8 @@ def plan_of(
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
     step = StepMemory(sides, loss, held, train.retain)
+    if getattr(train, "features", "device") == "host":
+        step = step.with_features_on_host()
     return Plan(
         recipe.name, machines, batch, step, keys, train.accumulate, weights, trained, inputs, int(pictures),
         half is not None, lengths,

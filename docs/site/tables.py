@@ -37,6 +37,11 @@ STEPS = (
     ("sentence-transformers", "sentence-transformers", "cached loss"),
     ("open_clip, `--accum-freq`", "open_clip", "accum-freq"),
 )
+# losses of sentence-transformers, as the files name them, theirs and ours
+DOORS = (
+    ("ranking", "CachedMultipleNegativesRankingLoss", "CachedRankingLoss"),
+    ("multi-vector", "CachedMultiVectorMultipleNegativesRankingLoss", "CachedMultiVectorLoss"),
+)
 
 
 def steps() -> str:
@@ -52,6 +57,20 @@ def steps() -> str:
     pace = float(plain["us_per_pair"])
     cells = ((way, f"{int(row['batch']):,}", f"{float(row['us_per_pair']) / pace:.2f}", gib(row)) for way, row in rows)
     return table_of(("step", "pairs", "time of a pair, times the plain step's", "peak memory"), cells)
+
+
+def doors() -> str:
+    """A step of sentence-transformers' cached losses, and of ours in their place."""
+    cells = []
+    for loss, theirs, ours in DOORS:
+        rows = rows_of("h200_doors.csv", loss=loss)
+        for retain in sorted({row["retain"] for row in rows if row["impl"] == "contrastile"}):
+            beside = [row for row in rows if row["impl"] == "sentence-transformers"][-1]
+            row = last("h200_doors.csv", loss=loss, impl="contrastile", retain=retain)
+            words = f"`{ours}`" + (f', `retain="{retain}"`' if retain != "0" else "")
+            figures = (f"{float(each['ms']):,.0f} ms, {mib(each['peak_bytes'])} MiB" for each in (beside, row))
+            cells.append((f"`{theirs}`", f"{int(row['batch']):,}", next(figures), words, next(figures)))
+    return table_of(("theirs", "pairs", "time, peak memory", "ours", "time, peak memory"), cells)
 
 
 def cpu_loss() -> str:
@@ -414,21 +433,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         each.__name__: each
         for each in (
-            *(
-                steps,
-                cpu_loss,
-                h200_loss,
-                h200_peers,
-                ranks,
-                two_ranks,
-                four_ranks,
-                one_gpu,
-                compiled_towers,
-                batches,
-                retrieval,
-                late_interaction,
-            ),
-            *(updates, small_sub_batches, formula, open_clip, siglip),
+            *(steps, cpu_loss, h200_loss, h200_peers, ranks, two_ranks, four_ranks, one_gpu, batches, retrieval),
+            *(updates, small_sub_batches, formula, open_clip, siglip, doors, late_interaction, compiled_towers),
         )
     },
     **{f"losses_{name}": partial(losses, f"{file}.csv") for name, file in LOSSES.items()},

@@ -74,9 +74,10 @@ class Gathering(NamedTuple):
     registers: int | None = 128
     tokens: int = 16
     group: int = 64
-    chunk: int = 2048
+    chunk: int = 1024
     document_warps: int = 4
     document_stages: int = 3
+    document_registers: int | None = None
 
 
 TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3)
@@ -392,11 +393,11 @@ def add_document_gradients(
     for first in range(0, J, at_once):
         run(
             kernels.document_gradients, (tiles_of(M, gathering.tokens), min(at_once, J - first)),
-            warps=gathering.document_warps, q_ptr=entries.vectors, best_ptr=best, weight_ptr=g,
-            tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best), list_ptr=lists, unit_ptr=unit,
-            out_ptr=v, N=N, J=J, L=L, M=M, D=D, q_stride=width, entries=entries.count, first=first,
-            row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0), BN=gathering.tokens,
-            BD=BD, CHUNK=gathering.chunk, GROUP=gathering.group, PADDED=entries.padded,
+            warps=gathering.document_warps, registers=gathering.document_registers, q_ptr=entries.vectors,
+            best_ptr=best, weight_ptr=g, tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best),
+            list_ptr=lists, unit_ptr=unit, out_ptr=v, N=N, L=L, M=M, D=D, q_stride=width, entries=entries.count,
+            first=first, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0),
+            BN=gathering.tokens, BD=BD, CHUNK=gathering.chunk, GROUP=gathering.group, PADDED=entries.padded,
             ROWS_MASKED=entries.tokens is not None, COLS_MASKED=documents.order is not None,
             WHOLE=BD == D, STAGES=gathering.document_stages,
         )  # fmt: skip

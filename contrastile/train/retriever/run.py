@@ -21,7 +21,7 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices, silent
 from contrastile.data.registry import open_texts
 from contrastile.data.texts import Passage, TextSet, text_digest
-from contrastile.evaluate.late import joined
+from contrastile.evaluate.late import joined, padded_texts
 from contrastile.gradcache.batching import rounded_length
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.inputs import Ragged
@@ -197,7 +197,7 @@ class RetrieverRun(LoadedRun):
 
 
 def _padded(features: Tensor | Ragged) -> Any:
-    return features.padded() if isinstance(features, Ragged) else features
+    return padded_texts(features) if isinstance(features, Ragged) else features
 
 
 def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> RetrieverRun:
