@@ -89,16 +89,21 @@ def compile_graphs(module: nn.Module) -> None:
     dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_SHAPES)
     module.compile(dynamic=False, options={"deterministic": True} if hasattr(inductor, "deterministic") else None)
     compiled: Any = module._compiled_call_impl
+    replace_calls(module, compiled)
+
+
+def replace_calls(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Call `function` in grad mode where the module would be called, its hooks left out; in place."""
     as_written = module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (compiled if torch.is_grad_enabled() else as_written)(*args, **kwargs)
+        return (function if torch.is_grad_enabled() else as_written)(*args, **kwargs)
 
     module._compiled_call_impl = call
 
 
 def uncompile(module: nn.Module) -> None:
-    """Undo `compile_graphs`; the compiled code stays in torch's cache."""
+    """Undo `compile_graphs` and `replace_calls`; compiled code stays in torch's cache."""
     module._compiled_call_impl = None
 
 

@@ -27,7 +27,7 @@ FILES = {
     "h200_[248]_ranks": "exchanges",
     "h200_host_features": "host",
     "h200_[248]_step": "rank steps",
-    "h200_step": "steps",
+    "h200_(step|towers)": "steps",
     "kernel_ladder": "kernels",
 }
 # results of before rows were signed, and rows of a source that was not committed: these are to be measured again

@@ -4,12 +4,14 @@ import logging
 
 import pytest
 import torch
+from problems import distance
 from test_models_towers import BERT, CLIP, SIGLIP, TINY, VIT
 from test_train_resume import left
 from tiny_runs import tiny_recipe
 from torch import nn
 
 from contrastile.gradcache.memory import kept_bytes
+from contrastile.models import compiled
 from contrastile.models.base import checkpoint_activations
 from contrastile.models.compiled import compile_tower, uncompile_tower
 from contrastile.models.text import train_tokenizer
@@ -128,6 +130,23 @@ def test_a_tower_is_compiled_layer_by_layer_or_as_a_whole_for_training_alone(mon
         assert runs == (parts or [tower])
         assert list(tower.state_dict()) == names
         runs.clear()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_patches_are_embedded_by_a_product_in_training(monkeypatch, bias):
+    monkeypatch.setattr(compiled, "compile_graphs", lambda _: None)
+    conv = nn.Conv2d(3, 8, kernel_size=(4, 2), stride=(4, 2), bias=bias, dtype=torch.float64)
+    others = [nn.Conv2d(3, 8, 4, 2), nn.Conv2d(3, 8, 4, 4, padding=1), nn.Conv2d(8, 8, 2, 2)]
+    others.append(nn.Conv2d(4, 8, 2, 2, groups=4))
+    tower, upstream = nn.Sequential(conv), torch.randn(5, 8, 2, 4, dtype=torch.float64)
+    # a row and a column of pixels that belong to no patch
+    leaves = [torch.randn(5, 3, 9, 9, dtype=torch.float64, requires_grad=True), *conv.parameters()]
+    truth = torch.autograd.grad(tower(leaves[0]), leaves, upstream)
+    compile_tower(tower)
+    found = torch.autograd.grad(out := tower(leaves[0]), leaves, upstream)
+    assert not out.is_contiguous(), "a product has its features last"
+    assert all(distance(a, b) < 1e-14 for a, b in zip(found, truth, strict=True))
+    assert compiled._patch_embeddings(nn.Sequential(conv, *others)) == [conv]
 
 
 def test_measuring_activations_does_not_change_batch_statistics(tmp_path):

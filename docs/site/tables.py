@@ -181,6 +181,16 @@ def one_gpu() -> str:
     return table_of(("batch", "sub-batch", "way", "step", "µs a pair", "times plain", "peak"), rows)
 
 
+def compiled_towers() -> str:
+    """Steps with towers as they are written and compiled: the newest measurement of each."""
+    newest = {(row["model"], row["batch"], row["way"]): row for row in rows_of("h200_towers.csv")}
+    rows = (
+        (model, f"{int(batch):,}", row["sub_batch"], way, f"{float(row['us_per_pair']):,.0f}", gib(row))
+        for (model, batch, way), row in newest.items()
+    )
+    return table_of(("model", "batch", "sub-batch", "way", "µs a pair or text", "peak"), rows)
+
+
 def _pace(rows: Sequence[Row]) -> str:
     """Microseconds a pair, and in brackets the multiple of the plain step; a range for many measurements."""
     times = sorted(float(row["us_per_pair"]) for row in rows)
@@ -424,7 +434,7 @@ TABLES: dict[str, Callable[[], str]] = {
         each.__name__: each
         for each in (
             *(steps, cpu_loss, h200_loss, h200_peers, ranks, two_ranks, four_ranks, one_gpu, batches, retrieval),
-            *(updates, small_sub_batches, formula, open_clip, siglip, doors, late_interaction),
+            *(updates, small_sub_batches, formula, open_clip, siglip, doors, late_interaction, compiled_towers),
         )
     },
     **{f"losses_{name}": partial(losses, f"{file}.csv") for name, file in LOSSES.items()},
