@@ -7,8 +7,8 @@ BIN    := $(VENV)/bin
 JOBS   ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-faults test-hostile test-integrations test-gpu test-gpu-multi \
-	lint format bench clean
+.PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-faults test-hostile test-integrations test-kernels test-gpu \
+	test-gpu-multi lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,12 +55,17 @@ test: $(VENV)/.dev ## the test suite
 test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage, random bytes (two minutes)
 	$(BIN)/python -m pytest -m 'hostile or not hostile' tests/test_hostile_*.py
 
-test-integrations: .venv-integrations/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
+test-integrations: .venv-integrations/.done .venv-sentences-5/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
 	.venv-integrations/bin/python -m pytest tests/integrations
-	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py
+	.venv-sentences-5/bin/python -m pytest tests/integrations/test_sentence_transformers*.py
+	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py tests/integrations/test_export_pairs.py \
+		tests/integrations/test_retrievers.py -k 'open_clip or colpali'
 
 test-faults: $(VENV)/.dev ## kill, tear and fail file events of every command that writes, a sample of 30 (a minute on 2 cores)
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py $(FAULTS)
+
+test-kernels: $(VENV)/.dev ## every kernel compiled ahead of time for every chip; no GPU needed, three minutes on 2 cores
+	CONTRASTILE_EVERY_KERNEL=1 $(BIN)/python -m pytest tests/test_tiles_triton_aot.py --timeout 900
 
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600
@@ -81,7 +86,7 @@ bench: $(VENV)/.train ## time and memory of the losses beside the dense formula 
 	$(BIN)/contrastile bench loss
 
 clean: ## remove the environment and caches; runs stay
-	rm -rf $(VENV) .venv-integrations .venv-open-clip build *.egg-info .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-* build *.egg-info .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -90,14 +95,28 @@ PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
 
 .venv-integrations/.done: pyproject.toml constraints.txt constraints-integrations.txt
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu \
+		deepspeed
+	@# without what they require, which is older: only their losses are loaded
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps FlagEmbedding pylate
 	@touch $@
 
-# torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators
-.venv-open-clip/.done: pyproject.toml constraints.txt constraints-integrations.txt
+# the last version 5 of sentence-transformers
+.venv-sentences-5/.done: pyproject.toml constraints.txt constraints-integrations.txt
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train]' pytest pytest-timeout \
-		open_clip_torch webdataset pandas braceexpand
+	grep -v ^sentence-transformers constraints-integrations.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --constraint $(@D)/constraints.txt --editable . \
+		sentence-transformers==5.7.0 datasets accelerate peft pytest pytest-timeout
+	@touch $@
+
+# torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators. Other
+# libraries would load it where it is found, so this environment stands on the one above.
+.venv-open-clip/.done: .venv-integrations/.done
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	printf 'import site; site.addsitedir("%s")\n' "$$($(<D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(@D)/bin/python -m pip install --quiet $(PINNED) open_clip_torch webdataset pandas braceexpand
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps colpali-engine
 	@touch $@
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt

@@ -29,9 +29,11 @@ from contrastile.exchange.replicate import Replicate
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import known_device
+from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Tiles
 from contrastile.tiles.dense import Dense
 from contrastile.tiles.eager import Eager
+from contrastile.tiles.scored import Scorer
 
 logger = logging.getLogger("contrastile")
 
@@ -105,10 +107,18 @@ EXCHANGES: dict[str, type[Exchange]] = {
 }
 
 
-def choose_exchange(options: Options, loss: PairLoss, rows: Shard, cols: Shard, statement: dict[str, Any]) -> Exchange:
+def choose_exchange(
+    options: Options,
+    loss: PairLoss,
+    rows: Shard,
+    cols: Shard,
+    statement: dict[str, Any],
+    tokens: tuple[int, int] | None = None,
+) -> Exchange:
     """The exchange by name; for "auto" gather where it needs at most a sixteenth of the memory, else the ring.
 
-    statement: further facts that all ranks must have in common, such as which inputs require a gradient.
+    statement: further facts that all ranks must have in common, such as which inputs require a gradient. tokens: those
+    of a row and of a column on this rank, where they may differ.
     """
     name, group = options.exchange, options.group
     W = collectives.size(group)
@@ -118,16 +128,39 @@ def choose_exchange(options: Options, loss: PairLoss, rows: Shard, cols: Shard, 
     if name == "single":
         # nothing travels: one rank may compute a loss of its own while the others do not, for validation
         return Single(options.gradient, Layout(None, 0, (len(rows),), (len(cols),)))
-    statement = _statement(options, loss, rows, cols) | statement
-    counted = consistency.tally(group, statement, (len(rows), len(cols)))
-    layout = Layout(group, collectives.rank(group), *(tuple(each) for each in zip(*counted, strict=True)))
-    _not_empty(sum(layout.rows))
+    layout = agreed_layout(options, loss, rows, cols, statement, tokens)
+    longest = layout.tokens
     if name == "auto":
-        D = max(sum(math.prod(x.shape[1:]) for x in side.leaves) for side in (rows, cols))
+        D = max(_numbers(side, length) for side, length in zip((rows, cols), longest or (None, None), strict=True))
         dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
         name = automatic_exchange(layout, D, dtype, rows.features.device)
         _say_once(f"exchange: {name}")
     return EXCHANGES[name](options.gradient, layout)
+
+
+def agreed_layout(
+    options: Options,
+    loss: PairLoss,
+    rows: Shard,
+    cols: Shard,
+    statement: dict[str, Any],
+    tokens: tuple[int, int] | None = None,
+) -> Layout:
+    """The rows and columns of every rank, and the most tokens; raises where the ranks' statements differ."""
+    group = options.group
+    statement = _statement(options, loss, rows, cols, ragged=tokens is not None) | statement
+    counted = consistency.tally(group, statement, (len(rows), len(cols), *(tokens or (0, 0))))
+    of_rows, of_cols, *lengths = (tuple(each) for each in zip(*counted, strict=True))
+    longest = None if tokens is None else (max(lengths[0]), max(lengths[1]))
+    layout = Layout(group, collectives.rank(group), of_rows, of_cols, tokens=longest)
+    _not_empty(sum(layout.rows))
+    return layout
+
+
+def _numbers(side: Shard, tokens: int | None) -> int:
+    """Numbers of a row in all tensors of a side; of so many tokens, where they differ between ranks."""
+    shapes = (x.shape[1:] if tokens is None else (tokens, *x.shape[2:]) for x in side.leaves)
+    return sum(map(math.prod, shapes))
 
 
 def _not_empty(rows: int) -> None:
@@ -146,7 +179,7 @@ def gathering_allowed(device: torch.device) -> int:
     return device_memory(device) // 16
 
 
-def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard) -> dict[str, Any]:
+def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard, *, ragged: bool) -> dict[str, Any]:
     """The facts that ranks must have in common. The exchange comes first: it decides what else must agree."""
     return {
         "exchange": options.exchange,
@@ -154,8 +187,8 @@ def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard) -> di
         "backend": options.backend,
         "gradient": options.gradient,
         "reduction": options.reduction,
-        "features": _shapes(rows),
-        "key features": _shapes(cols),
+        "features": _shapes(rows, ragged=ragged),
+        "key features": _shapes(cols, ragged=ragged),
         "dtype": str(rows.features.dtype),
         "device": rows.features.device.type,
         "positives": None if rows.positives is None else rows.positives.shape[1],
@@ -165,11 +198,11 @@ def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard) -> di
     }
 
 
-def _shapes(side: Shard) -> Any:
-    """The feature size; for a learned score, the shape and type of each tensor that it reads."""
+def _shapes(side: Shard, *, ragged: bool) -> Any:
+    """The feature size; for a learned score the shape and type of each tensor, or of one token of ragged ones."""
     if side.features.ndim == 2 and not side.others:
         return side.features.shape[1]
-    return [f"{list(x.shape[1:])} {x.dtype}" for x in side.leaves]
+    return [f"{list(x.shape[2 if ragged else 1 :])} {x.dtype}" for x in side.leaves]
 
 
 def _triton() -> type[Tiles]:
@@ -200,6 +233,29 @@ def choose_tiles(backend: Backend, loss: PairLoss, rows: Shard, cols: Shard) -> 
     raise AssertionError("eager declines nothing")
 
 
+def choose_fused(backend: Backend, scorer: Scorer, rows: Shard, cols: Shard) -> Any:
+    """The tiles of a scorer that has kernels; None for those of its own operations."""
+    device = rows.features.device.type
+    if backend == "triton" and type(scorer.module) is not MaxSim:
+        remedy = "A scorer brings its own kernels."
+        raise invalid("backend", "be auto, eager or dense with a scorer", "'triton'", remedy)
+    if type(scorer.module) is not MaxSim or not (backend == "triton" or (backend == "auto" and device == "cuda")):
+        return None
+    try:
+        from contrastile.tiles.triton.maxsim import FusedMaxSim
+
+        reason = FusedMaxSim.refusal(scorer, rows, cols)
+    except ImportError as error:
+        reason = f"{error.name} is not installed"
+    if reason is None:
+        _say_once("backend: triton for MaxSim")
+        return FusedMaxSim
+    if backend == "triton":
+        raise invalid("backend", "be able to compute this scorer", "'triton'", f"It declines: {reason}.")
+    _say_once(f"backend: eager for MaxSim; triton declined: {reason}")
+    return None
+
+
 def offers(loss: PairLoss, rows: Shard, cols: Shard) -> Iterator[tuple[str, type[Tiles] | None, str | None]]:
     """The backends that "auto" considers, in order: name, and tiles or the reason why they decline."""
     for name in AUTOMATIC.get(rows.features.device.type, ("eager",)):
@@ -212,8 +268,6 @@ def _offer(name: str, loss: PairLoss, rows: Shard, cols: Shard) -> tuple[type[Ti
     except ImportError as error:
         return None, f"{error.name} is not installed"
     reason = tiles.declines(loss, rows, cols)
-    if (rows.guides or rows.targets is not None) and not tiles.takes_guides:
-        reason = "no kernel for guides and targets"
     return (None, reason) if reason else (tiles, None)
 
 

@@ -26,6 +26,8 @@ __all__ = ["BatchNorm", "DispatchMode", "pytree"]
 # one call for a list of tensors
 add_each, add_each_, multiply_each = torch._foreach_add, torch._foreach_add_, torch._foreach_mul
 copy_each_ = torch._foreach_copy_
+# shapes that torch.compile may compile a function for; 8 by default
+COMPILED_SHAPES = 128
 
 
 def without_values() -> Any:
@@ -59,6 +61,12 @@ def backward_hooks(x: Tensor) -> dict[int, Any] | None:
     return x._backward_hooks
 
 
+def backward_is_kept() -> bool:
+    """Return whether the running backward may run again: `retain_graph=True`."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
+
+
 def uncompiled(function: Any) -> Any:
     """Function or module that torch.compile has wrapped; None where it has not."""
     return getattr(function, "_torchdynamo_orig_callable", None)
@@ -67,6 +75,31 @@ def uncompiled(function: Any) -> Any:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile has wrapped the module or its call."""
     return uncompiled(module) is not None or module._compiled_call_impl is not None
+
+
+def compile_graphs(module: nn.Module) -> None:
+    """Compile a module's calls in grad mode, in place, so that no weight changes its name; other calls run as written.
+
+    Each shape is compiled for itself, by choices that do not depend on timings: a second process computes the same
+    bits. All modules share one count of compiled shapes, above which torch would silently compile no more.
+    """
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_SHAPES)
+    module.compile(dynamic=False, options={"deterministic": True} if hasattr(inductor, "deterministic") else None)
+    compiled: Any = module._compiled_call_impl
+    as_written = module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else as_written)(*args, **kwargs)
+
+    module._compiled_call_impl = call
+
+
+def uncompile(module: nn.Module) -> None:
+    """Undo `compile_graphs`; the compiled code stays in torch's cache."""
+    module._compiled_call_impl = None
 
 
 @contextmanager

@@ -8,14 +8,19 @@ tiles see to it that it fits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
+from contrastile._types import accumulator
 
 # token vectors [B, L, D], alone or with a mask [B, L] that is true where there is a token
 Tokens = Tensor | tuple[Tensor, Tensor | None]
+# row and column tokens of the similarities that a CPU computes at once: they stay in its cache
+ROWS, COLUMNS = 1024, 512
 
 
 class Bilinear(nn.Module):
@@ -94,17 +99,130 @@ class MaxSim(nn.Module):
     """
 
     def forward(self, rows: Tokens, columns: Tokens) -> Tensor:
-        (q_ILD, asking), (k_JMD, answering) = _tokens("q", rows), _tokens("k", columns)
-        _vectors("k", k_JMD, q_ILD.shape[2])
-        similar = (q_ILD.flatten(0, 1) @ k_JMD.flatten(0, 1).T).unflatten(1, k_JMD.shape[:2])
-        if answering is not None:
-            similar = similar.masked_fill(~answering, -torch.inf)
-        best_ILJ = similar.max(-1).values.unflatten(0, q_ILD.shape[:2])
+        (q_ILD, asking), (k_JMD, answering) = self.checked(rows, columns)
+        q_ED = q_ILD.flatten(0, 1)
+        if q_ED.device.type == "cpu" and not torch.compiler.is_compiling():
+            best_EJ = _BestMatches.apply(q_ED, k_JMD, answering)
+        else:
+            best_EJ = _similarities(q_ED, k_JMD, answering).max(-1).values
+        best_ILJ = best_EJ.unflatten(0, q_ILD.shape[:2])
         if answering is not None:
             best_ILJ = best_ILJ.masked_fill(~answering.any(-1), 0.0)
         if asking is not None:
             best_ILJ = best_ILJ.masked_fill(~asking[:, :, None], 0.0)
         return best_ILJ.sum(1)
+
+    @staticmethod
+    def checked(rows: Tokens, columns: Tokens) -> list[tuple[Tensor, Tensor | None]]:
+        """The vectors and the mask of both sides."""
+        sides = [tokens("q", rows), tokens("k", columns)]
+        _vectors("k", sides[1][0], sides[0][0].shape[2])
+        return sides
+
+    @property
+    def known(self) -> bool:
+        """This class itself, without hooks and not compiled: it draws no random numbers and has no state."""
+        return type(self) is MaxSim and not (self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl)
+
+    def pad_tokens(self, side: Tokens, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """A side as vectors [B, length, D] with a bool mask, padded with what does not count; its own length if None.
+
+        A scorer with this method may have sides of other lengths on other ranks. A side without rows is cut to length.
+        """
+        vectors, mask = tokens("q", side)
+        mask = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
+        more = 0 if length is None else length - vectors.shape[1]
+        return F.pad(vectors, (0, 0, 0, more)), F.pad(mask, (0, more))
+
+
+def padded(values: Tensor, lengths: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
+    """Packed token vectors as a side of `MaxSim`: vectors [B, L, D], 0 behind the tokens, and their mask [B, L].
+
+    Naively `pad_sequence(values.split(lengths.tolist()), batch_first=True)` of `torch.nn.utils.rnn`, and a mask.
+
+    Arguments:
+        values: [T, D], the tokens of the first example first.
+        lengths: [B] integers that add up to T.
+        longest: L. None: the largest of the lengths, for which a GPU is waited for.
+
+    Raises ValueError for other shapes, and for lengths that do not add up to T where they may be read.
+
+    >>> vectors, mask = padded(torch.randn(7, 16), torch.tensor([3, 0, 4]))
+    >>> vectors.shape, mask.sum(1)
+    (torch.Size([3, 4, 16]), tensor([3, 0, 4]))
+    """
+    if values.ndim != 2 or lengths.ndim != 1 or lengths.is_floating_point():
+        got = f"shapes {list(values.shape)} and {list(lengths.shape)}, {lengths.dtype}"
+        raise invalid("values", "be packed tokens [T, D], with integer lengths [B]", got, "Concatenate the examples.")
+    if longest is None:
+        total, longest = int(lengths.sum()), int(lengths.max()) if len(lengths) else 0
+        if total != len(values):
+            got = f"{total} and {len(values)}"
+            raise invalid("lengths", "add up to the rows of `values`", got, "List one number for each example.")
+    mask = torch.arange(longest, device=values.device) < lengths[:, None]
+    vectors = values.new_zeros(len(lengths), longest, values.shape[1])
+    return vectors.masked_scatter(mask[..., None], values), mask
+
+
+class _BestMatches(torch.autograd.Function):
+    """max_m ⟨q_e, k_jm⟩ [E, J] on a CPU, with a block of similarities at a time.
+
+    The gradients go to the tokens that attain the maxima, of equal ones to the first: E · J additions of a token, where
+    autograd would multiply with a matrix of all similarities that is nearly all zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_ED: Tensor, k_JMD: Tensor, answering: Tensor | None) -> Tensor:
+        E, (J, M, _), with_graph = len(q_ED), k_JMD.shape, any(ctx.needs_input_grad)
+        # autocast decides about the type of products
+        best = torch.empty(E, J, dtype=(q_ED[:0] @ k_JMD[:0, 0].T).dtype)
+        winners = torch.empty(E, J, dtype=torch.int32) if with_graph else None
+        documents = max(1, COLUMNS // max(M, 1))
+        for rows in _parts(E, ROWS):
+            for cols in _parts(J, documents):
+                similar = _similarities(q_ED[rows], k_JMD[cols], None if answering is None else answering[cols])
+                if winners is None:
+                    best[rows, cols] = similar.amax(-1)
+                else:
+                    best[rows, cols], winners[rows, cols] = similar.max(-1)
+        if winners is not None:
+            ctx.save_for_backward(q_ED, k_JMD, winners, answering)
+        return best
+
+    @staticmethod
+    def backward(ctx: Any, g_EJ: Tensor) -> tuple[Tensor | None, ...]:
+        q_ED, k_JMD, winners, answering = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # a second derivative is wanted: autograd's own first has a graph
+            best, inputs = _similarities(q_ED, k_JMD, answering).max(-1).values, (q_ED, k_JMD)
+            wanted = [x for x, want in zip(inputs, ctx.needs_input_grad, strict=False) if want]
+            gradients = iter(torch.autograd.grad(best, wanted, g_EJ, create_graph=True))
+            return *[next(gradients) if want else None for want in ctx.needs_input_grad[:2]], None
+        (J, M, _), wide = k_JMD.shape, accumulator(g_EJ.dtype)
+        q, k, g = q_ED.to(wide), k_JMD.flatten(0, 1).to(wide), g_EJ.to(wide)
+        of_q, of_k = (
+            torch.zeros_like(x) if want else None for x, want in zip((q, k), ctx.needs_input_grad, strict=False)
+        )
+        if of_q is not None:
+            first = torch.arange(J) * M
+            for rows in _parts(len(q), ROWS):
+                of_q[rows] = F.embedding_bag(winners[rows] + first, k, per_sample_weights=g[rows], mode="sum")
+        if of_k is not None:
+            for total, winners_E, g_E in zip(of_k.split(M), winners.T.contiguous(), g.T.contiguous(), strict=True):
+                for rows in _parts(len(q), ROWS):
+                    total.index_add_(0, winners_E[rows], q[rows] * g_E[rows, None])
+            of_k = of_k.unflatten(0, (J, M)).to(k_JMD.dtype)
+        return None if of_q is None else of_q.to(q_ED.dtype), of_k, None
+
+
+def _similarities(q_ED: Tensor, k_JMD: Tensor, answering: Tensor | None) -> Tensor:
+    """⟨q_e, k_jm⟩ [E, J, M]; −∞ for tokens that do not answer."""
+    similar = (q_ED @ k_JMD.flatten(0, 1).T).unflatten(1, k_JMD.shape[:2])
+    return similar if answering is None else similar.masked_fill(~answering, -torch.inf)
+
+
+def _parts(n: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, n, size)]
 
 
 def _vectors(name: str, x: Tensor, features: int) -> None:
@@ -115,7 +233,7 @@ def _vectors(name: str, x: Tensor, features: int) -> None:
         )
 
 
-def _tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
+def tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:
     both = side if isinstance(side, (tuple, list)) else (side, None)
     vectors, mask = both if len(both) == 2 else (None, None)
     shapes = [list(x.shape) if isinstance(x, Tensor) else None for x in (vectors, mask)]

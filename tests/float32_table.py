@@ -141,7 +141,7 @@ def main() -> None:
         for kind, name, scale in product(kinds, names, SCALES):
             line = [f"{kind:11} {name:27} {scale:6.0f}"]
             for key, (found, plain, true, size) in errors(name, kind, scale).items():
-                relative = " ".join(f"{x / (true or 1):.1e} {x / size / EPS:6.2f}" for x in (found, plain))
+                relative = " ".join(f"{x / (true or 1):.1e} {x / (size or 1) / EPS:6.2f}" for x in (found, plain))
                 line.append(f"{key} {relative} {ratio(key, found, plain, true, size):6.2f}")
             print("  ".join(line), flush=True)  # noqa: T201
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,9 +27,33 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SigLipLoss, SupConLoss, encode
+from contrastile import (
+    ClipLoss,
+    DCLLoss,
+    DistillClipLoss,
+    GISTLoss,
+    InfoNCELoss,
+    NTXentLoss,
+    ScoreDistillLoss,
+    SigLipLoss,
+    SupConLoss,
+    encode,
+)
 
-LOSSES = {loss.__name__: loss for loss in (ClipLoss, SigLipLoss, InfoNCELoss, SupConLoss, NTXentLoss)}
+PLAIN = {loss.__name__: loss for loss in (ClipLoss, SigLipLoss, InfoNCELoss, SupConLoss, NTXentLoss)}
+# losses with inputs of their own, or with another end of a row
+FURTHER: dict[str, Any] = {
+    "DistillClipLoss": DistillClipLoss,
+    "GISTLoss": GISTLoss,
+    "SigLipLoss, balanced": partial(SigLipLoss, balanced=True),
+    "SupConLoss, in": partial(SupConLoss, form="in"),
+    "DCLLoss": DCLLoss,
+    "DCLLoss, sigma": partial(DCLLoss, sigma=0.5),
+    "InfoNCELoss, hardness": partial(InfoNCELoss, hardness_mode="all_negatives", hardness_strength=5.0),
+    "ScoreDistillLoss": ScoreDistillLoss,
+}
+LOSSES = {**PLAIN, **FURTHER}
+BIASED = ("SigLipLoss", "SigLipLoss, balanced")
 EXCHANGES = ("replicate", "gather", "ring")
 WRAPPERS = ("plain", "DDP", "FSDP2")
 D_IN, D = 5, 4
@@ -97,8 +122,19 @@ def batch(W: int, micro_batch: int) -> tuple[Tensor, Tensor, Tensor]:
 def loss_of(name: str, out: Sequence[Any], labels: Tensor, **how: Any) -> Tensor:
     image, text, scale, bias = out
     loss = LOSSES[name](**how)
-    if name == "SupConLoss":
+    if name.startswith("SupConLoss"):
         return loss(torch.stack([image, text], 1), labels, scale)
+    # a teacher or guide that compares other features than the student
+    others = [torch.cat([x.detach()[:, 1:], labels[:, None].sin()], 1) for x in (image, text)]
+    if name == "DistillClipLoss":
+        return loss(image, text, scale, *others, 7.0)
+    if name == "GISTLoss":
+        return loss(image, text, scale, guide_query=others[0], guide_key=others[1])
+    if name == "ScoreDistillLoss":
+        keys = torch.stack([text, text.flip(1)], 1)
+        return loss(image, keys, torch.stack([labels.cos(), labels.sin()], 1).to(image.dtype), scale)
+    if name == "SigLipLoss, balanced":
+        return loss(image, text, scale, bias, labels=labels)
     return loss(image, text, scale, bias) if bias is not None else loss(image, text, scale)
 
 
@@ -109,7 +145,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def truth(name: str, micro_batches: int) -> dict[str, Tensor]:
-    model = Pair(bias=name == "SigLipLoss")
+    model = Pair(bias=name in BIASED)
     for micro_batch in range(micro_batches):
         x, y, labels = batch(1, micro_batch)
         loss_of(name, model(x, y), labels).backward()
@@ -204,6 +240,7 @@ def _on_a_rank(
     wrapper: str,
     exchanges: Sequence[str],
     ways: Sequence[tuple[bool, int]],
+    losses: Sequence[str],
     truths: dict[Any, dict[str, Tensor]],
 ) -> list[Row]:
     rows = []
@@ -211,8 +248,8 @@ def _on_a_rank(
         # FSDP2 takes no number of shape []
         model = Pair(bias, (1,) if wrapper == "FSDP2" else ())
         wrapped = wrap(wrapper, model, group)
-        for loss, exchange, (cached, micro) in product(LOSSES, exchanges, ways):
-            if bias == (loss == "SigLipLoss"):
+        for loss, exchange, (cached, micro) in product(losses, exchanges, ways):
+            if bias == (loss in BIASED):
                 found = step(rank, group, model, wrapped, loss, exchange, cached, micro)
                 parts = compare(found, truths[loss, micro], (rank, group if wrapper == "FSDP2" else None))
                 rows.append(Row(loss, exchange, dist.get_world_size(group), wrapper, cached, micro > 1, parts))
@@ -225,11 +262,12 @@ def measure(
     wrappers: Sequence[str] = WRAPPERS,
     exchanges: Sequence[str] = EXCHANGES,
     ways: Sequence[tuple[bool, int]] = WAYS,
+    losses: Sequence[str] = tuple(LOSSES),
 ) -> Iterator[Row]:
     """All combinations; of each, what every rank found."""
-    truths = {(name, micro): truth(name, micro) for name in LOSSES for micro in (1, MICRO_BATCHES)}
+    truths = {(name, micro): truth(name, micro) for name in losses for micro in (1, MICRO_BATCHES)}
     for W, wrapper in product(ranks, wrappers):
-        for answer in pool.run(_on_a_rank, W, wrapper, exchanges, ways, truths):
+        for answer in pool.run(_on_a_rank, W, wrapper, exchanges, ways, losses, truths):
             yield from answer
 
 

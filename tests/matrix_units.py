@@ -31,9 +31,10 @@ def emulated() -> Iterator[None]:
         acc = truncated_product(a.data, b.data, d.data.astype(np.float64))
         return interpreter.TensorHandle(acc.astype(np.float32), d.dtype.scalar)
 
-    def add_at_once(total: Tensor, g: Tensor, x: Tensor, times: float) -> None:
+    def add_at_once(total: Tensor, g: Tensor, x: Tensor, times: float, keep: float) -> None:
         acc = truncated_product(g.double().numpy(), x.double().numpy(), np.zeros(total.shape))
-        total.add_(torch.from_numpy(acc).to(total.dtype) * times)
+        product = torch.from_numpy(acc).to(total.dtype) * times
+        total.copy_(product + total if keep else product)
 
     def pairwise(self: Any, given: Any) -> Any:
         x = np.moveaxis(given.handle.data, self.axis or 0, 0) if self.axis is not None else given.handle.data.ravel()

@@ -96,3 +96,36 @@ def test_inputs_without_rows_or_positions_are_encoded() -> None:
         texts = {"input_ids": torch.zeros(shape, dtype=torch.long), "attention_mask": torch.ones(shape)}
         tokens = encode(lambda input_ids, **_: attention.words(input_ids), texts, sub_batch_tokens=8)
         assert tokens.shape == (*shape, D)
+
+
+class _Deaf(list[Any]):
+    """A list that stays empty."""
+
+    def append(self, _: Any) -> None:
+        pass
+
+
+def test_a_compiled_encoder_sees_few_lengths_and_the_rest_of_a_batch_as_written() -> None:
+    torch._dynamo.reset()
+    attention, shapes = Attention(), list[tuple[int, ...]]()
+    texts = {"input_ids": torch.arange(B * L).view(B, L) % 20, "attention_mask": _right().long()}
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        shapes.append(next(tuple(x.shape) for x in inputs if x.dtype == torch.long))
+        return graph
+
+    def gradients() -> tuple[Tensor, ...]:
+        features = encode(attention, texts, sub_batch=4, sub_batch_tokens=36)
+        return torch.autograd.grad(features["last"].sin().sum(), list(attention.parameters()), allow_unused=True)
+
+    truth = gradients()
+    written = set(attention.seen)
+    # a list that grows would be another one to the compiler at each call
+    attention.seen = _Deaf()
+    attention.compile(backend=look, dynamic=False)
+    found = gradients()
+    assert len(written) > 3
+    # 13 texts in fours: the last one is computed as it is written
+    assert sorted(shapes) == [(4, 8), (4, 9)]
+    assert all(a is b is None or distance(a, b) <= 1e-12 for a, b in zip(found, truth, strict=True))
+    torch._dynamo.reset()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contrastile.bench import memory as bench_memory
 from contrastile.bench.harness import COLUMNS, Machine, Report, read_rows
-from contrastile.bench.memory import SCALE, MemoryBench, one_rank_of, ways
+from contrastile.bench.memory import SCALE, MemoryBench, Way, clip, one_rank_of, ways
 from contrastile.cli.main import main
 from contrastile.distributed import collectives
 from contrastile.losses.reference import dense_clip
@@ -79,13 +79,29 @@ def test_a_matrix_that_does_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch
     assert peaks["CLIP, plain: all rows and columns"] is None
     assert peaks["contrastile, ring, eager"] is not None
     assert {name.partition(",")[0] for name in _rows(peers=False)} == {"contrastile"}
+    assert [*_rows(words=["gather, ", "DisCo"])] == ["contrastile, gather, eager", "DisCo-CLIP, decomposed"]
 
 
-def test_slow_ways_are_left_out_of_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_memory, "MOST_SECONDS", 0.0)
+def test_slow_ways_are_left_out_of_larger_batches() -> None:
     lines: list[str] = []
-    MemoryBench(MACHINE, Report(lines.append), peers=False).measure(2, [16, 32], 4, torch.float32)
+    MemoryBench(MACHINE, Report(lines.append), peers=False, longest=0.0).measure(2, [16, 32], 4, torch.float32)
     assert len([line for line in lines if "left out, it would take about" in line]) == 3
+
+
+def test_a_long_step_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_memory, "ONCE_SECONDS", 0.0)
+    calls: list[int] = []
+
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        calls.append(len(q))
+        return clip(q, k, local=True)
+
+    way = Way("contrastile", "counted", step, exchange="ring", backend="eager")
+    monkeypatch.setattr(bench_memory, "ways", lambda machine, world: [way])
+    rows: list[dict[str, Any]] = []
+    MemoryBench(MACHINE, Report(lambda line: None, rows.append)).measure(2, [16, 32], 4, torch.float32)
+    assert calls == [8, 8, 8, 16]
+    assert all(row["ms"] > 0 and row["peak_bytes"] > 0 for row in rows)
 
 
 def test_the_command_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +118,7 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--ranks", "1"], "`ranks` must be at least 2; got 1. Leave it out for the default."),
+    (["--longest", "-1"], "`longest` must be at least 0; got -1.0. Leave it out for the default."),
     (["--features", "0"], "`features` must be at least 1; got 0. Leave it out for the default."),
     (["--ranks", "3", "--sizes", "32"],
      "`sizes` must be multiples of the 3 ranks; got 32. Each rank has as many pairs."),

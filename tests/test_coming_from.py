@@ -1,4 +1,4 @@
-"""What the page for users of other libraries says: its code runs, and comes to what it takes the place of."""
+"""Code of the pages for users of other libraries: it runs, and equals the code that it replaces."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ import contrastile
 from contrastile import ClipLoss, InfoNCELoss, NTXentLoss, SupConLoss, encode
 from contrastile.integrations.sentence_transformers import CachedRankingLoss
 
-PAGE = (Path(contrastile.__file__).parent.parent / "docs" / "coming_from.md").read_text(encoding="utf-8")
+FOLDER = Path(contrastile.__file__).parent.parent / "docs" / "coming_from"
+PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted(FOLDER.glob("*.md")))
 N = 6
 # features of the texts' encoder
 WIDTH = 48
 
 
 def blocks(heading: str) -> list[str]:
-    """The code under a heading of the page."""
-    (part,) = (part for part in re.split(r"^#+ ", PAGE, flags=re.MULTILINE) if part.startswith(f"{heading}\n"))
-    return re.findall(r"^```python\n(.*?)^```", part, re.DOTALL | re.MULTILINE)
+    """The code under a heading of the pages."""
+    (section,) = (text for text in re.split(r"^#+ ", PAGES, flags=re.MULTILINE) if text.startswith(f"{heading}\n"))
+    return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
 
 
 def run(code: str, **names: Any) -> dict[str, Any]:
     """The names that a block leaves, begun with these."""
-    exec(compile(code, "coming_from.md", "exec"), names)
+    exec(compile(code, "coming_from", "exec"), names)
     return names
 
 

@@ -283,11 +283,11 @@ def _guided_on_ranks(rank: int, group: Any, exchange: str) -> tuple[Tensor, Tens
     return _guided(rank, group, 3, exchange=exchange)
 
 
-def test_the_fused_kernels_decline_guides() -> None:
+def test_the_fused_kernels_decline_a_loss_of_guides_without_a_formula() -> None:
     pytest.importorskip("triton")
     shard = Shard(torch.randn(4, 8), guides=(torch.randn(4, 3),))
-    with pytest.raises(ValueError, match="no kernel for guides and targets"):
-        choose_tiles("triton", Softmax(), shard, shard)
+    with pytest.raises(ValueError, match="no kernel for Taught"):
+        choose_tiles("triton", Taught(), shard, shard)
 
 
 def _with_margin(rank: int, group: Any, exchange: str) -> tuple[Tensor, Tensor]:

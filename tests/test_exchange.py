@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -60,19 +60,22 @@ def _whole(name: str, shares: list[tuple[int, int]]) -> tuple[Problem, dict[str,
     return whole, {key: x.requires_grad_() for key, x in leaves.items()}
 
 
-def _on_a_rank(
+def on_a_rank(
     rank: int, group: Any, name: str, shares: list[tuple[int, int]], how: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     problem = problems_of(name, shares)[rank]
     return problem.by_tiles(_tensors(problem, rank), group=group, **how)
 
 
-def _check(pool: Pool, name: str, shares: list[tuple[int, int]], **how: Any) -> None:
+def check(
+    pool: Pool, name: str, shares: list[tuple[int, int]], on_rank: Callable[..., Any] | None = None, **how: Any
+) -> None:
+    """Compare ranks with one process, in loss and gradients; `on_rank` in place of `on_a_rank`."""
     W = len(shares)
     whole, leaves = _whole(name, shares)
     reduction = how.get("reduction", "mean")
     truth, true_gradients = whole.by_tiles(leaves, reduction=reduction)
-    answers = pool.run(_on_a_rank, W, name, shares, how)
+    answers = pool.run(on_rank or on_a_rank, W, name, shares, how)
     divisor = W if how.get("gradient", "mean") == "mean" else 1
     for loss, _ in answers:
         assert distance(loss, truth) <= 1e-12
@@ -89,14 +92,14 @@ def test_as_one_process(pool: Pool, name: str, W: int, exchange: str) -> None:
     shares = SHARES[W]
     if name in ("info_nce_everything", "nt_xent") and (0, 0) in shares:
         shares = [(N or 2, M or 2) for N, M in shares]
-    _check(pool, name, shares, exchange=exchange)
+    check(pool, name, shares, exchange=exchange)
 
 
 def _on_a_node(
     rank: int, group: Any, name: str, shares: list[tuple[int, int]], size: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size)):
-        return _on_a_rank(rank, group, name, shares, {"exchange": "hierarchical"})
+        return on_a_rank(rank, group, name, shares, {"exchange": "hierarchical"})
 
 
 @pytest.mark.parametrize(("W", "size"), [(4, 2), (4, 1), (4, 4)])
@@ -127,7 +130,7 @@ def test_nodes_of_unequal_size_are_refused(pool: Pool) -> None:
     assert pool.run(_uneven_nodes, 3) == [sentence] * 3
 
 
-def _fused_on_a_rank(
+def _fusedon_a_rank(
     rank: int, group: Any, name: str, shares: list[tuple[int, int]], exchange: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     problem = problems_of(name, shares)[rank]
@@ -142,7 +145,7 @@ def test_fused_kernels_too(pool: Pool, name: str, exchange: str) -> None:
     shares = [(9, 9), (0, 0), (4, 4)]
     whole, leaves = _whole(name, shares)
     truth, true_gradients = whole.by_tiles(leaves)
-    answers = pool.run(_fused_on_a_rank, 3, name, shares, exchange)
+    answers = pool.run(_fusedon_a_rank, 3, name, shares, exchange)
     for loss, _ in answers:
         assert distance(loss, truth) <= 1e-6
     for key, true_gradient in true_gradients.items():
@@ -154,14 +157,14 @@ def test_fused_kernels_too(pool: Pool, name: str, exchange: str) -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", ["info_nce", "info_nce_positives", "info_nce_everything", "dcl_positives"])
 def test_more_keys_than_rows(pool: Pool, name: str, exchange: str) -> None:
-    _check(pool, name, MORE_KEYS[3], exchange=exchange)
+    check(pool, name, MORE_KEYS[3], exchange=exchange)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("how", [{"gradient": "sum"}, {"reduction": "sum"}, {"backend": "dense"}], ids=str)
 @pytest.mark.parametrize("name", ["clip_ids_weights_smoothing", "siglip_ids_weights"])
 def test_options(pool: Pool, name: str, how: dict[str, Any], exchange: str) -> None:
-    _check(pool, name, SHARES[3], exchange=exchange, **how)
+    check(pool, name, SHARES[3], exchange=exchange, **how)
 
 
 def _rows(rank: int, group: Any, sizes: list[int], loss: PairLoss, exchange: str) -> tuple[Tensor, Tensor]:

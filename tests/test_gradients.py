@@ -5,26 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from gradient_table import EXCHANGES, LOSSES, MICRO_BATCHES, WAYS, WRAPPERS, Row, every, measure, summary
+from gradient_table import (
+    BIASED,
+    EXCHANGES,
+    LOSSES,
+    MICRO_BATCHES,
+    PLAIN,
+    WAYS,
+    WRAPPERS,
+    Row,
+    every,
+    measure,
+    summary,
+)
 from ranks import Pool
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(
-    ("W", "exchanges", "ways"),
+    ("W", "wrapper", "exchanges", "ways", "losses"),
     [
-        *((W, EXCHANGES, [(True, MICRO_BATCHES)]) for W in (1, 2, 3, 4)),
-        # how a rank encodes depends on the wrapper, not on what the loss exchanges
-        (2, ["gather"], WAYS),
+        *((W, "plain", EXCHANGES, [(True, MICRO_BATCHES)], LOSSES) for W in (1, 2, 3, 4)),
+        # a wrapper meets features, whatever loss and exchange made their gradients
+        *((W, wrapper, ["gather"], [(True, MICRO_BATCHES)], PLAIN) for wrapper in WRAPPERS[1:] for W in (1, 3, 4)),
+        *((2, wrapper, ["gather"], WAYS, PLAIN) for wrapper in WRAPPERS),
     ],
 )
 def test_every_gradient_is_that_of_one_process(
-    pool: Pool, wrapper: str, W: int, exchanges: Sequence[str], ways: Sequence[tuple[bool, int]]
+    pool: Pool,
+    W: int,
+    wrapper: str,
+    exchanges: Sequence[str],
+    ways: Sequence[tuple[bool, int]],
+    losses: Sequence[str],
 ) -> None:
-    rows = list(measure(pool, [W], [wrapper], exchanges, ways))
-    assert len(rows) == W * len(LOSSES) * len(exchanges) * len(ways)
+    rows = list(measure(pool, [W], [wrapper], exchanges, ways, tuple(losses)))
+    assert len(rows) == W * len(losses) * len(exchanges) * len(ways)
     for row in rows:
-        assert set(row.parts) == {"towers", "scale"} | ({"bias"} if row.loss == "SigLipLoss" else set())
+        assert set(row.parts) == {"towers", "scale"} | ({"bias"} if row.loss in BIASED else set())
         for ratio, cosine in row.parts.values():
             assert abs(ratio - 1) <= 1e-12, row
             assert abs(cosine - 1) <= 1e-12, row

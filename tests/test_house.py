@@ -22,18 +22,18 @@ BELOW = {
     "data": GROUND,
     "scorers": GROUND,
 }
-BELOW["tiles"] = GROUND | {"losses", "gradcache"}
+BELOW["tiles"] = GROUND | {"losses", "gradcache", "scorers"}
 BELOW["exchange"] = BELOW["tiles"] | {"tiles"}
 BELOW["_dispatch"] = BELOW["exchange"] | {"exchange"}
 BELOW["engine"] = BELOW["_dispatch"] | {"_dispatch"}
 BELOW["functional"] = BELOW["engine"] | {"engine"}
 BELOW["modules"] = BELOW["functional"] | {"functional"}
-BELOW["evaluate"] = BELOW["modules"] | {"modules", "models", "data"}
+BELOW["evaluate"] = BELOW["modules"] | {"modules", "models", "data", "scorers"}
 BELOW["planner"] = BELOW["modules"] | {"modules"}
 BELOW["train"] = BELOW["evaluate"] | {"evaluate", "planner"}
 BELOW["retrieval"] = BELOW["train"] | {"train"}
 BELOW["experiments"] = BELOW["bench"] = BELOW["retrieval"] | {"retrieval"}
-BELOW["integrations"] = BELOW["bench"] | {"bench", "experiments"}
+BELOW["integrations"] = BELOW["bench"] | {"bench", "experiments", "scorers"}
 # an export writes what another library loads
 BELOW["cli"] = BELOW["integrations"] | {"integrations"}
 DRAWERS = {"losses", "tiles", "exchange"}
@@ -119,7 +119,7 @@ def test_the_root_holds_ten_files_at_most() -> None:
 # what neighbours in a drawer may know: its base, and what others are a special case of; the kernels fill several files
 SHARED = {
     "losses": {"base", "softmax", "sigmoid"},
-    "tiles": {"base", "eager"},
+    "tiles": {"base", "eager", "scored"},
     "exchange": {"base", "gather", "ring"},
 }
 

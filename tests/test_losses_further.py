@@ -41,13 +41,13 @@ FUSED = [
     "hardness_own",
     "hardness_all",
     "dclw",
-    "dclw",
     "dclw_labels",
+    "gist_absolute",
+    "gist_relative",
+    "distill_clip",
+    "siglip_balanced",
+    "sup_con_in",
 ]
-
-
-# those without any shared column, which have no need of a kernel
-SCORES = ["scores_kl", "scores_margin"]
 
 
 @pytest.fixture
@@ -154,11 +154,10 @@ def test_torch_compile_computes_it_beside_its_graph(name: str) -> None:
     assert distance(compiled(**tensors, **case.constants).detach(), 2 * truth) <= 1e-12
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {*FUSED, "hardness_symmetric_positives", *SCORES}))
-def test_the_fused_kernels_decline_all_others(name: str) -> None:
+def test_the_fused_kernels_decline_a_teacher_with_positives_by_label() -> None:
     pytest.importorskip("triton")
-    case = CASES[name]()
-    with pytest.raises(ValueError, match=r"It declines: no kernel for (guides|SoftmaxInside)"):
+    case = CASES["distill_labels"]()
+    with pytest.raises(ValueError, match="It declines: no kernel for Distilled with positives by label"):
         case.by_tiles(case.tensors(torch.float32), backend="triton")
 
 
@@ -204,6 +203,18 @@ def test_a_guide_that_is_not_finite_gives_nan() -> None:
     loss, gradients = case.by_tiles(case.tensors(torch.float32))
     assert loss.isnan()
     assert all(x.isnan().all() for x in gradients.values())
+
+
+@pytest.mark.parametrize("name", ["hardness_own", "hardness_all"])
+def test_hardness_at_a_scale_of_zero(name: str) -> None:
+    """The weights do not depend on the scale."""
+    case = CASES[name]()
+    case.leaves["scale"] = torch.zeros((), dtype=torch.float64)
+    tensors = case.tensors(torch.float64)
+    truth, true_gradients = case.by_formula(tensors)
+    loss, gradients = case.by_tiles(tensors)
+    assert distance(loss, truth) <= 1e-14
+    assert all(distance(gradient, true_gradients[key]) <= 1e-12 for key, gradient in gradients.items())
 
 
 def test_one_positive_each_is_balanced() -> None:
@@ -357,6 +368,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         _x(3, 4), _x(3, 4), scale=1.0, loss=BalancedSigmoid(), positives=torch.arange(3)
     ),
     "`sigma` must be positive; got 0.0. The paper has 0.5.": lambda: DCLLoss(sigma=0.0),
+    "`logit_bias` must be left out for the loss DecoupledWeighted; got one. Its weights of positives keep a bias from "
+    "cancelling.": lambda: DCLLoss(sigma=0.5)(_x(3, 4), _x(3, 4), 1.0, 0.0),
     "`label_smoothing` must be 0 for the decoupled loss; got 0.1. Leave it out, or take the softmax loss.": lambda: (
         DCLLoss(label_smoothing=0.1)
     ),

@@ -183,6 +183,49 @@ def test_a_checkpoint_gives_its_features_scale_and_bias(open_clip, tokenizer, tm
     assert "checkpoint" not in model.settings["both"]
 
 
+@pytest.mark.parametrize("side", ["both", "image", "text"])
+def test_a_folder_has_shapes_weights_and_normalisation(open_clip, tokenizer, tmp_path, side):
+    original = saved_clip(open_clip, tmp_path / "open_clip_model.safetensors", bias=-9.0)
+    described = {
+        "model_cfg": {**CONFIG, "init_logit_bias": 0.0},
+        "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3},
+    }
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(described))
+    model = built(tokenizer, **{side: {"kind": "open_clip", "folder": str(tmp_path)}}).eval()
+    pixels, tokens = torch.rand(2, 3, 16, 16), tokenizer.tokenise(["LATIN A", "BETA"])
+    if side != "text":
+        torch.testing.assert_close(model.image.tower(pixels), original.encode_image((pixels - 0.5) / 0.5))
+    if side != "image":
+        whole = torch.nn.functional.pad(tokens["input_ids"], (0, 3), value=tokenizer.pad)
+        torch.testing.assert_close(model.text.tower(**tokens), original.encode_text(whole))
+    if side == "both":
+        assert (model.logit_scale.item(), model.logit_bias.item()) == (3.0, -9.0)
+    # a run is loaded without the folder
+    again = build_model(json.loads(json.dumps(model.settings)), tokenizer=tokenizer).eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.encode_image(pixels), model.encode_image(pixels))
+
+
+def test_folders_without_a_model_or_its_weights_are_refused(open_clip, tokenizer, tmp_path):
+    both = {"kind": "open_clip", "folder": str(tmp_path)}
+    for content, sentence in (
+        ("", "`folder` must hold a open_clip_config.json that can be read; got "),
+        ("{}", f'`folder` must hold a open_clip_config.json with a model_cfg; got "{tmp_path}". Save the model there'),
+        (
+            json.dumps({"model_cfg": CONFIG}),
+            "`folder` must hold one of open_clip_model.safetensors, model.safetensors, open_clip_pytorch_model.bin; "
+            f'got "{tmp_path}". Save the model there with its weights.',
+        ),
+    ):
+        (tmp_path / "open_clip_config.json").write_text(content)
+        with pytest.raises(ValueError) as caught:
+            built(tokenizer, both=both)
+        assert str(caught.value).startswith(sentence)
+    with pytest.raises(ValueError) as caught:
+        built(tokenizer, both={**both, "name": "tiny"})
+    assert str(caught.value) == "`folder` must be given alone; got name beside it. It has all of them."
+
+
 def test_truncated_texts_are_padded_to_full_length(open_clip, tokenizer):
     model = built(tokenizer, both=CLIP).eval()
     tokens = tokenizer.tokenise(["LATIN A"])
@@ -451,6 +494,20 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch, override, line):
         ),
         ("model.text={kind='open_clip'}", "model.text: must have either name or config, and not both"),
         (
+            "model.text={kind='open_clip', folder='FOLDER', config={}}",
+            "model.text.folder: must be given alone, it has all of them; got config beside it",
+        ),
+        (
+            "model.text={kind='open_clip', folder='FOLDER'}",
+            'model.text.folder: must hold a open_clip_config.json with a model_cfg; got "FOLDER". Save the model there '
+            "again.",
+        ),
+        (
+            "model.text={kind='open_clip', folder='FOLDER/words'}",
+            'model.tokenizer.folder: must be given with the text encoder in "FOLDER/words": its weights know its own '
+            "tokens",
+        ),
+        (
             "model.text={kind='open_clip', name='tiny'}",
             'model.tokenizer.kind: must be "open_clip", or a folder, for a text tower of open_clip; got "words"',
         ),
@@ -458,10 +515,15 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch, override, line):
 )
 def test_invalid_recipes_of_open_clip_and_timm_are_refused(open_clip, timm, tmp_path, override, line):
     # the recipe names a tokenizer of words
-    tokenizer = "model.tokenizer={kind='words', length=4}"
+    tokenizer = "model.tokenizer={kind='words', length=4}" if "folder" not in override else "model.tokenizer={length=4}"
+    (tmp_path / "open_clip_config.json").write_text("{}")
+    if "words" in override:
+        (tmp_path / "words").mkdir()
+        named = {"model_cfg": {**CONFIG, "text_cfg": {"hf_tokenizer_name": "a/b"}}}
+        (tmp_path / "words" / "open_clip_config.json").write_text(json.dumps(named))
     with pytest.raises(RecipeError) as caught:
-        tiny_recipe(tmp_path, override, tokenizer)
-    assert str(caught.value).endswith(line)
+        tiny_recipe(tmp_path, override.replace("FOLDER", str(tmp_path)), tokenizer)
+    assert str(caught.value).endswith(line.replace("FOLDER", str(tmp_path)))
 
 
 # --- the packages themselves

@@ -256,6 +256,40 @@ def test_the_plan_of_a_recipe(tmp_path: Path, capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(values))
 
 
+def test_a_locked_tower_that_ran_before_costs_its_projection(tmp_path: Path) -> None:
+    words = ("model.locked=['image']", "data.augment=false")
+    path = write_recipe(tmp_path)
+    (cost, _), (ahead, _) = (
+        [side.cost for side in contrastile.plan(path, *words, f"model.precompute={word}", gpus="H100").step.sides]
+        for word in ("false", "true")
+    )
+    width = ahead.inputs // 4
+    assert width != cost.inputs // 4
+    # the projection's product forward, and backward for its weights alone
+    assert ahead.forward_work.products == 2 * ahead.sub_batch * width * ahead.dimensions
+    assert ahead.replay_work.products == 2 * ahead.forward_work.products
+    assert ahead.trained == cost.trained
+    assert ahead.forward_work.products < cost.forward_work.products
+
+
+@pytest.mark.parametrize("gpus", ["H100", "2xH100"])
+def test_features_in_host_memory_leave_the_device(tmp_path: Path, gpus: str) -> None:
+    path, words = write_recipe(tmp_path), ("train.retain=0", "train.precision=bf16")
+    device, host = (
+        contrastile.plan(path, *words, f"train.features={where}", gpus=gpus, batch=2**20)
+        for where in ("device", "host")
+    )
+    assert all("features" not in moment.parts for moment in host.step.moments())
+    assert host.peak.bytes < device.peak.bytes
+    # float32 features and their gradients; of a ring the sums of rows and columns, and two packets
+    ranks, D = host.target.ranks, host.step.loss.dimensions
+    assert host.host - device.host == 2**20 * 4 * D * (4 + (6 if ranks > 1 else 0))
+    name = f"features in host memory: {host.host / 2**30:,.0f} GiB there"
+    assert next(choice.peak for choice in device.choices() if choice.name == name) == host.peak.bytes
+    assert host.largest() > device.largest()
+    assert host.step.loss.exchange_name == ("ring" if ranks > 1 else "single")
+
+
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys: Any) -> None:
     plan = contrastile.plan(write_recipe(tmp_path), "train.retain=0", gpus="4xT4-2GB")
     largest = plan.largest()
@@ -283,6 +317,9 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys
     (["RECIPE", "--gpus", "T4-2GB", "--hours"],
      "`--hours` must come with a run of known length and a chip with a profile; got T4-2GB. "
      "Leave it out for the default."),
+    (["RECIPE", "--gpus", "9xT4-1GB", "--largest"],
+     "`gpus` must have room for weights, gradients, optimizer and one pair; got 0.1 GiB of them, and room for 0.0 GiB "
+     'on 9xT4-1GB. Take GPUs with more memory, or with weights and gradients in parts: train.parallel="shard".'),
     (["RECIPE", "--gpus", "T4-2GB", "--largest", "train.sub_batch=1M", "train.batch=2M"],
      "`train.sub_batch` must be small enough for one pair on each rank to fit; got 1048576. Take half of it."),
 ])  # fmt: skip

@@ -28,6 +28,7 @@ class Played:
 
     def __init__(self, call: Call, inputs: Sequence[Any], wanted: Sequence[bool]) -> None:
         CAPTURED.append(tuple(inputs[2].shape))
+        self.held, self.written = graph._nothing, None
         self.call, self.wanted, self.bytes = call, wanted, BYTES
         self.labels = [x.clone() for x in graph._labels(call)]
 
@@ -38,9 +39,16 @@ class Played:
         static = graph._relabelled(self.call, self.labels)
         own_tiles = static.tiles(scale, bias)
         own_tiles.joined = True
-        answer = with_gradients(static, own_tiles, scale, bias, features, self.wanted)
-        tiles.joined = own_tiles.joined
-        return answer
+        value, (u, v, sums) = with_gradients(static, own_tiles, scale, bias, features, self.wanted)
+        sums = torch.stack(own_tiles.pair_sums(sums, *static.shards(features), u, v, self.wanted[0]))
+        accumulated = Accumulated(u, v, sums)
+        tiles.joined, tiles.summed = own_tiles.joined, True
+        if self.written is None:
+            self.written = accumulated
+        for own, new in zip(self.written, accumulated, strict=True):
+            if own is not None:
+                own.copy_(new)
+        return value, self.written
 
 
 @pytest.fixture
@@ -84,6 +92,31 @@ def test_upstream_gradients_and_frozen_sides(frozen: tuple[str, ...]) -> None:
         found = torch.autograd.grad(7.0 * first - second, free)
         truth = torch.autograd.grad(6.0 * contrast(**leaves, reduction="none").mean(), free)
         assert all(distance(x, y) <= 1e-12 for x, y in zip(found, truth, strict=True))
+
+
+@pytest.mark.usefixtures("_played")
+def test_sums_are_copied_away_for_a_backward_that_is_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = []
+    move = graph.Held.move
+    monkeypatch.setattr(graph.Held, "move", lambda held: (moved.append(held._accumulated is not None), move(held)))
+
+    def batch() -> Tensor:
+        return torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
+
+    for _ in range(graph.CALLS + 2):
+        q = batch()
+        loss = contrast(q, q.detach(), scale=3.0)
+        loss.backward()
+    assert not any(moved)
+    first, second = batch(), batch()
+    loss = contrast(first, first.detach(), scale=3.0)
+    (once,) = torch.autograd.grad(loss, first, retain_graph=True)
+    contrast(second, second.detach(), scale=3.0).backward()
+    assert moved[-1]
+    (again,) = torch.autograd.grad(2.0 * loss, first)
+    assert torch.equal(again, 2.0 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
 
 
 @pytest.mark.usefixtures("_played")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from problems import PROBLEMS, distance
 from ranks import Pool
-from test_exchange import SHARES, _on_a_rank, _whole
+from test_exchange import SHARES, _whole, on_a_rank
 from torch import Tensor
 
 from contrastile.distributed import collectives, consistency
@@ -96,7 +96,7 @@ def _simulate(name: str, shares: list[tuple[int, int]]) -> list[tuple[Tensor, di
     circle = Circle(len(shares))
 
     def rank(place: int) -> tuple[Tensor, dict[str, Tensor]]:
-        return _on_a_rank(place, Place(circle, place), name, shares, HOW)
+        return on_a_rank(place, Place(circle, place), name, shares, HOW)
 
     with ThreadPoolExecutor(circle.W) as threads:
         return list(threads.map(rank, range(circle.W)))
@@ -122,7 +122,7 @@ def test_the_rings_arithmetic_is_that_of_one_process(simulated: None, name: str,
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_the_network_changes_no_bit(pool: Pool, monkeypatch: pytest.MonkeyPatch, request: Any, name: str) -> None:
-    over_gloo = pool.run(_on_a_rank, 3, name, SHARES[3], HOW)
+    over_gloo = pool.run(on_a_rank, 3, name, SHARES[3], HOW)
     request.getfixturevalue("simulated")
     for (loss, gradients), (same_loss, same_gradients) in zip(over_gloo, _simulate(name, SHARES[3]), strict=True):
         assert distance(loss, same_loss) <= 1e-15

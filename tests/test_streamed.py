@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from problems import PROBLEMS, distance
 from ranks import Pool
+from test_exchange import SHARES, check, on_a_rank
 from torch import Tensor
 
 from contrastile import ClipLoss, SigLipLoss, contrast
@@ -153,12 +156,65 @@ def test_each_error_has_its_sentence(sentence: str, monkeypatch: pytest.MonkeyPa
 
 def _across(rank: int, group: Any) -> str:
     try:
-        contrast(_x(), _x(), scale=1.0, device="meta", group=group)
+        contrast(_x(), _x(), scale=1.0, device="meta", exchange="gather", group=group)
     except ValueError as error:
         return str(error)
     return "nothing was wrong"
 
 
-def test_ranks_keep_their_features_on_their_devices(pool: Pool) -> None:
-    sentence = "`device` must be left out with several ranks; got 'meta'. Move the features there."
+def test_ranks_whose_features_are_on_the_host_are_a_ring(pool: Pool) -> None:
+    sentence = "`exchange` must be auto, ring or single for features in host memory; got 'gather'. Take ring."
     assert pool.run(_across, 2) == [f"rank 0: {sentence}"] * 2
+
+
+def _on_a_rank(
+    rank: int, group: Any, name: str, shares: list[tuple[int, int]], how: dict[str, Any], cuts: tuple[int, int]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    with (
+        mock.patch.dict(plan._plans, clear=True),
+        mock.patch.object(plan, "away", return_value=True),
+        mock.patch.object(host, "cut", return_value=host.Cut(*cuts)),
+    ):
+        return on_a_rank(rank, group, name, shares, how)
+
+
+# several strips and blocks; one of either; ranks of unequal sizes, and one without any
+@pytest.mark.parametrize("shares", [SHARES[2], SHARES[3]], ids=len)
+@pytest.mark.parametrize(("name", "cuts", "how"), [
+    ("clip", (3, 2), {}),
+    ("clip", (1000, 2), {"exchange": "ring", "gradient": "sum"}),
+    ("clip_ids_weights_smoothing", (3, 1000), {}),
+    ("clip_labels", (3, 2), {}),
+    ("siglip", (4, 3), {}),
+    ("info_nce_positives", (3, 2), {"reduction": "sum"}),
+])  # fmt: skip
+def test_ranks_equal_one_process(
+    pool: Pool, name: str, shares: list[tuple[int, int]], cuts: tuple[int, int], how: dict[str, Any]
+) -> None:
+    check(pool, name, shares, partial(_on_a_rank, cuts=cuts), **how)
+
+
+def _columns_alone(rank: int, group: Any) -> list[Tensor | None]:
+    q, k = (x[:, :3].requires_grad_(index == 1) for index, x in enumerate(torch.eye(8).view(2, 4, 8) + rank))
+    with mock.patch.object(plan, "away", return_value=True):
+        contrast(q, k, scale=torch.ones((), requires_grad=True), group=group).backward()
+    return [q.grad, k.grad]
+
+
+def test_of_ranks_too_only_what_is_asked_for_gets_a_gradient(pool: Pool) -> None:
+    for none, gradient in pool.run(_columns_alone, 2):
+        assert none is None
+        assert gradient is not None
+        assert gradient.abs().sum() > 0
+
+
+def _one_is_not_finite(rank: int, group: Any) -> bool:
+    q, k = torch.ones(4, 3), torch.ones(4, 3)
+    if rank == 1:
+        k[2, 1] = torch.inf
+    with mock.patch.object(plan, "away", return_value=True):
+        return bool(contrast(q, k, scale=1.0, group=group).isnan())
+
+
+def test_what_is_not_finite_on_a_rank_makes_the_loss_of_all_not_a_number(pool: Pool) -> None:
+    assert pool.run(_one_is_not_finite, 3) == [True] * 3

@@ -28,7 +28,8 @@ from contrastile.losses.softmax import Softmax, SoftmaxStats
 from contrastile.tiles.eager import Eager
 from contrastile.tiles.triton import backend, launch, plan
 from contrastile.tiles.triton.backend import Triton
-from contrastile.tiles.triton.forward import CAREFUL, SHIFT, UNROLLED
+from contrastile.tiles.triton.forward import CAREFUL, SHIFT
+from contrastile.tiles.triton.masks import UNROLLED
 from contrastile.tiles.triton.plan import SHAPE_INTERPRETED, Masks, Pair, epilogue_for, interpreting, shape_for
 
 COMPILED = not interpreting()

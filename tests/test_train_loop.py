@@ -16,6 +16,7 @@ from tiny_runs import interrupted, same_run, timed, tiny_recipe, weights, write_
 
 import contrastile
 from contrastile.cli.main import main
+from contrastile.engine import plan
 from contrastile.train import loop, state
 from contrastile.train import run as run_of_pairs
 from contrastile.train.batch_builder import Batch
@@ -30,6 +31,7 @@ from contrastile.train.recipe import load_recipe
 from contrastile.train.report import figures
 from contrastile.train.report.page import IMAGE_TEXT, _figures, memory_saved, table_text, write_report
 from contrastile.train.report.steps import StepColumns
+from contrastile.train.run import settled
 from contrastile.train.state import Progress
 
 
@@ -70,7 +72,7 @@ def test_a_run_leaves_its_files_and_no_others(finished):
 
 def test_the_resolved_recipe_reads_back(finished):
     recipe, outcome = finished
-    assert load_recipe(outcome.folder / "recipe.toml") == recipe
+    assert load_recipe(outcome.folder / "recipe.toml") == settled(recipe)
 
 
 def test_metrics_have_a_line_for_every_step(finished):
@@ -231,16 +233,20 @@ def test_a_missing_gpu_is_refused(finished):
     assert str(caught.value) == said
 
 
-def test_a_step_with_sub_batches_has_the_gradients_of_a_plain_one(tmp_path):
-    gradients = []
-    for sub_batch, retain in ((16, 0), (48, 1)):
-        overrides = f"train.sub_batch={sub_batch}", f"train.retain={retain}"
+def test_a_step_with_sub_batches_or_features_on_the_host_has_the_gradients_of_a_plain_one(tmp_path, monkeypatch):
+    gradients, streamed = [], []
+    for sub_batch, retain, features in ((48, 1, "device"), (16, 0, "device"), (16, 0, "host")):
+        overrides = f"train.sub_batch={sub_batch}", f"train.retain={retain}", f"train.features={features}"
         recipe = tiny_recipe(tmp_path, *overrides, "data.augment=false")
         job = ImageText.open(recipe)
+        # features of a CPU's run are where the loss computes; the streamed loss is taken all the same
+        monkeypatch.setattr(plan, "away", lambda *_, host=features == "host": streamed.append(host) or host)
         job.loss(job.builder.batch(torch.from_numpy(np.resize(job.rows, 48)))).backward()
         gradients.append({name: parameter.grad for name, parameter in job.run.model.named_parameters()})
+    assert streamed[-1]
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-6)
+        for others in gradients[1:]:
+            torch.testing.assert_close(gradient, others[name], rtol=1e-4, atol=1e-6)
 
 
 def test_accumulated_parts_have_their_own_negatives(tmp_path):

@@ -72,6 +72,19 @@ UNUSED = [
      "train.sub_batch.query: has no effect with train.sub_batch.query_tokens = 512; leave either out"),
     (TEXTS + "sub_batch = {passage = 64, passage_tokens = 512}",
      "train.sub_batch.passage: has no effect with train.sub_batch.passage_tokens = 512; leave either out"),
+    *[(TEXTS + f"[model]\n{key} = {value}",
+       f'model.{key}: has no effect with model.kind = "single"; leave it out, or set model.kind = "late"')
+      for key, value in (("query_expansion", "false"), ("attend_to_expansion", "true"), ("skip_punctuation", "true"),
+                         ("query_marker", "'x'"), ("passage_marker", "'x'"))],
+    (TEXTS + "[evaluate]\ncandidates = 100",
+     'evaluate.candidates: has no effect with model.kind = "single"; leave it out, or set model.kind = "late"'),
+    (TEXTS + "[model]\nkind = 'late'\nquery_expansion = false\nattend_to_expansion = true",
+     "model.attend_to_expansion: has no effect with model.query_expansion = false; leave it out"),
+    *[(TEXTS + "[model]\nkind = 'late'\n" + "\n".join(
+           f"{each} = {{kind = 'transformers', config = {{model_type = 'bert'}}{pooling}}}"
+           for each, pooling in ((side, ", pooling = 'cls'"), (other, "")) if each),
+       f'model.{side}.pooling: has no effect with model.kind = "late"; leave it out: each token has its vector')
+      for side, other in (("both", ""), ("query", "passage"), ("passage", "query"))],
 ]
 
 # the file, an override, and the warning about the key of the file that it makes unused

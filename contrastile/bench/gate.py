@@ -18,6 +18,8 @@ from torch import Tensor
 
 from contrastile.bench import subjects as sub
 from contrastile.bench.peers import Case, Loss
+from contrastile.functional import contrast
+from contrastile.losses.inside import SoftmaxInside
 from contrastile.losses.reference import (
     dense_clip,
     dense_decoupled,
@@ -31,8 +33,8 @@ from contrastile.modules import ClipLoss, DCLLoss, DistillClipLoss, GISTLoss, In
 SCALE = 100.0
 # of dclw, of hardness, and of a teacher
 SIGMA, HARDNESS, TEACHER_SCALE, TEACHER_WEIGHT = 0.5, sub.HARDNESS, 50.0, 0.5
-# features of a guide
-GUIDE = 16
+# every so many features of a key's guide are those of its query's; negatives of each query, rows of a label
+SHARED, OWN, ALIKE = 8, 8, 2
 # rows on which whole results are compared with float64
 GATE_ROWS = {"cuda": 10048}
 GATE_ROWS_ELSEWHERE = 1000
@@ -89,49 +91,91 @@ def _dense_dclw(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 
 class _With(torch.nn.Module):
-    """A loss with further inputs, which are made of the features."""
+    """A loss with further inputs, which are made of the features at the first call with them."""
 
     def __init__(
         self, loss: Callable[..., torch.nn.Module], further: Callable[..., dict[str, Any]], **how: Any
     ) -> None:
         super().__init__()
         self.loss, self.further = loss(**how), further
+        self._of: tuple[Tensor, ...] = ()
+        self._made: dict[str, Any] = {}
 
-    def forward(self, q: Tensor, k: Tensor, *scalars: Tensor, **others: Any) -> Tensor:
-        value: Tensor = self.loss(q, k, *scalars, **self.further(q, k), **others)
+    def forward(self, q: Tensor, k: Tensor, *numbers: Tensor, **others: Any) -> Tensor:
+        if not self._of or self._of[0] is not q or self._of[1] is not k:
+            self._of, self._made = (q, k), self.further(q, k)
+        value: Tensor = self.loss(q, k, *numbers, **self._made, **others)
         return value
 
 
+class _Inside(torch.nn.Module):
+    """The softmax loss with the mean of the positives inside the logarithm."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, q: Tensor, k: Tensor, scale: Tensor, **others: Any) -> Tensor:
+        return contrast(q, k, scale=scale, loss=SoftmaxInside(), **self.how, **others)
+
+
 def _guide(x: Tensor) -> Tensor:
-    """Features of a guide: whole numbers, whose similarities are exact in every type."""
-    return (x.detach()[:, :GUIDE] * 4 * x.shape[1] ** 0.5).round()
+    """Features of a guide: −1, 0 and 1, whose similarities are exact in every type."""
+    return (x.detach() * x.shape[1] ** 0.5).clamp(-1, 1).round()
 
 
-def _teacher(x: Tensor) -> Tensor:
-    """Features of a teacher: those of the student with its neighbour's."""
-    return F.normalize(x.detach() + x.detach().roll(1, 0), dim=-1)
+def _guide_key(q: Tensor, k: Tensor) -> Tensor:
+    """Features by which most keys are less similar to a query than its own."""
+    return torch.where(torch.arange(k.shape[1], device=k.device) % SHARED == 0, _guide(q), _guide(k))
 
 
-def _false_negatives(q: Tensor, k: Tensor, positive: Tensor) -> Tensor:
-    guide = (_guide(q) @ _guide(k).T).to(q.dtype)
-    return (guide > guide.masked_fill(~positive, torch.inf).amin(1, keepdim=True)) & ~positive
+def _teachers(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Features of a teacher, which are exact in every type: those of the student, of one side in another order."""
+    return q.detach(), k.detach().roll(1, 1)
 
 
-def _dense_gist(q: Tensor, k: Tensor, scale: Tensor, *, positive: Tensor | None = None) -> Tensor:
-    positive = torch.eye(len(q), dtype=torch.bool, device=q.device) if positive is None else positive
-    return dense_softmax(q, k, scale, positive=positive, excluded=_false_negatives(q, k, positive))
+def _some_gist(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    guide = _guide(q)[some].float() @ _guide_key(q, k).float().T
+    positive = some[:, None] == torch.arange(len(k), device=k.device)
+    false = (guide > guide.masked_fill(~positive, torch.inf).amin(1, keepdim=True)) & ~positive
+    return dense_softmax(q[some], k, scale, positive=positive, excluded=false)
+
+
+def _every(some: Callable[..., Tensor]) -> Loss:
+    """The loss of all rows, by the formula of some."""
+    return lambda q, *others: some(torch.arange(len(q), device=q.device), q, *others)
+
+
+def _labels(x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device) // ALIKE
+
+
+def _some_balanced(some: Tensor, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    x, labels = scale * (q[some] @ k.T) + bias, _labels(k)
+    positive, share = labels[some, None] == labels, (1 / labels.bincount()[labels]).to(x.dtype)
+    weights = torch.where(positive, (share[some, None] + share) / 2, torch.ones_like(x))
+    return -(weights * F.logsigmoid(torch.where(positive, x, -x))).sum(1).mean()
+
+
+def _some_inside(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    x, labels = scale * (q[some] @ k.T), _labels(k)
+    positive = labels[some, None] == labels
+    among = x.masked_fill(~positive, -torch.inf).logsumexp(1) - positive.sum(1).to(x.dtype).log()
+    return (x.logsumexp(1) - among).mean()
 
 
 def _dense_distill(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    teacher = TEACHER_SCALE * _teacher(q) @ _teacher(k).T
+    image, text = _teachers(q, k)
+    teacher = TEACHER_SCALE * image @ text.T
     ways = ((q, k, teacher), (k, q, teacher.T))
     return sum(dense_distilled(a, b, scale, t, TEACHER_WEIGHT) for a, b, t in ways) / 2  # type: ignore[return-value]
 
 
 def _some_distill(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     losses = []
-    for a, b in ((q, k), (k, q)):
-        teacher = TEACHER_SCALE * _teacher(a)[some] @ _teacher(b).T
+    image, text = _teachers(q, k)
+    for a, b, of_a, of_b in ((q, k, image, text), (k, q, text, image)):
+        teacher = TEACHER_SCALE * of_a[some] @ of_b.T
         positive = some[:, None] == torch.arange(len(b), device=b.device)
         losses.append(dense_distilled(a[some], b, scale, teacher, TEACHER_WEIGHT, positive=positive))
     return (losses[0] + losses[1]) / 2
@@ -142,17 +186,22 @@ def _some_own(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return F.cross_entropy(scale * x, some)
 
 
-def _dense_own(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    return _some_own(torch.arange(len(q), device=q.device), q, k, scale)
-
-
 def _further_gist(q: Tensor, k: Tensor) -> dict[str, Any]:
-    return {"guide_query": _guide(q), "guide_key": _guide(k)}
+    return {"guide_query": _guide(q), "guide_key": _guide_key(q, k)}
+
+
+def _further_balanced(q: Tensor, k: Tensor) -> dict[str, Any]:
+    del k
+    return {"labels": _labels(q)}
+
+
+def _further_inside(q: Tensor, k: Tensor) -> dict[str, Any]:
+    return {"query_labels": _labels(q), "key_labels": _labels(k)}
 
 
 def _further_distill(q: Tensor, k: Tensor) -> dict[str, Any]:
-    teachers = {"dist_image_features": _teacher(q), "dist_text_features": _teacher(k)}
-    return {**teachers, "dist_logit_scale": TEACHER_SCALE}
+    image, text = _teachers(q, k)
+    return {"dist_image_features": image, "dist_text_features": text, "dist_logit_scale": TEACHER_SCALE}
 
 
 def _further_own(q: Tensor, k: Tensor) -> dict[str, Any]:
@@ -181,6 +230,7 @@ def _scored(kind: str) -> Subject:
 
 
 _distill = partial(DistillClipLoss, weight=TEACHER_WEIGHT)
+_balanced = partial(SigLipLoss, balanced=True)
 _dense_hardness = partial(dense_softmax, hardness=HARDNESS)
 _hardness = partial(InfoNCELoss, hardness_mode="all_negatives", hardness_strength=HARDNESS)
 SUBJECTS = {
@@ -189,9 +239,9 @@ SUBJECTS = {
     "infonce": Subject(dense_softmax, partial(_some_rows, dense_softmax), InfoNCELoss, 8),
     "dcl": Subject(partial(dense_decoupled, symmetric=True), _some_dcl, DCLLoss, 8),
     "dclw": Subject(_dense_dclw, _some_dclw, partial(DCLLoss, sigma=SIGMA), 8),
-    "gist": Subject(_dense_gist, partial(_some_rows, _dense_gist), partial(_With, GISTLoss, _further_gist), 8),
+    "gist": Subject(_every(_some_gist), _some_gist, partial(_With, GISTLoss, _further_gist), 12),
     "distill": Subject(_dense_distill, _some_distill, partial(_With, _distill, _further_distill), 12),
-    "own": Subject(_dense_own, _some_own, partial(_With, InfoNCELoss, _further_own), 8),
+    "own": Subject(_every(_some_own), _some_own, partial(_With, InfoNCELoss, _further_own), 8),
     "hardness_own": Subject(
         sub.over_all(sub.some_hardness_own), sub.some_hardness_own, partial(_With, sub.hardness_own, _further_own), 8
     ),
@@ -202,6 +252,10 @@ SUBJECTS = {
     **{name: _views(form) for name, form in (("supcon", "out"), ("supcon_in", "in"))},
     **{kind: _scored(kind) for kind in ("kl", "margin_mse")},
     "hardness": Subject(_dense_hardness, partial(_some_rows, _dense_hardness), _hardness, 8),
+    "balanced": Subject(
+        _every(_some_balanced), _some_balanced, partial(_With, _balanced, _further_balanced), 6, bias=-10.0
+    ),
+    "inside": Subject(_every(_some_inside), _some_inside, partial(_With, _Inside, _further_inside), 8),
 }
 
 

@@ -40,6 +40,8 @@ MOST_PRODUCT_SECONDS = 0.25
 MOST_ROUNDS = 25
 # untimed steps at first: at most so many, and none after so many seconds
 WARMUP_STEPS, WARMUP_SECONDS = 5, 1.0
+# seconds of a first step that may have compiled, and of a later one that is no whole step of towers
+COMPILATION, SHORT = 60.0, 0.1
 # side and dtype of the product that times are compared with
 PRODUCTS = {"cuda": (8192, torch.bfloat16), "cpu": (2048, torch.float32)}
 # seconds of load after which a GPU's clocks are those of a training run
@@ -65,8 +67,9 @@ _RATES = ("ms", "effective_tflops", "ratio", "peak_bytes")
 #   host        limit_bytes: of the device that the process may allocate
 #   steps       retain: the argument of `encode`. inputs: on the "device", on the "host", or from a "pool" on the
 #               device. ratio_to_plain: time per pair over the plain step's at the largest batch up to this one that
-#               fits it
+#               fits it; of compiled towers, over that of compiled ones
 #   memory      of one rank of a world that is not there; ms: its arithmetic alone. planned_bytes: contrastile plan's
+#   doors       length: the most tokens of a text; retain: the argument of `encode`
 #   rank steps  bytes of the first rank. data: its inputs. loss: beside the features and their gradients. backbone:
 #               weights, gradients and the activations of one sub-batch
 COLUMNS = {
@@ -77,6 +80,7 @@ COLUMNS = {
         *(*_STEP, "retain", "inputs", "dtype", "world", "ms", "us_per_pair", "ratio_to_plain", "peak_bytes"),
         *ORIGIN,
     ),
+    "doors": ("impl", "loss", "model", "batch", "sub_batch", "length", "retain", "dtype", "ms", "peak_bytes", *ORIGIN),
     "rank steps": (
         *(*_STEP, "dtype", "world", "data_bytes", "loss_bytes", "backbone_bytes", "peak_bytes", "ms", "us_per_pair"),
         *ORIGIN,
@@ -261,8 +265,8 @@ class Machine:
 
     def _warm_up(self, step: Step) -> float:
         """Seconds of a step after the first ones, which allocate, compile, and may be captured."""
-        seconds: list[float] = []
-        while len(seconds) < WARMUP_STEPS and sum(seconds) < WARMUP_SECONDS:
+        seconds = [self.time_together(step)]
+        while len(seconds) < WARMUP_STEPS and (sum(seconds) < WARMUP_SECONDS or _compiled(seconds)):
             seconds.append(self.time_together(step))
         return seconds[-1]
 
@@ -292,6 +296,11 @@ class Machine:
         """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _compiled(seconds: Sequence[float]) -> bool:
+    """The warm-up's time may have been that of compilation alone."""
+    return seconds[-1] < (COMPILATION if len(seconds) == 1 else SHORT)
 
 
 def _repeats(seconds: float, *, across: bool) -> int:

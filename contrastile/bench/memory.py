@@ -8,13 +8,17 @@ communication, and gradients are those of a batch that repeats this rank's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# its functions keep the default group of the moment of this import, which is none
+import torch.distributed.nn.functional
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,8 +33,12 @@ from contrastile.train.provenance import provenance
 SCALE = 20.0
 # bytes of each pair of a dense block, about: more than a device has are not tried
 DENSE_BYTES = 6
+# names of packages on PyPI that differ from the implementation's
+PACKAGES = {"open_clip": "open_clip_torch"}
 # the most seconds that a step may take, estimated from the step before
 MOST_SECONDS = 600.0
+# a step of more seconds runs once, for its peak and its time; smaller sizes have compiled its kernels
+ONCE_SECONDS = 0.5
 
 TABLE = Table(
     *(("world", "ranks", ">5"), ("b", "pairs", ">9"), ("d", "d", ">5"), ("dtype", "dtype", "9")),
@@ -125,13 +133,13 @@ def _contrastile(exchange: Any, backend: Any) -> Way:
 def _open_clip(name: str, world: int, *, with_grad: bool) -> Way:
     """open_clip's class where it is installed, else the same formula in plain PyTorch."""
     block = _two_strips
-    if not_installed("open_clip"):
+    words = {"local_loss": True, "gather_with_grad": with_grad, "rank": 0, "world_size": world}
+    try:
+        loss = import_module("open_clip").ClipLoss(**words)
+    # torchvision beside another torch raises a RuntimeError
+    except (ImportError, RuntimeError):
         step: Step = partial(clip, local=True, with_grad=with_grad)
         return Way("open_clip", f"{name}, written out", step, block)
-    from importlib import import_module
-
-    words = {"local_loss": True, "gather_with_grad": with_grad, "rank": 0, "world_size": world}
-    loss = import_module("open_clip").ClipLoss(**words)
     return Way("open_clip", name, partial(_under_autocast, loss), block)
 
 
@@ -168,8 +176,10 @@ def _autocast(q: Tensor) -> torch.autocast:
     return torch.autocast(q.device.type, dtype=q.dtype, enabled=q.dtype != torch.float32)
 
 
-def clip(q: Tensor, k: Tensor, *, local: bool, with_grad: bool = False) -> Tensor:
-    """The loss of CLIP's training code in plain PyTorch, under autocast.
+def clip(
+    q: Tensor, k: Tensor, *, local: bool, with_grad: bool = False, autocast: AbstractContextManager[Any] | None = None
+) -> Tensor:
+    """The loss of CLIP's training code in plain PyTorch, under `autocast`; by default that of the features' type.
 
     Every rank gathers all rows of both sides. `local`: it compares its own rows with all columns, in both directions
     (OpenCLIP's local loss); otherwise all rows with all columns. with_grad: gathered rows hand gradients back.
@@ -177,7 +187,7 @@ def clip(q: Tensor, k: Tensor, *, local: bool, with_grad: bool = False) -> Tenso
     N, W = len(q), dist.get_world_size()
     every = [_gathered(side, with_grad) for side in (q, k)]
     labels = torch.arange(N if local else N * W, device=q.device)
-    with _autocast(q):
+    with autocast or _autocast(q):
         if local:
             directions = SCALE * q @ every[1].T, SCALE * k @ every[0].T
         else:
@@ -236,10 +246,16 @@ def disco_clip(q: Tensor, k: Tensor) -> Tensor:
 
 
 class MemoryBench:
-    """Measures one rank's loss, for each size of the world and each batch of all ranks."""
+    """Measures one rank's loss, for each size of the world and each batch of all ranks.
 
-    def __init__(self, machine: Machine, report: Report, *, peers: bool = True) -> None:
-        self.machine, self.report, self.peers = machine, report, peers
+    longest: a step that would take more seconds is left out. words: parts of the ways' names, of which one is enough.
+    """
+
+    def __init__(
+        self, machine: Machine, report: Report, *, peers: bool = True, longest: float = MOST_SECONDS,
+        words: Sequence[str] = ("",),
+    ) -> None:  # fmt: skip
+        self.machine, self.report, self.peers, self.longest, self.words = machine, report, peers, longest, words
         # seconds per pair and feature of each way's last step
         self._pace: dict[str, float] = {}
 
@@ -247,6 +263,8 @@ class MemoryBench:
         """Measure all ways of a world; report each result as soon as it is there."""
         with one_rank_of(world):
             for way in ways(self.machine, world):
+                if not any(word in way.label for word in self.words):
+                    continue
                 if way.missing:
                     self.report.note(f"{way.label}: {way.missing}")
                 elif self.peers or way.impl == "contrastile":
@@ -254,29 +272,32 @@ class MemoryBench:
                         self._measure(way, world, b, d, dtype)
 
     def _measure(self, way: Way, world: int, b: int, d: int, dtype: torch.dtype) -> None:
-        machine, N = self.machine, b // world
+        machine, N, package = self.machine, b // world, PACKAGES.get(way.impl, way.impl)
         row: Row = {
             "impl": way.impl, "way": way.name, "implementation": way.label, "world": world, "b": b, "d": d,
             "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None,
-            "planned_bytes": self._planned(way, world, N, d, dtype), **provenance(machine.device, way.impl),
+            "planned_bytes": self._planned(way, world, N, d, dtype), **provenance(machine.device, package),
         }  # fmt: skip
         rows, columns = way.block(N, world)
         need, ahead = DENSE_BYTES * rows * columns, self._pace.get(way.label, 0.0) * N * b * d
-        if need > machine.free_bytes() or ahead > MOST_SECONDS:
-            reason = "does not fit" if ahead <= MOST_SECONDS else f"left out, it would take about {ahead:,.0f} s"
-            self.report.result(f"{TABLE.line(row).rstrip()} {reason}", row)
+        if need > machine.free_bytes() or ahead > self.longest:
+            line = TABLE.line(row).rstrip()
+            if ahead > self.longest:
+                self.report.say(f"{line} left out, it would take about {ahead:,.0f} s")
+            else:
+                self.report.result(f"{line} does not fit", row)
             return
         with self.report.failures(way.label, judged=way.impl == "contrastile"):
             try:
-                row |= self._numbers(way, N, d, dtype)
+                row |= self._numbers(way, N, d, dtype, once=ahead > ONCE_SECONDS)
                 self._pace[way.label] = row["ms"] / 1e3 / (N * b * d)
             except torch.OutOfMemoryError:
                 self.report.result(f"{TABLE.line(row).rstrip()} does not fit", row)
                 return
             self.report.result(TABLE.line(row), row)
 
-    def _numbers(self, way: Way, N: int, d: int, dtype: torch.dtype) -> Row:
-        """The peak of a step beside its features, and the milliseconds of the next."""
+    def _numbers(self, way: Way, N: int, d: int, dtype: torch.dtype, *, once: bool) -> Row:
+        """The peak of a step beside its features, and the milliseconds of the next, or `once` of the same."""
         machine = self.machine
         generator = torch.Generator(machine.device).manual_seed(0)
         q, k = (
@@ -286,14 +307,23 @@ class MemoryBench:
             for _ in range(2)
         )
 
+        seconds: list[float] = []
+
         def step() -> None:
             q.grad = k.grad = None
             way.step(q, k)
 
-        # compiles kernels, and makes what stays
-        step()
-        q.grad = k.grad = None
-        return {"peak_bytes": machine.peak(step), "ms": round(machine.time(step) * 1e3, 3)}
+        def timed() -> None:
+            seconds.append(machine.time(step))
+
+        if not once:
+            # compiles kernels, and makes what stays
+            step()
+            q.grad = k.grad = None
+        peak = machine.peak(timed)
+        if not once:
+            timed()
+        return {"peak_bytes": peak, "ms": round(seconds[-1] * 1e3, 3)}
 
     def _planned(self, way: Way, world: int, N: int, d: int, dtype: torch.dtype) -> int | None:
         """The planner's bytes for contrastile's own ways."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from contrastile.bench.harness import ALONE, Machine, Report, Row, Table, World, not_installed
 from contrastile.bench.towers import Pairs, Towers
-from contrastile.bench.ways import WAYS, Task, Way
+from contrastile.bench.ways import COMPILED, WAYS, Task, Way
 from contrastile.gradcache.encode import encode
 from contrastile.losses.reference import dense_clip
 from contrastile.modules import ClipLoss
@@ -31,6 +31,8 @@ from contrastile.train.memory import PeakMemory
 from contrastile.train.provenance import provenance
 
 GATE_BATCH, GATE_SUB_BATCH, GATE_DROPOUT = 8, 3, 0.1
+# model on which ways with compiled towers are checked
+GATE_MODEL = "tiny"
 # relative distance in float32 that a sum in another order explains
 GATE_TOLERANCE = 2e-5
 # gradients below this share of the largest are mostly rounding
@@ -138,7 +140,7 @@ class StepBench:
             if (model, name) not in self._full:
                 numbers |= self._measured(way, pairs, batch // size, sub_batch)
                 self._pace[model, name] = pace = numbers["ms"] / batch * 1e3
-                plain = self._pace.get((model, "plain"))
+                plain = self._pace.get((model, COMPILED + "plain" if way.compiled else "plain"))
                 numbers |= {"us_per_pair": round(pace, 2), "ratio_to_plain": plain and round(pace / plain, 4)}
         except torch.OutOfMemoryError:
             # ranks have as many pairs each, and run out of memory at the same place
@@ -156,7 +158,9 @@ class StepBench:
             self.report.say(f"  {way.label}: {reason}")
             return False
         with self.report.failures(way.label, judged=way.judged):
-            towers, scale = gate(model, way, self.machine.device, self.machine.world)
+            # the large model would be compiled for the gate's sizes, which takes longer than the measurement
+            checked = GATE_MODEL if way.compiled else model
+            towers, scale = gate(checked, way, self.machine.device, self.machine.world)
             red = way.same and way.judged and not max(towers, scale) <= GATE_TOLERANCE
             verdict = ": no speed for a wrong result" if red else ""
             distances = f"the towers' gradients are {towers:.1e} from plain ones, the scale's {scale:.1e}"
@@ -169,6 +173,7 @@ class StepBench:
         """The columns of time and memory of a way, for a rank's batch."""
         machine, memory, towers = self.machine, PeakMemory(self.machine.device), pairs.towers
         towers.checkpointing(way.checkpointing)
+        towers.compiled(way.compiled)
         sides = pairs.sides(batch, way.inputs)
         task = Task(towers, sides, min(sub_batch, batch), machine.device, self.dtype, way.loss)
         optimizer = torch.optim.AdamW(towers.parameters(), lr=1e-6) if self.optimizer else None
@@ -226,11 +231,13 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
 
     Returns the distance of the towers' parameters (the worst relative to its gradient's norm; across ranks of all
     together) and of the scale. Both draw the same random numbers: a way that cuts is compared with a plain step that
-    encodes the same sub-batches and keeps all their graphs. Across ranks there is no dropout.
+    encodes the same sub-batches and keeps all their graphs. Across ranks there is no dropout, nor for compiled towers,
+    whose random numbers are others: they are compared with uncompiled ones.
     """
     torch.manual_seed(0)
     batch, across = world.size * GATE_BATCH, world.size > 1
-    towers = Towers(model, device, dropout=GATE_DROPOUT if way.replays and not across else 0.0)
+    with_dropout = way.replays and not across and not way.compiled
+    towers = Towers(model, device, dropout=GATE_DROPOUT if with_dropout else 0.0)
     sides = Pairs(towers, most=batch).sides(batch, way.inputs)
     whole = Task(towers, sides, GATE_SUB_BATCH, device, torch.float32, ClipLoss())
     own = [(tower, leaf.chunk(world.size)[world.rank]) for tower, leaf in sides]
@@ -246,6 +253,7 @@ def gate(model: str, way: Way, device: torch.device, world: World = ALONE) -> tu
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         true = gradients(partial(plain_in_sub_batches, sub_batch=GATE_SUB_BATCH if way.cut else batch), whole)
         towers.checkpointing(way.checkpointing)
+        towers.compiled(way.compiled)
         results = gradients(way.run, task)
     if across:
         results, true = ([x[0], torch.cat([y.flatten() for y in x[1:]])] for x in (results, true))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from contrastile._errors import one_of
+from contrastile.models.compiled import compile_tower, uncompile_tower
 from contrastile.offload import free_memory
 
 # different examples; larger batches repeat them
@@ -92,6 +93,11 @@ class Towers(nn.Module):
                 vars(layer).pop("forward", None)
                 if wanted:
                     layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    def compiled(self, wanted: bool) -> None:
+        """Compile the layers of both towers, or run them as they are written."""
+        for tower in (self.image, self.text):
+            (compile_tower if wanted else uncompile_tower)(tower)
 
 
 class Indexed(nn.Module):

@@ -8,7 +8,7 @@ none is a dependency. Their loss is the package's own or the dense formula, as i
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,8 @@ Retain = int | Literal["half", "all", "auto"]
 
 # the losses of CLIP, of OpenCLIP, with tiles across ranks only, and with tiles on both levels
 RANK_WAYS = ("replicate-dense", "gather-dense", "ring-dense", "ring-tiles")
+# the beginning of the names of ways with compiled towers
+COMPILED = "compiled-"
 # places of the inputs, nearest to the device first, and the end of a way's name there
 PLACES = {"device": "", "host": "streamed", "pool": "from a pool"}
 
@@ -75,8 +77,8 @@ class Way:
     """A way to take a step.
 
     cut: encodes sub-batches, on which dropout's random numbers depend. same: computes the gradient of the whole batch.
-    replays: draws the same random numbers in both passes. inputs: their place. loss: that of its tasks. module:
-    the one it is imported from. package: its name on PyPI where that differs from impl.
+    replays: draws the same random numbers in both passes. inputs: their place. compiled: its towers are. loss: that of
+    its tasks. module: the one it is imported from. package: its name on PyPI where that differs from impl.
     """
 
     impl: str
@@ -88,6 +90,7 @@ class Way:
     retain: str = ""
     inputs: str = "device"
     checkpointing: bool = False
+    compiled: bool = False
     loss: ClipLoss = field(default_factory=ClipLoss)
     module: str = ""
     package: str = ""
@@ -292,6 +295,11 @@ def rank_ways(device: torch.device) -> dict[str, Way]:
 def with_inputs(way: Way, inputs: Literal["host", "pool"]) -> Way:
     """Return the same way with its inputs in another place."""
     return replace(way, name=f"{way.name}, {PLACES[inputs]}", inputs=inputs)
+
+
+def with_compiled_towers(ways: Mapping[str, Way]) -> dict[str, Way]:
+    """Return the same ways with compiled towers."""
+    return {COMPILED + key: replace(way, name=f"{way.name}, compiled", compiled=True) for key, way in ways.items()}
 
 
 def _ours(retain: Retain) -> Way:

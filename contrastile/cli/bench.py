@@ -25,6 +25,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 LOSSES = (
     *("clip", "siglip", "infonce", "dcl", "dclw", "hardness", "gist", "distill", "own", "hardness_own", "queue"),
     *("clip_labels", "siglip_labels", "siglip_balanced", "supcon", "supcon_in", "kl", "margin_mse"),
+    *("balanced", "inside"),
 )
 # seconds per measurement: of a loss, of a way to take a step; and both with --quick
 SECONDS, QUICK_SECONDS = {"loss": 4.0, "step": 20.0}, {"loss": 0.5, "step": 2.0}
@@ -78,6 +79,7 @@ def add_to(verbs: Any) -> None:
     add("--sizes", nargs="+", metavar="B", help="pairs per step, such as 8k; of all ranks together")
     add("--sub-batch", type=int, metavar="N", help="pairs encoded at once (default: the model's)")
     add("--ways", nargs="+", metavar="WAY", help=ways)
+    add("--compile", action="store_true", help="each way with compiled towers too, as compiled-plain is")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="autocast's; fp32 is without (default: bf16)")
     add("--optimizer", action="store_true", help="AdamW's step too")
     add("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
@@ -96,6 +98,8 @@ def add_to(verbs: Any) -> None:
     add("--sizes", nargs="+", metavar="B", help="pairs of all ranks, such as 32k or 4M")
     add("--features", type=int, default=FEATURES, metavar="D", help="features per row (default: 768)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the features (default: bf16; fp32 on a CPU)")
+    add("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
+    add("--ways", nargs="+", metavar="WORD", default=[""], help="those whose name has one of the words, such as ring")
     memory.set_defaults(verb=run_memory)
     csv = "write rows there, behind those that it has; its folder is made"
     for parser in (loss, step, memory):
@@ -161,7 +165,7 @@ def run_step(arguments: argparse.Namespace) -> int:
     from contrastile.bench.harness import Machine
     from contrastile.bench.step import RANK_SECONDS, StepBench, standard
     from contrastile.bench.towers import MODELS
-    from contrastile.bench.ways import WAYS, rank_ways
+    from contrastile.bench.ways import WAYS, rank_ways, with_compiled_towers
 
     kind, ranks = device_of(arguments.device), _world_size()
     models, batches = standard(torch.device(kind), quick=arguments.quick)
@@ -169,6 +173,7 @@ def run_step(arguments: argparse.Namespace) -> int:
         one_of("models", name, tuple(MODELS), "The tiny one suits a CPU.")
     batches = _numbers(arguments, "sizes") or [batch // ranks * ranks for batch in batches]
     ways = WAYS if ranks == 1 else rank_ways(torch.device(kind))
+    ways = {**ways, **with_compiled_towers(ways)}
     plan = _plan(arguments, batches, ways, ranks)
     dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
     seconds = _seconds(arguments, "step") if ranks == 1 else RANK_SECONDS
@@ -202,6 +207,8 @@ def run_memory(arguments: argparse.Namespace) -> int:
         smallest = 2 if name == "ranks" else 1
         if least < smallest:
             raise invalid(name, f"be at least {smallest}", least, DEFAULT)
+    if not arguments.longest >= 0:
+        raise invalid("longest", "be at least 0", arguments.longest, DEFAULT)
     sizes = _numbers(arguments, "sizes")
     if uneven := [(b, world) for b in sizes for world in worlds if b % world]:
         raise invalid(
@@ -218,7 +225,8 @@ def run_memory(arguments: argparse.Namespace) -> int:
     sizes = sizes or (MEMORY_SIZES if kind == "cuda" else SMALL_MEMORY_SIZES)
     dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
     with _reporting(arguments, kind, "memory") as (device, report):
-        bench = MemoryBench(Machine(device), report, peers=arguments.peers)
+        words = {"peers": arguments.peers, "longest": arguments.longest, "words": arguments.ways}
+        bench = MemoryBench(Machine(device), report, **words)
         report.say("one rank of a world, forward and backward; peak: beside the features; ms: without communication")
         report.say(TABLE.header())
         for world in worlds:
@@ -345,19 +353,23 @@ def _dtype(name: str) -> str:
 def _plan(arguments: argparse.Namespace, batches: list[int], known: Mapping[str, Way], ranks: int) -> Plan:
     """The ways that are measured at each size; a way with sizes of its own is measured there only."""
     from contrastile.bench.step import usual
+    from contrastile.bench.ways import COMPILED
 
     plan: Plan = {}
     for word in arguments.ways or ():
         name, at, sizes = word.partition("@")
-        one_of("ways", name, tuple(known), "Leave it out for all.")
+        uncompiled = tuple(each for each in known if not each.startswith(COMPILED))
+        one_of("ways", name.removeprefix(COMPILED), uncompiled, "Leave it out for all.")
         for batch in [number("ways", size) for size in sizes.split(",")] if at else batches:
             plan.setdefault(batch, []).append(name)
     peers = [name for names in plan.values() for name in names if not known[name].judged]
     if peers and not arguments.peers:
         raise invalid("peers", "be measured where one is named", f"--no-peers and {peers[0]}", "Leave out the one.")
     for batch in () if plan else batches:
-        names = [*known] if ranks > 1 else usual(batch)
+        names = [each for each in known if not known[each].compiled] if ranks > 1 else usual(batch)
         plan[batch] = [name for name in names if arguments.peers or known[name].judged]
+    for names in plan.values() if arguments.compile else ():
+        names += [COMPILED + name for name in names if not known[name].compiled]
     if uneven := [batch for batch in plan if batch % ranks]:
         raise invalid("sizes", f"be multiples of the {ranks} ranks", uneven[0], "Each rank takes as many pairs.")
     return plan

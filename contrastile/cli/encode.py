@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from contrastile.data.files import own_folder
     from contrastile.train.folder import make_folder
 
-    folder = finished_run_on(arguments.run, arguments.device)
+    folder, _ = finished_run_on(arguments.run, arguments.device)
     for name in ("shard", "dimensions"):
         at_least(name, getattr(arguments, name))
     check_bad_rows(arguments.bad_rows)
@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = ("shard", "dimensions", "device", "bad_rows")
     with written_to(out):
         index = encode_source(folder, arguments.corpus, out, **{name: getattr(arguments, name) for name in names})
-    print(f"{len(index):,} {'passages' if index[0].text else 'pictures'} of {index.dimensions} features: {out}")
+    each = "" if index.kind == "single" else " for each token"
+    print(f"{len(index):,} {'passages' if index[0].text else 'pictures'} of {index.dimensions} features{each}: {out}")
     print(f"to search them: contrastile search {arguments.run}" + (f" --index {out}" if arguments.out else ""))
     return 0

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from contrastile._errors import invalid
-from contrastile.cli.options import add_device, check_bad_rows, check_source, flag
+from contrastile.cli.options import add_candidates, add_device, candidates, check_bad_rows, check_source, flag
 
 # options that belong to --zero-shot and to --captions, to all tests on pictures, and to --texts
 ZERO_SHOT, CAPTIONS = ("classes", "templates", "mapping", "among"), ("images", "split")
 PICTURES, TEXTS = ("zero_shot", "captions", *ZERO_SHOT, "images"), ("corpus", "bad_rows")
-OF_RUNS = ("index", "texts", "name", "split", *PICTURES, *TEXTS)
+OF_RUNS = ("index", "candidates", "texts", "name", "split", *PICTURES, *TEXTS)
 # endings of files that belong to runs, of this or other trainers, and are no rankings
 NOT_RANKINGS = (".toml", ".safetensors", ".pt", ".pth", ".bin", ".json", ".jsonl", ".html")
 
@@ -46,6 +46,7 @@ def add_to(verbs: Any) -> None:
     add("--bad-rows", type=float, metavar="SHARE", help="unusable rows allowed in --texts (default: the recipe's)")
     add("--split", help="of Karpathy's JSON (default: test), or of --texts (default: all but train)")
     add("--name", help="name of the measures (default: the folder's or file's name)")
+    add_candidates(parser)
     add_device(parser)
     parser.set_defaults(verb=run)
 
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.index is not None and recipe.kind != "retriever":
         remedy = "It belongs to a retriever."
         raise invalid("--index", "be left out for pictures and texts", arguments.index, remedy)
+    picked = candidates(arguments.candidates, recipe)
     make_folder("run", folder.path)
     for test in tests:
         _check_files(test)
@@ -81,14 +83,20 @@ def run(arguments: argparse.Namespace) -> int:
         from contrastile.retrieval.index import open_index
 
         index = open_index(folder, arguments.index)
+    stage: Any = None
+    if picked is not None:
+        from contrastile.retrieval.late import first_stage
+
+        stage = first_stage(*picked, arguments.device)
     if texts:
         from contrastile.train.retriever.job import evaluate_texts
 
-        print(evaluate_texts(folder, device=arguments.device, index=index, **texts))
-    elif index is not None:
+        print(evaluate_texts(folder, device=arguments.device, index=index, first_stage=stage, **texts))
+    elif index is not None or stage is not None:
         from contrastile.train.retriever.job import RetrieverJob
 
-        print(RetrieverJob.of_run(folder, device=arguments.device, index=index).report(folder))
+        job = RetrieverJob.of_run(folder, device=arguments.device, index=index, first_stage=stage)
+        print(job.report(folder))
     elif tests:
         from contrastile.train.evaluation import evaluate_transfer
 

@@ -1,4 +1,4 @@
-"""`contrastile export RUN --as ... --out FOLDER`: a retriever or its index for other libraries."""
+"""`contrastile export RUN --as ... --out FOLDER`: a run or its index for other libraries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 from contrastile._errors import invalid, one_of
 from contrastile.cli.options import finished_run_on
 
-LIBRARIES, INDEXES = ("sentence-transformers", "transformers"), ("npy", "faiss")
+LIBRARIES, INDEXES = ("sentence-transformers", "transformers", "open_clip"), ("npy", "faiss")
+# libraries for each kind of run, and its name in sentences
+OF_KIND = {
+    "image-text": (("open_clip", "transformers"), "a run of pictures and texts"),
+    "retriever": (("sentence-transformers", "transformers"), "a retriever"),
+}
 
-SUMMARY = "write a retriever, or its index, as other libraries load it"
+SUMMARY = "write a run, or its index, as other libraries load it"
 EXAMPLE = "contrastile export runs/docstrings --as sentence-transformers --out my/model"
 
 
@@ -19,8 +24,8 @@ def add_to(verbs: Any) -> None:
     parser = verbs.add_parser("export", help=SUMMARY)
     add = parser.add_argument
     kinds = ", ".join((*LIBRARIES, *INDEXES))
-    add("run", help="a retriever's run folder, such as runs/docstrings")
-    add("--as", dest="kind", required=True, metavar="KIND", help=f"one of {kinds}; the last two for its index")
+    add("run", help="a run's folder, such as runs/docstrings")
+    add("--as", dest="kind", required=True, metavar="KIND", help=f"one of {kinds}; the last two for an index")
     add("--out", required=True, metavar="FOLDER", help="folder to be made")
     add("--index", metavar="FOLDER", help="index that `contrastile encode` wrote (default: RUN/index)")
     parser.set_defaults(verb=run)
@@ -30,23 +35,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the arguments before anything heavy is imported, then write."""
     from pathlib import Path
 
-    from contrastile.train.folder import INDEX, RECIPE
-    from contrastile.train.recipe import load_retriever_recipe
+    from contrastile.train.folder import INDEX
 
     one_of("--as", arguments.kind, (*LIBRARIES, *INDEXES), "The last two are for an index.")
-    folder = finished_run_on(arguments.run, "auto")
+    folder, recipe = finished_run_on(arguments.run, "auto")
+    kind = recipe.kind
     if arguments.kind in LIBRARIES:
-        load_retriever_recipe(folder / RECIPE, files=False)
+        libraries, noun = OF_KIND[kind]
+        if arguments.kind not in libraries:
+            rule, remedy = f"be one of {', '.join(libraries)} for {noun}", "Other kinds of runs have the others."
+            raise invalid("--as", rule, repr(arguments.kind), remedy)
     index = Path(arguments.index) if arguments.index else folder / "index"
     if arguments.kind in INDEXES and not (index / INDEX).is_file():
         raise invalid("index", f"hold an {INDEX}", f'"{index}"', f"Make it first: contrastile encode {arguments.run}")
 
     from contrastile.integrations.export import export_index, export_run
+    from contrastile.integrations.export_pairs import export_pair
 
     if arguments.kind in INDEXES:
         written = export_index(index, arguments.kind, Path(arguments.out))
     else:
-        written = export_run(folder.path, arguments.kind, Path(arguments.out))
+        written = (export_pair if kind == "image-text" else export_run)(
+            folder.path, arguments.kind, Path(arguments.out)
+        )
     for path in written:
         print(path)
     return 0

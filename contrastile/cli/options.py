@@ -15,6 +15,8 @@ UNITS = {"": 1, "k": 2**10, "M": 2**20, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30
 RECIPE = "a TOML file, or a recipe of the package by its name, such as glyphs"
 OVERRIDES: dict[str, Any] = {"nargs": "*", "default": [], "metavar": "key=value"}
 DEFAULT = "Leave it out for the default."
+# passages that a first stage picks for a late retriever
+CANDIDATES = 1000
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -51,19 +53,44 @@ def check_bad_rows(fraction: float | None) -> None:
         raise invalid("--bad-rows", "be a share from 0 to below 1", fraction, "0.01 is one row of a hundred.")
 
 
+def add_candidates(parser: argparse.ArgumentParser) -> None:
+    text = "of a late retriever: score the first N passages (default: 1000) of bm25, or of another run's index; or all"
+    parser.add_argument("--candidates", metavar="SOURCE[:N]", help=text)
+
+
+def candidates(text: str | None, recipe: Any) -> tuple[str, int] | None:
+    """The source of --candidates and their number; raises ValueError where it is none, or the run has no need of it."""
+    if text is None:
+        return None
+    from contrastile.train.folder import INDEX, finished_run
+
+    kind = getattr(recipe.model, "kind", "single")
+    if kind != "late":
+        remedy = "It compares all passages at once anyway."
+        raise invalid(
+            "--candidates", "be left out unless the run is a late retriever", f'a run of kind "{kind}"', remedy
+        )
+    head, colon, tail = text.rpartition(":")
+    source, count = (head, int(tail)) if colon and tail.isdecimal() else (text, CANDIDATES)
+    at_least("--candidates", count, reason="Such as bm25:1000.")
+    if source not in ("bm25", "all") and not (finished_run(source) / "index" / INDEX).is_file():
+        remedy = f"Make it first: contrastile encode {source}"
+        raise invalid("--candidates", "be all, bm25, or a run with an index", f'"{source}"', remedy)
+    return source, count
+
+
 def check_source(name: str, path: str | None) -> None:
     """Raise ValueError where a file or folder of texts is missing."""
     if path is not None and not os.path.exists(path):
         raise invalid(name, "be a file or folder", f'"{path}"', "Check its path.")
 
 
-def finished_run_on(run: str, device: str) -> RunFolder:
-    """Return the folder of a finished run, after a check of the device."""
+def finished_run_on(run: str, device: str) -> tuple[RunFolder, Any]:
+    """Return the folder of a finished run and its recipe, after a check of the device."""
     from contrastile.train.config.base import known_device
     from contrastile.train.folder import RECIPE, finished_run
     from contrastile.train.recipe import load_any_recipe
 
     known_device(device)
     folder = finished_run(run)
-    load_any_recipe(folder / RECIPE, files=False)
-    return folder
+    return folder, load_any_recipe(folder / RECIPE, files=False)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 from contrastile._errors import invalid
-from contrastile.cli.options import add_device, at_least, finished_run_on
+from contrastile.cli.options import add_candidates, add_device, at_least, candidates, finished_run_on
 
 SUMMARY = "find passages by a question, or pictures by a text; without one, ask for some"
 EXAMPLE = 'contrastile search runs/docstrings "bracket a minimum"'
@@ -26,6 +27,8 @@ def add_to(verbs: Any) -> None:
     add("--engine", default="torch", help="torch, or faiss where it is installed (default: torch)")
     add("--lines", type=int, default=4, metavar="N", help="lines of each passage (default: 4)")
     add("--verify", action="store_true", help="compare every byte of the index with its checksum first")
+    add("--page", metavar="FILE", help="of a late retriever: write an HTML page that shows which tokens matched")
+    add_candidates(parser)
     add_device(parser)
     parser.set_defaults(verb=run)
 
@@ -36,10 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from contrastile.train.folder import INDEX
 
-    folder = finished_run_on(arguments.run, arguments.device)
+    folder, recipe = finished_run_on(arguments.run, arguments.device)
     index = Path(arguments.index) if arguments.index else folder / "index"
     at_least("-k", arguments.k)
     at_least("lines", arguments.lines, 0)
+    picked = candidates(arguments.candidates, recipe)
+    if arguments.page is not None:
+        _check_page(arguments, recipe)
     if arguments.question is not None and not arguments.question.strip():
         raise invalid("question", "have words", "none", "Leave it out to be asked for some.")
     if not (index / INDEX).is_file():
@@ -50,6 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     how = {"engine": arguments.engine, "device": arguments.device, "verify": arguments.verify}
     search = open_search(folder, index, **how)
+    if picked is not None:
+        from contrastile.retrieval.late import first_stage
+
+        search = replace(search, candidates=first_stage(*picked, arguments.device)(search.index))
+    if arguments.page is not None:
+        from contrastile.retrieval.late import write_page
+
+        write_page(search, arguments.question, arguments.k, Path(arguments.page))
     if arguments.question is not None:
         print(search.results_text(arguments.question, arguments.k, lines=arguments.lines))
         return 0
@@ -61,6 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
     while question := _next_question():
         print(search.results_text(question, arguments.k, lines=arguments.lines))
     return 0
+
+
+def _check_page(arguments: argparse.Namespace, recipe: Any) -> None:
+    """Raise ValueError where --page has nothing to show."""
+    if arguments.question is None:
+        raise invalid("--page", "come with a question", "none", "Name it behind the run.")
+    if getattr(recipe.model, "kind", "single") != "late":
+        remedy = "One vector a text has no tokens to show."
+        raise invalid("--page", "be left out unless the run is a late retriever", f'"{arguments.page}"', remedy)
 
 
 def _next_question() -> str:

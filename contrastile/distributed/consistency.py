@@ -110,6 +110,16 @@ def _carrier(group: Any) -> tuple[Any, torch.device]:
     return carrier, _device(carrier)
 
 
+def carrier_on_host(group: Any) -> Any:
+    """The group of the same ranks that carries tensors in host memory; raises ValueError where there is none."""
+    carrier, device = _carrier(group)
+    if device.type != "cpu":
+        got = f"one for tensors on {device.type} alone"
+        remedy = "Make it with backend='cpu:gloo,cuda:nccl', or take the group of all ranks."
+        raise invalid("group", "carry features in host memory", got, remedy)
+    return carrier
+
+
 def _device(group: Any) -> torch.device:
     """Device of the tensors that the group carries, the host before others."""
     return torch.device("cpu") if _on_host(group) else torch.device("cuda", torch.cuda.current_device())

@@ -3,8 +3,9 @@
 A way of the plan to compute the gradients with the loss (`Plan.at_once`). A batch of 4,096 rows keeps a GPU busy for
 0.2 ms, but its thirty launches keep the host busy for six times that, and with ids, labels or listed positives there
 are sixty. From the third call of a plan on all of them are one launch: features, numbers, labels and weights are copied
-to the memory that the graph reads, and results are copied from the memory that it writes, so that calls are independent
-of each other. Kernels, their order and the bits are those of the calls before.
+to the memory that the graph reads. The loss is copied from the memory that it writes; gradient sums stay there until
+their backward (`Held`), so that calls are independent of each other. Kernels, their order and the bits are those of the
+calls before.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
-from contrastile._torch import copy_each_
+from contrastile._torch import backward_is_kept, copy_each_
 from contrastile._types import Reduction
 from contrastile.engine.operation import Call, MakeTiles, Plan, with_gradients
 from contrastile.exchange.base import Exchange
@@ -39,7 +40,7 @@ CALLS = 2
 # graphs kept, and the bytes that they keep together: those used last
 KEPT, KEPT_BYTES = 8, 2**30
 NEVER = -(2**62)
-LABELS = ("positives", "labels", "ids")
+LABELS = ("positives", "labels", "ids", "numbers")
 
 
 def small(rows: Shard, cols: Shard, reduction: Reduction, exchange: Exchange, tiles: MakeTiles) -> bool:
@@ -58,7 +59,7 @@ def small(rows: Shard, cols: Shard, reduction: Reduction, exchange: Exchange, ti
 
 def _labels(call: Call) -> list[Tensor]:
     """The tensors beside scale, bias and features that the tiles read."""
-    named = [getattr(shard, name) for shard in (call.rows, call.cols) for name in LABELS]
+    named = [x for shard in (call.rows, call.cols) for x in (*(getattr(shard, name) for name in LABELS), *shard.guides)]
     return [x for x in (*named, call.weights) if x is not None]
 
 
@@ -68,10 +69,47 @@ def _relabelled(call: Call, labels: Sequence[Tensor]) -> Call:
 
     def relabelled(shard: Shard) -> Shard:
         given: dict[str, Any] = {name: next(following) for name in LABELS if getattr(shard, name) is not None}
-        return replace(shard, **given)
+        return replace(shard, **given, guides=tuple([next(following) for _ in shard.guides]))
 
     rows, cols = relabelled(call.rows), relabelled(call.cols)
     return replace(call, rows=rows, cols=cols, weights=None if call.weights is None else next(following))
+
+
+class Held:
+    """Gradient sums of one call in a graph's memory, until their backward.
+
+    The backward reads them in `with held as sums:`. A replay before it, or before a second one, has them copied away.
+    """
+
+    def __init__(self, accumulated: Accumulated, *, joined: bool) -> None:
+        self._accumulated: Accumulated | None = accumulated
+        self._joined = joined
+
+    def move(self) -> None:
+        """Copy the sums to memory of their own."""
+        if self._accumulated is None:
+            return
+        u, v, sums = self._accumulated
+        if self._joined and u is not None and v is not None:
+            u, v = joined(u, v).clone().split([len(u), len(v)])
+        else:
+            u, v = (None if x is None else x.clone() for x in (u, v))
+        self._accumulated = Accumulated(u, v, sums.clone())
+
+    def __enter__(self) -> Accumulated:
+        # no replay in another thread while the memory is read
+        _lock.acquire()
+        assert self._accumulated is not None
+        return self._accumulated
+
+    def __exit__(self, *error: object) -> None:
+        if not backward_is_kept():
+            self._accumulated = None
+        _lock.release()
+
+
+def _nothing() -> None:
+    """The reference of a graph that was not called yet."""
 
 
 class _Graph:
@@ -85,7 +123,9 @@ class _Graph:
         self.types = {x.dtype: [i for i, other in enumerate(read) if other.dtype == x.dtype] for x in read}
         self.read = {dtype: [read[i] for i in indices] for dtype, indices in self.types.items()}
         self.graph = torch.cuda.CUDAGraph()
-        self.last, self.stream = torch.cuda.Event(), torch.cuda.current_stream()
+        self.stream = torch.cuda.current_stream()
+        # the results of the latest call, as long as somebody may want their backward
+        self.held: Callable[[], Held | None] = _nothing
         call, apart = _relabelled(call, self.labels), _stream(torch.cuda.current_device())
         apart.wait_stream(self.stream)
         scale, bias, *features = self.inputs
@@ -98,36 +138,30 @@ class _Graph:
             try:
                 tiles = call.tiles(scale, bias)
                 tiles.joined = True
-                self.value, (u, v, self.sums) = with_gradients(call, tiles, scale, bias, given, wanted)
+                self.value, (u, v, sums) = with_gradients(call, tiles, scale, bias, given, wanted)
+                # both sums here: the backward's own would be four launches
+                sums = torch.stack(tiles.pair_sums(sums, *call.shards(given), u, v, wanted[0]))
             finally:
                 self.graph.capture_end()
-        self.joined = tiles.joined
+        tiles.joined = tiles.joined and u is not None and v is not None
+        self.joined, self.accumulated = tiles.joined, Accumulated(u, v, sums)
         # the memory that the graph keeps
         self.bytes = torch.cuda.memory_reserved() - before
-        together = tiles.joined and u is not None and v is not None
-        self.accumulators = [joined(u, v)] if together else [u, v]  # type: ignore[arg-type]
         self.stream.wait_stream(apart)
 
     def __call__(self, call: Call, tiles: Tiles, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Accumulated]:
         stream = torch.cuda.current_stream()
         if stream != self.stream:
             # another stream may still read the results of the last call
-            stream.wait_event(self.last)
+            stream.wait_stream(self.stream)
             self.stream = stream
         given = [*[x.detach() for x in inputs if x is not None], *_labels(call)]
         for dtype, indices in self.types.items():
             copy_each_(self.read[dtype], [given[i] for i in indices])
         self.graph.replay()
+        tiles.joined, tiles.summed = self.joined, True
         # the loss in memory of its own: a user may change it in place
-        value, sums = self.value.clone(), self.sums.clone()
-        accumulators = [None if x is None else x.clone() for x in self.accumulators]
-        self.last.record(stream)
-        if len(accumulators) == 1 and accumulators[0] is not None:
-            rows = len(call.rows)
-            accumulators = [accumulators[0][:rows], accumulators[0][rows:]]
-        tiles.joined = self.joined
-        u, v = accumulators
-        return value, Accumulated(u, v, sums)
+        return self.value.clone(), self.accumulated
 
 
 _graphs: OrderedDict[tuple[Plan, str], _Graph] = OrderedDict()
@@ -144,14 +178,20 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 def replayed(
     call: Call, tiles: Tiles, scale: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[Tensor, Accumulated]:
+) -> tuple[Tensor, Accumulated | Held]:
     """`with_gradients`, as a graph once the plan has been called often enough to pay for the capture."""
     if len(call.exchange.layout) == 1 and not torch.cuda.is_current_stream_capturing():
         with _lock, _on(scale.device):
             every = (scale, bias, *inputs)
             graph = _graph(call, every, wanted)
             if graph is not None:
-                return graph(call, tiles, every)
+                before = graph.held()
+                if before is not None:
+                    before.move()
+                value, accumulated = graph(call, tiles, every)
+                held = Held(accumulated, joined=tiles.joined)
+                graph.held = ref(held)
+                return value, held
     return with_gradients(call, tiles, scale, bias, inputs, wanted)
 
 

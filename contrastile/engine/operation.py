@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from contrastile._types import Reduction
+from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
 from contrastile.gradcache.first_order import first_order
 from contrastile.losses.base import Finished, PairLoss, Shard, changed, with_states
@@ -27,8 +28,10 @@ from contrastile.tiles.scored import Scorer
 
 # of a loss, a scale, a bias and a workspace
 MakeTiles = Callable[[PairLoss, Tensor, Tensor | None, int], Tiles]
+# gradient sums, or a context that has them while a backward reads them
+Sums = Accumulated | AbstractContextManager[Accumulated]
 # of a call, its tiles, scale, bias, further inputs and those wanted: the loss and its gradient sums
-AtOnce = Callable[["Call", Tiles, Tensor, Tensor | None, Sequence[Tensor], Sequence[bool]], tuple[Tensor, Accumulated]]
+AtOnce = Callable[["Call", Tiles, Tensor, Tensor | None, Sequence[Tensor], Sequence[bool]], tuple[Tensor, Sums]]
 # the inputs of the operation that get a gradient: scale, bias, and all others in order
 Wanted = Sequence[bool]
 
@@ -63,6 +66,8 @@ class Call:
     scorer: Scorer | None = None
     # the types of the features that autocast casts, which their gradients get; the shards then hold the cast ones
     given: tuple[torch.dtype, ...] | None = None
+    # number of keys that positives may index, which is still to be checked; None where it is not
+    indexed: int | None = None
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
         """The tiles of this call, with its numbers in the accumulator's type."""
@@ -73,6 +78,14 @@ class Call:
         if len(self.exchange.layout.rows) > 1:
             tiles.reserve(self.exchange.reserved())
         return tiles
+
+    def in_range(self, tiles: Tiles) -> Call:
+        """The call with positives that index a key; others make the scale of these tiles, which are new, NaN."""
+        positives = self.rows.positives
+        if self.indexed is None or positives is None:
+            return self
+        positives, tiles.scale = checks.kept_in_range(positives, self.indexed, tiles.scale)
+        return changed(self, rows=changed(self.rows, positives=positives), indexed=None)
 
     def _number(self, x: Tensor) -> Tensor:
         x = x.detach()
@@ -110,11 +123,17 @@ class Operation(torch.autograd.Function):
         tiles = call.tiles(scale, bias)
         if call.given is not None:
             inputs = (call.rows.features, call.cols.features, *[x for x in (call.rows.own,) if x is not None])
+        ctx.held = None
         with call.exchange.in_step(), without_autocast(call.device):
+            results: Sequence[Any] = ()
             if call.plan.at_once is not None:
-                value, accumulated = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])
-                results: Sequence[Any] = accumulated
+                value, sums = call.plan.at_once(call, tiles, scale, bias, inputs, ctx.needs_input_grad[1:])
+                if isinstance(sums, Accumulated):
+                    results = sums
+                else:
+                    ctx.held = sums
             else:
+                call = call.in_range(tiles)
                 rows, cols = call.shards(inputs)
                 stats = [side for side in call.exchange.forward(tiles, rows, cols) if side is not None]
                 if rows.own is not None:
@@ -134,7 +153,7 @@ class Operation(torch.autograd.Function):
         scale, bias, *saved = tensors
         wanted = ctx.needs_input_grad[1:]
         inputs, results = saved[: len(wanted) - 2], saved[len(wanted) - 2 : len(saved) - ctx.constants]
-        with ctx.call.exchange.in_step():
+        with ctx.call.exchange.in_step(), nullcontext(results) if ctx.held is None else ctx.held as results:
             return None, *backward(ctx.call, ctx.tiles, upstream, scale, bias, inputs, results, wanted)
 
 
@@ -146,6 +165,7 @@ def with_gradients(
     A pairwise loss needs one sweep for both, 6·N·M·D operations instead of 8, and so do strips over all columns.
     """
     del scale, bias
+    call = call.in_range(tiles)
     (rows, cols), exchange = call.shards(inputs), call.exchange
     if not call.loss.pairwise and len(exchange.layout.rows) == 1 and tiles.strip(rows, cols):
         return in_strips(call, tiles, rows, cols, wanted)

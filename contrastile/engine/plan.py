@@ -16,25 +16,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastile._dispatch import Options, choose_exchange, choose_tiles, workspace_on
+from contrastile._dispatch import Options, agreed_layout, choose_exchange, choose_fused, choose_tiles, workspace_on
 from contrastile._errors import invalid
 from contrastile._types import accumulator
 from contrastile.distributed import collectives, consistency
 from contrastile.engine.compiled import traceable, traced
 from contrastile.engine.graph import replayed, small
 from contrastile.engine.operation import AtOnce, Call, MakeTiles, Operation, Plan, with_gradients
-from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features
-from contrastile.exchange.base import Exchange
-from contrastile.exchange.host import Host
+from contrastile.engine.problem import PLAIN, Arguments, Problem, as_tensor, cast_features, indices
+from contrastile.exchange.base import Exchange, Layout
+from contrastile.exchange.host import Host, without_features_on
 from contrastile.losses.base import PairLoss, Shard, changed
-from contrastile.tiles.scored import Scored, Scorer, fitting_side
+from contrastile.tiles.scored import Scored, fitting_side
 
 # plans kept; all are dropped when more signatures than that have been seen
 MOST_PLANS = 256
 # types of scale and bias that need no collective
 NUMBERS = (*PLAIN, float, int, type(None))
 # tensors of a shard in a call that needs no further check
-PARTS = ("features", "labels", "ids")
+PARTS = ("features", "positives", "labels", "ids")
 # the tensors beside features that a call may have without being checked again: names in a shard, of queries, of keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
 # side of a tile for backend="dense": the whole block
@@ -59,7 +59,10 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
     plan, call = _plans.get(signature, (None, None))
     if call is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
         return Operation.apply, _again(call, arguments)
+    # of a scorer that pads token vectors other ranks may have more of them
+    ragged = not alone and hasattr(arguments.scorer, "pad_tokens") and options.exchange != "single"
     try:
+        arguments = _with_masks(arguments) if ragged else arguments
         problem = Problem.of(arguments, checked=plan is not None, alone=alone)
     except Exception as error:
         # a scorer's own errors are of any kind
@@ -69,12 +72,14 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         return _streamed(problem)
     exchange = plan.exchange if plan is not None and alone else None
     if exchange is None:
-        exchange = choose_exchange(options, problem.loss, problem.rows, problem.cols, problem.statement)
+        rows, cols = problem.rows, problem.cols
+        tokens = (_tokens(rows), _tokens(cols)) if ragged else None
+        exchange = choose_exchange(options, problem.loss, rows, cols, problem.statement, tokens)
     if len(exchange.layout.rows) == 1 and plan is not None:
         problem = problem.placed(exchange)
     else:
         with exchange.in_step():
-            problem = problem.placed(exchange)
+            problem = _padded(problem, exchange.layout.tokens).placed(exchange)
             if plan is None:
                 plan = _planned(problem, exchange)
         if signature is not None:
@@ -82,6 +87,31 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
                 _plans.clear()
             _plans[signature] = plan, _emptied(problem, plan, exchange) if alone and arguments.plain() else None
     return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)
+
+
+def _with_masks(arguments: Arguments) -> Arguments:
+    """Token vectors with their mask, whether or not this rank has padding."""
+    scorer: Any = arguments.scorer
+    negatives = None if arguments.negatives is None else scorer.pad_tokens(arguments.negatives)
+    return replace(arguments, q=scorer.pad_tokens(arguments.q), k=scorer.pad_tokens(arguments.k), negatives=negatives)
+
+
+def _tokens(shard: Shard) -> int:
+    """Tokens of each row; none of a rank without rows."""
+    return shard.features.shape[1] if len(shard) else 0
+
+
+def _padded(problem: Problem, tokens: tuple[int, int] | None) -> Problem:
+    """The problem with so many tokens in every row and every column, those behind the own ones masked."""
+    if tokens is None or problem.scorer is None:
+        return problem
+    # vectors and mask of either side, and parameters
+    q, q_mask, k, k_mask, *others = problem.inputs
+    scorer: Any = problem.scorer.module
+    of_rows, of_cols = scorer.pad_tokens((q, q_mask), tokens[0]), scorer.pad_tokens((k, k_mask), tokens[1])
+    rows = replace(problem.rows, features=of_rows[0].detach(), others=of_rows[1:])
+    cols = replace(problem.cols, features=of_cols[0].detach(), others=of_cols[1:])
+    return replace(problem, inputs=(*of_rows, *of_cols, *others), rows=rows, cols=cols)
 
 
 def _eagerly(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, others: dict[str, Any]) -> Tensor:
@@ -98,7 +128,7 @@ def tell_all(error: Exception, group: Any, exchange: str) -> None:
     known = isinstance(error, ValueError)
     sentence = str(error) if known else f"{type(error).__name__}: {error}"
     try:
-        consistency.tally(group, {"error": sentence}, (0, 0))
+        consistency.tally(group, {"error": sentence}, (0, 0, 0, 0))
     except ValueError:
         # an error that is no sentence of ours stays as it is on the rank that raised it
         if known:
@@ -113,7 +143,7 @@ def away(features: Tensor, device: torch.device) -> bool:
 def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     return Call(
         plan, exchange, problem.loss, problem.rows, problem.cols, problem.weights, problem.options.reduction,
-        problem.device, problem.scorer, problem.given(),
+        problem.device, problem.scorer, problem.given(), problem.indexed,
     )  # fmt: skip
 
 
@@ -136,6 +166,8 @@ def _again(call: Call, arguments: Arguments) -> tuple[Any, ...]:
     for name, of_queries, of_keys in LABELS:
         if getattr(call.rows, name) is not None:
             rows[name], cols[name] = getattr(arguments, of_queries).long(), getattr(arguments, of_keys).long()
+    if call.rows.positives is not None:
+        rows["positives"] = indices(arguments, len(k))
     call = changed(call, rows=changed(call.rows, **rows), cols=changed(call.cols, **cols), weights=arguments.weights)
     scale, bias = (
         x if x is None or isinstance(x, Tensor) else as_tensor(x, call.device, q.dtype)
@@ -154,29 +186,27 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     # columns of each row alone are computed after the exchange
     own = problem.rows.own is not None
     at_once: AtOnce | None = with_gradients if wants and pairwise and not own else None
-    tiles: MakeTiles
-    if scorer is None:
-        tiles = choose_tiles(options.backend, loss, problem.rows, problem.cols)
-        alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
-        number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
-        if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
-            at_once = with_gradients
-        if wants and not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
-            at_once = replayed
-    else:
-        tiles = _scored_tiles(problem, scorer, exchange, workspace)
-        if scorer.dtype == torch.float16:
-            # the upstream gradient, a GradScaler's factor, must go through the module, or float16 underflows
-            at_once = None
+    tiles = _tiles(problem, exchange, workspace)
+    alone = len(exchange.layout.rows) == 1 and options.reduction != "none" and not own
+    number = torch.ones((), dtype=accumulator(problem.dtype), device=problem.device)
+    if wants and alone and tiles(loss, number, None, workspace).strip(problem.rows, problem.cols):
+        at_once = with_gradients
+    if scorer is None and wants and not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
+        at_once = replayed
+    if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
+        # the upstream gradient, a GradScaler's factor, must go through the module, or float16 underflows
+        at_once = None
     return Plan(exchange, tiles, workspace, accumulator(problem.dtype), at_once)
 
 
-def _scored_tiles(problem: Problem, scorer: Scorer, exchange: Exchange, workspace: int) -> MakeTiles:
-    """Tiles of a learned distance, of a size that was measured."""
-    backend = problem.options.backend
-    if backend == "triton":
-        remedy = "A scorer brings its own kernels."
-        raise invalid("backend", "be auto, eager or dense with a scorer", "'triton'", remedy)
+def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
+    """Tiles of the dot product, or of a learned distance."""
+    scorer, backend = problem.scorer, problem.options.backend
+    if scorer is None:
+        return choose_tiles(backend, problem.loss, problem.rows, problem.cols)
+    fused = choose_fused(backend, scorer, problem.rows, problem.cols)
+    if fused is not None:
+        return partial(fused, scorer=scorer, side=fused.fitting_side(problem.rows, problem.cols, workspace))
     if scorer.seed is not None and not exchange.once:
         remedy = "Take gather or ring, or put the scorer in eval mode."
         raise invalid("exchange", "compute each pair once if the scorer draws random numbers", "replicate", remedy)
@@ -186,21 +216,19 @@ def _scored_tiles(problem: Problem, scorer: Scorer, exchange: Exchange, workspac
 
 def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The call of features in host memory: how they are cut depends on the memory that is free now."""
-    device, options = problem.device, problem.options
+    device, options, rows, cols = problem.device, problem.options, problem.rows, problem.cols
     workspace = workspace_on(device, options.workspace)
-    exchange = Host.of(options.gradient, problem.rows, problem.cols, device, problem.dtype, workspace)
-    problem = problem.placed(exchange)
-    rows, cols = (_labels_on(shard, device) for shard in (problem.rows, problem.cols))
-    samples = [replace(shard, features=shard.features[:0].to(device, problem.dtype)) for shard in (rows, cols)]
-    tiles = choose_tiles(options.backend, problem.loss, *samples)
-    weights = None if problem.weights is None else problem.weights.to(device)
+    layout, carrier = Layout(None, 0, (len(rows),), (len(cols),)), None
+    if collectives.size(options.group) > 1 and options.exchange != "single":
+        layout = agreed_layout(options, problem.loss, rows, cols, problem.statement)
+        carrier = consistency.carrier_on_host(options.group)
+    exchange = Host.of(options.gradient, layout, carrier, rows, cols, device, problem.dtype, workspace)
+    with exchange.in_step():
+        rows, cols = (without_features_on(shard, device) for shard in (rows, cols))
+        problem = replace(problem, rows=rows, cols=cols).placed(exchange)
+        samples = [replace(shard, features=shard.features[:0].to(device, problem.dtype)) for shard in (rows, cols)]
+        tiles = choose_tiles(options.backend, problem.loss, *samples)
+        weights = None if problem.weights is None else problem.weights.to(device)
     plan = Plan(None, tiles, workspace, accumulator(problem.dtype), None)
-    problem = replace(problem, rows=rows, cols=cols, weights=weights)
+    problem = replace(problem, weights=weights)
     return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)
-
-
-def _labels_on(shard: Shard, device: torch.device) -> Shard:
-    """The shard with everything but its features on the device."""
-    small = {name: getattr(shard, name) for name in ("positives", "targets", "labels", "ids")}
-    guides = tuple([guide.to(device) for guide in shard.guides])
-    return replace(shard, **{name: x.to(device) for name, x in small.items() if x is not None}, guides=guides)

@@ -21,7 +21,7 @@ from contrastile._types import accumulator
 from contrastile.distributed import collectives
 from contrastile.engine import arguments as checks
 from contrastile.exchange.base import Exchange
-from contrastile.losses.base import PairLoss, Shard
+from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.offload import numbered, present_device
 from contrastile.tiles.base import nonfinite_flag
 from contrastile.tiles.scored import Form, Scorer
@@ -50,6 +50,8 @@ class Arguments:
     scorer: nn.Module | None = None
     # further features of queries and keys, constants, such as a teacher's; and the weight [N, P] of each positive
     guides: tuple[tuple[Tensor, Tensor], ...] = ()
+    # factor of the guides' product
+    guide_scale: Tensor | float | None = None
     targets: Tensor | None = None
     # every query has one key and every key one query, whatever the loss
     paired: bool = False
@@ -64,7 +66,7 @@ class Arguments:
         tensors = (
             self.q, self.k, self.scale, self.bias, self.positives, self.negatives, self.query_labels, self.key_labels,
             self.query_ids, self.key_ids, self.weights, self.targets, self.negative_ids,
-            *[x for pair in self.guides for x in pair],
+            self.guide_scale, *[x for pair in self.guides for x in pair],
         )  # fmt: skip
         kinds = [(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in tensors]
         return (
@@ -79,8 +81,8 @@ class Arguments:
         return self.negatives if one_each else None
 
     def plain(self) -> bool:
-        """A call of this signature that passed the checks needs none: no values to read, no tensors to join."""
-        others = (self.scorer, self.positives, self.negatives, self.targets)
+        """A call of this signature that passed the checks needs none but that of positives' values."""
+        others = (self.scorer, self.negatives, self.targets)
         own_inputs = self.guides or self.loss.counts_positives
         return all(x is None for x in others) and not own_inputs and self.options.device is None
 
@@ -106,6 +108,9 @@ class Arguments:
             name, rule = type(loss).__name__, "be given for" if loss.guides else "be left out for"
             got = "both" if self.guides else None
             raise invalid("guide_q", f"{rule} the loss {name}", got, "Further features go with a loss that reads them.")
+        if self.bias is not None and not loss.takes_bias:
+            rule = f"be left out for the loss {type(loss).__name__}"
+            raise invalid("bias", rule, "one", "Its weights of positives keep a bias from cancelling.")
         if self.scale is None and not scored:
             raise invalid("scale", "be given for a dot product", None, "Pass logit_scale.exp(), say.")
 
@@ -190,17 +195,20 @@ class Problem:
             bias = collectives.unsharded(bias, self.options.gradient)
         if rows.guides:
             # a guide that is not finite would be a mask without a word
-            scale = scale + nonfinite_flag(torch.zeros_like(scale), *self.rows.guides, *self.cols.guides)
-        if rows.positives is not None and self.indexed is not None and not torch.compiler.is_compiling():
-            positives, scale = checks.kept_in_range(rows.positives, self.indexed, scale)
-            rows = replace(rows, positives=positives)
+            given = (*self.rows.guides, *self.cols.guides, *[x for x in (self.rows.numbers,) if x is not None])
+            scale = scale + nonfinite_flag(torch.zeros_like(scale), *given)
+        indexed, several = self.indexed, len(exchange.layout.rows) > 1
+        if rows.positives is not None and indexed is not None and (several or self.loss.counts_positives):
+            # later they are counted over all ranks
+            positives, scale = checks.kept_in_range(rows.positives, indexed, scale)
+            rows, indexed = replace(rows, positives=positives), None
         if self.loss.counts_positives:
             rows, cols = self.loss.counted(rows, cols, *exchange.layout.gathers())
-        if len(exchange.layout.rows) > 1:
+        if several:
             rows, cols = exchange.layout.place(rows, cols)
         elif rows is self.rows and scale is self.scale and bias is self.bias:
             return self
-        return replace(self, scale=scale, bias=bias, rows=rows, cols=cols)
+        return replace(self, scale=scale, bias=bias, rows=rows, cols=cols, indexed=indexed)
 
 
 @dataclass(frozen=True)
@@ -270,8 +278,8 @@ class _Sides:
         (q, *more_q), (k, *more_k) = [x.detach() for x in self.rows], [x.detach() for x in self.cols]
         if cast is not None:
             q, k = cast_features(q, k, cast)
-        guides = loss.guide_sides(arguments.guides, diagonal, positives)
-        return (
+        guides = [tuple([_guide(pair[side], q.dtype) for pair in arguments.guides]) for side in range(2)]
+        rows, cols = (
             Shard(
                 q,
                 diagonal=diagonal,
@@ -280,11 +288,15 @@ class _Sides:
                 ids=ids[0],
                 others=tuple(more_q),
                 guides=guides[0],
+                numbers=_guide_scale(arguments, q),
                 targets=arguments.targets,
                 **_own(arguments, cast),
             ),
             Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), guides=guides[1]),
         )
+        if rows.guides:
+            rows = changed(rows, numbers=loss.guide_numbers(rows, cols))
+        return rows, cols
 
     def _positives(self, arguments: Arguments, loss: PairLoss, *, checked: bool) -> tuple[int | None, Tensor | None]:
         """The first row's positive where key i belongs to query i, or all rows' [N, P]; neither with labels."""
@@ -303,9 +315,7 @@ class _Sides:
                 remedy = "Pass labels, or take a one-way loss."
                 raise invalid("positives", "be left out for a symmetric loss", "both", remedy)
             checks.positives(positives, q)
-        if not arguments.positives_in_range and not torch.compiler.is_compiling():
-            checks.in_range(positives, self.keys)
-        return None, (positives[:, None] if positives.ndim == 1 else positives).long()
+        return None, indices(arguments, self.keys)
 
     def _groups(
         self, what: str, of_queries: Tensor | None, of_keys: Tensor | None, *, checked: bool
@@ -323,6 +333,15 @@ class _Sides:
             checks.vector(of_rows, of_queries, "q", self.rows[0], integer=True)
             checks.vector(of_cols, of_keys, "k", self.cols[0], integer=True)
         return of_queries.long(), of_keys.long()
+
+
+def indices(arguments: Arguments, keys: int) -> Tensor:
+    """The positives as int64 [N, P], their values checked where they may be read."""
+    positives = arguments.positives
+    assert positives is not None
+    if not arguments.positives_in_range and not torch.compiler.is_compiling():
+        checks.in_range(positives, keys)
+    return (positives[:, None] if positives.ndim == 1 else positives).long()
 
 
 def autocast_type(device: torch.device) -> torch.dtype | None:
@@ -356,6 +375,19 @@ def _features(q: Any, k: Any, negatives: Any, cast: torch.dtype | None) -> None:
         checks.alike("negatives", negatives, "k", k, cast)
 
 
+def _guide(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Features of a guide as constants, no wider than the sums of features of this type."""
+    return x.detach().to(accumulator(dtype)) if x.dtype == torch.float64 else x.detach()
+
+
+def _guide_scale(arguments: Arguments, q: Tensor) -> Tensor | None:
+    """The factor of the guides' product, once for each row [N]."""
+    scale = arguments.guide_scale
+    if scale is None:
+        return None
+    return as_tensor(scale, q.device, q.dtype).detach().to(accumulator(q.dtype)).reshape(()).expand(len(q))
+
+
 def _own(arguments: Arguments, cast: torch.dtype | None) -> dict[str, Any]:
     """The parts of the rows' shard that belong to negatives of each query alone."""
     own, ids, of_queries = arguments.own, arguments.negative_ids, arguments.query_ids
@@ -382,10 +414,11 @@ def _device(features: torch.device, options: Options, *, scored: bool) -> torch.
     if features.type != "cpu":
         got = f"{device}, and features on {features}"
         raise invalid("device", "be where the features are, unless those are in host memory", got, "Leave it out.")
-    several = collectives.size(options.group) > 1 and options.exchange != "single"
-    if several or scored:
-        company = "a scorer" if scored else "several ranks"
-        raise invalid("device", f"be left out with {company}", repr(str(device)), "Move the features there.")
+    if scored:
+        raise invalid("device", "be left out with a scorer", repr(str(device)), "Move the features there.")
+    if collectives.size(options.group) > 1 and options.exchange not in ("auto", "ring", "single"):
+        rule = "be auto, ring or single for features in host memory"
+        raise invalid("exchange", rule, repr(options.exchange), "Take ring.")
     return device
 
 

@@ -43,6 +43,8 @@ class Layout:
     cols: tuple[int, ...]
     # global position of each rank's first column; None: ranks follow each other from 0
     starts: tuple[int, ...] | None = None
+    # tokens of a row and of a column, the most of any rank, where a scorer pads them
+    tokens: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -110,9 +112,9 @@ class Exchange(ABC):
         return cls.extra_bytes(layout, D, dtype)
 
     @classmethod
-    def block(cls, layout: Layout) -> tuple[int, int]:
-        """Rows and columns of the largest block that a rank computes at once."""
-        return max(layout.rows), max(layout.cols)
+    def blocks(cls, layout: Layout) -> list[tuple[int, int]]:
+        """Rows and columns of the blocks that a rank computes at once, the one of most columns last."""
+        return [(max(layout.rows), max(layout.cols))]
 
     @classmethod
     def sent_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
@@ -171,6 +173,12 @@ class Exchange(ABC):
 @dataclass(frozen=True)
 class Single(Exchange):
     """The exchange of a process that has the whole batch."""
+
+    def accumulate(
+        self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool], row_stats: Tensor | None = None
+    ) -> Accumulated:
+        tiles.fresh = tiles.writes_fresh
+        return super().accumulate(tiles, rows, cols, wanted, row_stats)
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         return tiles.forward(rows, cols)

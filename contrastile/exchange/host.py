@@ -5,21 +5,26 @@ the device with its statistics or its gradient. The columns pass it shard by sha
 present one is computed. In the backward a shard arrives with the float32 gradient of its columns so far, and returns
 with the sum; after the last strip it returns in the features' type. Rows cut into n strips move n · M · D numbers each
 way. The only tensors of b numbers on the device are statistics.
+
+Several ranks are a ring whose packets are in host memory: to the ring, a rank's strips and blocks are its tiles. The
+columns' gradient then travels in float32, and the rows' gradient waits in float32 on the host between two hops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from contrastile._types import Gradient, accumulator
 from contrastile.exchange.base import Exchange, Layout
-from contrastile.losses.base import Shard
+from contrastile.exchange.ring import Ring
+from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import BlockStream, free_memory, host_room
-from contrastile.tiles.base import Accumulated, Tiles, as_given, inner_product, nonfinite_flag
+from contrastile.tiles.base import STATISTICS, Accumulated, InFlight, Tiles, as_given, inner_product, nonfinite_flag
 
 # columns of a shard: long enough for the matrix products, short beside the device's memory
 SHARD = 65536
@@ -38,8 +43,13 @@ class Cut:
 
 def cut(N: int, M: int, D: int, dtype: torch.dtype, device: torch.device, workspace: int) -> Cut:
     """Strips of equal length, as few as the free memory allows."""
+    return cut_within(N, M, D, dtype, free_memory(device)[0] - workspace)
+
+
+def cut_within(N: int, M: int, D: int, dtype: torch.dtype, free: int) -> Cut:
+    """The same where so many bytes are free beside the workspace."""
     per_row = D * (dtype.itemsize + accumulator(dtype).itemsize)
-    room = int(SHARE * max(0, free_memory(device)[0] - workspace))
+    room = int(SHARE * max(0, free))
     # two shards on the device, and the gradients on their way back
     shard = max(LEAST_ROWS, min(SHARD, M, room // (4 * 3 * per_row)))
     most = max(LEAST_ROWS, (room - 3 * shard * per_row) // per_row)
@@ -49,40 +59,71 @@ def cut(N: int, M: int, D: int, dtype: torch.dtype, device: torch.device, worksp
 
 @dataclass(frozen=True)
 class Host(Exchange):
-    """One process whose features stay in host memory."""
+    """Features that stay in host memory, of one process or of a ring of ranks."""
 
     device: torch.device
     # the type in which features are multiplied on the device
     dtype: torch.dtype
     cuts: Cut
+    # of several ranks, the group that carries tensors in host memory
+    carrier: Any = None
 
     @classmethod
     def of(
-        cls, gradient: Gradient, rows: Shard, cols: Shard, device: torch.device, dtype: torch.dtype, workspace: int
-    ) -> Host:
+        cls, gradient: Gradient, layout: Layout, carrier: Any, rows: Shard, cols: Shard, device: torch.device,
+        dtype: torch.dtype, workspace: int,
+    ) -> Host:  # fmt: skip
         """The exchange for features of these shards, with strips that fit the device beside the workspace."""
         q, k = rows.features, cols.features
         cuts = cut(len(q), len(k), q.shape[1], q.dtype, device, workspace)
-        return cls(gradient, Layout(None, 0, (len(q),), (len(k),)), device, dtype, cuts)
+        return cls(gradient, layout, device, dtype, cuts, carrier)
 
     def forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        if len(self.layout) == 1:
+            return self.block_forward(tiles, rows, cols)
+        row_stats, col_stats = self._ring.forward(self._as_tiles(tiles), rows, cols)
+        return row_stats.to(self.device), None if col_stats is None else col_stats.to(self.device)
+
+    def block_forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        """The statistics of these rows and columns; the first block of a call also looks for non-finite features."""
         blocks = BlockStream(cols.features, self.cuts.shard, self.device)
-        row_stats, flag = tiles.init(rows), nonfinite_flag(tiles.scale)
+        row_stats, flag, first = tiles.init(rows), nonfinite_flag(tiles.scale), tiles.flag is None
         col_stats = tiles.init(cols) if tiles.loss.symmetric else None
         for along_i, strip in self._strips(rows):
-            flag = flag + nonfinite_flag(tiles.scale, strip.features)
+            flag = flag + nonfinite_flag(tiles.scale, *[strip.features] * first)
             for _, bounds, arrived, _ in blocks.sweep(fresh=True):
                 along_j, block = slice(*bounds), arrived.to(self.dtype)
                 block_rows, block_cols = tiles.forward(strip, _part(cols, along_j, block))
                 row_stats[:, along_i] = tiles.loss.merge(row_stats[:, along_i], block_rows)
                 if col_stats is not None and block_cols is not None:
                     col_stats[:, along_j] = tiles.loss.merge(col_stats[:, along_j], block_cols)
-                if along_i.start == 0:
+                if along_i.start == 0 and first:
                     flag = flag + nonfinite_flag(tiles.scale, block)
             # frees its memory before the next strip arrives
             del strip
-        tiles.flag = flag
+        # a rank without rows still has columns
+        tiles.flag = flag if len(rows) or not first else nonfinite_flag(flag, cols.features.to(self.device))
         return row_stats, col_stats
+
+    def block_backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None) -> Tensor:
+        """Add the gradients of a block's pairs to u and v, which are in host memory."""
+        wide, sums = tiles.scale.dtype, tiles.no_pairs()
+        blocks = BlockStream(
+            cols.features, self.cuts.shard, self.device, wide=None if v is None else wide, totals=v
+        )  # fmt: skip
+        for along_i, strip in self._strips(rows):
+            of_rows = None if u is None else u[along_i].to(self.device)
+            for index, bounds, arrived, so_far in blocks.sweep(fresh=False):
+                along_j, block = slice(*bounds), arrived.to(self.dtype)
+                sums += tiles.backward(strip, _part(cols, along_j, block), of_rows, None if v is None else so_far)
+                if v is not None:
+                    blocks.write_back(so_far, v[along_j], index)
+            if u is not None and of_rows is not None:
+                blocks.write_back(of_rows, u[along_i])
+            del strip, of_rows
+        # the host reads both next
+        blocks.finish()
+        return sums
 
     def backward(
         self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, row_stats: Tensor | None
@@ -94,6 +135,8 @@ class Host(Exchange):
     ) -> Accumulated:
         """The gradients of q and k on the host, scaled and in their own types, and [Σ g, Σ g · ⟨q, k⟩]."""
         assert row_stats is None
+        if len(self.layout) > 1:
+            return self._accumulate_around(tiles, rows, cols, wanted)
         want_scale, _, want_q, want_k = wanted
         q, k = rows.features, cols.features
         dq, dk = (host_room(x.shape, x.dtype) if want else None for x, want in ((q, want_q), (k, want_k)))
@@ -130,6 +173,31 @@ class Host(Exchange):
         blocks.finish()
         return Accumulated(dq, dk, sums if tiles.sums_products else torch.stack([sums, products]))
 
+    def _accumulate_around(self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> Accumulated:
+        """`accumulate` of several ranks."""
+        want_scale, _, want_q, want_k = wanted
+        q, k, wide = rows.features, cols.features, tiles.scale.dtype
+        by_rows = want_q or (want_scale and not want_k and not tiles.sums_products)
+        u, v = (host_room(x.shape, wide).zero_() if want else None for x, want in ((q, by_rows), (k, want_k)))
+        sums = self._ring.backward(self._as_tiles(tiles), rows, cols, u, v, None)
+        if not tiles.sums_products:
+            x, total = (q, u) if u is not None else (k, v)
+            products = None if total is None else inner_product(x, total)
+            sums = torch.stack([sums, torch.zeros_like(sums) if products is None else products.to(sums)])
+        scale = tiles.scale.cpu()
+        dq, dk = (
+            host_room(x.shape, x.dtype).copy_(total.mul_(scale)) if want and total is not None else None
+            for x, total, want in ((q, u, want_q), (k, v, want_k))
+        )
+        return Accumulated(dq, dk, sums)
+
+    @property
+    def _ring(self) -> Ring:
+        return Ring(self.gradient, replace(self.layout, group=self.carrier))
+
+    def _as_tiles(self, tiles: Tiles) -> _Blocks:
+        return _Blocks(tiles.loss, tiles.scale.cpu(), tiles.bias, tiles.workspace, tiles, self)
+
     def gradients(
         self,
         tiles: Tiles,
@@ -159,6 +227,64 @@ class Host(Exchange):
         for start in range(0, len(rows), self.cuts.strip):
             along = slice(start, min(start + self.cuts.strip, len(rows)))
             yield along, _part(rows, along, rows.features[along].to(self.device).to(self.dtype))
+
+
+@dataclass
+class _Blocks(Tiles):
+    """A rank's strips and blocks as tiles: shards, statistics and accumulators are in host memory."""
+
+    tiles: Tiles
+    host: Host
+
+    @classmethod
+    def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
+        del loss, rows, cols
+        return None
+
+    def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
+        row_stats, col_stats = self.host.block_forward(self.tiles, rows, without_features_on(cols, self.host.device))
+        return row_stats.cpu(), None if col_stats is None else col_stats.cpu()
+
+    def backward(
+        self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
+    ) -> Tensor:
+        assert not isinstance(v, InFlight)
+        assert row_stats is None
+        return self.host.block_backward(self.tiles, rows, without_features_on(cols, self.host.device), u, v)
+
+    def init(self, shard: Shard) -> Tensor:
+        return self.tiles.init(shard).cpu()
+
+    def no_pairs(self) -> Tensor:
+        return self.tiles.no_pairs()
+
+    def workspace_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
+        return self.tiles.workspace_bytes(N, M, D, dtype)
+
+
+def without_features_on(shard: Shard, device: torch.device) -> Shard:
+    """The shard with everything but its features on the device."""
+    names = ("positives", "targets", "labels", "ids", "numbers", "state", "coefficient")
+    small = {name: x.to(device) for name in names if (x := getattr(shard, name)) is not None}
+    return replace(shard, **small, guides=tuple([guide.to(device) for guide in shard.guides]))
+
+
+def device_bytes(cuts: Cut, N: int, M: int, D: int, dtype: torch.dtype, products: torch.dtype) -> int:
+    """Bytes of a device beside the workspace: a strip, shards in both directions, copies in the type of the products,
+    and the statistics of all rows and columns.
+    """
+    per_row = D * (dtype.itemsize + accumulator(dtype).itemsize + (products.itemsize if products != dtype else 0))
+    rows = min(cuts.strip, N) + 3 * min(cuts.shard, M)
+    return rows * per_row + STATISTICS * accumulator(products).itemsize * (N + M)
+
+
+def host_bytes(D: int, dtype: torch.dtype, ranks: int) -> int:
+    """Bytes of host memory for each pair: features and gradients of both sides, sums of columns, packets of a ring."""
+    wide = accumulator(dtype).itemsize
+    own = 2 * 2 * D * dtype.itemsize
+    return own + (D * wide if ranks == 1 and wide != dtype.itemsize else 0) + (
+        D * (2 * wide + 2 * (dtype.itemsize + wide)) if ranks > 1 else 0
+    )  # fmt: skip
 
 
 def _running_sums(dk: Tensor | None, wide: torch.dtype) -> Tensor | None:

@@ -35,12 +35,19 @@ class SubBatches:
     # positions that each sub-batch computes, of the `length` that the inputs have
     widths: Sequence[int] = ()
     length: int = 0
+    # sub-batches from here on hold fewer examples than they may; None: none does
+    short: int | None = None
+
+    def is_short(self, index: int) -> bool:
+        """Return whether a sub-batch holds fewer examples than it may: the rest of the batch, or none."""
+        return self.short is not None and index >= self.short
 
     def extended(self, count: int) -> SubBatches:
         """`count` sub-batches, with empty ones at the end."""
         more, end = count - len(self.bounds), self.bounds[-1][1]
         widths = [*self.widths, *list(self.widths[-1:]) * more]
-        return replace(self, bounds=[*self.bounds, *[(end, end)] * more], widths=widths)
+        short = len(self.bounds) if self.short is None else self.short
+        return replace(self, bounds=[*self.bounds, *[(end, end)] * more], widths=widths, short=short)
 
     @cached_property
     def encoded(self) -> list[Bounds]:
@@ -85,11 +92,26 @@ class SubBatches:
 
 def split(batch: int, sub_batch: int) -> SubBatches:
     """Sub-batches of `sub_batch` examples; the last one may be shorter."""
-    return SubBatches([(start, min(start + sub_batch, batch)) for start in range(0, batch, sub_batch)] or [(0, 0)])
+    bounds = [(start, min(start + sub_batch, batch)) for start in range(0, batch, sub_batch)] or [(0, 0)]
+    return SubBatches(bounds, short=batch // sub_batch if batch % sub_batch and batch > sub_batch else None)
 
 
-def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None) -> SubBatches:
-    """Longest texts first; as many together as `tokens` allow at the width of the longest of them."""
+def rounded_length(length: int, most: int) -> int:
+    """The length rounded up to 8, 16, 24, 32, 48, 64, 96, 128 and so on, a power of two or one and a half; or `most`.
+
+    >>> [rounded_length(length, most=77) for length in (1, 9, 25, 33, 65)]
+    [8, 16, 32, 48, 77]
+    """
+    power = max(8, 1 << max(0, length - 1).bit_length())
+    between = 3 * power // 4
+    return min(most, between if power > 16 and length <= between else power)
+
+
+def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None, *, rounded: bool = False) -> SubBatches:
+    """Longest texts first; as many together as `tokens` allow at the width of the longest of them.
+
+    `rounded`: widths are rounded up to few lengths, each of which a compiled encoder is compiled for.
+    """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         rule = f"come with inputs that hold an {MASK} of shape [batch, length]"
@@ -107,7 +129,7 @@ def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None) -> SubBatch
     # a text without any token keeps all positions, because attention then sees all of them
     lengths[lengths == 0] = length
     order = lengths.argsort(descending=True, stable=True)
-    wide = lengths[order].tolist()
+    wide = [rounded_length(each, length) if rounded else each for each in lengths[order].tolist()]
     # the first sub-batch keeps its padding: it shows which outputs have an axis of tokens
     wide[0] = length
     bounds, widths = list[Bounds](), list[int]()
@@ -115,7 +137,9 @@ def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None) -> SubBatch
         fit = max(1, tokens // wide[start])
         bounds.append((start, min(batch, start + min(fit, sub_batch or fit))))
         widths.append(wide[start])
-    return SubBatches(bounds, order, widths, length)
+    # `fit` is the last one's, which may be the only one: batches of texts differ in size
+    less = bounds[-1][1] - bounds[-1][0] < min(fit, sub_batch or fit)
+    return SubBatches(bounds, order, widths, length, len(bounds) - 1 if less else None)
 
 
 def stand_ins(leaves: Sequence[Tensor], inputs: Any) -> list[Tensor]:

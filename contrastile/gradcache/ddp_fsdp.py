@@ -4,7 +4,8 @@ Used by `encode.py` and by both passes. DistributedDataParallel reduces the grad
 forward: so the whole of `encode` becomes one forward of the wrapper, in which the wrapped module runs on sub-batch
 after sub-batch. FSDP2 gathers a module's parameters whenever it runs and scatters their gradients whenever it is
 back-propagated: so every rank runs equally often, and no replay leaves a gradient for FSDP2 to scatter. The sums reach
-the whole parameters through autograd, and FSDP2 scatters them where the backward around all of it ends.
+the whole parameters through autograd, and FSDP2 scatters them where the backward around all of it ends. DeepSpeed's
+ZeRO stages 1 and 2 reduce where autograd accumulates a parameter's gradient, which happens once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -59,14 +61,15 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     """The function to run on each sub-batch, and the DistributedDataParallel around it if there is one.
 
     An encoder may be a pair, (module, "method"): a wrapper does not have its module's methods. Or (module, function):
-    a function that called the wrapper would have every sub-batch reduced, so it is given the module inside.
+    a function that called the wrapper would have every sub-batch reduced, so it is given the module inside. An engine
+    of DeepSpeed expects one backward for each of its forwards; its hooks are on the parameters, and fire once.
     """
     if isinstance(encoder, partial):
         function, wrapper = unwrap(encoder.func)
         return partial(function, *encoder.args, **encoder.keywords), wrapper
     module, name = encoder if isinstance(encoder, tuple) and len(encoder) == 2 else (encoder, "forward")
     wrapper = module if isinstance(module, DistributedDataParallel) else None
-    module = module if wrapper is None else wrapper.module
+    module = module.module if wrapper is not None or engine_of(module) is not None else module
     if name == "forward":
         return module, wrapper
     if isinstance(module, nn.Module) and callable(name) and not isinstance(name, nn.Module):
@@ -78,6 +81,28 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     if isinstance(module, fsdp_module_class()) and not _gathers(module, name):
         sys.modules["torch.distributed.fsdp"].register_fsdp_forward_method(module, name)
     return getattr(module, name), wrapper
+
+
+def engine_of(encoder: Any) -> Any:
+    """The engine of DeepSpeed that an encoder is, or is a method of; None for any other. A method of its shows it."""
+    encoder = without_partials(encoder)
+    module = encoder[0] if isinstance(encoder, tuple) and encoder else encoder
+    return module if isinstance(module, nn.Module) and hasattr(type(module), "zero_optimization_stage") else None
+
+
+def refuse_missing_autocast(engine: Any, device: torch.device | None) -> None:
+    """Raise where an engine of DeepSpeed has an autocast of its own, which only its forward enters."""
+    enabled = getattr(engine, "torch_autocast_enabled", None)
+    if enabled is not None and enabled() and device is not None and not torch.is_autocast_enabled(device.type):
+        got, remedy = "none", "Put encode and the loss under torch.autocast."
+        raise invalid("encoder", "run under the autocast that its DeepSpeed engine is configured for", got, remedy)
+
+
+def refuse_bare_backward(engine: Any) -> None:
+    """Raise where an engine of DeepSpeed does not run the backward, and so would not reduce the gradients."""
+    if engine is not None and not getattr(engine, "_running_engine_backward", True):
+        got, remedy = "a backward without it", "Call engine.backward(loss)."
+        raise invalid("encoder", "be back-propagated by its DeepSpeed engine", got, remedy)
 
 
 class _StandIn(nn.Module):

@@ -25,7 +25,15 @@ from contrastile._torch import add_each, add_each_, pytree, version
 from contrastile._types import accumulator
 from contrastile.gradcache.auto import with_fitting_size
 from contrastile.gradcache.batching import SubBatches, split, split_by_tokens, stand_ins
-from contrastile.gradcache.ddp_fsdp import Sharding, as_forward_of, refuse_bypass, unwrap
+from contrastile.gradcache.ddp_fsdp import (
+    Sharding,
+    as_forward_of,
+    engine_of,
+    refuse_bare_backward,
+    refuse_bypass,
+    refuse_missing_autocast,
+    unwrap,
+)
 from contrastile.gradcache.first_order import first_order
 from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
 from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts
@@ -37,6 +45,7 @@ from contrastile.gradcache.introspect import (
     refusing_batch_norm,
     refusing_changes,
     refusing_state,
+    runs_compiled,
 )
 from contrastile.gradcache.memory import AUTO
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, sharing_casts, silent
@@ -65,7 +74,8 @@ def encode(
             `(model, "encode_image")` names a method, also where DistributedDataParallel wraps the model or FSDP2
             (`fully_shard`) shards it; either may be passed as a module too. A pair `(model, function)` stands for
             `function(model, ...)`, with the module inside where DistributedDataParallel wraps the model. Each gradient
-            is reduced once, however many sub-batches and calls there are.
+            is reduced once, however many sub-batches and calls there are. DeepSpeed's engine of ZeRO stage 0, 1 or 2
+            is such a wrapper too, and runs the backward.
         inputs: a tensor is passed as `encoder(x)`, a tuple as `encoder(*x)`, a mapping as `encoder(**x)`; nesting is
             allowed. A tensor's first axis is the batch; it may be on the device or in (pinned) host memory. Packed
             values, such as the patches of images of many sizes, come as `Ragged(values, lengths)`. A list with an entry
@@ -73,13 +83,14 @@ def encode(
             is.
         parts: in place of `inputs`, the sub-batches as a data loader made them, a list of what `inputs` may be, and of
             anything that the encoder takes: each is passed whole, and its features follow those of the one before.
-        sub_batch: examples encoded at once; the last sub-batch may be shorter. "auto": as many as fit into memory,
-            measured at the first call for an encoder and remembered, and halved if memory ends after all. Ranks that a
-            wrapper joins take the smallest size of any.
+        sub_batch: examples encoded at once; the last sub-batch may be shorter, on which a compiled encoder runs
+            uncompiled. "auto": as many as fit into memory, measured at the first call for an encoder and remembered,
+            and halved if memory ends after all. Ranks that a wrapper joins take the smallest size of any.
         sub_batch_tokens: tokens encoded at once, padding included, for a mapping with an `attention_mask` [batch,
             length], which is 0 at padding. Texts are sorted by length, so that short ones share a sub-batch, and
             trimmed to the longest of their sub-batch, in every tensor whose second axis is as long as the mask's. A
-            text without any token keeps all its positions. With `sub_batch` too, both are limits.
+            text without any token keeps all its positions. With `sub_batch` too, both are limits. Lengths are rounded
+            up for a compiled encoder, which is compiled for each.
         retain: number of sub-batches, the last ones, whose graph is kept from the first pass; they need no second
             forward. "auto": as many as memory allows; with room for all, caching costs nothing. Behind a frozen trunk,
             where graphs hold little more than the trunk's features, all are kept in any case, as long as there is room.
@@ -126,15 +137,17 @@ def encode(
     target = None if device is None else numbered(present_device(device, "where the encoder is"))
     reached = reach(function, leaves, layout, target)
     refuse_bypass(wrapper, reached.modules, reached.parameters)
+    engine = engine_of(encoder)
+    refuse_missing_autocast(engine, reached.device)
     sharding = Sharding.of(function, reached.modules)
     parameters = sharding.wholes_of(reached.parameters, reached.modules)
     # the batch is one sub-batch until its size is known
     job = Job(
         function, layout, SubBatches([(0, batch)]), retain, features == "host",
         replace(reached, parameters=parameters), Autocast.current(reached.device), sharding,
-        has_other_path(function, reached.modules),
+        has_other_path(function, reached.modules), engine,
     )  # fmt: skip
-    form = OutputForm()
+    form, rounded = OutputForm(), tokens is not None and runs_compiled(function, reached.modules)
     # evaluation reduces nothing, so it needs no forward of the wrapper
     wrapper = wrapper if parameters else None
 
@@ -142,7 +155,7 @@ def encode(
         batches = (
             split(batch, size or (batch if parts is None else 1))
             if tokens is None
-            else split_by_tokens(inputs, tokens, size)
+            else split_by_tokens(inputs, tokens, size, rounded=rounded)
         )
         batches = batches.extended(sharding.most(len(batches.bounds)))
         planned, ordered = replace(job, batches=batches), batches.sort(leaves)
@@ -179,6 +192,7 @@ class _Encode(torch.autograd.Function):
     @staticmethod
     @first_order("encode")
     def backward(ctx: Any, leaves: Sequence[Tensor], *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_bare_backward(ctx.job.engine)
         rule = "have the parameters of the first pass"
         _refuse_changed_parameters(ctx, rule, "that has changed since", "Step the optimizer after backward.")
         return None, None, None, *second_pass(ctx.job, ctx.record, ctx.parameters, leaves, upstream)

@@ -73,6 +73,8 @@ class Job:
     sharding: Sharding
     # the encoder may compute other bits without a graph: the first pass then builds each graph and drops it
     other_path: bool
+    # engine of DeepSpeed, which must run the backward
+    engine: Any = None
 
     @property
     def device(self) -> torch.device | None:
@@ -136,6 +138,8 @@ class Job:
             nullcontext() if wanted is None else torch.enable_grad(),
             without_parametrization_cache(),
             nullcontext() if start < stop else self.reached.random().restoring(),
+            # compiled code is made for each shape anew, which does not pay for the rest of a batch
+            as_written() if self.other_path and self.batches.is_short(index) else nullcontext(),
         ):
             args, kwargs = self.layout.arguments(self.batches.trim(index, rows), examples)
             outputs = form.flatten(self.encoder(*args, **kwargs))

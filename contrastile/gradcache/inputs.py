@@ -63,6 +63,15 @@ class Ragged:
             got = f"{sum(lengths)} for {self.values.shape[self.axis]}"
             raise invalid("lengths", "sum to the size of the packed axis", got, "Count the values of each example.")
 
+    @classmethod
+    def of(cls, vectors: Tensor, mask: Tensor) -> Ragged:
+        """The vectors `[B, L, ...]` where the mask `[B, L]` is true, packed along the first axis.
+
+        `contrastile.scorers.padded(values, lengths)` is the way back.
+        """
+        mask = mask.bool()
+        return cls(vectors[mask], mask.sum(dim=1))
+
 
 @dataclass(frozen=True)
 class Place:

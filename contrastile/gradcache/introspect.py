@@ -196,10 +196,14 @@ def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) ->
     kernel where the bias wants a gradient.
     """
     attention = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-    return uncompiled(without_partials(encoder)) is not None or any(
-        is_compiled(module) or (isinstance(module, attention) and not module.training) or _learns_a_bias(module)
-        for module in modules
+    return runs_compiled(encoder, modules) or any(
+        (isinstance(module, attention) and not module.training) or _learns_a_bias(module) for module in modules
     )
+
+
+def runs_compiled(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
+    """Return whether torch.compile has wrapped the encoder or a part of it."""
+    return uncompiled(without_partials(encoder)) is not None or any(map(is_compiled, modules))
 
 
 def _learns_a_bias(module: nn.Module) -> bool:

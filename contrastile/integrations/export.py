@@ -1,6 +1,7 @@
 """The way out: a retriever's run as a folder of sentence-transformers or transformers, an index as plain files.
 
-Called by `contrastile export`. Nothing of contrastile is needed to load what it writes.
+Called by `contrastile export`, as `export_pairs.py` is for pictures and texts. Nothing of contrastile is needed to load
+what it writes.
 """
 
 from __future__ import annotations
@@ -30,24 +31,19 @@ CHUNK = 65_536
 
 CARD = """---
 library_name: {library}
-pipeline_tag: sentence-similarity
+pipeline_tag: {task}
 tags: [contrastile, feature-extraction]
 ---
 
 # {title}
 
-A text encoder of {features} features, trained with contrastile {version} and exported for {library}.
-Texts are compared by {comparison}.
+{summary}
 
 {usage}
 
 | | |
 |---|---|
-| side | {side} |
-| pooling | {pooling} |
-| longest text | {length} tokens, a query {query_length} |
-| before a query | `{query_prefix}` |
-| before a passage | `{passage_prefix}`, then its title, `{separator}` and its text |
+{rows}
 
 ## Training
 
@@ -83,13 +79,15 @@ def export_run(folder: Path, library: str, target: Path) -> list[Path]:
     run = load(folder, device="cpu")
     if not isinstance(run, RetrieverRun):
         raise invalid("run", "be a retriever's", "one of pictures and texts", "Load it with contrastile.load.")
+    if run.recipe.model.kind != "single":
+        remedy = "Load it with contrastile.load, and compare with contrastile.scorers.MaxSim."
+        raise invalid("run", "have one vector a text", f'one of model.kind "{run.recipe.model.kind}"', remedy)
     if run.model.settings["lora"] is not None:
         raise invalid("run", "have encoders without adapters", "lora", "Train without model.lora, or merge them.")
     encoders = run.model.encoders.items()
     targets = {side: target if side == "both" else target / side for side, _ in encoders}
     parts = {side: _parts(encoder, library) for side, encoder in encoders}
-    if target.exists():
-        raise invalid("--out", "be a folder that is not there yet", f'"{target}"', "Choose another one.")
+    refuse_existing(target)
     with written_to(target):
         for side, (tower, projection) in parts.items():
             targets[side].mkdir(parents=True)
@@ -118,9 +116,20 @@ def _parts(encoder: nn.Module, library: str) -> tuple[TextTower, nn.Linear | Non
     return tower, projection
 
 
+def refuse_existing(target: Path) -> None:
+    """Raise ValueError for a target that exists."""
+    if target.exists():
+        raise invalid("--out", "be a folder that is not there yet", f'"{target}"', "Choose another one.")
+
+
 def _save_model(tokenizer: Tokenizer, tower: TextTower, target: Path) -> None:
     """Write the weights and the tokenizer as transformers does."""
     tower.model.save_pretrained(target)  # type: ignore[operator]
+    save_tokenizer(tokenizer, target)
+
+
+def save_tokenizer(tokenizer: Tokenizer, target: Path) -> None:
+    """Write a tokenizer as transformers does."""
     tokenizer.save(target)
     if not (target / "tokenizer_config.json").is_file():
         from transformers import PreTrainedTokenizerFast
@@ -152,24 +161,38 @@ def _save_modules(run: RetrieverRun, tower: TextTower, projection: nn.Linear | N
 
 
 def _card(run: RetrieverRun, folder: Path, library: str, side: str, tower: TextTower, name: str) -> str:
-    """The model card: use, form and training."""
+    """The model card of an encoder: use, form and training."""
     data, tokenizer = run.recipe.data, run.recipe.model.tokenizer
-    return CARD.format(
-        library=library,
-        title=f"{Path(folder).name}: {'queries and passages' if side == 'both' else side}",
-        features=run.model.features,
-        version=__version__,
-        comparison="cosine" if run.model.normalise else "dot product",
+    comparison = "cosine" if run.model.normalise else "dot product"
+    side = "queries and passages" if side == "both" else side
+    separator = data.title_separator.replace("\n", "\\n")
+    return filled_card(
+        folder,
+        library,
+        task="sentence-similarity",
+        title=f"{Path(folder).name}: {side}",
+        summary=f"A text encoder of {run.model.features} features, trained with contrastile {__version__} and exported "
+        f"for {library}.\nTexts are compared by {comparison}.",
         usage=USAGE[library].format(name=name),
-        side="queries and passages" if side == "both" else side,
-        pooling=tower.pooling,
-        length=run.tokenizer.length,
-        query_length=tokenizer.query_length,
-        query_prefix=data.query_prefix,
-        passage_prefix=data.passage_prefix,
-        separator=data.title_separator.replace("\n", "\\n"),
-        recipe=(folder / RECIPE).read_text(encoding="utf-8").strip(),
+        rows={
+            "side": side,
+            "pooling": tower.pooling,
+            "longest text": f"{run.tokenizer.length} tokens, a query {tokenizer.query_length}",
+            "before a query": f"`{data.query_prefix}`",
+            "before a passage": f"`{data.passage_prefix}`, then its title, `{separator}` and its text",
+        },
     )
+
+
+def filled_card(
+    folder: Path, library: str, *, task: str, title: str, summary: str, usage: str, rows: dict[str, object]
+) -> str:
+    """A model card that ends with the recipe of the run in `folder`. `rows`: of its table."""
+    return CARD.format(
+        library=library, task=task, title=title, summary=summary, usage=usage,
+        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
+        recipe=(folder / RECIPE).read_text(encoding="utf-8").strip(),
+    )  # fmt: skip
 
 
 def export_index(folder: Path, kind: str, target: Path) -> list[Path]:
@@ -178,8 +201,10 @@ def export_index(folder: Path, kind: str, target: Path) -> list[Path]:
     `ids.txt` has an id a line, escaped as in JSON; `passages.jsonl` the passages in the same order.
     """
     index = Index(folder)
-    if target.exists():
-        raise invalid("--out", "be a folder that is not there yet", f'"{target}"', "Choose another one.")
+    if index.kind != "single":
+        remedy = "Read its .npy and .lengths.npy: the vectors of all tokens, and their number in each passage."
+        raise invalid("index", "have one vector a passage", f'one of kind "{index.kind}"', remedy)
+    refuse_existing(target)
     shards = [Path(folder) / shard["name"] for shard in index.metadata["shards"]]
     features = [np.load(f"{shard}.npy", mmap_mode="r", allow_pickle=False) for shard in shards]
     with written_to(target):

@@ -13,13 +13,15 @@
         def configure_optimizers(self): ...
 
 Lightning runs `training_step` inside the forward of DistributedDataParallel and inside the precision plugin's autocast,
-where `encode` reduces each gradient once. `ModelParallelStrategy` with `fully_shard` is not tested; `FSDPStrategy`,
-which is FSDP1, is refused by `encode`.
+where `encode` reduces each gradient once. With `ModelParallelStrategy`, `configure_model` shards the towers and then
+the LightningModule by `fully_shard`, or a module that holds all parameters, whose methods the encoders then name:
+`encoders = ("model.encode_image", "model.encode_text")`. `FSDPStrategy`, which is FSDP1, is refused by `encode`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -34,7 +36,8 @@ class ContrastileMixin:
 
     Attributes:
         encoders: names of the methods that encode the sides of a batch, in its order: unit rows [B, D] each. The first
-            side's are the queries, all others' the keys, hard negatives last. One name stands for all sides.
+            side's are the queries, all others' the keys, hard negatives last. One name stands for all sides. A name
+            such as "model.encode_image" is a method of a module inside.
         sub_batch: examples of a side that are encoded at once, or "auto".
         retain: as for `encode`.
         loss: called as `loss(queries, keys, scale)`; by default InfoNCE.
@@ -61,9 +64,13 @@ class ContrastileMixin:
         if not 2 <= len(names) == len(sides):
             remedy = "Let the data loader return the inputs of each encoder."
             raise invalid("batch", f"have two sides or more, one for each of {len(names)} encoders", len(sides), remedy)
+        encoders: list[Any] = []
+        for name in names:
+            path, _, method = name.rpartition(".")
+            encoders.append((attrgetter(path)(self) if path else self, method))
         query, *keys = (
-            encode((self, name), inputs, sub_batch=self.sub_batch, retain=self.retain)  # type: ignore[arg-type]
-            for name, inputs in zip(names, sides, strict=True)
+            encode(encoder, inputs, sub_batch=self.sub_batch, retain=self.retain)
+            for encoder, inputs in zip(encoders, sides, strict=True)
         )
         return self.loss(query, torch.cat(keys) if len(keys) > 1 else keys[0], self.scale())
 

@@ -62,9 +62,9 @@ class ContrastileMixin:
         scale: a number, or a function of the model, as `lambda model: model.logit_scale.exp()`.
         retain: as for `encode`.
 
-    The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, gradient
-    accumulation, evaluation and resuming are the Trainer's own; FSDP2 inside it is not tested. Raises ValueError
-    for several GPUs in one process.
+    The loss is the mean over the batch of all ranks. Mixed precision, DistributedDataParallel, FSDP2, DeepSpeed's ZeRO
+    stages 1 and 2, gradient accumulation, evaluation and resuming are the Trainer's own. Raises ValueError for several
+    GPUs in one process, and for ZeRO stage 3.
     """
 
     # the loss is a mean over the batch: the Trainer divides it by the steps that it accumulates
@@ -100,9 +100,7 @@ class ContrastileMixin:
         self.args.remove_unused_columns = False
         if self.args.n_gpu > 1:
             raise invalid("n_gpu", "be 1", self.args.n_gpu, "Launch one process for each GPU, with torchrun.")
-        if getattr(self, "is_deepspeed_enabled", False):
-            remedy = "Use FSDP2 (fsdp_version 2) or DistributedDataParallel."
-            raise invalid("deepspeed", "be left out", "a DeepSpeed engine", remedy)
+        refuse_zero_3(getattr(self.accelerator.state, "deepspeed_plugin", None))
         if self.args.gradient_accumulation_steps > 1:
             warnings.warn(
                 "gradient_accumulation_steps adds no negatives: each step's loss sees its own batch. Raise "
@@ -146,6 +144,13 @@ class ContrastileMixin:
         with torch.no_grad():
             loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs))
         return loss.detach(), None, None
+
+
+def refuse_zero_3(plugin: Any) -> None:
+    """Raise for a DeepSpeed plugin of accelerate whose engine keeps parameters in parts."""
+    if plugin is not None and plugin.zero_stage > 2:
+        remedy = "Shard with FSDP2 (fsdp_version 2)."
+        raise invalid("deepspeed", "be of ZeRO stage 0, 1 or 2", f"stage {plugin.zero_stage}", remedy)
 
 
 def __getattr__(name: str) -> Any:

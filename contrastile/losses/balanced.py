@@ -4,7 +4,7 @@ With z_ij = ±1 as in `sigmoid.py`, k_i the positives of row i and k'_j those of
 
     loss_i = Σ_j v_ij log(1 + exp(−z_ij x_ij)),   v_ij = (1 / k_i + 1 / k'_j) / 2 for a positive pair, 1 for all others.
 
-The weights of a tile are a product of two numbers per row and two per column, its `guides`.
+The weight of a positive is the sum of a number of its row and one of its column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._types import accumulator
-from contrastile.losses.base import Shard, Tile, changed
+from contrastile.losses.base import Formula, Shard, Tile, changed
 from contrastile.losses.sigmoid import Sigmoid
 
 
@@ -37,6 +37,7 @@ class BalancedSigmoid(Sigmoid):
     torch.Size([])
     """
 
+    formula = Formula("softplus", weighed=True)
     counts_positives: ClassVar[bool] = True
 
     def counted(
@@ -52,21 +53,28 @@ class BalancedSigmoid(Sigmoid):
         for own, others in ((rows.labels, all_cols(cols.labels)), (cols.labels, all_rows(rows.labels))):
             ordered = others.sort().values
             number = torch.searchsorted(ordered, own, right=True) - torch.searchsorted(ordered, own)
-            shares.append(number.clamp(min=1).to(wide).reciprocal())
-        halves = [torch.full_like(share, 0.5) for share in shares]
-        return (
-            changed(rows, guides=(torch.stack([shares[0] / 2, halves[0]], 1),)),
-            changed(cols, guides=(torch.stack([torch.ones_like(shares[1]), shares[1]], 1),)),
-        )
+            shares.append(0.5 / number.clamp(min=1).to(wide))
+        return changed(rows, numbers=shares[0]), changed(cols, numbers=shares[1])
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
-        if not tile.guides or not isinstance(tile.positive, Tensor):
+        weights = _weights(tile)
+        if weights is None:
             return super().absorb(tile)
+        assert isinstance(tile.positive, Tensor)
         losses = torch.logaddexp(torch.where(tile.positive, -tile.x, tile.x), tile.x.new_zeros(()))
-        return (torch.where(tile.positive, losses * tile.guides[0], losses).sum(1)[None],)
+        return (torch.where(tile.positive, losses * weights, losses).sum(1)[None],)
 
     def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
-        grad = super().pair_grad(tile, rows, cols)
-        if not tile.guides or not isinstance(tile.positive, Tensor):
+        grad, weights = super().pair_grad(tile, rows, cols), _weights(tile)
+        if weights is None:
             return grad
-        return torch.where(tile.positive, grad * tile.guides[0], grad)
+        assert isinstance(tile.positive, Tensor)
+        return torch.where(tile.positive, grad * weights, grad)
+
+
+def _weights(tile: Tile) -> Tensor | None:
+    """v [I, J] of the positives; None where each row has one."""
+    of_rows, of_cols = tile.numbers
+    if of_rows is None or of_cols is None or not isinstance(tile.positive, Tensor):
+        return None
+    return of_rows[:, None] + of_cols

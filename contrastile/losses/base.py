@@ -62,6 +62,8 @@ class Shard:
     others: tuple[Tensor, ...] = ()
     # [n, D_g] each: further features, constants, whose products with the other side's are a tile's `guides`
     guides: tuple[Tensor, ...] = ()
+    # [n] a number of each row that its loss reads: a threshold of the guide, or the teacher's scale, or a weight
+    numbers: Tensor | None = None
     # [n, P] weight of each listed positive, which makes a tile's `target`
     targets: Tensor | None = None
     # [n, H, D] further columns, of which each row meets its own H alone
@@ -92,6 +94,7 @@ class Shard:
             coefficient=None if self.coefficient is None else self.coefficient[along],
             others=tuple([leaf[along] for leaf in self.others]),
             guides=tuple([guide[along] for guide in self.guides]),
+            numbers=None if self.numbers is None else self.numbers[along],
             targets=None if self.targets is None else self.targets[along],
             own=None if self.own is None else self.own[along],
             own_excluded=None if self.own_excluded is None else self.own_excluded[along],
@@ -99,7 +102,7 @@ class Shard:
 
     def payload(self) -> list[Tensor]:
         """The tensors that travel with the shard. Rows are the first axis of each, and the last of the state's."""
-        carried = [x for x in (self.labels, self.ids, self.coefficient, self.state) if x is not None]
+        carried = [x for x in (self.labels, self.ids, self.numbers, self.coefficient, self.state) if x is not None]
         return [*self.leaves, *self.guides, *carried]
 
     def unpacked(self, payload: Sequence[Tensor], start: int) -> Shard:
@@ -107,12 +110,13 @@ class Shard:
         unpacked = iter(payload)
         features, *others = (next(unpacked) for _ in self.leaves)
         guides = tuple([next(unpacked) for _ in self.guides])
-        labels, ids, coefficient, state = (
-            None if x is None else next(unpacked) for x in (self.labels, self.ids, self.coefficient, self.state)
+        labels, ids, numbers, coefficient, state = (
+            None if x is None else next(unpacked)
+            for x in (self.labels, self.ids, self.numbers, self.coefficient, self.state)
         )
         return Shard(
             features, start, labels=labels, ids=ids, coefficient=coefficient, state=state, others=tuple(others),
-            guides=guides,
+            guides=guides, numbers=numbers,
         )  # fmt: skip
 
 
@@ -173,10 +177,12 @@ class Tile(NamedTuple):
     bounds: tuple[float, float] | None
     # [I, J] each: products of the shards' guides, such as a teacher's logits
     guides: tuple[Tensor, ...] = ()
+    # `Shard.numbers` of the rows [I] and of the columns [J]
+    numbers: tuple[Tensor | None, Tensor | None] = (None, None)
     # [I, J] weight of each listed positive, 0 elsewhere
     target: Tensor | None = None
-    # [] factor of the products in the logits
-    scale: Tensor | None = None
+    # [I, J] products ⟨q, k⟩, where the loss reads them beside the logits
+    products: Tensor | None = None
     # the columns belong to each row alone: see `Shard.own`
     own: bool = False
 
@@ -287,8 +293,15 @@ class Formula:
     # keys in the denominator of a row; None: the loss's own `finish` makes losses and state of the statistics, without
     # waiting for the device
     denominator: Literal["all", "negatives"] | None = None
-    # names of fields that only the loss's own `finish` reads
+    # names of fields that only the loss's own methods read, outside of the tiles
     finish_fields: frozenset[str] = frozenset()
+    # use of the guides' product: negatives where it exceeds the row's number leave the sums ("mask"); or times the
+    # row's number it is the logit of a teacher, whose probabilities are targets of the share `soft_share` ("teacher")
+    guide: Literal["mask", "teacher"] | None = None
+    # the mean of the positives' exponentials is inside the logarithm
+    inside: bool = False
+    # positives by label have the weight (number of the row + number of the column)
+    weighed: bool = False
 
 
 class PairLoss(ABC):
@@ -307,8 +320,12 @@ class PairLoss(ABC):
     state_rows: ClassVar[int]
     # number of pairs of further features, whose products a tile has as its `guides`
     guides: ClassVar[int] = 0
+    # `absorb` and `pair_grad` read a tile's `products`
+    reads_products: ClassVar[bool] = False
     # `counted` weighs positives by their number over all ranks
     counts_positives: ClassVar[bool] = False
+    # a bias may be given; where it is not `uses_bias` it changes nothing
+    takes_bias: ClassVar[bool] = True
     # the loss of a row depends on no other row
     rowwise: ClassVar[bool] = True
     # the class and all fields as a string; None if a field is no number, truth value or word
@@ -344,12 +361,10 @@ class PairLoss(ABC):
     def smoothed(self, label_smoothing: float) -> PairLoss:
         """The same loss with that share of every target spread over the keys that count."""
 
-    def guide_sides(
-        self, guides: Sequence[tuple[Tensor, Tensor]], diagonal: int | None, positives: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The guides of the rows' shard and of the columns', of this rank's further features of queries and keys."""
-        del diagonal, positives
-        return tuple([a.detach() for a, _ in guides]), tuple([b.detach() for _, b in guides])
+    def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor | None:
+        """The numbers [n] of the rows for a tile's `guides`, where positions are still counted on this rank."""
+        del cols
+        return rows.numbers
 
     def counted(
         self, rows: Shard, cols: Shard, all_rows: Callable[[Tensor], Tensor], all_cols: Callable[[Tensor], Tensor]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.losses.base import Diagonal, Finished, Shard, Tile, changed
+from contrastile.losses.base import Diagonal, Finished, Formula, Shard, Tile, changed
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
 HARD = len(SoftmaxStats._fields)
@@ -28,12 +28,14 @@ STATE = len(SoftmaxState._fields)
 
 
 class TeacherStats(NamedTuple):
-    """Per row, of the teacher: top, Σ exp(t − top), Σ exp(t − top) (t − top); of both Σ exp(t − top) (x − x_top)."""
+    """Per row, of the teacher: top, Σ exp(t − top); of both Σ exp(t − top) ((t − top) − (x − x_top)).
+
+    Tops are any numbers near the largest logits.
+    """
 
     top: Tensor
     total: Tensor
-    entropy: Tensor
-    cross: Tensor
+    gap: Tensor
     x_top: Tensor
 
 
@@ -56,6 +58,7 @@ class Distilled(Softmax):
     torch.Size([])
     """
 
+    formula = Formula("exponential", finish_fields=frozenset({"weight"}), guide="teacher")
     guides: ClassVar[int] = 1
     state_rows: ClassVar[int] = STATE + 2
 
@@ -68,6 +71,11 @@ class Distilled(Softmax):
             raise invalid("label_smoothing", "be 0 for distillation", self.label_smoothing, remedy)
         if not 0.0 <= self.weight <= 1.0:
             raise invalid("weight", "be from 0 to 1", self.weight, "0.5 weighs teacher and labels alike.")
+
+    @property
+    def soft_share(self) -> float:
+        """The share of the targets that is the teacher's."""
+        return self.weight
 
     def init(self, n: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         teacher = torch.zeros(len(TeacherStats._fields), n, dtype=dtype, device=device)
@@ -86,24 +94,24 @@ class Distilled(Softmax):
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         sides = [TeacherStats(*stats[HARD:]) for stats in (a, b)]
-        top, x_top = (finite(torch.maximum(*pair)) for pair in zip(*((s.top, s.x_top) for s in sides), strict=True))
-        total, entropy, cross = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
+        highest, x_highest = torch.maximum(sides[0].top, sides[1].top), torch.maximum(sides[0].x_top, sides[1].x_top)
+        top, x_top = finite(highest), finite(x_highest)
+        total, gap = torch.zeros_like(top), torch.zeros_like(top)
         for side in sides:
             share = (side.top - top).exp()
             total = total + side.total * share
-            entropy = entropy + (side.entropy + side.total * (finite(side.top) - top)) * share
-            cross = cross + (side.cross + side.total * (finite(side.x_top) - x_top)) * share
-        highest = torch.maximum(sides[0].top, sides[1].top), torch.maximum(sides[0].x_top, sides[1].x_top)
-        teacher = TeacherStats(highest[0], total, entropy, cross, highest[1])
+            lift = (finite(side.top) - top) - (finite(side.x_top) - x_top)
+            gap = gap + (side.gap + side.total * lift) * share
+        teacher = TeacherStats(highest, total, gap, x_highest)
         return torch.cat([super().merge(a[:HARD], b[:HARD]), torch.stack(teacher)])
 
     def finish(self, stats: Tensor) -> Finished:
         loss, counts, state = super().finish(stats[:HARD])
         named, teacher = SoftmaxState(*state), TeacherStats(*stats[HARD:])
         inverse = 1 / teacher.total.masked_fill(teacher.total == 0, 1.0)
-        # log Σ exp x − the teacher's mean of x, and less its entropy
-        above = (named.top - finite(teacher.x_top)) - named.inverse.log() - teacher.cross * inverse
-        soft = above + (teacher.entropy * inverse + inverse.log())
+        # the teacher's mean of t − x, and from both to logarithms of probabilities
+        above = (named.top - finite(teacher.x_top)) - named.inverse.log()
+        soft = above + (teacher.gap * inverse + inverse.log())
         mixed = (1 - self.weight) * loss + self.weight * soft
         whole = torch.cat([state, torch.stack([finite(teacher.top), inverse])])
         return Finished(torch.where(counts > 0, mixed, torch.zeros_like(mixed)), counts, whole)
@@ -130,15 +138,15 @@ class Distilled(Softmax):
 
 def _teacher(tile: Tile) -> Tensor:
     """The teacher's logits, −∞ where a pair does not count."""
-    return tile.guides[0].masked_fill(tile.x == -torch.inf, -torch.inf)
+    (product,), (scale, _) = tile.guides, tile.numbers
+    teacher = product if scale is None else product * scale[:, None]
+    return teacher.masked_fill(tile.x == -torch.inf, -torch.inf)
 
 
 def _soft_stats(x: Tensor, teacher: Tensor, dim: int) -> Tensor:
-    """`TeacherStats` [5, n] of the rows of a tile, or of its columns."""
+    """`TeacherStats` [4, n] of the rows of a tile, or of its columns."""
     top, x_top = teacher.amax(dim), x.amax(dim)
     below = teacher - finite(top).unsqueeze(dim)
     share = below.exp()
-    outside = x == -torch.inf
-    entropy = (share * below.masked_fill_(outside, 0.0)).sum(dim)
-    cross = (share * (x - finite(x_top).unsqueeze(dim)).masked_fill_(outside, 0.0)).sum(dim)
-    return torch.stack([top, share.sum(dim), entropy, cross, x_top])
+    gap = (below - (x - finite(x_top).unsqueeze(dim))).masked_fill_(x == -torch.inf, 0.0)
+    return torch.stack([top, share.sum(dim), (share * gap).sum(dim), x_top])

@@ -11,7 +11,6 @@ leave the denominator of the softmax. The guide's similarities are a second prod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,10 +19,12 @@ from torch import Tensor
 
 from contrastile._errors import invalid, one_of
 from contrastile._types import accumulator
-from contrastile.losses.base import Shard, Tile, fill
+from contrastile.losses.base import Formula, Shard, Tile, fill
 from contrastile.losses.softmax import Softmax
 
 STRATEGIES = ("absolute", "relative")
+# rows whose features are copied to the accumulator's type at once
+ROWS_AT_ONCE = 8192
 # roundings within which a similarity equals that of the positive
 TIES = 16
 
@@ -48,6 +49,9 @@ class Guided(Softmax):
     torch.Size([])
     """
 
+    formula = Formula(
+        "exponential", denominator="all", finish_fields=frozenset({"margin", "margin_strategy"}), guide="mask"
+    )
     guides: ClassVar[int] = 1
 
     margin: float = 0.0
@@ -60,26 +64,27 @@ class Guided(Softmax):
             remedy = "Add the loss of the exchanged sides for both directions."
             raise invalid("symmetric", "be False for a guided loss", self.symmetric, remedy)
 
-    def guide_sides(
-        self, guides: Sequence[tuple[Tensor, Tensor]], diagonal: int | None, positives: Tensor | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Both sides with one feature more, by which the product is the excess over the row's threshold."""
-        ((rows, cols),) = guides
-        wide = accumulator(rows.dtype)
-        rows, cols = rows.detach().to(wide), cols.detach().to(wide)
-        if diagonal is not None:
-            listed = torch.arange(diagonal, diagonal + len(rows), device=rows.device)[:, None]
-        elif positives is not None:
-            listed = positives
+    def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor:
+        """The threshold of each row."""
+        (of_rows,), (of_cols,) = rows.guides, cols.guides
+        wide = accumulator(rows.features.dtype)
+        if rows.diagonal is not None:
+            listed = torch.arange(rows.diagonal, rows.diagonal + len(of_rows), device=of_rows.device)[:, None]
+        elif rows.positives is not None:
+            listed = rows.positives
         else:
             raise invalid("query_labels", "be left out for a guided loss", "some", "Pass `positives`.")
-        similar = torch.stack([torch.linalg.vecdot(rows, cols[each.clamp(min=0)]) for each in listed.unbind(1)], 1)
-        least = similar.masked_fill(listed < 0, torch.inf).amin(1)
+        least = of_rows.new_full((len(of_rows),), torch.inf, dtype=wide)
+        for start in range(0, len(of_rows), ROWS_AT_ONCE):
+            along = slice(start, start + ROWS_AT_ONCE)
+            some = of_rows[along].to(wide)
+            for each in listed[along].unbind(1):
+                similar = torch.linalg.vecdot(some, of_cols[each.clamp(min=0)].to(wide))
+                least[along] = least[along].minimum(similar.masked_fill(each < 0, torch.inf))
         # a row without a positive has no loss, whatever its negatives are
         least = least.masked_fill(least == torch.inf, 0.0)
         margin = self.margin * least.abs() if self.margin_strategy == "relative" else self.margin
-        threshold = least - margin + TIES * torch.finfo(wide).eps * least.abs().clamp(min=1.0)
-        return (torch.cat([rows, -threshold[:, None]], 1),), (torch.cat([cols, torch.ones_like(cols[:, :1])], 1),)
+        return least - margin + TIES * torch.finfo(wide).eps * least.abs().clamp(min=1.0)
 
     def absorb(self, tile: Tile) -> tuple[Tensor, ...]:
         return super().absorb(_masked(tile))
@@ -90,6 +95,7 @@ class Guided(Softmax):
 
 def _masked(tile: Tile) -> Tile:
     """The tile without the negatives that exceed their row's threshold."""
-    excess, *_ = tile.guides
-    excluded = fill(fill(excess > 0, tile.positive, False), tile.excluded, True)
+    (similar,), (threshold, _) = tile.guides, tile.numbers
+    assert threshold is not None
+    excluded = fill(fill(similar > threshold[:, None], tile.positive, False), tile.excluded, True)
     return tile._replace(x=tile.x.masked_fill_(excluded, -torch.inf), excluded=excluded)

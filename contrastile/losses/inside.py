@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile.losses.base import Finished
+from contrastile.losses.base import Finished, Formula
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats
 
 
@@ -30,6 +30,8 @@ class SoftmaxInside(Softmax):
     >>> contrast(x, x, scale=10.0, loss=SoftmaxInside(exclude_self=True), query_labels=labels, key_labels=labels).shape
     torch.Size([])
     """
+
+    formula = Formula("exponential", inside=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,6 +32,8 @@ FETCHING = ("mra", "rwkv", "sam3_video", "yoso")
 TIMM_NAMES, OF_TIMM = ("architecture", "backbone"), "timm_backbone"
 # files of a folder from which transformers reads its classes
 FILES = ("config.json", "tokenizer_config.json")
+# file of a folder of open_clip, with the model's shapes and the normalisation of pixels
+OPEN_CLIP = "open_clip_config.json"
 
 
 def remote_code(entries: object) -> str | None:
@@ -95,3 +97,11 @@ def read_table(path: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise invalid("folder", f"hold a {path.name} with a table", f'"{path}"', remedy)
     return read
+
+
+def read_open_clip(folder: str | Path) -> dict[str, Any]:
+    """The configuration of a folder of open_clip; raises ValueError for one without a model in it."""
+    described = read_table(Path(folder) / OPEN_CLIP)
+    if not isinstance(described.get("model_cfg"), dict):
+        raise invalid("folder", f"hold a {OPEN_CLIP} with a model_cfg", f'"{folder}"', "Save the model there again.")
+    return described

@@ -78,14 +78,18 @@ class WordsTower(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`[B, L]` twice to `[B, features]`; masked tokens have no influence."""
+        mask, x = attention_mask[..., None].bool(), self.states(input_ids, attention_mask)
+        mean = (x * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        highest = x.masked_fill(~mask, torch.finfo(x.dtype).min).amax(dim=1)
+        return torch.cat([mean, highest], dim=1)
+
+    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """`[B, L]` twice to a vector for each token, `[B, L, width]`."""
         mask = attention_mask[..., None].bool()
         x = (self.words(input_ids) + self.places[: input_ids.shape[1]]) * mask
         padded = F.pad(x, (0, 0, 1, 1))
         mixed = F.relu(self.mix(torch.cat([padded[:, :-2], x, padded[:, 2:]], dim=-1)))
-        x = self.norm(x + mixed)
-        mean = (x * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        highest = x.masked_fill(~mask, torch.finfo(x.dtype).min).amax(dim=1)
-        return torch.cat([mean, highest], dim=1)
+        return self.norm(x + mixed)
 
 
 class BagTower(nn.Module):
@@ -114,3 +118,9 @@ class BagTower(nn.Module):
         share = weight / weight.sum(dim=1, keepdim=True).clamp(min=1e-6)
         mean = F.embedding_bag(input_ids, self.words.weight, per_sample_weights=share, mode="sum")
         return mean + self.layer_out(F.relu(self.layer_in(mean)))
+
+    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """`[B, L]` twice to exp(a_t) times the vector of each token, `[B, L, width]`; 0 for masked tokens."""
+        x = self.words(input_ids)
+        weight = self.weight(input_ids).exp() * attention_mask[..., None]
+        return weight * (x + self.layer_out(F.relu(self.layer_in(x))))

@@ -18,6 +18,8 @@ from contrastile._errors import invalid, whole_number
 from contrastile.models.remote_code import refuse_remote_code
 
 PAD, UNKNOWN = "[PAD]", "[UNK]"
+# the token that stands for no word in the queries of a late retriever
+MASK = "[MASK]"
 # the first and last token of a text for CLIP
 CLIP_ENDS = ("<start_of_text>", "<end_of_text>")
 KINDS = ("words", "bpe")
@@ -32,9 +34,17 @@ class Tokenizer(Protocol):
     # the padding token, and the number of tokens, those for padding and other purposes included
     pad: int
     vocabulary_size: int
+    # the mask token; that of padding where there is none
+    mask: int
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask`, int64 `[B, length]`, by default its own; longer texts are truncated."""
+
+    def token_id(self, token: str) -> int | None:
+        """The number of a token; None for one that is not in the vocabulary."""
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """The tokens of these numbers."""
 
     def save(self, folder: Path) -> None:
         """Write the files that `load_tokenizer` reads."""
@@ -59,6 +69,8 @@ class WordTokenizer:
         if pad is None:
             raise invalid("tokenizer", "have a padding token", "none", f"Add {PAD} to its words, or turn padding on.")
         self.pad, self.vocabulary_size = int(pad), int(self._engine.get_vocab_size())
+        mask = self.token_id(MASK)
+        self.mask = self.pad if mask is None else mask
         self._engine.enable_padding(length=length, pad_id=self.pad, pad_token=padding.get("pad_token", PAD))
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
@@ -68,6 +80,13 @@ class WordTokenizer:
             "attention_mask": [text.attention_mask for text in encoded],
         }
         return {name: torch.tensor(ids).view(len(encoded), self.length)[:, :length] for name, ids in rows.items()}
+
+    def token_id(self, token: str) -> int | None:
+        number: int | None = self._engine.token_to_id(token)
+        return number
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return [self._engine.id_to_token(number) or UNKNOWN for number in ids]
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, which includes the length."""
@@ -92,6 +111,8 @@ class FolderTokenizer:
         if self._engine.pad_token_id is None:
             raise invalid("tokenizer", "have a padding token", folder, "Set one and save the tokenizer again.")
         self.pad, self.vocabulary_size = int(self._engine.pad_token_id), len(self._engine)
+        mask = self._engine.mask_token_id
+        self.mask = self.pad if mask is None else int(mask)
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """A model whose tokenizer returns no mask (SigLIP) was trained on its padding, so the mask is all ones."""
@@ -101,14 +122,26 @@ class FolderTokenizer:
         ids, mask = encoded["input_ids"], encoded.get("attention_mask")
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
 
+    def token_id(self, token: str) -> int | None:
+        number: int | None = self._engine.get_vocab().get(token)
+        return number
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        # a number may have no token
+        return [token or UNKNOWN for token in self._engine.convert_ids_to_tokens(list(ids))]
+
     def save(self, folder: Path) -> None:
         """Write the files of transformers, which include the length."""
         self._engine.model_max_length = self.length
         self._engine.save_pretrained(folder)
 
 
-def train_tokenizer(texts: Iterable[str], *, kind: str = "words", size: int = 8000, length: int = 16) -> WordTokenizer:
+def train_tokenizer(
+    texts: Iterable[str], *, kind: str = "words", size: int = 8000, length: int = 16, special: Sequence[str] = ()
+) -> WordTokenizer:
     """A tokenizer of the `size` most frequent words or subwords of `texts`, for texts of up to `length` tokens.
+
+    special: further tokens that stand for no word, such as markers and a mask.
 
     >>> tokenizer = train_tokenizer(["LATIN SMALL LETTER A", "LATIN SMALL LETTER B"], length=5)
     >>> tokenizer.tokenise(["LATIN LETTER Z"])["attention_mask"]
@@ -122,7 +155,7 @@ def train_tokenizer(texts: Iterable[str], *, kind: str = "words", size: int = 80
     from tokenizers import Tokenizer as Engine
     from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-    options: dict[str, Any] = {"vocab_size": size, "special_tokens": [PAD, UNKNOWN], "show_progress": False}
+    options: dict[str, Any] = {"vocab_size": size, "special_tokens": [PAD, UNKNOWN, *special], "show_progress": False}
     digits = pre_tokenizers.Digits(individual_digits=True)
     if kind == "words":
         engine = Engine(models.WordLevel(unk_token=UNKNOWN))

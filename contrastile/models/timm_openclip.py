@@ -3,8 +3,9 @@
 Below `towers.py`. A name gives shapes that the library ships, and downloads nothing. Of timm, the adapter uses
 `timm.create_model(name, pretrained=False, num_classes=0, ...)`, which pools, and `timm.data.resolve_model_data_config`
 for the normalisation of pixels; of open_clip `get_model_config`, `CustomTextCLIP`, whose two sides are separate
-modules, and `SimpleTokenizer`. Both need torchvision, open_clip timm as well. Tested with timm 1.0.31, open_clip 3.3.0
-and an empty stand-in for torchvision: forward, backward, weights from files in both layouts of open_clip, whose
+modules, and `SimpleTokenizer`. A folder of open_clip has the files of its hub: a configuration, with the normalisation
+of pixels, and weights. Both libraries need torchvision, open_clip timm as well. Tested with timm 1.0.31, open_clip
+3.3.0 and an empty stand-in for torchvision: forward, backward, weights from files in both layouts of open_clip, whose
 features and tokens are equal. Weights that the libraries publish were not tested. Nothing but tensors is unpickled.
 """
 
@@ -30,6 +31,7 @@ from contrastile.models.base import (
     differences,
     feature_size,
 )
+from contrastile.models.remote_code import read_open_clip
 from contrastile.models.text import CLIP_ENDS, Tokenizer, WordTokenizer, bpe_as_clip
 
 # keys under which training scripts store the weights, and prefixes of wrappers
@@ -40,6 +42,8 @@ SCALES = ("logit_scale", "logit_bias")
 # keys of models that are not an image tower with a text tower
 OTHERS = ("multimodal_cfg", "audio_cfg", "genlip_cfg", "genlap_cfg")
 CONTEXT, IMAGE_SIZE = 77, 224
+# weights in a folder of open_clip, of several the first
+WEIGHTS_FILES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin")
 
 
 def read_weights(checkpoint: str | Path) -> dict[str, Tensor]:
@@ -133,9 +137,9 @@ def timm_tower(
 
 @dataclass(frozen=True)
 class OpenClip:
-    """A model's `name` in open_clip or its `config`, and a `checkpoint` with its weights.
+    """A model's `name` in open_clip or its `config`, and a `checkpoint` with its weights; or a `folder` of all three.
 
-    `mean` and `std` normalise the pixels, OpenAI's by default.
+    `mean` and `std` normalise the pixels, by default a folder's own, else OpenAI's.
     """
 
     name: str | None = None
@@ -143,11 +147,31 @@ class OpenClip:
     checkpoint: str | None = None
     mean: list[float] | None = None
     std: list[float] | None = None
+    folder: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.name is None) == (self.config is None):
+        others = [name for name in ("name", "config", "checkpoint") if getattr(self, name) is not None]
+        if self.folder is not None and others:
+            raise invalid("folder", "be given alone", f"{' and '.join(others)} beside it", "It has all of them.")
+        if self.folder is None and (self.name is None) == (self.config is None):
             remedy = "A name has the shapes that open_clip ships."
             raise invalid("config", "be given, or name, not both", f"{self.config} and {self.name}", remedy)
+
+    @cached_property
+    def _described(self) -> dict[str, Any]:
+        """The configuration file of the folder, empty without one."""
+        return {} if self.folder is None else read_open_clip(self.folder)
+
+    @property
+    def _weights(self) -> str | Path | None:
+        """The file with the weights."""
+        if self.folder is None:
+            return self.checkpoint
+        files = [path for name in WEIGHTS_FILES if (path := Path(self.folder, name)).is_file()]
+        if not files:
+            remedy = "Save the model there with its weights."
+            raise invalid("folder", f"hold one of {', '.join(WEIGHTS_FILES)}", f'"{self.folder}"', remedy)
+        return files[0]
 
     @cached_property
     def shapes(self) -> dict[str, Any]:
@@ -155,6 +179,7 @@ class OpenClip:
         import open_clip
 
         config = self.config if self.name is None else open_clip.get_model_config(self.name)
+        config = self._described.get("model_cfg", config)
         if config is None or ":" in (self.name or ""):
             remedy = "open_clip.list_models() names them; none is fetched."
             raise invalid("name", "be a model of open_clip", f'"{self.name}"', remedy)
@@ -183,18 +208,18 @@ class OpenClip:
             model = open_clip.CustomTextCLIP(**{**self.shapes, "vision_cfg": vision})
         except TypeError as error:
             raise invalid("config", "describe a model of open_clip", sorted(self.shapes), f"{error}.") from error
-        if self.checkpoint is not None:
+        if self._weights is not None:
             # the old layout has the parts of the module `text` at the top level
             current = ("visual.", "text.", *SCALES)
             weights = {
                 name if name.startswith(current) else f"text.{name}": value
-                for name, value in read_weights(self.checkpoint).items()
+                for name, value in read_weights(self._weights).items()
             }
             for name in SCALES:
                 # some versions write shape [], others [1]
                 if name in weights and getattr(model, name, None) is not None:
                     weights[name] = weights[name].reshape(getattr(model, name).shape)
-            load_weights_into(model, weights, self.checkpoint)
+            load_weights_into(model, weights, self._weights)
         return model
 
     def image(self, *, image_size: int, channels: int) -> Tower:
@@ -203,8 +228,9 @@ class OpenClip:
 
         size = self.shapes["vision_cfg"].get("image_size", IMAGE_SIZE)
         check_image_input(image_size, channels, size=size)
-        mean = list(self.mean or open_clip.OPENAI_DATASET_MEAN)
-        std = list(self.std or open_clip.OPENAI_DATASET_STD)
+        own = self._described.get("preprocess_cfg", {})
+        mean = list(self.mean or own.get("mean") or open_clip.OPENAI_DATASET_MEAN)
+        std = list(self.std or own.get("std") or open_clip.OPENAI_DATASET_STD)
         tower = PixelTower(self.model.visual, 3, mean, std)
         features = feature_size(tower, torch.zeros(1, channels, image_size, image_size))
         return Tower(tower, features, {"config": self.shapes, "mean": mean, "std": std})
@@ -222,7 +248,7 @@ class OpenClip:
         """Both sides, with the scale and bias of the checkpoint."""
         image = self.image(image_size=image_size, channels=channels)
         pair = TowerPair(image, self.text(tokenizer=tokenizer), nn.Identity(), nn.Identity(), image.settings)
-        return pair if self.checkpoint is None else pair.with_scale_of(self.model)
+        return pair if self._weights is None else pair.with_scale_of(self.model)
 
 
 class OpenClipText(nn.Module):

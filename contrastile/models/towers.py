@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, whole_number
+from contrastile._torch import is_compiled
 from contrastile.models.base import (
     ProjectedTower,
     Settings,
@@ -51,16 +52,25 @@ class DualEncoder(nn.Module):
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
         self.settings = settings
 
-    def encode_image(self, pixels: Tensor) -> Tensor:
-        """Pixels `[B, C, S, S]`, in [0, 1] or uint8, to features `[B, D]`; or cached features of the tower `[B, F]`."""
+    def encode_image(self, pixels: Tensor, *, unit: bool = False) -> Tensor:
+        """Pixels `[B, C, S, S]`, in [0, 1] or uint8, to features `[B, D]`; or cached features of the tower `[B, F]`.
+
+        unit: with rows of unit length, in the type of the scale.
+        """
         pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
         # the tower's precision may differ from the scale's
         dtype = next((x.dtype for x in self.image.parameters() if x.is_floating_point()), pixels.dtype)
-        return self.image(pixels.to(dtype), ahead=pixels.ndim == 2)
+        features: Tensor = self.image(pixels.to(dtype), ahead=pixels.ndim == 2)
+        return self.unit_rows(features) if unit else features
 
-    def encode_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Tokens `[B, L]` to features `[B, D]`."""
-        return self.text(input_ids, attention_mask)
+    def encode_text(self, input_ids: Tensor, attention_mask: Tensor, *, unit: bool = False) -> Tensor:
+        """Tokens `[B, L]` to features `[B, D]`; unit: as of images."""
+        features: Tensor = self.text(input_ids, attention_mask)
+        return self.unit_rows(features) if unit else features
+
+    def unit_rows(self, features: Tensor) -> Tensor:
+        """Features with rows of unit length, in the type of the scale."""
+        return F.normalize(features.to(self.logit_scale.dtype), dim=-1)
 
 
 class Projected(ProjectedTower):
@@ -99,12 +109,14 @@ def build_model(settings: Settings, *, tokenizer: Tokenizer) -> DualEncoder:
     """
     complete = completed(settings, PAIR_DEFAULTS)
     pair = (_separate_towers if complete["both"] is None else _whole_model)(complete, tokenizer)
+    bias = pair.bias if complete["bias"] is None else complete["bias"]
     return DualEncoder(
         Projected(pair.image.module, pair.image_projection),
         Projected(pair.text.module, pair.text_projection),
         scale=next(scale for scale in (complete["scale"], pair.scale, SCALE) if scale is not None),
-        bias=pair.bias if complete["bias"] is None else complete["bias"],
-        settings={**complete, **pair.settings},
+        bias=bias,
+        # without the folder of trained weights nothing else would say that there is a bias
+        settings={**complete, **pair.settings, "bias": bias},
     )
 
 
@@ -188,8 +200,9 @@ class Retriever(nn.Module):
 
     def _encode(self, side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         encoder = self.encoders[side if side in self.encoders else "both"]
-        if attention_mask.is_cuda:
-            # reading the mask would synchronise with the GPU; `encode` has trimmed the tokens before the transfer
+        if attention_mask.is_cuda or any(map(is_compiled, encoder.modules())):
+            # reading the mask would synchronise with the GPU, and each width would be compiled; `encode` has trimmed
+            # the tokens before the transfer
             return encoder(input_ids, attention_mask)
         # trim columns of padding, which cost as much as tokens
         longest = max(int(attention_mask.sum(dim=1).max()), 1)
@@ -227,15 +240,7 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
     torch.Size([2, 8])
     """
     complete = completed(settings, RETRIEVER_DEFAULTS)
-    sides = [side for side in ("both", "query", "passage") if complete[side] is not None]
-    if sides not in (["both"], ["query", "passage"]):
-        remedy = "One encoder for both sides, or one for each."
-        raise invalid("settings", "have both, or query and passage", ", ".join(sides) or "none", remedy)
-    towers: dict[str, Tower] = {}
-    for side in sides:
-        towers[side] = build_tower(side, ENCODERS, complete, tokenizer)
-        if complete["lora"] is not None:
-            add_adapters(towers[side].module, **complete["lora"])
+    towers = encoder_towers(complete, tokenizer)
     common = complete["features"]
     sizes = {common or tower.features for tower in towers.values()}
     if len(sizes) > 1:
@@ -246,6 +251,20 @@ def build_retriever(settings: Settings, *, tokenizer: Tokenizer) -> Retriever:
         encoders = {side: ProjectedTower(encoder, projections[side]) for side, encoder in encoders.items()}
     rebuilding = {**complete, **{side: tower.settings for side, tower in towers.items()}}
     return Retriever(encoders, features=sizes.pop(), settings=rebuilding)
+
+
+def encoder_towers(complete: Settings, tokenizer: Tokenizer) -> dict[str, Tower]:
+    """The towers of a retriever's sides with their adapters, "both" or "query" and "passage", by its settings."""
+    sides = [side for side in ("both", "query", "passage") if complete[side] is not None]
+    if sides not in (["both"], ["query", "passage"]):
+        remedy = "One encoder for both sides, or one for each."
+        raise invalid("settings", "have both, or query and passage", ", ".join(sides) or "none", remedy)
+    towers: dict[str, Tower] = {}
+    for side in sides:
+        towers[side] = build_tower(side, ENCODERS, complete, tokenizer)
+        if complete["lora"] is not None:
+            add_adapters(towers[side].module, **complete["lora"])
+    return towers
 
 
 ENCODERS: dict[str, TowerBuilder] = {

@@ -85,7 +85,7 @@ class Loss(nn.Module):
         error.args = (re.sub(r"`(\w+)`", lambda name: f"`{self.names.get(name[1], name[1])}`", str(error)),)
         return error
 
-    def _tell_all(self, error: ValueError) -> None:
+    def _tell_all(self, error: Exception) -> None:
         tell_all(error, self.options.group, self.options.exchange)
 
     def _look(self, scale: Tensor | float, *sides: Tensor) -> None:

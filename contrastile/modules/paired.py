@@ -6,7 +6,6 @@ from typing import ClassVar, Unpack
 
 from torch import Tensor
 
-from contrastile._types import accumulator
 from contrastile.engine import arguments as checks
 from contrastile.losses.balanced import BalancedSigmoid
 from contrastile.losses.decoupled import Decoupled, DecoupledWeighted
@@ -177,12 +176,9 @@ class DistillClipLoss(Loss):
         except ValueError as error:
             self._tell_all(error)
             raise
-        wide = accumulator(dist_image_features.dtype)
-        # the scale's product with features of 16 bits would be rounded
-        teacher = dist_image_features.to(wide) * dist_logit_scale, dist_text_features.to(wide)
         operation, inputs = self._prepared(
             image_features, text_features, logit_scale, query_ids=ids, key_ids=ids, weights=weights, paired=True,
-            guides=(teacher,),
+            guides=((dist_image_features, dist_text_features),), guide_scale=dist_logit_scale,
         )  # fmt: skip
         loss: Tensor = operation(*inputs)
         if self._unseen:

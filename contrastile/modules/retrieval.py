@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from contrastile._errors import invalid, one_of
+from contrastile._torch import pytree
+from contrastile._types import accumulator
 from contrastile.engine import arguments as checks
 from contrastile.engine.problem import autocast_type
 from contrastile.losses.guided import Guided
@@ -241,6 +245,9 @@ class ScoreDistillLoss(Loss):
         lists: [N, P] indices into this rank's keys [M, D], −1 pads; a row of pads alone leaves the mean, and for
             "margin_mse" the first of a list is the one that the others are compared with.
         weights: [N]; the loss is Σ w·loss / Σ w.
+        scorer: a learned distance in place of the dot product, such as `contrastile.scorers.MaxSim`, with query and key
+            as `contrast` takes them: nested tensors [N, ...] and [N, P, ...], or [M, ...] with `lists`. It scores one
+            query's list at a time, and again in the backward.
 
     >>> import torch, torch.nn.functional as F
     >>> query, key, scores = torch.randn(4, 16), torch.randn(4, 5, 16), torch.randn(4, 5)
@@ -267,6 +274,7 @@ class ScoreDistillLoss(Loss):
         *,
         lists: Tensor | None = None,
         weights: Tensor | None = None,
+        scorer: nn.Module | None = None,
     ) -> Tensor:
         """Return the distance of N queries' scores from a teacher's, over the batch of all ranks.
 
@@ -277,20 +285,31 @@ class ScoreDistillLoss(Loss):
             scale: a number, or a tensor of shape [] or [1].
             lists: [N, P] indices into this rank's keys [M, D], −1 pads.
             weights: [N]; the loss is Σ w·loss / Σ w.
+            scorer: a module that compares query and key in place of the dot product.
         """
         try:
-            own = self._listed(query, key, scores, lists)
+            if scorer is not None:
+                # a score is its own product with 1
+                key = _listed_scores(scorer, query, key, lists)[..., None]
+                query = key.new_ones(len(key), 1)
+            own = self._listed(query, key, scores, None if scorer is not None else lists)
         except ValueError as error:
             self._tell_all(self._in_own_words(error))
+            raise
+        except Exception as error:
+            # a scorer's own errors are of any kind
+            self._tell_all(error)
             raise
         # a pad has the id of every query
         ids: dict[str, Any] = {}
         if lists is not None:
             ids = {"negative_ids": lists.long(), "query_ids": torch.full_like(lists[:, 0], -1)}
-        operation, inputs = self._prepared(
-            query, own[:0, 0], scale, negatives=own, own_positives=1, targets=scores, weights=weights, **ids
-        )
-        loss: Tensor = operation(*inputs)
+        # autocast would round the scores of a scorer
+        with nullcontext() if scorer is None else torch.autocast(own.device.type, enabled=False):
+            operation, inputs = self._prepared(
+                query, own[:0, 0], scale, negatives=own, own_positives=1, targets=scores, weights=weights, **ids
+            )
+            loss: Tensor = operation(*inputs)
         return loss
 
     def _listed(self, query: Tensor, key: Tensor, scores: Tensor, lists: Tensor | None) -> Tensor:
@@ -315,3 +334,39 @@ class ScoreDistillLoss(Loss):
             got = f"{listed.device} and {scores.device}"
             raise invalid("scores", "be on the device of `key`", got, "Move one side first.")
         return key if lists is None else key[lists.clamp(min=0)]
+
+
+def _listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None) -> Tensor:
+    """The scores [N, P] of each query and the keys of its list, in float32 or better, with the graph of one list."""
+    leaves = {name: [x for x in pytree.tree_leaves(side) if isinstance(x, Tensor)] for name, side in
+              (("query", query), ("key", key))}  # fmt: skip
+    for name, tensors in leaves.items():
+        if not tensors or any(x.ndim < (1 if name == "query" or lists is not None else 2) for x in tensors):
+            rule = "be made of tensors [N, ...]" if name == "query" else "be made of tensors [N, P, ...], or [M, ...]"
+            raise invalid(name, rule, [list(x.shape) for x in tensors] or "none", "As the scorer reads them.")
+    N, (first, *_) = len(leaves["query"][0]), leaves["key"]
+    if lists is not None:
+        checks.positives(lists, leaves["query"][0])
+        if lists.ndim != 2:
+            raise invalid("lists", "have two dimensions [N, P]", f"shape {list(lists.shape)}", "List several keys.")
+        checks.in_range(lists, len(first))
+    elif len(first) != N:
+        raise invalid("key", "have a list for each `query`", f"{N} and {len(first)}", "Or pass `lists`.")
+
+    def some(side: Any, rows: Any) -> Any:
+        return pytree.tree_map(lambda x: x[rows] if isinstance(x, Tensor) else x, side)
+
+    scores = [
+        checkpoint(
+            scorer, some(query, slice(i, i + 1)), some(key, i if lists is None else lists[i].clamp(min=0)),
+            use_reentrant=False,
+        )[0]
+        for i in range(N)
+    ]  # fmt: skip
+    if not scores:
+        # a rank without queries has the graph that the others have
+        floats = [x for side in leaves.values() for x in side if x.is_floating_point()]
+        nothing = torch.stack([x.sum() * 0 for x in floats]).sum()
+        return nothing.expand(0, (first if lists is None else lists).shape[1])
+    stacked = torch.stack(scores)
+    return stacked.to(accumulator(stacked.dtype))

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from contrastile._errors import invalid
+from contrastile.exchange.host import host_bytes
 from contrastile.gradcache.memory import AUTO, MARGIN
 from contrastile.planner.memory import CONTEXT, Moment, Side, StepMemory
 from contrastile.planner.profile import Target
@@ -20,6 +21,7 @@ from contrastile.planner.seconds import StepSeconds, step_seconds
 MOST_ROWS = 2**28
 # batches in host memory: the present one, and the next that is read meanwhile
 BATCHES_ON_HOST = 2
+GIB = 2**30
 # fields of a cost that grow with the sub-batch but for the number of kernels
 WORKS = ("forward_work", "replay_work")
 
@@ -74,9 +76,10 @@ class Plan:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory on a node: the model, which is built there first, and batches."""
-        pairs = -(-self.batch // self.target.ranks) * self.target.per_node
-        return self.target.per_node * self.parameters + BATCHES_ON_HOST * pairs * self.host_inputs
+        """Bytes of host memory on a node: the model, which is built there first, batches, and features that wait."""
+        pairs, loss = -(-self.batch // self.target.ranks) * self.target.per_node, self.step.loss
+        waiting = host_bytes(loss.dimensions, loss.given, loss.ranks) if loss.host else 0
+        return self.target.per_node * self.parameters + pairs * (BATCHES_ON_HOST * self.host_inputs + waiting)
 
     @cached_property
     def seconds(self) -> StepSeconds | None:
@@ -126,7 +129,13 @@ class Plan:
 
     def at_largest(self) -> Plan:
         """The plan of the largest batch, without kept graphs; raises ValueError where not one pair fits."""
-        largest = self.largest()
+        largest, sub_batch = self.largest(), max(side.cost.sub_batch for side in self.step.sides)
+        held = sum(count for name, count in self.step.base().items() if name != "inputs") + self.trained
+        if not largest and (sub_batch == 1 or held > self.allowed):
+            room = f"room for {max(0, self.allowed) / GIB:.1f} GiB on {self.target.word}"
+            rule = "have room for weights, gradients, optimizer and one pair"
+            remedy = 'Take GPUs with more memory, or with weights and gradients in parts: train.parallel="shard".'
+            raise invalid("gpus", rule, f"{held / GIB:.1f} GiB of them, and {room}", remedy)
         if not largest:
             rule, size = "be small enough for one pair on each rank to fit", self.step.sides[0].cost.sub_batch
             raise invalid("train.sub_batch", rule, size, "Take half of it.")
@@ -142,6 +151,10 @@ class Plan:
             words: dict[str, Any] = {"exchange": exchange, "backend": backend}
             name = f"exchange {exchange}, backend {backend}"
             yield self._choice(name, replace(step, loss=replace(step.loss, **words)), **words)
+        if not step.loss.host and self.keys == 1:
+            plan = replace(self, step=step.with_features_on_host())
+            name = f"features in host memory: {plan.host / GIB:,.0f} GiB there"
+            yield plan._choice(name, plan.step)
         for retain in (0, AUTO):
             if retain != step.retain:
                 yield self._choice(f"retain {retain}", replace(step, retain=retain))

@@ -3,8 +3,10 @@
 Stands after a retriever's training: the bodies of `contrastile encode` and `contrastile search`. An index is a folder
 of shards, each written completely or not at all: `00000.npy` holds the features in float16 and is memory-mapped,
 `00000.ids` one id per line, `00000.jsonl` the passages, `00000.offsets.npy` the byte at which each of their lines
-begins. `index.json` lists the finished shards with checksums, so that an interrupted call is continued after the last
-of them, once features and passages are verified to be the same. `integrity.py` compares them when an index is opened.
+begins. Of a late retriever the features are the vectors of all tokens, packed, and `00000.lengths.npy` their number in
+each passage. `index.json` lists the finished shards with checksums, so that an interrupted call is continued after the
+last of them, once features and passages are verified to be the same. `integrity.py` compares them when an index is
+opened.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,12 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid, whole_number
-from contrastile.data.base import SkipCounter
+from contrastile.data.base import Indices, SkipCounter
 from contrastile.data.entries import read_passages
 from contrastile.data.texts import Passage
+from contrastile.evaluate import late
 from contrastile.evaluate.retrieval import topk
-from contrastile.retrieval.integrity import check_index, described, sealed
+from contrastile.retrieval.integrity import LENGTHS, check_index, described, sealed
 from contrastile.retrieval.pictures import picture_features, picture_passages
 from contrastile.train.folder import INDEX, RECIPE, WEIGHTS, RunFolder, one_writer
 from contrastile.train.recipe import load_any_recipe
@@ -34,6 +38,8 @@ from contrastile.train.retriever.run import RetrieverRun, load_retriever, open_r
 from contrastile.train.run import Run, load
 
 FORMAT = 2
+# the kind of runs and indices with one vector for each text or picture
+SINGLE = "single"
 
 
 def run_checksums(run_folder: RunFolder) -> dict[str, str]:
@@ -104,6 +110,8 @@ def encode_corpus(
     shard = whole_number("shard", shard, 1, "65536 is usual.", rule="be at least 1 passage")
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"format": FORMAT, "corpus": corpus, "made_by": made_by, "shard": shard, "dimensions": dimensions}
+    if (kind := kind_of(run.recipe)) != SINGLE:
+        settings["kind"] = kind
     remedy = "Wait for the other one to end, or choose another folder with --out."
     with one_writer(folder, invalid("out", "be written by one command at a time", f'"{folder}"', remedy)):
         _write_shards(run, passages, RunFolder(folder), settings)
@@ -148,13 +156,18 @@ def _write_shard(
     run: Run | RetrieverRun, passages: Sequence[Passage], files: RunFolder, number: int, dimensions: int | None
 ) -> dict[str, Any]:
     """Encode and write one shard; return its entry in index.json."""
-    name = f"{number:05}"
+    name, lengths = f"{number:05}", None
     title = f"encoding shard {number + 1}"
     if isinstance(run, Run):
         encoded = picture_features(run, passages, title)
     else:
         tokens = passage_tokens(passages, run.tokenizer, run.recipe)
-        encoded = run.encode_tokens("passage", tokens, dimensions=dimensions, title=title)
+        several = kind_of(run.recipe) != SINGLE
+        # the vectors of a shard's tokens may be too many for float32
+        dtype = torch.float16 if several else torch.float32
+        encoded = run.encode_tokens("passage", tokens, dimensions=dimensions, title=title, dtype=dtype)
+        if several:
+            lengths, encoded = np.array(encoded.lengths, dtype=np.int32), encoded.values
     features = encoded.half().cpu()
     if not features.isfinite().all():
         got = f"{encoded.abs().max().item():.3g} in shard {name}"
@@ -165,7 +178,9 @@ def _write_shard(
         path.write_bytes(b"".join(lines))
     files.write_text(f"{name}.ids", "".join(json.dumps(passage.id)[1:-1] + "\n" for passage in passages))
     offsets = np.cumsum([0, *map(len, lines[:-1])], dtype=np.int64)
-    for file_name, array in ((f"{name}.offsets.npy", offsets), (f"{name}.npy", features.numpy())):
+    arrays = {".offsets.npy": offsets, ".npy": features.numpy()} | ({} if lengths is None else {LENGTHS: lengths})
+    for ending, array in arrays.items():
+        file_name = f"{name}{ending}"
         with files.written_whole(file_name) as path, path.open("wb") as file:
             np.save(file, array, allow_pickle=False)
     return {
@@ -181,8 +196,13 @@ def _lines(passages: Sequence[Passage]) -> list[bytes]:
     return [json.dumps(asdict(passage), ensure_ascii=False).encode() + b"\n" for passage in passages]
 
 
+def kind_of(recipe: Any) -> str:
+    """The kind of a recipe's features: "single", a row for each text or picture, or "late", one for each token."""
+    return str(getattr(recipe.model, "kind", SINGLE))
+
+
 class Index:
-    """A finished index with memory-mapped features.
+    """A finished index with memory-mapped features, of one vector a passage or of one for each of its tokens.
 
     `engine`: "torch" multiplies tile by tile on the queries' device; "faiss" holds all features in a flat faiss index,
     which is equally exact and, on a CPU, several times as fast once it is filled. verify: compare every byte with its
@@ -205,25 +225,52 @@ class Index:
         self._features = [np.load(f"{path}.npy", mmap_mode="r", allow_pickle=False) for path in paths]
         self._offsets = [np.load(f"{path}.offsets.npy", allow_pickle=False) for path in paths]
         self._passages = [Path(f"{path}.jsonl") for path in paths]
+        parts: Sequence[Any] = self._features
+        if self.kind != SINGLE:
+            if engine != "torch":
+                remedy = "Leave it out: token vectors are searched exactly, or among candidates."
+                raise invalid("engine", f'be torch for an index of kind "{self.kind}"', f'"{engine}"', remedy)
+            lengths = [np.load(f"{path}{LENGTHS}", allow_pickle=False) for path in paths]
+            parts = [late.TokenVectors.of(*each) for each in zip(self._features, lengths, strict=True)]
         # the row of each shard's first passage, then the number of passages
-        self._starts = np.cumsum([0, *map(len, self._features)])
-        for shard, features in zip(shards, self._features, strict=True):
-            if len(features) != shard["passages"]:
+        self._starts = np.cumsum([0, *map(len, parts)])
+        for shard, part, features in zip(shards, parts, self._features, strict=True):
+            tokens_differ = isinstance(part, late.TokenVectors) and part.starts[-1] != len(features)
+            if len(part) != shard["passages"] or tokens_differ:
                 remedy = "Encode the corpus again."
                 raise invalid("index", "hold what it says", f"another shard {shard['name']}", remedy)
-        self._search = ENGINES[engine](self._features)
+        self._search = ENGINES[engine](parts) if self.kind == SINGLE else partial(late.topk, shards=parts)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     @property
     def dimensions(self) -> int:
-        """The number of features of a passage."""
+        """The number of features of a passage, or of each of its tokens."""
         return int(self._features[0].shape[1])
 
-    def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The `k` best passages of each query, float `[n, D]`: scores float32 and rows int64, both `[n, k]`."""
-        return self._search(queries, min(k, len(self)))
+    @property
+    def kind(self) -> str:
+        """The kind of its features: "single" or "late"."""
+        return str(self.metadata.get("kind", SINGLE))
+
+    def search(self, queries: Any, k: int, candidates: Indices | None = None) -> tuple[Tensor, Tensor]:
+        """The `k` best passages of each query, float `[n, D]`: scores float32 and rows int64, both `[n, k]`.
+
+        Of an index of kind "late", queries are vectors `[n, L, D]` with their mask `[n, L]`, and `candidates` `[n, C]`
+        the rows that are scored, −1 for none. Raises ValueError for queries of the other kind.
+        """
+        if isinstance(queries, Tensor) != (self.kind == SINGLE):
+            rule = f'be encoded by a run of the index\'s kind, "{self.kind}"'
+            got = "one vector each" if isinstance(queries, Tensor) else "vectors of tokens"
+            raise invalid("queries", rule, got, "Encode the corpus by the same run.")
+        further = {} if self.kind == SINGLE else {"candidates": candidates}
+        return self._search(queries, k=min(k, len(self)), **further)
+
+    def ids(self) -> list[str]:
+        """The ids of all passages, in their order."""
+        files = [path.with_suffix(".ids") for path in self._passages]
+        return [json.loads(f'"{line}"') for file in files for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
 
     def __getitem__(self, row: int) -> Passage:
         """The passage at a row."""
@@ -270,13 +317,17 @@ def _faiss_search(shards: Sequence[Any]) -> SearchEngine:
 
 
 # scores float32 and rows int64 of the k best passages of each query, both [n, k]
-SearchEngine = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+SearchEngine = Callable[..., tuple[Tensor, Tensor]]
 ENGINES: dict[str, Callable[[Sequence[Any]], SearchEngine]] = {"torch": _torch_search, "faiss": _faiss_search}
 
 
 def open_index(folder: RunFolder, index: str | Path, *, engine: str = "torch", verify: bool = False) -> Index:
     """The index of a run; raises ValueError where another run, or other weights, made it."""
     opened = Index(index, engine=engine, verify=verify)
+    kind = kind_of(load_any_recipe(folder / RECIPE, files=False))
+    if opened.kind != kind:
+        remedy = f"Encode the corpus again: contrastile encode {folder.path}"
+        raise invalid("index", f'be of the run\'s kind, "{kind}"', f'"{index}", of kind "{opened.kind}"', remedy)
     if opened.metadata["made_by"] != run_checksums(folder):
         remedy = f"Encode the corpus again: contrastile encode {folder.path}"
         raise invalid("index", "be made by this run", f'"{index}", made by another', remedy)

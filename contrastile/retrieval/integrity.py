@@ -22,16 +22,16 @@ from contrastile.train.folder import INDEX
 
 # bytes of a block, hexadecimal digits of its checksum, blocks compared when an index is opened
 BLOCK, DIGITS, SAMPLED = 2**20, 16, 64
-OFFSETS = ".offsets.npy"
-# endings of the files of a shard
-ENDINGS = (".npy", ".ids", ".jsonl", OFFSETS)
+OFFSETS, LENGTHS = ".offsets.npy", ".lengths.npy"
+# endings of the files of a shard; the last one of token vectors only
+ENDINGS = (".npy", ".ids", ".jsonl", OFFSETS, LENGTHS)
 NAME = re.compile(r"\d{5,}")
 REMEDY = "Restore it, or remove the folder and encode again."
 
 
 def described(folder: Path, shard: str) -> dict[str, dict[str, Any]]:
     """The entries of a shard's files: bytes, and the checksums of the blocks, one after the other in one text."""
-    paths = [folder / f"{shard}{ending}" for ending in ENDINGS]
+    paths = [path for ending in ENDINGS if (path := folder / f"{shard}{ending}").is_file()]
     return {path.name: {"bytes": path.stat().st_size, "blocks": "".join(_digests(path))} for path in paths}
 
 
@@ -58,7 +58,7 @@ def check_index(folder: Path, metadata: Any, *, whole: bool = False) -> None:
             if not path.is_file() or path.stat().st_size != expected["bytes"]:
                 raise _damaged(path, "another size" if path.is_file() else "none")
             numbered = [(path, at, blocks[at * DIGITS :][:DIGITS]) for at in range(len(blocks) // DIGITS)]
-            if whole or name.endswith(OFFSETS):
+            if whole or name.endswith((OFFSETS, LENGTHS)):
                 _compare(numbered)
             else:
                 sampled += numbered

@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +19,7 @@ from contrastile._errors import printable
 from contrastile.data.bm25 import words
 from contrastile.retrieval.index import Index, load_run, open_index
 from contrastile.train.folder import RunFolder
+from contrastile.train.retriever.evaluation import Candidates
 from contrastile.train.retriever.run import RetrieverRun
 from contrastile.train.run import Run
 
@@ -33,8 +35,10 @@ class Search:
 
     run: Run | RetrieverRun
     index: Index
+    # picks the passages that a late retriever scores
+    candidates: Candidates | None = None
 
-    def encoded(self, questions: list[str]) -> Tensor:
+    def encoded(self, questions: list[str]) -> Any:
         """Features of questions, or of texts that pictures are to be found for."""
         if isinstance(self.run, Run):
             return self.run.encode_text(questions)
@@ -51,21 +55,36 @@ class Search:
         if not vocabulary:
             return None
         questions = [" ".join(generator.choice(vocabulary, WORDS_EACH)) for _ in range(MADE_UP)]
+        scores, _ = self.best(questions, 1)
+        return float(scores.quantile(BELOW))
+
+    def best(self, questions: list[str], k: int) -> tuple[Tensor, Tensor]:
+        """The `k` best passages of each question: scores and rows `[n, k]`.
+
+        A score of a late retriever is divided by the number of the question's tokens, so that a long question has no
+        better ones.
+        """
         features = self.encoded(questions)
-        return float(self.index.search(features, 1)[0].quantile(BELOW))
+        if isinstance(features, Tensor):
+            return self.index.search(features, k)
+        among = None if self.candidates is None else self.candidates(questions)
+        scores, rows = self.index.search(features, k, among)
+        return scores / features[1].sum(1, keepdim=True).clamp(min=1), rows
 
     def results_text(self, question: str, k: int, *, lines: int) -> str:
         """The `k` best passages for a terminal: score, name, source, and the first `lines` lines of each.
 
         A first line says so where nothing is close.
         """
-        features = self.encoded([question])
-        scores, rows = self.index.search(features, k)
+        scores, rows = self.best([question], k)
         blocks, best = [], float(scores[0, 0])
         if self.threshold is not None and best < self.threshold:
             sentence = f"nothing close: {best:.3f}, and random words of the corpus come as near as {self.threshold:.3f}"
             blocks.append(f"{sentence}; the nearest are")
         for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
+            if row < 0:
+                # fewer candidates than passages to show
+                break
             passage = self.index[row]
             name = f"{passage.title} ({passage.id})" if passage.title else passage.id
             source = f"\n        {printable(passage.source)}" if passage.source else ""

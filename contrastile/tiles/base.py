@@ -88,8 +88,8 @@ class Tiles(ABC):
 
     # the arithmetic never waits for the device, so that a call can be captured as a CUDA graph
     capturable: ClassVar[bool] = False
-    # blocks may have guides and targets (see `Shard`)
-    takes_guides: ClassVar[bool] = False
+    # `backward` writes accumulators that are `fresh`
+    writes_fresh: ClassVar[bool] = False
     # `backward` accepts an `InFlight` as v, adds to it and releases it
     accepts_in_flight: ClassVar[bool] = False
 
@@ -106,6 +106,10 @@ class Tiles(ABC):
     flag: Tensor | None = field(default=None, init=False, repr=False)
     # u and v are parts of one tensor, which a small call copies and scales at once
     joined: bool = field(default=False, init=False, repr=False)
+    # u and v are uninitialised memory, of which one `backward` writes all
+    fresh: bool = field(default=False, init=False, repr=False)
+    # the sums of a backward are both of `pair_sums`, whatever `sums_products`
+    summed: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
     given: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
@@ -188,22 +192,23 @@ class Tiles(ABC):
         return reduced(self.loss.finish_all(stats, self.scale, total), weights, reduction, total, nonfinite())
 
     def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        """Zeros for u and v where a gradient is wanted; `wanted`: of scale, bias, q and k.
+        """Zeros, or `fresh` memory, for u and v where a gradient is wanted; `wanted`: of scale, bias, q and k.
 
         Tiles that do not sum products read the scale's gradient off an accumulator, and need one for it.
         """
         want_scale, _, want_q, want_k = wanted
         wide = self.scale.dtype
+        new = torch.empty if self.fresh else torch.zeros
         for_scale = want_scale and not want_k and not self.sums_products
         (N, D), M = rows.features.shape, len(cols)
         # a v that begins at an odd address would take other kernels
         self.joined = self.joined and want_q and want_k and N * D % 4 == 0
         if self.joined:
-            both = torch.zeros(N + M, D, dtype=wide, device=self.scale.device)
+            both = new(N + M, D, dtype=wide, device=self.scale.device)
             return both[:N], both[N:]
         # contiguous rows, whatever the strides of the features
-        u = torch.zeros(rows.features.shape, dtype=wide, device=self.scale.device) if want_q or for_scale else None
-        return u, torch.zeros(cols.features.shape, dtype=wide, device=self.scale.device) if want_k else None
+        u = new(rows.features.shape, dtype=wide, device=self.scale.device) if want_q or for_scale else None
+        return u, new(cols.features.shape, dtype=wide, device=self.scale.device) if want_k else None
 
     def gradients(
         self,
@@ -223,7 +228,7 @@ class Tiles(ABC):
         want_scale, want_bias, want_q, want_k = wanted
         u, v, sums = accumulated
         # the accumulators are overwritten below
-        of_pairs, of_products = self._pair_sums(sums, rows, cols, u, v, want_scale)
+        of_pairs, of_products = self.pair_sums(sums, rows, cols, u, v, want_scale)
         dscale = as_given(of_products, scale, upstream) if want_scale else None
         dbias = None
         if want_bias and bias is not None:
@@ -238,11 +243,11 @@ class Tiles(ABC):
         dk = self.scaled(v, of_k, upstream, keep=keep) if want_k and v is not None else None
         return [dscale, dbias, dq, dk]
 
-    def _pair_sums(
+    def pair_sums(
         self, sums: Tensor, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, want_scale: bool
     ) -> tuple[Tensor, Tensor]:
         """Σ g_ij and Σ g_ij · ⟨q_i, k_j⟩; the second is read off u or v where `backward` did not sum it."""
-        if self.sums_products:
+        if self.sums_products or self.summed:
             return sums[0], sums[1]
         if not want_scale:
             return sums, sums

@@ -3,8 +3,7 @@
 Beside `eager.py`, whose loop over tiles it takes over. With s_ij = Φ(f_i, g_j; Ω) and x_ij = scale · s_ij + bias:
 the forward computes each tile of scores without a graph and the loss keeps its statistics of it; the backward
 computes it again with a graph, the loss gives w_ij = ∂L/∂x_ij, and back-propagating w through the tile adds to
-∂L/∂Ω (equation 11), u_i (12) and v_j (13). The paper holds all b² distances and their gradients in between; here
-nothing is held but one tile and its graph.
+∂L/∂Ω (equation 11), u_i (12) and v_j (13). The paper holds all b² distances and gradients; here one tile is held.
 
 A side's rows are any nested tensors. Their gradients are accumulated as one matrix [n, all numbers of a row], so
 that an exchange carries them as it carries those of a dot product; likewise the sums over all pairs are one vector:
@@ -39,6 +38,7 @@ from contrastile.gradcache.memory import as_written, footprint
 from contrastile.gradcache.modes import Autocast, back_propagated, in_modes, silent
 from contrastile.gradcache.rng import RandomState, begin_random, own_generators
 from contrastile.losses.base import Shard
+from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Accumulated, InFlight, as_given
 from contrastile.tiles.eager import SIDE_ACCELERATOR, SIDE_CPU, TILES_HELD, Eager
 
@@ -143,6 +143,10 @@ class Scorer:
         draft = cls(
             module, modules, training, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other
         )
+        if isinstance(module, MaxSim) and module.known:
+            # a trial would tell nothing more, and takes a millisecond
+            (q, _), (k, _) = module.checked(rows[0].nested(rows[1]), cols[0].nested(cols[1]))
+            return replace(draft, dtype=(q[:0, 0] @ k[:0, 0].T).dtype)
         # as many rows as columns would hide that they are exchanged
         probe = (1, 2) if len(cols[1][0]) == 2 else PROBE
         few = [_few(tensors, n) for (_, tensors), n in zip((rows, cols), probe, strict=True)]
@@ -313,6 +317,9 @@ class Scored(Eager):
             with torch.no_grad():
                 scores, leaves = self.scorer(rows, cols), []
         return scores.detach().to(self.scale.dtype) * self.scale, (scores, leaves)
+
+    def _products(self, graph: Any) -> Tensor | None:
+        return graph[0].detach().to(self.scale.dtype) if self.loss.reads_products else None
 
     def _propagate(
         self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile.data.base import Indices
 from contrastile.data.pairs import Stream
 from contrastile.gradcache.encode import encode
-from contrastile.gradcache.memory import bytes_per_example
+from contrastile.gradcache.memory import as_written, bytes_per_example
 from contrastile.models.base import evaluating
 from contrastile.models.text import load_tokenizer
 from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
@@ -108,13 +108,19 @@ class ImageText(Task[Batch]):
     def loss(self, part: Batch) -> Tensor:
         """The recipe's loss of a part of any size; activations of the retained sub-batches are held, or of one."""
         model, settings, size = self.run.model, self.run.recipe.train, self.run.recipe.train.sub_batch
+        # features on the way to host memory are normalised on the device
+        streamed = settings.features == "host"
+        towers = model.encode_image, model.encode_text
+        to_image, to_text = (partial(tower, unit=True) for tower in towers) if streamed else towers
+        words: dict[str, Any] = {"retain": settings.retain, "features": settings.features}
         tokens, others = apart(part.tokens)
         with self.run.autocast():
             # with retain >= 1, a batch of one sub-batch is encoded once, without a replay
-            image = encode(model.encode_image, part.pixels, sub_batch=size.image, retain=settings.retain)
-            text = encode(model.encode_text, tokens, **size.words("text"), retain=settings.retain)
-            image, text = (F.normalize(side.to(model.logit_scale.dtype), dim=-1) for side in (image, text))
-            inputs: dict[str, Any] = {"ids": part.ids.to(self.run.device)}
+            image = encode(to_image, part.pixels, sub_batch=size.image, **words)
+            text = encode(to_text, tokens, **size.words("text"), **words)
+            if not streamed:
+                image, text = map(model.unit_rows, (image, text))
+            inputs: dict[str, Any] = {"ids": part.ids if streamed else part.ids.to(self.run.device)}
             if self.teacher is not None:
                 inputs["guides"] = self.teacher.pairs(part.pixels, others)
             # the loss makes its products in autocast's type
@@ -153,7 +159,7 @@ class ImageText(Task[Batch]):
 def objective_of(run: Run) -> PairObjective:
     """The objective of a run; a queue has the size of its features."""
     if not getattr(run.recipe.loss, "queue", 0):
-        return PairObjective(run.recipe.loss)
+        return PairObjective(run.recipe.loss, device=run.device if run.recipe.train.features == "host" else None)
     with evaluating(run.model):
         features = run.encode_text([""]).shape[1]
     return PairObjective(run.recipe.loss, features=features, dtype=run.model.logit_scale.dtype)
@@ -169,12 +175,12 @@ def activations_per_pair(run: Run, bundle: DataBundle) -> int:
         return run.model.encode_image(pixels)
 
     def text(count: int) -> object:
-        tokens = {name: ids[row.expand(count)].to(run.device) for name, ids in bundle.tokens.items()}
+        tokens: dict[str, Any] = {name: ids[row.expand(count)].to(run.device) for name, ids in bundle.tokens.items()}
         return run.model.encode_text(**tokens)
 
     # black pictures must not enter the running statistics of batch norm
     buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
-    with run.autocast():
+    with run.autocast(), as_written():
         texts = sub_batch.at_once("text", run.recipe.model.tokenizer.length)
         total = bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts)
     for buffer, value in buffers:

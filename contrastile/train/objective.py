@@ -44,10 +44,20 @@ class Objective:
     modules: ClassVar[Mapping[str, Callable[..., Any]]]
     sides: ClassVar[tuple[str, ...]]
 
-    def __init__(self, settings: Any, *, features: int = 0, dtype: torch.dtype = torch.float32) -> None:
-        """Make the loss, and queues of keys of so many `features`; none without."""
+    def __init__(
+        self,
+        settings: Any,
+        *,
+        features: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        """Make the loss, and queues of keys of so many `features`; none without.
+
+        device: of the products, where the features wait in host memory.
+        """
         self.settings = settings
-        self.loss = _made(settings, self.modules[settings.kind])
+        self.loss = _made(settings, self.modules[settings.kind], {} if device is None else {"device": device})
         size, sides = getattr(settings, "queue", 0), self.sides if features else ()
         self.queues = nn.ModuleDict({side: KeyQueue(size, features, dtype=dtype) for side in sides if size})
         self._waiting: list[dict[str, Tensor]] = []
@@ -82,10 +92,10 @@ class Objective:
         self._waiting.clear()
 
 
-def _made(settings: LossSettings, module: Callable[..., Any]) -> Any:
-    """The loss module; an error speaks of the recipe's keys."""
+def _made(settings: LossSettings, module: Callable[..., Any], more: Mapping[str, Any]) -> Any:
+    """The loss module, with `more` words than the settings'; an error speaks of the recipe's keys."""
     try:
-        return module(**settings.words())
+        return module(**settings.words(), **more)
     except ValueError as error:
         keys = type(settings).model_fields
         error.args = (re.sub(r"`(\w+)`", lambda x: f"`loss.{x[1]}`" if x[1] in keys else x[0], str(error)),)
@@ -167,16 +177,21 @@ class QueryObjective(Objective):
     }  # fmt: skip
     sides: ClassVar = ("passage",)
 
-    def __init__(self, settings: Any, *, features: int = 0) -> None:
+    def __init__(self, settings: Any, *, features: int = 0, scorer: nn.Module | None = None) -> None:
+        """`scorer`: of token vectors, in the place of the dot product."""
         super().__init__(settings, features=features)
-        if settings.kind in ("kl", "margin_mse"):
+        by_scores = settings.kind in ("kl", "margin_mse")
+        if scorer is not None:
+            self.loss = partial(self.loss, scorer=scorer) if by_scores else _scored(self.loss, scorer)
+        if by_scores:
             how = {name: getattr(settings, name) for name in ("backend", "exchange", "gradient", "workspace")}
-            self._in_batch = InfoNCELoss(**how)
+            in_batch = InfoNCELoss(**how)
+            self._in_batch: Any = in_batch if scorer is None else _scored(in_batch, scorer)
 
     def __call__(
         self,
-        query: Tensor,
-        passage: Tensor,
+        query: Any,
+        passage: Any,
         scale: Tensor,
         *,
         positives: Tensor,
@@ -192,14 +207,16 @@ class QueryObjective(Objective):
 
         positives, lists [b, P], [b, H]: indices of each query's passages, of the keys and of all, −1 pads. key_ids
         [L]. scores [b, H]: of the listed. guides: the other model's features of both sides, and its scale. queue: keys
-        of earlier steps, and their ids.
+        of earlier steps, and their ids. With a scorer of token vectors, query and passage are vectors and their mask.
         """
-        key, ids = (passage, key_ids) if shared is None else (passage[shared], key_ids[shared])
+        key, ids = (passage, key_ids) if shared is None else (_some(passage, shared), key_ids[shared])
         given: dict[str, Any] = {"positives": positives, "query_ids": query_ids, "key_ids": ids}
         if scores is not None:
             weight = self.settings.weight
             soft: Tensor = self.loss(query, passage, scores * self.settings.score_scale, scale, lists=lists)
-            return soft if weight == 1 else weight * soft + (1 - weight) * self._in_batch(query, key, scale, **given)
+            return (
+                soft if weight == 1 else weight * soft + (1 - weight) * self._in_batch(query, key, scale=scale, **given)
+            )
         if queue is not None:
             key, given["key_ids"] = _behind(key, ids, queue)
         if guides is not None:
@@ -215,6 +232,18 @@ class QueryObjective(Objective):
                 del given["positives"], given["key_ids"]
         value: Tensor = self.loss(query, key, scale=scale, **given)
         return value
+
+
+def _scored(loss: InfoNCELoss, scorer: nn.Module) -> Callable[..., Tensor]:
+    """The loss with a scorer in place of the dot product."""
+    # it has its smoothing already
+    words: dict[str, Any] = vars(loss.options) | {"label_smoothing": 0.0, "scorer": scorer}
+    return partial(contrast, loss=loss.loss, **words)
+
+
+def _some(side: Any, rows: Tensor) -> Any:
+    """These rows of features, or of token vectors and their mask."""
+    return tuple(x[rows] for x in side) if isinstance(side, tuple) else side[rows]
 
 
 # the objective of each kind of recipe

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from contrastile._errors import invalid
 from contrastile.data.sources import is_collection
+from contrastile.models.base import feature_size
 from contrastile.models.text import load_tokenizer, train_tokenizer
 from contrastile.models.timm_openclip import clip_tokenizer
 from contrastile.offload import free_memory
@@ -51,6 +52,9 @@ def planned(recipe: Any, overrides: Sequence[str], gpus: str | None, batch: int 
     """`contrastile.plan`."""
     machines = target(gpus)
     settings: Any = recipe if isinstance(recipe, AnyRecipe) else load_any_recipe(recipe, overrides, files=False)
+    if _late(settings):
+        remedy = "Train a few steps, whose memory and time are in the report."
+        raise invalid("recipe", 'have model.kind = "single" for a plan', '"late"', remedy)
     largest = max(size for _, size in settings.train.batch)
     if batch is not None and batch < machines.ranks:
         raise invalid("batch", f"be at least a pair for each of the {machines.ranks} ranks", batch, "Take more.")
@@ -66,12 +70,19 @@ def planned_memory(run: LoadedRun, batch: int, ranks: int) -> dict[str, int] | N
     if run.device.type != "cuda" or not batch:
         return None
     try:
+        if _late(run.recipe):
+            return None
         memory = free_memory(run.device)[1]
         machines = Target(str(run.device), None, memory, ranks, ranks, run.device.type)
         return plan_of(run.recipe, machines, batch, *towers(run.recipe, ranks, batch)).peak.parts
     except Exception as error:
         logger.warning("no plan of the memory: %s: %s", type(error).__name__, error)
         return None
+
+
+def _late(recipe: Any) -> bool:
+    """True for a retriever with many vectors, whose loss is not planned."""
+    return getattr(recipe.model, "kind", "single") == "late"
 
 
 def stages(recipe: Any, pairs: int | None = None) -> tuple[tuple[int, int], ...]:
@@ -106,9 +117,10 @@ def towers(recipe: Any, ranks: int, batch: int) -> tuple[nn.Module, list[TowerCo
     build: Callable[..., Any] = build_run if isinstance(recipe, Recipe) else build_retriever_run
     tokenizer = made_up_tokenizer(recipe.model.tokenizer)
     # compiled towers take no more; weights in folders are not read
-    settings = without_folders(recipe).model_copy(update={"device": "meta"})
-    if getattr(settings.train, "compile", False):
-        settings = settings.model_copy(update={"train": settings.train.model_copy(update={"compile": False})})
+    settings = without_folders(recipe)
+    settings = settings.model_copy(
+        update={"device": "meta", "train": settings.train.model_copy(update={"compile": False})}
+    )
     with made_without_memory():
         model = build(settings, tokenizer).model.train()
     context, costs = partial(autocast, CPU, recipe.train.precision), []
@@ -116,7 +128,13 @@ def towers(recipe: Any, ranks: int, batch: int) -> tuple[nn.Module, list[TowerCo
         without_memory(model)
         for name, (_, size, length) in sub_batches(recipe, rows).items():
             encoder, module = _encoder(model, name)
-            costs.append(measure(name, encoder, partial(_inputs, recipe, length), module, size, context))
+            inputs = partial(_inputs, recipe, length)
+            if name == "image" and recipe.model.precompute:
+                # the tower ran before the first step
+                tower: Any = module.tower
+                width = feature_size(tower, *inputs(1))
+                inputs = partial(_cached_features, width)
+            costs.append(measure(name, encoder, inputs, module, size, context))
     return model, costs
 
 
@@ -130,12 +148,17 @@ def _encoder(model: Any, side: str) -> tuple[Callable[..., Tensor], nn.Module]:
 
 
 def _inputs(recipe: Any, length: int, n: int) -> list[Tensor]:
-    """A sub-batch of `n` examples: texts of `length` tokens, pictures where that is 0, or their cached features."""
+    """A sub-batch of `n` examples: texts of `length` tokens, or pictures where that is 0."""
     if length:
         return [torch.ones(n, length, dtype=torch.int64) for _ in range(TOKEN_TENSORS)]
     data = recipe.data
     dtype = torch.uint8 if is_collection(data.source) else torch.float32
     return [torch.zeros(n, data.channels, data.image_size, data.image_size, dtype=dtype)]
+
+
+def _cached_features(width: int, n: int) -> list[Tensor]:
+    """A sub-batch of a locked tower's features, for recipes with `model.precompute`."""
+    return [torch.zeros(n, width)]
 
 
 def plan_of(
@@ -171,6 +194,8 @@ def plan_of(
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
     step = StepMemory(sides, loss, held, train.retain)
+    if getattr(train, "features", "device") == "host":
+        step = step.with_features_on_host()
     return Plan(
         recipe.name, machines, batch, step, keys, train.accumulate, weights, trained, inputs, int(pictures),
         half is not None, lengths,

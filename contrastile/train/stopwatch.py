@@ -75,7 +75,9 @@ class Stopwatch:
 
         def marked(*inputs: Any, **options: Any) -> Tensor:
             self.mark("loss")
-            for features in inputs[:2]:
+            for side in inputs[:2]:
+                # token vectors come with their mask
+                features = side[0] if isinstance(side, tuple) else side
                 if features.requires_grad:
                     features.register_hook(lambda _: self.mark("towers"))
             value = loss(*inputs, **options)

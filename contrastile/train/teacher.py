@@ -119,6 +119,7 @@ class BothTokenizers:
     def __init__(self, own: Tokenizer, teacher: Tokenizer) -> None:
         self._own, self._teacher = own, teacher
         self.length, self.pad, self.vocabulary_size, self.save = own.length, own.pad, own.vocabulary_size, own.save
+        self.mask, self.token_id, self.tokens = own.mask, own.token_id, own.tokens
 
     def tokenise(self, texts: Sequence[str], length: int | None = None) -> Tokens:
         """The tokens of both; `length`: of the model that learns."""

@@ -45,14 +45,17 @@ API: dict[str, tuple[str, str, dict[str, str]]] = {
     "scorers": (
         "Which learned distances are there?",
         "A scorer takes the place of the dot product: `contrast(q, k, scorer=...)`.",
-        dict.fromkeys(("Bilinear", "PairMLP", "MaxSim"), "contrastile.scorers"),
+        dict.fromkeys(("Bilinear", "PairMLP", "MaxSim", "padded"), "contrastile.scorers"),
     ),
     "integrations": (
         "Which adapters for other libraries are there?",
         "[How do I come from another library?](../coming_from.md) shows them at work.",
         {
             **dict.fromkeys(("replace_losses", "ClipLoss", "SigLipLoss", "CoCaLoss"), f"{ADAPTERS}open_clip"),
-            **dict.fromkeys(("CachedRankingLoss", "CachedSymmetricLoss"), f"{ADAPTERS}sentence_transformers"),
+            **dict.fromkeys(
+                ("CachedRankingLoss", "CachedSymmetricLoss", "CachedGISTLoss", "CachedMultiVectorLoss"),
+                f"{ADAPTERS}sentence_transformers",
+            ),
             **dict.fromkeys(("ContrastileMixin", "TextPairs", "mean_pooled"), f"{ADAPTERS}transformers"),
         },
     ),

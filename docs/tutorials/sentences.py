@@ -144,7 +144,7 @@ for name, rows, sub_batch in (
 #
 # ## With sentence-transformers' trainer
 #
-# [Coming from another library](../coming_from.md#sentence-transformers) has a loss class for `SentenceTransformerTrainer`, with prompts, hard
+# [Coming from another library](../coming_from/sentence_transformers.md) has a loss class for `SentenceTransformerTrainer`, with prompts, hard
 # negatives and Matryoshka sizes.
 #
 # ## If it fails

@@ -129,4 +129,4 @@ except ValueError as error:
 # |---|---|
 # | SupCon returns NaN | no label of the batch occurs twice: take more pictures of each class, or two views |
 # | accuracy falls during SimCLR | the views destroy what matters; make them milder |
-# | your trunk has BatchNorm | [the ways out](../coming_from.md#batch-normalisation) |
+# | your trunk has BatchNorm | [the ways out](../coming_from/views.md#batch-normalisation) |

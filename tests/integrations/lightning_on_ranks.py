@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from contrastile import ClipLoss
@@ -52,6 +54,48 @@ class Cached(ContrastileMixin, Base):
     scale = Base.scale
 
 
+class Sharded(Cached):
+    """The towers and the LightningModule itself are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # FSDP2 refuses a parameter without axes
+        self.logit_scale = nn.Parameter(self.logit_scale.detach()[None])
+
+    def configure_model(self) -> None:
+        for module in (self.image, self.text, self):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+class Inner(nn.Module):
+    """All parameters, and the methods of the encoders."""
+
+    def __init__(self, base: Base) -> None:
+        super().__init__()
+        self.image, self.text, self.logit_scale = base.image, base.text, nn.Parameter(base.logit_scale.detach()[None])
+
+    encode_image, encode_text = Base.encode_image, Base.encode_text
+
+
+class ShardedInside(Cached):
+    """A module inside is sharded."""
+
+    encoders = ("model.encode_image", "model.encode_text")
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = Inner(self)
+        del self.image, self.text, self.logit_scale
+        self.model = inner
+
+    def scale(self) -> Tensor:
+        return self.model.logit_scale.exp()
+
+    def configure_model(self) -> None:
+        for module in (self.model.image, self.model.text, self.model):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
 class Plain(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         image, text = batch
@@ -69,12 +113,25 @@ def train(model: LightningModule, folder: Path, batch: int, **words: Any) -> dic
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def weights(model: LightningModule) -> dict[str, Tensor]:
+    """All parameters, whole, in the shapes and by the names of `Base`."""
+    named = {name.removeprefix("model."): p.detach() for name, p in model.named_parameters()}
+    found = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in named.items()}
+    return {**found, "logit_scale": found["logit_scale"].reshape(())}
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rank, model = int(os.environ["RANK"]), Cached()
-    # Lightning's own sampler shuffles
-    sampler = DistributedSampler(pairs(), num_replicas=2, rank=rank, shuffle=False)
-    trainer = quiet(Path(sys.argv[1]), strategy="ddp", devices=2, use_distributed_sampler=False)
-    trainer.fit(model, DataLoader(pairs(), batch_size=int(sys.argv[2]), sampler=sampler))
-    torch.save(model.state_dict(), Path(sys.argv[1]) / f"{rank}.pt")
+    rank, found = int(os.environ["RANK"]), {}
+    for kind in (Cached, Sharded, ShardedInside):
+        model: Any = kind()
+        strategy: Any = "ddp"
+        if kind is not Cached:
+            strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        # Lightning's own sampler shuffles
+        sampler = DistributedSampler(pairs(), num_replicas=2, rank=rank, shuffle=False)
+        trainer = quiet(Path(sys.argv[1]), strategy=strategy, devices=2, use_distributed_sampler=False)
+        trainer.fit(model, DataLoader(pairs(), batch_size=int(sys.argv[2]), sampler=sampler))
+        found[kind.__name__] = weights(model)
+    torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")

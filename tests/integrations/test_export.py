@@ -101,7 +101,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
     capsys.readouterr()
     assert refused(capsys, run, "--as", "onnx", "--out", out).startswith(
-        "`--as` must be one of sentence-transformers, transformers, npy, faiss; got 'onnx'."
+        "`--as` must be one of sentence-transformers, transformers, open_clip, npy, faiss; got 'onnx'."
     )
     assert refused(capsys, run, "--as", "npy", "--out", out).startswith("`index` must hold an index.json; got")
     sentence = "`run` must have encoders of transformers; got BagTower. Train with"

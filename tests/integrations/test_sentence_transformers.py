@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import warnings
+import random
+import subprocess
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,40 +17,28 @@ pytest.importorskip("sentence_transformers")
 import torch
 import torch.distributed as dist
 from ranks import Pool
+from sentences import (
+    CACHED,
+    WIDTH,
+    N,
+    SentenceTransformer,
+    build,
+    columns_of,
+    gradients,
+    losses,
+    models,
+    same,
+    step,
+    trained,
+    util,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from contrastile.integrations.sentence_transformers import CachedRankingLoss, CachedSymmetricLoss
 
-with warnings.catch_warnings():
-    # version 6 has moved what version 5 has there
-    warnings.simplefilter("ignore")
-    from sentence_transformers import (
-        SentenceTransformer,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-        losses,
-        models,
-        util,
-    )
-
-# features of the model
-WIDTH = 16
-N = 8
 # warnings of the library about itself
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
-
-
-def build(folder: Path, dropout: float = 0.0) -> Any:
-    """A small model that leaves prompts out of its mean."""
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ":", *"abcdefghij"]))
-    sizes = {"vocab_size": 16, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
-    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    BertModel(BertConfig(**sizes, **rates, intermediate_size=32)).save_pretrained(folder)
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    modules = [models.Transformer(str(folder)), models.Pooling(WIDTH, include_prompt=False)]
-    return SentenceTransformer(modules=modules, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -57,40 +47,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build(tmp_path_factory.mktemp("model")).double()
 
 
-def texts(column: str, count: int = N) -> list[str]:
-    words = ("ab", "cde", "f g", "a b c", "h", "ij ij", "b d f", "a e")
-    return [f"{word} {column}" * (1 + len(word) % 3) for word in words[:count]]
-
-
-def columns_of(model: Any, names: str, prompt: str | None = None) -> list[dict[str, Any]]:
-    return [dict(model.preprocess(texts(name), prompt=prompt)) for name in names]
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-
-
-def step(loss: nn.Module, columns: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Value and gradients of a loss, on a copy of its model."""
-    loss = deepcopy(loss)
-    loss.zero_grad()
-    value = loss([dict(column) for column in columns], None)
-    value.backward()
-    return value.detach(), gradients(loss.model)
-
-
-def same(found: Any, truth: Any, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(found, truth, rtol=tolerance, atol=tolerance / 100)
-
-
 Q2D, Q2Q, D2Q, D2D = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
-DIRECTIONS = [
+DIRECTIONS: list[dict[str, Any]] = [
     {},
     {"directions": (Q2D, Q2Q)},
     {"directions": (Q2D, D2Q)},
     {"directions": (Q2D, D2Q), "partition_mode": "per_direction"},
     {"directions": (Q2D, Q2Q, D2Q, D2D)},
-    {"directions": (Q2D, D2Q, D2D)},
+    {"directions": (Q2D, D2D)},
     {"similarity_fct": util.dot_score, "scale": 1.5},
     {"similarity_fct": util.dot_score, "scale": 1.5, "directions": (Q2D, D2Q), "partition_mode": "per_direction"},
 ]
@@ -104,17 +68,30 @@ def test_the_loss_and_gradients_of_their_class(model: Any, words: dict[str, Any]
     same(step(CachedRankingLoss(model, mini_batch_size=3, **words), columns), truth)
 
 
+@pytest.mark.parametrize("mode", ["in_batch_negatives", "hard_negatives", "all_negatives"])
+@pytest.mark.parametrize("words", [DIRECTIONS[0], DIRECTIONS[3], DIRECTIONS[4]], ids=["one", "means", "four"])
+def test_every_hardness_of_their_class(model: Any, words: dict[str, Any], mode: str) -> None:
+    plain = step(losses.MultipleNegativesRankingLoss(model, **words), columns_of(model, "abcd"))
+    for names in ("ab", "abcd"):
+        columns, how = columns_of(model, names), {**words, "hardness_mode": mode, "hardness_strength": 9.0}
+        found = step(CachedRankingLoss(model, mini_batch_size=3, **how), columns)
+        truth = step(losses.MultipleNegativesRankingLoss(model, **how), columns)
+        same(found, truth)
+        same(found, step(losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=5, **how), columns), CACHED)
+    assert not torch.isclose(truth[0], plain[0], rtol=1e-4)
+
+
 @pytest.mark.parametrize("words", [{}, {"mini_batch_num_tokens": 40}, {"retain": "auto"}, {"retain": 1}])
 def test_sub_batches(model: Any, words: dict[str, Any]) -> None:
     columns = columns_of(model, "abc")
     truth = step(losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4), columns)
-    same(step(CachedRankingLoss(model, mini_batch_size=3, **words), columns), truth)
+    same(step(CachedRankingLoss(model, mini_batch_size=3, **words), columns), truth, CACHED)
 
 
 def test_both_directions(model: Any) -> None:
     columns = columns_of(model, "ab")
     truth = step(losses.CachedMultipleNegativesSymmetricRankingLoss(model, mini_batch_size=4), columns)
-    same(step(CachedSymmetricLoss(model, mini_batch_size=3), columns), truth)
+    same(step(CachedSymmetricLoss(model, mini_batch_size=3), columns), truth, CACHED)
 
 
 @pytest.mark.parametrize("more", [{"prompt": "a: "}, {"prompt": None}], ids=["prompt", "none"])
@@ -198,20 +175,44 @@ def test_inside_matryoshka(model: Any, weights: list[float] | None) -> None:
         value = loss(columns, None)
         (2 * value).backward()
         results += [value.detach(), gradients(model)]
-    same(found, truth)
+    same(found, truth, CACHED)
     with torch.no_grad():
         same(ours(columns, None), theirs(columns, None))
 
 
-def test_dropout_gives_the_gradient_of_what_was_drawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [{"n_layers_per_step": -1}, {"kl_temperature": 0.0}], ids=["all", "one"])
+@pytest.mark.parametrize("matryoshka", [False, True], ids=["plain", "matryoshka"])
+def test_inside_adaptive_layers(model: Any, words: dict[str, Any], matryoshka: bool) -> None:
+    columns, results = columns_of(model, "abc", "a: "), []
+    for kind, how in ((CachedRankingLoss, {"mini_batch_size": 3}), (losses.MultipleNegativesRankingLoss, {})):
+        random.seed(3)
+        inner = losses.MatryoshkaLoss(model, kind(model, **how), [WIDTH, 8]) if matryoshka else kind(model, **how)
+        results.append(step(losses.AdaptiveLayerLoss(model, inner, **words), columns))
+    same(*results)
+
+
+def test_dropout_gives_the_gradient_of_plain_autograd(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build(tmp_path, dropout=0.3).double().train()
-    columns = columns_of(model, "ab")
-    steps = []
-    for retain in (0, N):
+    # texts of one length, which stay in their order
+    columns = [dict(model.preprocess([f"{one} {name}" for one in "abcdefgh"])) for name in "ijh"]
+    torch.manual_seed(5)
+    embeddings = [
+        torch.cat([model(dict(part))["sentence_embedding"] for part in parts(column, 3)]) for column in columns
+    ]
+    anchors, *documents = (nn.functional.normalize(x, dim=-1) for x in embeddings)
+    value = nn.functional.cross_entropy(20 * anchors @ torch.cat(documents).T, torch.arange(N))
+    value.backward()
+    truth = value.detach(), gradients(model)
+    for retain in (0, 1):
         torch.manual_seed(5)
-        steps.append(step(CachedRankingLoss(model, mini_batch_size=3, retain=retain), columns))
-    same(*steps)
+        same(step(CachedRankingLoss(model, mini_batch_size=3, retain=retain), columns), truth)
+    assert not torch.isclose(truth[0], step(losses.MultipleNegativesRankingLoss(model.eval()), columns)[0], rtol=1e-4)
+
+
+def parts(column: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    rows = (slice(start, start + size) for start in range(0, N, size))
+    return [{name: x[each] if isinstance(x, Tensor) else x for name, x in column.items()} for each in rows]
 
 
 def on_a_rank(rank: int, group: Any, folder: Path, words: dict[str, Any]) -> None:
@@ -221,15 +222,25 @@ def on_a_rank(rank: int, group: Any, folder: Path, words: dict[str, Any]) -> Non
     try:
         rows = slice(rank * N // W, (rank + 1) * N // W)
         mine = [{name: x[rows] if isinstance(x, Tensor) else x for name, x in column.items()} for column in columns]
-        wrapped = DistributedDataParallel(model)
-        value = CachedRankingLoss(wrapped, mini_batch_size=3, **words)(mine, None)
+        wrapped, how = DistributedDataParallel(model), {**words}
+        layers = how.pop("layers", None)
+        loss: nn.Module = CachedRankingLoss(wrapped, mini_batch_size=3, **how)
+        if layers is not None:
+            # transformers record hidden states of a loaded model only where one of its class was made
+            type(model[0].auto_model)(model[0].auto_model.config)
+            loss = losses.AdaptiveLayerLoss(model, loss, layers)
+            loss.model = wrapped
+        value = loss(mine, None)
         value.backward()
     finally:
         dist.GroupMember.WORLD = default
     torch.save((value.detach(), gradients(model)), folder / f"{rank}.pt")
 
 
-@pytest.mark.parametrize("words", DIRECTIONS[:5], ids=lambda words: "-".join(map(str, words.values())) or "default")
+RANKED = [*DIRECTIONS[:5], {**DIRECTIONS[4], "hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}]
+
+
+@pytest.mark.parametrize("words", RANKED, ids=lambda words: "-".join(map(str, words.values())) or "default")
 def test_two_ranks_have_the_gradient_of_the_whole_batch(
     pool: Pool, tmp_path: Path, model: Any, words: dict[str, Any]
 ) -> None:
@@ -241,6 +252,15 @@ def test_two_ranks_have_the_gradient_of_the_whole_batch(
     for _, each in found:
         same(each, truth)
     same((found[0][0] + found[1][0]) / 2, value)
+
+
+def test_adaptive_layers_on_two_ranks(pool: Pool, tmp_path: Path, model: Any) -> None:
+    columns = columns_of(model, "abc")
+    truth = step(losses.AdaptiveLayerLoss(model, losses.MultipleNegativesRankingLoss(model), -1), columns)
+    torch.save((model, columns), tmp_path / "whole.pt")
+    pool.check(on_a_rank, 2, tmp_path, {"layers": -1, "gather_across_devices": True})
+    for rank in range(2):
+        same(torch.load(tmp_path / f"{rank}.pt")[1], truth[1])
 
 
 def test_without_gathering_each_rank_has_its_own_negatives(pool: Pool, tmp_path: Path, model: Any) -> None:
@@ -258,28 +278,33 @@ def test_without_gathering_each_rank_has_its_own_negatives(pool: Pool, tmp_path:
         same(found, (value, mean))
 
 
-def trained(model: Any, loss: Any, folder: Path, **words: Any) -> tuple[list[float], dict[str, Tensor]]:
-    from datasets import Dataset
-
-    dataset = Dataset.from_dict({"anchor": texts("a"), "positive": texts("b"), "negative": texts("c")})
-    data: Any = {"first": dataset, "second": dataset} if isinstance(loss, dict) else dataset
-    arguments = SentenceTransformerTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, num_train_epochs=2, logging_steps=1, report_to=[],
-        use_cpu=True, save_strategy="no", disable_tqdm=True, learning_rate=1e-3, prompts={"anchor": "a: "}, **words,
-    )  # fmt: skip
-    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=loss)
-    trainer.train()
-    curve = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    return curve, {name: p.detach() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("words", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])
 def test_their_trainer(model: Any, tmp_path: Path, words: dict[str, Any]) -> None:
     ours, theirs = deepcopy(model), deepcopy(model)
     found = trained(ours, CachedRankingLoss(ours, mini_batch_size=3), tmp_path / "ours", **words)
     truth = trained(theirs, losses.MultipleNegativesRankingLoss(theirs), tmp_path / "theirs", **words)
-    # AdamW divides by gradients that may be next to nothing
-    same(found, truth, 1e-5)
+    same(found, truth, 1e-7)
+
+
+def test_their_trainer_with_several_datasets(model: Any, tmp_path: Path) -> None:
+    ours, theirs = deepcopy(model), deepcopy(model)
+    found = {"first": CachedRankingLoss(ours, mini_batch_size=3), "second": CachedSymmetricLoss(ours)}
+    truth = {
+        "first": losses.MultipleNegativesRankingLoss(theirs),
+        "second": losses.MultipleNegativesRankingLoss(theirs, **DIRECTIONS[3]),
+    }
+    same(trained(ours, found, tmp_path), trained(theirs, truth, tmp_path), 1e-7)
+
+
+def test_their_trainer_on_two_ranks(model: Any, tmp_path: Path) -> None:
+    ours, theirs = deepcopy(model), deepcopy(model)
+    torch.save(ours, tmp_path / "model.pt")
+    script = Path(__file__).with_name("sentences.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run([*command, str(tmp_path)], check=True, timeout=240)
+    truth = trained(theirs, losses.MultipleNegativesRankingLoss(theirs), tmp_path, batch=8)
+    for rank in range(2):
+        same(torch.load(tmp_path / f"{rank}.pt"), truth, 1e-7)
 
 
 def test_their_trainer_with_several_datasets_bf16_and_a_model_card(model: Any, tmp_path: Path) -> None:
@@ -341,15 +366,15 @@ SENTENCES = {
     "`show_progress_bar` must be False; got True. Leave it out: the trainer shows its own.": refused(
         show_progress_bar=True
     ),
-    "`hardness_mode` must be None; got 'hard_negatives'. Leave it out, or take Multiple": refused(
-        hardness_mode="hard_negatives", hardness_strength=5.0
+    "`hardness_mode` must be one of in_batch_negatives, hard_negatives, all_negatives; got 'own'.": refused(
+        hardness_mode="own"
     ),
+    "`hardness_strength` must be at least 0; got -1.0.": refused(hardness_mode="all_negatives", hardness_strength=-1.0),
     "`partition_mode` must be one of joint, per_direction; got 'both'.": refused(partition_mode="both"),
     "`directions` must be one of query_to_doc, query_to_query, doc_to_query, doc_to_doc; got 'q2d'.": refused(
         directions=("q2d",)
     ),
     '`directions` must hold "query_to_doc", which has the positives; got': refused(directions=(D2Q,)),
-    '`directions` must hold "doc_to_query" where they hold "doc_to_doc"; got': refused(directions=(Q2D, D2D)),
     '`directions` must be "query_to_doc" and "doc_to_query" with partition_mode="per_direction"; got': refused(
         directions=(Q2D, Q2Q), partition_mode="per_direction"
     ),
@@ -359,8 +384,10 @@ SENTENCES = {
     "`model` must take texts one by one; got a StaticEmbedding. Take Multiple": lambda model: CachedRankingLoss(model)(
         [{"input_ids": torch.arange(3), "offsets": torch.arange(3)}] * 2, None
     ),
-    "`loss` must be called by a trainer, or by MatryoshkaLoss; got adaptive_layer, which": lambda model: (
-        losses.AdaptiveLayerLoss(model, CachedRankingLoss(model))(columns_of(model, "ab"), None)
+    "`loss` must be called by a trainer, MatryoshkaLoss or AdaptiveLayerLoss; got matryoshka, which": lambda model: (
+        losses.MatryoshkaLoss(model, losses.AdaptiveLayerLoss(model, CachedRankingLoss(model)), [WIDTH])(
+            columns_of(model, "ab"), None
+        )
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from trainer_on_ranks import Model, Pairs, collate, result, trainer
+from trainer_on_ranks import CASES, Model, Pairs, collate, result, trainer
 
 from contrastile.integrations import transformers as adapter
 
@@ -71,10 +72,19 @@ def test_two_ranks_have_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     script = Path(__file__).with_name("trainer_on_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     subprocess.run([*command, str(tmp_path), "4"], check=True, timeout=240)
-    truth = trainer("plain", tmp_path, 8)
-    truth.train()
+    truths = {}
+    for double in (True, False):
+        truth = trainer("plain", tmp_path, 8, double=double, max_grad_norm=0.0)
+        truth.train()
+        truths[double] = result(truth)
+    wrappers = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPModel", "zero": "DeepSpeedEngine"}
     for rank in range(2):
-        same(torch.load(tmp_path / f"{rank}.pt"), result(truth))
+        results = torch.load(tmp_path / f"{rank}.pt")
+        assert results.keys() == CASES.keys()
+        for case, (wrapper, *found) in results.items():
+            assert wrapper == next(name for start, name in wrappers.items() if case.startswith(start))
+            double = CASES[case][1].get("double", True)
+            same(tuple(found), truths[double], 1e-9 if double else 1e-5)
 
 
 def test_texts_and_hard_negatives(tmp_path: Path) -> None:
@@ -109,3 +119,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(made.args), "n_gpu", 2)
     with pytest.raises(ValueError, match=r"`n_gpu` must be 1; got 2. Launch one process for each GPU"):
         adapter.ContrastileTrainer(model=Model(), args=made.args, sub_batch=3)
+    sentence = r"`deepspeed` must be of ZeRO stage 0, 1 or 2; got stage 3. Shard with FSDP2 \(fsdp_version 2\)."
+    with pytest.raises(ValueError, match=sentence):
+        adapter.refuse_zero_3(SimpleNamespace(zero_stage=3))
+    adapter.refuse_zero_3(SimpleNamespace(zero_stage=2))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
@@ -48,7 +54,8 @@ class Model(nn.Module):
         sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         undropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         self.bert = BertModel(BertConfig(**sizes, **undropped, intermediate_size=32), add_pooling_layer=False)
-        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+        # FSDP2 and DeepSpeed refuse a parameter without axes
+        self.logit_scale = nn.Parameter(torch.tensor([2.0]))
 
     def forward(self, **inputs: Tensor) -> Any:
         return self.bert(**inputs)
@@ -101,10 +108,69 @@ def result(trained: Any) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: p.detach().clone() for name, p in trained.model.named_parameters()}
 
 
+FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """Words of a Trainer on DeepSpeed."""
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config = {
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        **dict.fromkeys(auto, "auto"),
+    }
+    return {"deepspeed": config, "double": False}
+
+
+# wrappers of a Trainer, with the kind of encoder
+CASES = {"ddp": ("ours", {}), "fsdp2": ("ours", FSDP2), "fsdp2, a method": ("method", FSDP2)}
+if find_spec("deepspeed"):
+    CASES |= {"zero 1": ("ours", zero(1)), "zero 2": ("method", zero(2))}
+
+
+@contextmanager
+def as_on_gpus(sharded: bool) -> Iterator[None]:
+    """Let accelerate take ranks on CPUs for ranks on GPUs, where alone it has FSDP2 and DeepSpeed."""
+    environment, init = dict(os.environ), AcceleratorState.__init__
+
+    def taken(state: Any, *positional: Any, cpu: bool = False, **named: Any) -> None:
+        # the first of many that share one state
+        if not AcceleratorState._shared_state:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        init(state, *positional, cpu=False, **named)
+
+    if sharded:
+        AcceleratorState.__init__ = taken
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = init
+        AcceleratorState._reset_state(reset_partial_state=False)
+        GradientState._reset_state()
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+        # the arguments of a Trainer set variables
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def whole(found: tuple[list[float], dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    """A result without shards."""
+    losses, weights = found
+    return losses, {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in weights.items()}
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    target = Path(sys.argv[1])
-    run = trainer("ours", target, int(sys.argv[2]), ddp_backend="gloo")
-    run.train()
-    torch.save(result(run), target / f"{run.args.process_index}.pt")
+    if find_spec("deepspeed"):
+        import deepspeed
+
+        # its own collectives for a CPU would be compiled now, for a minute
+        deepspeed.ops.__compatible_ops__.clear()
+    target, results, run = Path(sys.argv[1]), {}, None
+    for case, (kind, words) in CASES.items():
+        with as_on_gpus(bool(words)):
+            run = trainer(kind, target, int(sys.argv[2]), ddp_backend="gloo", max_grad_norm=0.0, **words)
+            run.train()
+            results[case] = (type(run.model_wrapped).__name__, *whole(result(run)))
+    torch.save(results, target / f"{run.args.process_index}.pt")

@@ -12,15 +12,18 @@ enter the strip. Positives by label are too many for that; the careful kernels c
 features are split into two or three bf16 pieces, by torch's float32 matmul precision: the same kernels then compute
 three or six products.
 
-`plan.py` cuts the block and derives the kernels' options from the loss, `launch.py` launches.
+A guide's features are a second pair of operands: their product is computed with the tile's, as a mask or as a teacher's
+logits.
+
+`block.py` cuts the block, `plan.py` derives the kernels' options from the loss, `launch.py` launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,9 +32,21 @@ from contrastile._types import Reduction
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.tiles.base import ForwardResult, InFlight, Tiles
 from contrastile.tiles.triton import launch, plan
+from contrastile.tiles.triton.block import (
+    Block,
+    Budget,
+    Cost,
+    Groups,
+    Positives,
+    along,
+    by_label,
+    narrow,
+    numbered_groups,
+    readable_side,
+)
 from contrastile.tiles.triton.forward import UNIT
 from contrastile.tiles.triton.launch import Weights, on
-from contrastile.tiles.triton.plan import LABEL_CHANNELS, Block, Epilogue, Pair, Positives, by_label
+from contrastile.tiles.triton.plan import LABEL_CHANNELS, Epilogue, Operand, Pair
 
 # compute capability of the oldest chip whose matrix units take bf16
 LEAST_CAPABILITY = 8, 0
@@ -42,8 +57,6 @@ UNIT_POWER = 14
 INNER = 1024
 # first row, number of rows, first column, number of columns of a block
 Position = tuple[int, int, int, int]
-# 32-bit ids and labels by name, of rows and of columns
-Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,7 @@ class Triton(Tiles):
     """Super-tiles of fused kernels."""
 
     capturable: ClassVar[bool] = True
+    writes_fresh: ClassVar[bool] = True
     accepts_in_flight: ClassVar[bool] = True
     # of each block of this call, written by the forward for the backward: constants; ids and labels in 32 bits
     constants: dict[Position, Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -84,10 +98,11 @@ class Triton(Tiles):
         unknown = plan.unknown_part(loss)
         if unknown is not None:
             return f"no kernel for {unknown}"
-        if by_label(rows) and plan.epilogue_for(loss).hardness:
+        if by_label(rows) and (plan.epilogue_for(loss).hardness or rows.guides):
             return f"no kernel for {type(loss).__name__} with positives by label"
-        if features.dtype not in plan.PIECES:
-            return f"no kernel for {features.dtype}"
+        for x in (features, *rows.guides):
+            if x.dtype not in plan.PIECES:
+                return f"no kernel for {x.dtype}"
         if plan.interpreting():
             return None
         if features.device.type != "cuda" or torch.version.cuda is None:
@@ -110,6 +125,9 @@ class Triton(Tiles):
         self, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | InFlight | None, row_stats: Tensor | None = None
     ) -> Tensor:
         if not len(rows) or not len(cols):
+            for x in (u, v):
+                if self.fresh and isinstance(x, Tensor):
+                    x.zero_()
             return self.no_pairs()
         with on(self.scale.device):
             block = self._block(rows, cols)
@@ -119,6 +137,9 @@ class Triton(Tiles):
             return total
 
     def merge(self, stats: Tensor, parts: Tensor) -> None:
+        if self._epilogue.taught:
+            super().merge(stats, parts)
+            return
         with on(self.scale.device):
             launch.merge_parts(stats, parts, self._epilogue)
 
@@ -158,7 +179,7 @@ class Triton(Tiles):
         *, by_index: bool = False,
     ) -> int:  # fmt: skip
         del by_index
-        budget = plan.Budget(loss, plan.epilogue_for(loss), device, workspace)
+        budget = Budget(loss, plan.epilogue_for(loss), device, workspace)
         # 16-bit features of such a width are read as they are
         return budget.expected_bytes(N, M, 0 if dtype.itemsize == 2 and D % 8 == 0 else D, dtype)
 
@@ -179,8 +200,8 @@ class Triton(Tiles):
         return plan.epilogue_for(self.loss)
 
     @cached_property
-    def _budget(self) -> plan.Budget:
-        return plan.Budget(self.loss, self._epilogue, self.scale.device, self.workspace)
+    def _budget(self) -> Budget:
+        return Budget(self.loss, self._epilogue, self.scale.device, self.workspace)
 
     def _new_stats(self, side: Shard) -> Tensor:
         """Memory for statistics, all of which the first merge writes."""
@@ -193,28 +214,43 @@ class Triton(Tiles):
             careful = self._epilogue.exponential and by_label(rows)
             given = rows.features, cols.features, self.scale, self.bias
             self.constants[position] = launch.block_constants(*given, self._epilogue, careful=careful)
+            if self._epilogue.taught:
+                self.constants[position] = self._with_teacher(self.constants[position], rows, cols)
             self.groups[position] = numbered_groups(rows, cols)
         self.super_tile = None
         of_rows, of_cols = self.groups[position]
         sides = readable_side(rows, of_rows), readable_side(cols, of_cols)
         return Block(*sides, self.constants[position], self.loss)
 
-    def _super_tiles(self, block: Block, cost: plan.Cost) -> Iterator[SuperTile]:
+    def _super_tiles(self, block: Block, cost: Cost) -> Iterator[SuperTile]:
         """The block's super-tiles with their operands, which neighbours and the next pass share."""
-        shape, parts = plan.shape_for(self.scale.device), plan.PIECES[block.rows.features.dtype]()
         for i, j in self._budget.super_tiles(block, cost):
             tile = self.super_tile
             if tile is None or tile.along != (i, j):
                 if tile is None or tile.along[0] != i:
                     rows = narrow(block.rows, i)
-                    q = launch.operand(rows.features, parts, shape)
+                    of_rows = self._operands(rows)
                 else:
-                    rows, q = tile.block.rows, tile.pair.q
+                    rows, of_rows = tile.block.rows, tile.pair.of_rows
                 part = Block(rows, narrow(block.cols, j), block.constants, self.loss)
-                k = launch.operand(part.cols.features, parts, shape)
+                of_cols = self._operands(part.cols)
+                (q, *guide_q), (k, *guide_k) = of_rows, of_cols
+                guide = (guide_q[0], guide_k[0]) if guide_q else None
+                pair = Pair(q, k, part.masks, self.reserved, guide, (rows.numbers, part.cols.numbers))
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
-                tile = self.super_tile = SuperTile((i, j), part, Pair(q, k, part.masks, self.reserved), first, last)
+                tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
             yield tile
+
+    def _operands(self, side: Shard) -> list[Operand]:
+        """The features, and behind them those of the guide."""
+        shape = plan.shape_for(self.scale.device)
+        return [launch.operand(x, plan.PIECES[x.dtype](), shape) for x in (side.features, *side.guides)]
+
+    def _with_teacher(self, constants: Tensor, rows: Shard, cols: Shard) -> Tensor:
+        """The constants of a block, and behind them those of the teacher's logits."""
+        ((a,), (b,)), scale = (rows.guides, cols.guides), rows.numbers
+        scale = torch.ones_like(self.scale) if scale is None else scale[0]
+        return torch.cat([constants, launch.block_constants(a, b, scale, None, self._epilogue)])
 
     # the forward
 
@@ -283,7 +319,7 @@ class Triton(Tiles):
         unit = torch.where(largest == 0, 1.0, torch.exp2(power))
         block.constants[int(UNIT.value)] = unit
         accumulators = [x for x in (u, v) if x is not None]
-        for x in accumulators:
+        for x in accumulators if not self.fresh else []:
             x.mul_(unit)
         total = self._strips(block, u, v, row_stats, final=False)
         inverse = 1 / unit
@@ -309,17 +345,18 @@ class Triton(Tiles):
                 # the first super-tile is the largest
                 strip = tile.pair.new_strip()
             self._fill(tile, weights, strip, sums, row_stats)
+            first_of_row, first_of_col = (self.fresh and first for first in tile.first)
             if u is not None and not early:
-                _add_rows(along(u, tile.along[0], 0), tile.pair, strip)
+                _add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
             if v is not None:
-                _add_cols(along(_received(v), tile.along[1], 0), tile.pair, strip)
+                _add_cols(along(_received(v), tile.along[1], 0), tile.pair, strip, fresh=first_of_col)
             if all(tile.last):
                 if isinstance(v, InFlight) and final:
                     v.release()
                 # this small work gives the transfer a start on the device before the next large product takes all of it
                 total = sums.sum(dtype=torch.float64) * (1 + lost)
             if u is not None and early:
-                _add_rows(along(u, tile.along[0], 0), tile.pair, strip)
+                _add_rows(along(u, tile.along[0], 0), tile.pair, strip, fresh=first_of_row)
         return total
 
     def _weights(self, block: Block) -> Weights:
@@ -361,18 +398,20 @@ def _received(v: Tensor | InFlight) -> Tensor:
     return v.value() if isinstance(v, InFlight) else v
 
 
-def _add_rows(u: Tensor, pair: Pair, strip: Tensor) -> None:
-    """u += g @ k of a super-tile whose gradient g is in the strip."""
+def _add_rows(u: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
+    """u += g @ k of a super-tile whose gradient g is in the strip; `fresh`: u = g @ k."""
     g = pair.strip_pieces(strip)
     for of_g, of_k, inner, lost in _strip_products(pair):
-        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, lost)
+        _add_product(u, g[of_g], pair.k.piece(of_k, u.shape[1]), inner, lost, fresh=fresh)
+        fresh = False
 
 
-def _add_cols(v: Tensor, pair: Pair, strip: Tensor) -> None:
-    """v += gᵀ @ q."""
+def _add_cols(v: Tensor, pair: Pair, strip: Tensor, *, fresh: bool) -> None:
+    """v += gᵀ @ q; `fresh`: v = gᵀ @ q."""
     g = pair.strip_pieces(strip)
     for of_g, of_q, inner, lost in _strip_products(pair):
-        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner, lost)
+        _add_product(v, g[of_g].T, pair.q.piece(of_q, v.shape[1]), inner, lost, fresh=fresh)
+        fresh = False
 
 
 def _strip_products(pair: Pair) -> list[tuple[int, int, int | None, float]]:
@@ -384,52 +423,21 @@ def _strip_products(pair: Pair) -> list[tuple[int, int, int | None, float]]:
     return [(g, x, INNER if exact and g == x == 0 else None, lost) for g, x in plan.piece_products(parts)]
 
 
-def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, lost: float) -> None:
+def _add_product(total: Tensor, g: Tensor, x: Tensor, inner: int | None, lost: float, *, fresh: bool) -> None:
     """total += g @ x in float32, from 16-bit operands, with at most `inner` terms at once.
 
-    lost: share of a sum that the matrix units truncate, per term.
+    lost: share of a sum that the matrix units truncate, per term. fresh: total has no values yet.
     """
     n = len(x) if inner is None else inner
     for start in range(0, len(x), n):
         terms = x[start : start + n]
-        add_at_once(total, g[:, start : start + n], terms, 1 + lost * len(terms))
+        keep = 0.0 if fresh and start == 0 else 1.0
+        add_at_once(total, g[:, start : start + n], terms, 1 + lost * len(terms), keep)
 
 
-def add_at_once(total: Tensor, g: Tensor, x: Tensor, times: float) -> None:
-    """total += times · g @ x."""
+def add_at_once(total: Tensor, g: Tensor, x: Tensor, times: float, keep: float) -> None:
+    """total = keep · total + times · g @ x; with `keep` 0 the values of total are not read."""
     if total.is_cuda:
-        torch.addmm(total, g, x, alpha=times, out_dtype=torch.float32, out=total)
+        torch.addmm(total, g, x, alpha=times, beta=keep, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(g.float(), x.float(), alpha=times)
-
-
-def along(x: Tensor, at: slice, axis: int = -1) -> Tensor:
-    """x[at] along an axis, without a new view where that is all of x."""
-    return x if at.stop - at.start == x.shape[axis] else x.narrow(axis, at.start, at.stop - at.start)
-
-
-def narrow(side: Shard, at: slice) -> Shard:
-    return side if at.stop - at.start == len(side) else side.narrow(at.start, at.stop)
-
-
-def numbered_groups(rows: Shard, cols: Shard) -> Groups:
-    """Ids and labels of both sides numbered from 0 in 32 bits: those of a tile must fit its registers."""
-    of_rows: dict[str, Tensor] = {}
-    of_cols: dict[str, Tensor] = {}
-    for name in ("ids", "labels"):
-        both = getattr(rows, name), getattr(cols, name)
-        if both[0] is not None and both[1] is not None:
-            values, order = torch.cat(both).sort()
-            first = torch.zeros_like(values, dtype=torch.int32)
-            first[1:] = values[1:] != values[:-1]
-            numbers = torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
-            of_rows[name], of_cols[name] = numbers.split([len(rows), len(cols)])
-    return of_rows, of_cols
-
-
-def readable_side(side: Shard, groups: dict[str, Tensor]) -> Shard:
-    """All but the features as the kernels read it: the last axis dense, which it is not after a transfer."""
-    given = {name: getattr(side, name) for name in ("positives", "state", "coefficient")}
-    dense = {name: x.contiguous() for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
-    changed: dict[str, Any] = dense | groups
-    return replace(side, **changed) if changed else side
+        total.addmm_(g.float(), x.float(), alpha=times, beta=keep)

@@ -6,11 +6,10 @@ Launched by `launch.py`. Products, masks and constants are those of `forward.py`
 
     direction_weights    the vectors that `gradient` reads: each row's and column's part of its pairs' gradients
     gradient             one exponential per pair; each tile's gradient is one piece of the strip
-    careful_gradient     the careful form: an exponential per direction, and positives by label
     scaled               accumulators to gradients
 
-The gradient kernels, and that of `positives.py`, also return the terms of the scale's gradient. Programs never wait
-for each other.
+The gradient kernels, also those of `careful.py` and `positives.py`, return the terms of the scale's gradient. Programs
+never wait for each other.
 """
 
 from __future__ import annotations
@@ -21,41 +20,55 @@ import triton.language as tl
 from contrastile.tiles.triton.forward import (
     ANY,
     CAREFUL,
-    FACTOR,
     INVERSE,
     LN2,
     LOG2E,
     LOWEST_SUM,
-    MISSING,
-    POSITIVE_INVERSE,
-    POSITIVE_SHARE,
+    MASK,
     SHARE,
     SHIFT,
-    STATE_POSITIVE_TOP,
+    STATE_TEACHER_TOP,
     STATE_TOP,
+    TEACHER,
+    TEACHER_INVERSE,
+    TEACHERS,
     UNIT,
-    distinct_pairs,
-    equal_groups,
+    count_along,
+    counts,
     exponent_constants,
     exponents,
     halves,
-    has_masked,
-    products,
+    positive_weights,
     quarter,
     softplus_sum,
+    teacher_quarter,
     tile_at,
-    valid_pairs,
+    tile_products,
+    weighed_softplus_sum,
 )
+from contrastile.tiles.triton.masks import distinct_pairs, equal_groups, has_masked, valid_pairs
+
+
+@triton.jit
+def _probability_factor(top, inverse, shift):
+    """exp(−top) · inverse under the shift.
+
+    In float64, and the whole part apart: a rounding error of their size would be in every gradient of the row.
+    """
+    power = shift - top.to(tl.float64) * LOG2E
+    whole = tl.floor(power)
+    return tl.math.exp2(whole.to(tl.float32)) * (tl.exp((power - whole) * LN2) * inverse).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=ANY)
 def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, col_state_ptr, col_state_stride,
                       col_coefficient_ptr, M, constants_ptr, out_ptr, smoothing, SMOOTH: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
+                      GUIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the vectors of `gradient`, times the unit of the strip: [2, N + M].
 
-    First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts. A sum of
-    exponentials too low under the shift sets the careful flag. program_id 1 = 0 computes rows, 1 columns.
+    First coefficient · exp(−top) · inverse under the shift, then the part that smoothing subtracts, or the like factor
+    of a teacher's exponentials. A sum of exponentials too low under the shift sets the careful flag. program_id 1 = 0
+    computes rows, 1 columns.
     """
     of_rows = tl.program_id(1) == 0
     state_ptr = tl.where(of_rows, row_state_ptr, col_state_ptr)
@@ -67,12 +80,15 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
     inside = at < n
     shift = tl.load(constants_ptr + SHIFT)
     coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * tl.load(constants_ptr + UNIT)
-    # in float64, and the whole part apart: a rounding error of their size would be in every gradient of the row
-    power = shift - tl.load(state_ptr + STATE_TOP * stride + at, mask=inside, other=0.0).to(tl.float64) * LOG2E
-    whole = tl.floor(power)
-    inverse = tl.load(state_ptr + INVERSE * stride + at, mask=inside, other=0.0)
-    weight = tl.math.exp2(whole.to(tl.float32)) * (tl.exp((power - whole) * LN2) * inverse).to(tl.float32)
+    top = tl.load(state_ptr + STATE_TOP * stride + at, mask=inside, other=0.0)
+    weight = _probability_factor(top, tl.load(state_ptr + INVERSE * stride + at, mask=inside, other=0.0), shift)
     low = tl.max((inside & (weight > 1.0 / LOWEST_SUM)).to(tl.int32))
+    if GUIDE == TEACHER:
+        top = tl.load(state_ptr + STATE_TEACHER_TOP * stride + at, mask=inside, other=0.0)
+        inverse = tl.load(state_ptr + TEACHER_INVERSE * stride + at, mask=inside, other=0.0)
+        soft = _probability_factor(top, inverse, tl.load(constants_ptr + TEACHERS + SHIFT))
+        low += tl.max((inside & (soft > 1.0 / LOWEST_SUM)).to(tl.int32))
+        tl.store(weight_ptr + N + M + at, coefficient * soft * smoothing, mask=inside)
     # every program writes the same value
     if low != 0:
         tl.store(constants_ptr + CAREFUL, 1.0)
@@ -83,13 +99,29 @@ def direction_weights(row_state_ptr, row_state_stride, row_coefficient_ptr, N, c
 
 
 @triton.jit
-def _join(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
+def join_quarters(left, right, BM: tl.constexpr, WIDTH: tl.constexpr):
     """Two quarters side by side, the inverse of `halves`."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, 2 * WIDTH))
 
 
 @triton.jit
-def _store_half(out_mem, out_stride, g, i, col, part_stride, BM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+def _weighed(g, labels, numbers, rows, j, N, M, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile's gradient with the positives' weights."""
+    WIDTH: tl.constexpr = BN // 4
+    for at in tl.static_range(4):
+        cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+        part = quarter(g, at, BM, BN) * positive_weights(labels, numbers, rows, cols, N, M)
+        if at % 2 == 0:
+            first = part
+        elif at == 1:
+            left = join_quarters(first, part, BM, WIDTH)
+        else:
+            right = join_quarters(first, part, BM, WIDTH)
+    return join_quarters(left, right, BM, 2 * WIDTH)
+
+
+@triton.jit
+def store_half(out_mem, out_stride, g, i, col, part_stride, BM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
                 TMA: tl.constexpr):  # fmt: skip
     """Write g [BM, WIDTH] into the strip, which holds whole tiles, as PARTS 16-bit pieces that add up to it."""
     for part in tl.static_range(PARTS):
@@ -117,7 +149,7 @@ def _reciprocal(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _sum_per_thread(x, BM: tl.constexpr, WIDTH: tl.constexpr):
+def sum_per_thread(x, BM: tl.constexpr, WIDTH: tl.constexpr):
     """Partial sums of x as [BM // 32, 8, 4]: one number per thread in the layout that the matrix units return."""
     left, right = tl.split(tl.reshape(x, (BM, WIDTH // 2, 2)))
     lanes = tl.sum(tl.reshape(left + right, (BM, WIDTH // 8, 4)), 1)
@@ -131,26 +163,31 @@ def _load_vector(ptr, at, n):
 
 
 @triton.jit
-def _program_sums(sums_ptr, BM: tl.constexpr):
-    """Addresses of this program's own partial sums, in the layout of `_sum_per_thread`."""
+def program_sums(sums_ptr, BM: tl.constexpr):
+    """Addresses of this program's own partial sums, in the layout of `sum_per_thread`."""
     group = tl.arange(0, BM // 32)[:, None, None] * 8 + tl.arange(0, 8)[None, :, None]
     return sums_ptr + tl.program_id(0) * BM + group * 4 + tl.arange(0, 4)[None, None, :]
 
 
 @triton.jit(do_not_specialize=ANY)
-def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_ptr, col_d_ptr, sums_ptr, row_part_ptr,
-             positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D,
-             diagonal, self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride,
+def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_ptr,
+             col_d_ptr, sums_ptr, row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr,
+             col_labels_ptr, row_numbers_ptr, col_numbers_ptr, stash_ptr, q_stride, k_stride, guide_q_stride,
+             guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
+             part_stride, out_stride,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
-             RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
-             DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
-             LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr,
-             LOSS: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+             RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
+             GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, STASH: tl.constexpr, TMA: tl.constexpr,
+             UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
+             IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
+             SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr,
+             FLATTEN: tl.constexpr):  # fmt: skip
     """Write the gradient of the valid pairs, 2^t · (a_i + b_j) − (c_i + d_j), into the strip [PARTS, N, M].
 
-    SMOOTH subtracts c and d. SOFTPLUS writes a_i · σ(x), and −a_i · σ(−x) for pairs of equal label; with LOSS it also
-    writes the sums of `totals`. Where the careful flag is set, the strip is left to `careful_gradient`. Each program
-    adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to its own row of `sums` [programs, BM].
+    SMOOTH subtracts c and d, GUIDE == TEACHER their product with a teacher's exponentials. SOFTPLUS writes a_i · σ(x),
+    and −a_i · σ(−x) for pairs of equal label; with LOSS it also writes the sums of `totals`. Where the careful flag is
+    set, the strip is left to `careful_gradient`. Each program adds Σ g · ⟨q, k⟩ of its tiles, or Σ g with SOFTPLUS, to
+    its own row of `sums` [programs, BM].
 
     A softmax's tile is processed in quarters: the products stay in registers until their gradients are known, and
     spilling them costs more than all else.
@@ -161,12 +198,17 @@ def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_p
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     constants = exponent_constants(constants_ptr)
+    if GUIDE == TEACHER:
+        teachers = exponent_constants(constants_ptr + TEACHERS)
     tiles = tl.where(tl.load(constants_ptr + CAREFUL) == 0, row_tiles * col_tiles, 0)
-    sums_at = _program_sums(sums_ptr, BM)
+    sums_at = program_sums(sums_ptr, BM)
     sums = tl.load(sums_at)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA, UPCAST)
+        acc, guide = tile_products(
+            q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
+            row_numbers_ptr, stash_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT,
+            GUIDE_PRODUCTS, STASH, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
@@ -177,128 +219,89 @@ def gradient(q_mem, k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_p
                 positive = equal_groups(labels, rows, cols, N, M)
                 t = tl.where(positive, -t, t)
                 a = tl.where(positive, -a, a)
+                if WEIGHED:
+                    numbers = (row_numbers_ptr, col_numbers_ptr)
+                    several = tl.max(count_along(t, positive, 1), 0)
             if IDS:
                 valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                 t = tl.where(valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS), t, -float("inf"))
             elif masked:
                 t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
             if LOSS:
-                tl.store(row_part_ptr + j.to(tl.int64) * N + rows, softplus_sum(t, BM, BN), mask=rows < N)
+                if LABELS and WEIGHED:
+                    loss = weighed_softplus_sum(t, several, labels, numbers, rows, j, N, M, BM, BN)
+                else:
+                    loss = softplus_sum(t, BM, BN)
+                tl.store(row_part_ptr + j.to(tl.int64) * N + rows, loss, mask=rows < N)
             # recomputed: the loss's exponential would not fit the registers
             g = a * _reciprocal(1.0 + tl.math.exp2(t * -1.0), UPCAST)
-            sums += _sum_per_thread(g, BM, BN)
+            if LABELS and WEIGHED and several > 0:
+                g = _weighed(g, labels, numbers, rows, j, N, M, BM, BN)
+            sums += sum_per_thread(g, BM, BN)
             left, right = halves(g, BM, BN)
-            _store_half(out_mem, out_stride, left, i, j * BN, part_stride, BM, BN // 2, PARTS, TMA)
-            _store_half(out_mem, out_stride, right, i, j * BN + BN // 2, part_stride, BM, BN // 2, PARTS, TMA)
+            store_half(out_mem, out_stride, left, i, j * BN, part_stride, BM, BN // 2, PARTS, TMA)
+            store_half(out_mem, out_stride, right, i, j * BN + BN // 2, part_stride, BM, BN // 2, PARTS, TMA)
         else:
             WIDTH: tl.constexpr = BN // 4
             if COLUMNS:
                 # loaded before the quarters, because loads do not overtake stores
                 b = tl.broadcast_to(_load_vector(col_b_ptr, j * BN + tl.arange(0, BN), M)[None, :], (BM, BN))
+            if GUIDE == TEACHER:
+                c = _load_vector(row_c_ptr, rows, N)[:, None]
+                if COLUMNS:
+                    d = tl.broadcast_to(_load_vector(col_d_ptr, j * BN + tl.arange(0, BN), M)[None, :], (BM, BN))
             for at in tl.static_range(4):
                 part = quarter(acc, at, BM, BN)
                 cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
                 t = exponents(part, constants, SOFTPLUS, PRODUCTS)
+                if GUIDE == MASK:
+                    t = tl.where(counts(part), t, -float("inf"))
+                if GUIDE == TEACHER:
+                    soft = teacher_quarter(guide, stash_ptr, at, BM, BN, STASH)
+                    soft = exponents(soft, teachers, SOFTPLUS, GUIDE_PRODUCTS)
                 if IDS or SMOOTH:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:
                         valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
+                    if GUIDE == MASK:
+                        valid = valid & counts(part)
                     t = tl.where(valid, t, -float("inf"))
+                    if GUIDE == TEACHER:
+                        soft = tl.where(valid, soft, -float("inf"))
                 elif masked:
-                    t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
+                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+                    t = tl.where(valid, t, -float("inf"))
+                    if GUIDE == TEACHER:
+                        soft = tl.where(valid, soft, -float("inf"))
                 g = tl.math.exp2(t) * (a + quarter(b, at, BM, BN) if COLUMNS else a)
+                if GUIDE == TEACHER:
+                    g = g - tl.math.exp2(soft) * (c + quarter(d, at, BM, BN) if COLUMNS else c)
                 if SMOOTH:
                     g = g - _load_vector(row_c_ptr, rows, N)[:, None]
                     if COLUMNS:
                         g = g - _load_vector(col_d_ptr, cols, M)[None, :]
                     g = tl.where(valid, g, 0.0)
-                sums += _sum_per_thread(g * part, BM, WIDTH)
+                sums += sum_per_thread(g * part, BM, WIDTH)
                 if at % 2 == 0:
                     left = g
                 else:
                     half = j * BN + (at // 2) * (BN // 2)
-                    g = _join(left, g, BM, WIDTH)
-                    _store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
+                    g = join_quarters(left, g, BM, WIDTH)
+                    store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
     tl.store(sums_at, sums)
 
 
 @triton.jit
-def softmax_positive(among, target, missing, smoothing):
-    """p − (1 − ε) · target of a positive pair, without cancellation as p → 1: see losses/softmax.py."""
+def softmax_positive(among, target, missing, smoothing, INSIDE: tl.constexpr):
+    """p − (1 − ε) · target of a positive pair, without cancellation as p → 1: see losses/softmax.py.
+
+    INSIDE: the probability among the positives is the target, see losses/inside.py.
+    """
     # exactly 1 for a single positive, even if its logit is rounded otherwise than in the forward
     among = tl.where(target == 1.0, 1.0, among)
+    if INSIDE:
+        target = among
     return (among - target) - among * missing + smoothing * target
-
-
-@triton.jit
-def _softmax_gradient(x, positive, state_ptr, state_stride, coefficient_ptr, unit, at, inside, smoothing,
-                      axis: tl.constexpr, LABELS: tl.constexpr):  # fmt: skip
-    """One direction's gradient of every pair, by the formula of losses/softmax.py, times `unit`."""
-    coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * unit
-    top = tl.load(state_ptr + STATE_TOP * state_stride + at, mask=inside, other=0.0)
-    inverse = tl.load(state_ptr + INVERSE * state_stride + at, mask=inside, other=0.0)
-    share = tl.load(state_ptr + SHARE * state_stride + at, mask=inside, other=0.0)
-    value = tl.exp(x - tl.expand_dims(top, axis)) * tl.expand_dims(inverse, axis)
-    if LABELS:
-        positive_top = tl.load(state_ptr + STATE_POSITIVE_TOP * state_stride + at, mask=inside, other=0.0)
-        positive_inverse = tl.load(state_ptr + POSITIVE_INVERSE * state_stride + at, mask=inside, other=0.0)
-        missing = tl.load(state_ptr + MISSING * state_stride + at, mask=inside, other=0.0)
-        positive_share = tl.load(state_ptr + POSITIVE_SHARE * state_stride + at, mask=inside, other=0.0)
-        among = tl.exp(x - tl.expand_dims(positive_top, axis)) * tl.expand_dims(positive_inverse, axis)
-        target = tl.expand_dims(positive_share, axis)
-        value = tl.where(positive, softmax_positive(among, target, tl.expand_dims(missing, axis), smoothing), value)
-    return (value - tl.expand_dims(share * smoothing, axis)) * tl.expand_dims(coefficient, axis)
-
-
-@triton.jit(do_not_specialize=ANY)
-def careful_gradient(q_mem, k_mem, out_mem, constants_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
-                     col_coefficient_ptr, row_state_stride, col_state_stride, sums_ptr, positives_ptr, row_ids_ptr,
-                     col_ids_ptr, row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, self_diagonal,
-                     positives, positives_stride, positives_start, part_stride, out_stride, smoothing, BM: tl.constexpr,
-                     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                     PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr,
-                     SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
-                     COLUMNS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """The careful form of `gradient`: an exponential per direction, and positives by label."""
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
-    ids = (row_ids_ptr, col_ids_ptr)
-    labels = (row_labels_ptr, col_labels_ptr)
-    row_tiles = tl.cdiv(N, BM)
-    col_tiles = tl.cdiv(M, BN)
-    factor = tl.load(constants_ptr + FACTOR)
-    unit = tl.load(constants_ptr + UNIT)
-    tiles = tl.where(tl.load(constants_ptr + CAREFUL) != 0, row_tiles * col_tiles, 0)
-    sums_at = _program_sums(sums_ptr, BM)
-    sums = tl.load(sums_at)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA, UPCAST)
-        rows = i * BM + tl.arange(0, BM)
-        WIDTH: tl.constexpr = BN // 4
-        for at in tl.static_range(4):
-            part = quarter(acc, at, BM, BN)
-            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-            x = part * factor * LN2
-            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-            positive = valid
-            if LABELS:
-                positive = valid & equal_groups(labels, rows, cols, N, M)
-            g = _softmax_gradient(x, positive, row_state_ptr, row_state_stride, row_coefficient_ptr, unit, rows,
-                                  rows < N, smoothing, 1, LABELS)  # fmt: skip
-            if COLUMNS:
-                g += _softmax_gradient(x, positive, col_state_ptr, col_state_stride, col_coefficient_ptr, unit, cols,
-                                       cols < M, smoothing, 0, LABELS)  # fmt: skip
-            if IDS:
-                valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
-            g = tl.where(valid, g, 0.0)
-            sums += _sum_per_thread(g * part, BM, WIDTH)
-            if at % 2 == 0:
-                left = g
-            else:
-                half = j * BN + (at // 2) * (BN // 2)
-                g = _join(left, g, BM, WIDTH)
-                _store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
-    tl.store(sums_at, sums)
 
 
 @triton.jit(do_not_specialize=ANY)

@@ -1,12 +1,12 @@
 # mypy: ignore-errors
 # device code: Triton compiles these functions from their source, their arguments have no Python types
-"""Device code of the forward: products of a super-tile, their sums and maxima, and positives by label.
+"""Device code of the forward: products of a super-tile, and their sums.
 
-Launched by `launch.py`; shared with `backward.py` and `reductions.py`. Kernels with the shape of a matrix product
-differ in their epilogue, the work on one tile of products:
+Launched by `launch.py`; shared with the files beside it. Kernels with the shape of a matrix product differ in their
+epilogue, the work on one tile of products:
 
     totals    one exponential (or softplus) per pair; sums along rows and columns, one number per tile and row
-    maxima    the careful form: maxima and sums relative to them, and positives by label
+    maxima    its careful form, in `careful.py`
 
 A pair's term is an exponential or, with the constexpr SOFTPLUS, a softplus. Exponentials are computed in base 2:
 t = ⟨q, k⟩ · factor − shift with factor = scale · log2(e), so that exp(x) = 2^shift · 2^t. The shift comes from the
@@ -15,8 +15,7 @@ and the first that is lost. A sum that ends below 2^−60 sets the careful flag 
 where it is set and return at once elsewhere. The factor compensates the matrix units' truncation (docs/numerics.md).
 
 Names: `_ptr` points to memory, `_mem` to memory or a descriptor of it; N and M are the rows and columns of the
-super-tile, BM and BN those of a tile, D is the padded feature size. `masks` holds the excluded positions: the two
-diagonals, and the positives by index with their number per row, stride and first column.
+super-tile, BM and BN those of a tile, D is the padded feature size, and G that of a guide.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from contrastile.losses.distilled import TeacherStats
 from contrastile.losses.softmax import SoftmaxState, SoftmaxStats
+from contrastile.tiles.triton.masks import distinct_pairs, equal_groups, has_masked, valid_pairs
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -38,6 +39,13 @@ LOWEST_SUM = tl.constexpr(2.0**-60)
 # positions of a block's constants: factor and shift of t; unit of a 16-bit strip; bias and scale, for logits computed
 # in float32; careful flag; 0, or NaN if a feature or the scale is not finite; and a correction of the factor
 FACTOR, SHIFT, UNIT, BIAS, SCALE, CAREFUL, NONFINITE, REST = (tl.constexpr(position) for position in range(8))
+# position at which those of a teacher's logits begin
+TEACHERS = tl.constexpr(8)
+# values of GUIDE: negatives where the guide's product exceeds the row's number do not count; or the product, as logit
+# of a teacher, gives soft targets
+MASK, TEACHER = tl.constexpr(1), tl.constexpr(2)
+# start of a tile's products where a pair does not count; products of features are larger than half of it
+EXCLUDED = tl.constexpr(-(2.0**100))
 # rows of a softmax's statistics, and of its state
 TOP, TOTAL, LOGIT_SUM, LOGIT_COUNT, POSITIVE_TOP, POSITIVE_TOTAL, POSITIVE_SUM, POSITIVE_COUNT = (
     tl.constexpr(row) for row in range(len(SoftmaxStats._fields))
@@ -46,14 +54,17 @@ STATS = tl.constexpr(len(SoftmaxStats._fields))
 STATE_TOP, INVERSE, STATE_POSITIVE_TOP, POSITIVE_INVERSE, MISSING, POSITIVE_SHARE, SHARE = (
     tl.constexpr(row) for row in range(len(SoftmaxState._fields))
 )
+# those of a teacher follow
+TEACHER_TOP, TEACHER_TOTAL, GAP, X_TOP = (
+    tl.constexpr(len(SoftmaxStats._fields) + row) for row in range(len(TeacherStats._fields))
+)
+STATE_TEACHER_TOP, TEACHER_INVERSE = (tl.constexpr(len(SoftmaxState._fields) + row) for row in range(2))
 # arguments that change from call to call: compiled once for all their values
 ANY = ("N", "M", "n", "diagonal", "self_diagonal", "positives", "positives_stride", "positives_start", "per_row",
        "part_stride", "part_row_stride", "part_col_stride", "parts", "stats_row_stride", "stats_stride",
        "row_stats_stride", "col_stats_stride", "row_state_stride", "col_state_stride", "row_tiles", "col_tiles",
        "row_first", "row_last", "col_first", "col_last", "q_blocks", "blocks", "truncation", "careful",
        "smoothing")  # fmt: skip
-# positives per row up to which a kernel is compiled for their number; above it, one kernel loops over them
-UNROLLED = tl.constexpr(4)
 
 
 @triton.jit
@@ -79,11 +90,10 @@ def _load_features(mem, stride, row, col, n, width, ROWS: tl.constexpr, COLS: tl
 
 
 @triton.jit
-def products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr,
              UPCAST: tl.constexpr):  # fmt: skip
-    """⟨q, k⟩ of tile (i, j). Pieces of features lie side by side; product p takes pieces LEFT[p] and RIGHT[p]."""
-    acc = tl.zeros((BM, BN), tl.float32)
+    """acc + ⟨q, k⟩ of tile (i, j). Pieces of features lie side by side; product p takes pieces LEFT[p] and RIGHT[p]."""
     # at most three pieces
     width = D * min(PRODUCTS, 3)
     for step in range(0, PRODUCTS * D, BK):
@@ -103,74 +113,62 @@ def products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.constexpr, 
 
 
 @triton.jit
-def _any_in_tile(positives_at, inside, positives_start, j, BN: tl.constexpr):
-    """True if any of these positives lies in the j-th column of tiles."""
-    col = tl.load(positives_at, mask=inside, other=-1) - positives_start
-    return tl.max(((col >= j * BN) & (col < (j + 1) * BN)).to(tl.int32)) > 0
+def tile_products(q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
+                  row_numbers_ptr, stash_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                  LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
+                  GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
+                  STASH: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """⟨q, k⟩ of tile (i, j), and the guide's product with it, to be read by `teacher_quarter`.
+
+    A mask needs no registers of its own: the sum of a pair that does not count begins at EXCLUDED. With STASH a
+    teacher's product waits in this program's part of `stash`, which stays in the cache: beside the sums of the next
+    product it would not fit the registers, and the matrix units would wait for each other.
+    """
+    acc = tl.zeros((BM, BN), tl.float32)
+    guide = acc
+    if GUIDE != 0:
+        guide = products(guide, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, i, j, N, M, G, BM, BN, BK,
+                         GUIDE_LEFT, GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
+    if GUIDE == MASK:
+        rows = i * BM + tl.arange(0, BM)
+        threshold = tl.load(row_numbers_ptr + rows, mask=rows < N, other=0.0)
+        acc = tl.where(guide > threshold[:, None], EXCLUDED, 0.0)
+    if GUIDE == TEACHER and STASH:
+        for at in tl.static_range(4):
+            tl.store(_stash_at(stash_ptr, at, BM, BN), quarter(guide, at, BM, BN))
+        # other threads may read what this one has written
+        tl.debug_barrier()
+        guide = acc
+    acc = products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA, UPCAST)
+    return acc, guide
 
 
 @triton.jit
-def has_masked(i, j, N, M, masks, BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
-               POSITIVES: tl.constexpr):  # fmt: skip
-    """True if the tile has a pair that is excluded by its position, or reaches over the edge."""
-    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start = masks
-    masked = ((i + 1) * BM > N) | ((j + 1) * BN > M)
-    if DIAGONAL:
-        masked = masked | ((diagonal + i * BM < (j + 1) * BN) & (diagonal + (i + 1) * BM > j * BN))
-    if SELF:
-        masked = masked | ((self_diagonal + i * BM < (j + 1) * BN) & (self_diagonal + (i + 1) * BM > j * BN))
-    positives_at = positives_ptr + (i * BM + tl.arange(0, BM)).to(tl.int64) * positives_stride
-    inside = i * BM + tl.arange(0, BM) < N
-    if POSITIVES <= UNROLLED:
-        for p in tl.static_range(POSITIVES):
-            masked = masked | _any_in_tile(positives_at + p, inside, positives_start, j, BN)
+def _stash_at(stash_ptr, at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Addresses of a quarter of this program's tile."""
+    WIDTH: tl.constexpr = BN // 4
+    first = (tl.program_id(0) * 4 + at) * (BM * WIDTH)
+    return stash_ptr + first + tl.arange(0, BM)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def teacher_quarter(guide, stash_ptr, at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STASH: tl.constexpr):
+    """A quarter of the columns of a teacher's product."""
+    if STASH:
+        part = tl.load(_stash_at(stash_ptr, at, BM, BN))
     else:
-        for p in range(positives):
-            masked = masked | _any_in_tile(positives_at + p, inside, positives_start, j, BN)
-    return masked
+        part = quarter(guide, at, BM, BN)
+    return part
 
 
 @triton.jit
-def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr):
-    """Mask of the pairs that exist and are not excluded by their position."""
-    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start = masks
-    valid = (rows < N)[:, None] & (cols < M)[None, :]
-    if DIAGONAL:
-        valid = valid & (cols[None, :] != (rows + diagonal)[:, None])
-    if SELF:
-        valid = valid & (cols[None, :] != (rows + self_diagonal)[:, None])
-    positives_at = positives_ptr + rows.to(tl.int64) * positives_stride
-    if POSITIVES <= UNROLLED:
-        for p in tl.static_range(POSITIVES):
-            col = tl.load(positives_at + p, mask=rows < N, other=-1) - positives_start
-            valid = valid & (cols[None, :] != col[:, None])
-    else:
-        for p in range(positives):
-            col = tl.load(positives_at + p, mask=rows < N, other=-1) - positives_start
-            valid = valid & (cols[None, :] != col[:, None])
-    return valid
+def counts(acc):
+    """Mask of the pairs that the guide does not exclude."""
+    return acc > EXCLUDED * 0.5
 
 
 @triton.jit
-def equal_groups(groups, rows, cols, N, M):
-    """Mask of the pairs whose ids, or labels, are equal."""
-    row_groups_ptr, col_groups_ptr = groups
-    row_groups = tl.load(row_groups_ptr + rows, mask=rows < N, other=0)
-    col_groups = tl.load(col_groups_ptr + cols, mask=cols < M, other=0)
-    return row_groups[:, None] == col_groups[None, :]
-
-
-@triton.jit
-def distinct_pairs(ids, labels, rows, cols, N, M, LABELS: tl.constexpr):
-    """Mask of the pairs whose ids differ, or that are positive by label."""
-    distinct = equal_groups(ids, rows, cols, N, M) == 0
-    if LABELS:
-        distinct = distinct | equal_groups(labels, rows, cols, N, M)
-    return distinct
-
-
-@triton.jit
-def _count_along(x, valid, axis: tl.constexpr):
+def count_along(x, valid, axis: tl.constexpr):
     """Number of valid pairs along `axis`, computed from x to keep its layout: masks lie across the threads."""
     return tl.sum(tl.where(valid, x * 0.0 + 1.0, 0.0), axis)
 
@@ -197,6 +195,29 @@ def softplus_sum(t, BM: tl.constexpr, BN: tl.constexpr):
     """
     growth = tl.reduce(tl.reshape(tl.math.exp2(tl.abs(t) * -1.0), (BM, BN // 8, 8)), 1, _product_less_one)
     return tl.sum(log1p(growth), 1) + tl.sum(tl.maximum(t, 0.0), 1) * LN2
+
+
+@triton.jit
+def positive_weights(labels, numbers, rows, cols, N, M):
+    """The weight of a positive by label, a number of the row and one of the column; 1 for all other pairs."""
+    row_numbers_ptr, col_numbers_ptr = numbers
+    of_rows = tl.load(row_numbers_ptr + rows, mask=rows < N, other=0.0)
+    of_cols = tl.load(col_numbers_ptr + cols, mask=cols < M, other=0.0)
+    return tl.where(equal_groups(labels, rows, cols, N, M), of_rows[:, None] + of_cols[None, :], 1.0)
+
+
+@triton.jit
+def weighed_softplus_sum(t, positives, labels, numbers, rows, j, N, M, BM: tl.constexpr, BN: tl.constexpr):
+    """`softplus_sum` with the positives' weights. A tile without any of its positives is summed up as quickly."""
+    total = softplus_sum(t, BM, BN)
+    if positives > 0:
+        WIDTH: tl.constexpr = BN // 4
+        for at in tl.static_range(4):
+            part = quarter(t, at, BM, BN)
+            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+            terms = log1p(tl.math.exp2(tl.abs(part) * -1.0)) + tl.maximum(part, 0.0) * LN2
+            total += tl.sum((positive_weights(labels, numbers, rows, cols, N, M) - 1.0) * terms, 1)
+    return total
 
 
 @triton.jit
@@ -234,19 +255,31 @@ def _store_logits(acc, constants, total, valid, at, stride, inside, axis: tl.con
     factor, shift, _ = constants
     relative = tl.fma(acc, factor, -tl.expand_dims(shift + binade(total), axis))
     tl.store(at + stride, tl.sum(tl.where(valid, relative, 0.0), axis), mask=inside)
-    tl.store(at + 2 * stride, _count_along(acc, valid, axis), mask=inside)
+    tl.store(at + 2 * stride, count_along(acc, valid, axis), mask=inside)
+
+
+@triton.jit
+def store_teacher(total, soft, gap, at, stride, inside):
+    """Store Σ 2^x of the logits, Σ 2^t of the teacher's, and Σ 2^t (t − x)."""
+    tl.store(at, total, mask=inside)
+    tl.store(at + stride, soft, mask=inside)
+    tl.store(at + 2 * stride, gap, mask=inside)
 
 
 @triton.jit(do_not_specialize=ANY)
-def totals(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr,
-           row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, self_diagonal, positives,
+def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
+           row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr, col_numbers_ptr, stash_ptr,
+           q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives,
            positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-           LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
-           DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
-           COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, SMOOTH: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
+           LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
+           GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, STASH: tl.constexpr,
+           TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
+           IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
+           SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
     """Per tile: Σ 2^t of the valid pairs, along rows [channel, col tile, N] and columns [channel, row tile, M].
 
-    SMOOTH adds two channels, see `_store_logits`. SOFTPLUS sums softplus(±x), along rows only.
+    SMOOTH adds two channels, see `_store_logits`; so does GUIDE == TEACHER, see `store_teacher`. SOFTPLUS sums
+    softplus(±x), along rows only.
     """
     masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
     ids = (row_ids_ptr, col_ids_ptr)
@@ -254,36 +287,81 @@ def totals(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_pt
     row_tiles = tl.cdiv(N, BM)
     col_tiles = tl.cdiv(M, BN)
     constants = exponent_constants(constants_ptr)
+    if GUIDE == TEACHER:
+        teachers = exponent_constants(constants_ptr + TEACHERS)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=FLATTEN):
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA, UPCAST)
+        acc, guide = tile_products(
+            q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
+            row_numbers_ptr, stash_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT,
+            GUIDE_PRODUCTS, STASH, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         cols = j * BN + tl.arange(0, BN)
-        t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
-        if SOFTPLUS and LABELS:
-            t = tl.where(equal_groups(labels, rows, cols, N, M), -t, t)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
         col_at = col_part_ptr + i.to(tl.int64) * M + cols
-        if IDS or SMOOTH:
-            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-            if IDS:
-                valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
-            t = tl.where(valid, t, -float("inf"))
-        elif has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
-            t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
-        if SOFTPLUS:
-            tl.store(row_at, softplus_sum(t, BM, BN), mask=rows < N)
+        if GUIDE == TEACHER:
+            masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
+            row_stride = col_tiles.to(tl.int64) * N
+            col_stride = row_tiles.to(tl.int64) * M
+            total = tl.zeros((BM,), tl.float32)
+            soft, gap = total, total
+            WIDTH: tl.constexpr = BN // 4
+            for at in tl.static_range(4):
+                cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+                x = exponents(quarter(acc, at, BM, BN), constants, SOFTPLUS, PRODUCTS)
+                t = exponents(teacher_quarter(guide, stash_ptr, at, BM, BN, STASH), teachers, SOFTPLUS, GUIDE_PRODUCTS)
+                apart = t - x
+                if IDS or masked:
+                    valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+                    if IDS:
+                        valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
+                    x = tl.where(valid, x, -float("inf"))
+                    t = tl.where(valid, t, -float("inf"))
+                e = tl.math.exp2(x)
+                f = tl.math.exp2(t)
+                total += tl.sum(e, 1)
+                soft += tl.sum(f, 1)
+                gap += tl.sum(f * apart, 1)
+                if COLUMNS:
+                    col_at = col_part_ptr + i.to(tl.int64) * M + cols
+                    store_teacher(tl.sum(e, 0), tl.sum(f, 0), tl.sum(f * apart, 0), col_at, col_stride, cols < M)
+            store_teacher(total, soft, gap, row_at, row_stride, rows < N)
         else:
-            e = tl.math.exp2(t)
-            total = tl.sum(e, 1)
-            tl.store(row_at, total, mask=rows < N)
-            if SMOOTH:
-                _store_logits(acc, constants, total, valid, row_at, col_tiles.to(tl.int64) * N, rows < N, 1)
-            if COLUMNS:
-                total = tl.sum(e, 0)
-                tl.store(col_at, total, mask=cols < M)
+            t = exponents(acc, constants, SOFTPLUS, PRODUCTS)
+            if GUIDE == MASK:
+                t = tl.where(counts(acc), t, -float("inf"))
+            if SOFTPLUS and LABELS:
+                positive = equal_groups(labels, rows, cols, N, M)
+                t = tl.where(positive, -t, t)
+                if WEIGHED:
+                    several = tl.max(count_along(t, positive, 1), 0)
+            if IDS or SMOOTH:
+                valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+                if IDS:
+                    valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
+                if GUIDE == MASK:
+                    valid = valid & counts(acc)
+                t = tl.where(valid, t, -float("inf"))
+            elif has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES):
+                t = tl.where(valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES), t, -float("inf"))
+            if SOFTPLUS:
+                if LABELS and WEIGHED:
+                    loss = weighed_softplus_sum(t, several, labels, (row_numbers_ptr, col_numbers_ptr), rows, j, N, M,
+                                                BM, BN)  # fmt: skip
+                else:
+                    loss = softplus_sum(t, BM, BN)
+                tl.store(row_at, loss, mask=rows < N)
+            else:
+                e = tl.math.exp2(t)
+                total = tl.sum(e, 1)
+                tl.store(row_at, total, mask=rows < N)
                 if SMOOTH:
-                    _store_logits(acc, constants, total, valid, col_at, row_tiles.to(tl.int64) * M, cols < M, 0)
+                    _store_logits(acc, constants, total, valid, row_at, col_tiles.to(tl.int64) * N, rows < N, 1)
+                if COLUMNS:
+                    total = tl.sum(e, 0)
+                    tl.store(col_at, total, mask=cols < M)
+                    if SMOOTH:
+                        _store_logits(acc, constants, total, valid, col_at, row_tiles.to(tl.int64) * M, cols < M, 0)
 
 
 @triton.jit
@@ -301,29 +379,17 @@ def merge_exponentials(top, total, other_top, other_total):
 
 
 @triton.jit
-def _max_and_sum(x, valid, axis: tl.constexpr):
-    """Maximum of the valid x along `axis`, and the sum of exponentials relative to it."""
-    hidden = tl.where(valid, x, -float("inf"))
-    top = tl.max(hidden, axis)
-    return top, tl.sum(tl.exp(hidden - tl.expand_dims(finite(top), axis)), axis)
-
-
-@triton.jit
-def _sum_below(x, valid, top, axis: tl.constexpr):
-    """Σ (x − top) of the valid x along `axis`."""
-    return tl.sum(tl.where(valid, x - tl.expand_dims(finite(top), axis), 0.0), axis)
-
-
-@triton.jit
-def _add_to_rows(top, total, logit_sum, count, x, valid, SUMS: tl.constexpr):
-    """Statistics of the rows so far and of x together; the last two only with SUMS."""
-    new_top, new_total = _max_and_sum(x, valid, 1)
-    higher, both = merge_exponentials(top, total, new_top, new_total)
-    if SUMS:
-        safe = finite(higher)
-        logit_sum += count * (finite(top) - safe) + _sum_below(x, valid, safe, 1)
-        count += _count_along(x, valid, 1)
-    return higher, both, logit_sum, count
+def merge_teachers(top, total, gap, x_top, other_top, other_total, other_gap, other_x_top):
+    """A teacher's statistics of two disjoint sets: `merge` of losses/distilled.py."""
+    higher = tl.maximum(top, other_top)
+    x_higher = tl.maximum(x_top, other_x_top)
+    safe = finite(higher)
+    x_safe = finite(x_higher)
+    share = tl.exp(top - safe)
+    other_share = tl.exp(other_top - safe)
+    gap += total * ((finite(top) - safe) - (finite(x_top) - x_safe))
+    other_gap += other_total * ((finite(other_top) - safe) - (finite(other_x_top) - x_safe))
+    return higher, total * share + other_total * other_share, gap * share + other_gap * other_share, x_higher
 
 
 @triton.jit
@@ -334,13 +400,6 @@ def store_stats(top, total, logit_sum, count, at, stride, inside, SUMS: tl.const
     if SUMS:
         tl.store(at + 2 * stride, logit_sum, mask=inside)
         tl.store(at + 3 * stride, count, mask=inside)
-
-
-@triton.jit
-def _store_columns(x, valid, at, stride, inside, SUMS: tl.constexpr):
-    """Store the statistics of the columns of x."""
-    top, total = _max_and_sum(x, valid, 0)
-    store_stats(top, total, _sum_below(x, valid, top, 0), _count_along(x, valid, 0), at, stride, inside, SUMS)
 
 
 @triton.jit
@@ -355,62 +414,6 @@ def quarter(x, at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     left, right = halves(x, BM, BN)
     left, right = halves(left if at < 2 else right, BM, BN // 2)
     return left if at % 2 == 0 else right
-
-
-@triton.jit(do_not_specialize=ANY)
-def maxima(q_mem, k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr,
-           row_labels_ptr, col_labels_ptr, q_stride, k_stride, N, M, D, diagonal, self_diagonal, positives,
-           positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-           LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
-           DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr, LABELS: tl.constexpr,
-           COLUMNS: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
-    """The careful form of `totals`, for features of any size. Runs where the careful flag is set.
-
-    Per tile: top and Σ exp(x − top) of the negatives, with SMOOTH also Σ (x − top) and their number; with LABELS all
-    four of the positives, from the fifth channel on. Layout as in `totals`.
-    """
-    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
-    ids = (row_ids_ptr, col_ids_ptr)
-    labels = (row_labels_ptr, col_labels_ptr)
-    row_tiles = tl.cdiv(N, BM)
-    col_tiles = tl.cdiv(M, BN)
-    factor = tl.load(constants_ptr + FACTOR)
-    tiles = tl.where(tl.load(constants_ptr + CAREFUL) != 0, row_tiles * col_tiles, 0)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
-        acc = products(q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA, UPCAST)
-        rows = i * BM + tl.arange(0, BM)
-        WIDTH: tl.constexpr = BN // 4
-        top = tl.full((BM,), -float("inf"), tl.float32)
-        total = tl.zeros((BM,), tl.float32)
-        logit_sum, count, positive_total, positive_sum, positive_count = total, total, total, total, total
-        positive_top = top
-        for at in tl.static_range(4):
-            x = quarter(acc, at, BM, BN) * factor * LN2
-            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
-            negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
-            positive = negative
-            if LABELS:
-                positive = negative & equal_groups(labels, rows, cols, N, M)
-                negative = negative & (positive == 0)
-            if IDS:
-                negative = negative & (equal_groups(ids, rows, cols, N, M) == 0)
-            top, total, logit_sum, count = _add_to_rows(top, total, logit_sum, count, x, negative, SMOOTH)
-            if LABELS:
-                positive_top, positive_total, positive_sum, positive_count = _add_to_rows(
-                    positive_top, positive_total, positive_sum, positive_count, x, positive, True)  # fmt: skip
-            if COLUMNS:
-                col_at = col_part_ptr + i.to(tl.int64) * M + cols
-                stride = row_tiles.to(tl.int64) * M
-                _store_columns(x, negative, col_at, stride, cols < M, SMOOTH)
-                if LABELS:
-                    _store_columns(x, positive, col_at + 4 * stride, stride, cols < M, True)
-        row_at = row_part_ptr + j.to(tl.int64) * N + rows
-        stride = col_tiles.to(tl.int64) * N
-        store_stats(top, total, logit_sum, count, row_at, stride, rows < N, SMOOTH)
-        if LABELS:
-            store_stats(positive_top, positive_total, positive_sum, positive_count, row_at + 4 * stride, stride,
-                        rows < N, True)  # fmt: skip
 
 
 @triton.jit

@@ -16,17 +16,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from contrastile.tiles.triton import backward, forward, reductions
+from contrastile.tiles.triton import careful as careful_kernels
 from contrastile.tiles.triton import positives as by_position
+from contrastile.tiles.triton.block import Block, Positives
 from contrastile.tiles.triton.plan import (
     ALIGNMENT,
     EXACT,
     LABEL_CHANNELS,
     PIECES,
-    Block,
     Epilogue,
     Operand,
     Pair,
-    Positives,
     Shape,
     interpreting,
     is_readable,
@@ -105,8 +105,10 @@ class _Kernel:
 _kernels: dict[int, _Kernel] = {}
 
 
-def run(kernel: Any, grid: tuple[int, ...], *, warps: int = 4, stages: int = 3, **given: Any) -> None:
-    """Launch a kernel with those of the given arguments that it has.
+def run(
+    kernel: Any, grid: tuple[int, ...], *, warps: int = 4, stages: int = 3, registers: int | None = None, **given: Any
+) -> None:
+    """Launch a kernel with those of the given arguments that it has; `registers`: the most of a thread.
 
     Triton's own dispatch of a compiled kernel takes longer than many of these kernels run, so it is used once for each
     signature.
@@ -118,11 +120,11 @@ def run(kernel: Any, grid: tuple[int, ...], *, warps: int = 4, stages: int = 3, 
     if known is None:
         known = _kernels[id(kernel)] = _Kernel(kernel)
     kinds, arguments = known.signature(given)
-    key = (torch.cuda.current_device(), warps, stages, *kinds)
+    key = (torch.cuda.current_device(), warps, stages, registers, *kinds)
     compiled = known.compiled.get(key)
     if compiled is None:
         chosen = {name: given[name] for name in known.names}
-        known.compiled[key] = kernel[grid](**chosen, num_warps=warps, num_stages=stages)
+        known.compiled[key] = kernel[grid](**chosen, num_warps=warps, num_stages=stages, maxnreg=registers)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
 
@@ -191,11 +193,20 @@ def sums(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilo
 
     careful: maxima and sums instead, and with labels all 8 statistics, where the flag is set.
     """
-    kernel = forward.maxima if careful else forward.totals
+    kernel = careful_kernels.maxima if careful else forward.totals
     run(
         kernel, pair.programs, constants_ptr=constants, row_part_ptr=parts[0], col_part_ptr=parts[-1],
-        COLUMNS=len(parts) == 2, FLATTEN=pair.flattened, **epilogue.flags, **pair.arguments,
+        stash_ptr=_stash(pair, constants, epilogue), COLUMNS=len(parts) == 2, FLATTEN=pair.flattened, **epilogue.flags,
+        **pair.arguments,
     )  # fmt: skip
+
+
+def _stash(pair: Pair, constants: Tensor, epilogue: Epilogue) -> Tensor:
+    """Memory for one tile of a teacher's products per program."""
+    shape = shape_for(constants.device)
+    if not epilogue.taught or not shape.stash:
+        return constants
+    return constants.new_empty(pair.programs[0], shape.rows * shape.cols)
 
 
 def merge_sums(
@@ -254,14 +265,14 @@ def direction_weights(block: Block, epilogue: Epilogue) -> Weights:
     """Each direction's vectors for `gradient`, times the unit; sets the flag where the careful form is needed."""
     lengths = [len(coefficient) for _, coefficient in block.directions]
     (N, M), n = ((*lengths, 0)[:2]), sum(lengths)
-    out = block.constants.new_empty(2 if epilogue.smooth else 1, n)
+    out = block.constants.new_empty(2 if epilogue.smooth or epilogue.taught else 1, n)
     run(
         backward.direction_weights, (tiles_of(max(lengths), BLOCK), len(lengths)), N=N, M=M, out_ptr=out, BLOCK=BLOCK,
         **_directions(block, epilogue),
     )  # fmt: skip
     weights = out[0].split(lengths)
-    # without smoothing the kernel does not read the second vector
-    spreads = out[-1].split(lengths) if epilogue.smooth else weights
+    # without smoothing or a teacher the kernel does not read the second vector
+    spreads = out[-1].split(lengths)
     return list(zip(weights, spreads, strict=True))
 
 
@@ -295,15 +306,16 @@ def gradient(
     (a, c), (b, d) = weights[0], weights[-1]
     run(
         backward.gradient, pair.programs, constants_ptr=constants, row_a_ptr=a, row_c_ptr=c, col_b_ptr=b, col_d_ptr=d,
-        row_part_ptr=constants if row_part is None else row_part, COLUMNS=len(weights) == 2, LOSS=row_part is not None,
-        FLATTEN=pair.flattened, **epilogue.flags, **_strip(strip, sums, pair.q.parts), **pair.arguments,
+        row_part_ptr=constants if row_part is None else row_part, stash_ptr=_stash(pair, constants, epilogue),
+        COLUMNS=len(weights) == 2, LOSS=row_part is not None, FLATTEN=pair.flattened, **epilogue.flags,
+        **_strip(strip, sums, pair.q.parts), **pair.arguments,
     )  # fmt: skip
 
 
 def careful_gradient(pair: Pair, block: Block, strip: Tensor, sums: Tensor, epilogue: Epilogue) -> None:
     """The careful form, where the flag is set."""
     given = _directions(block, epilogue) | _strip(strip, sums, pair.q.parts)
-    run(backward.careful_gradient, pair.programs, **given, **pair.arguments)
+    run(careful_kernels.careful_gradient, pair.programs, **given, **pair.arguments)
 
 
 def as_tiles(dtype: torch.dtype, epilogue: Epilogue) -> bool:
@@ -314,21 +326,35 @@ def as_tiles(dtype: torch.dtype, epilogue: Epilogue) -> bool:
     return is_exact(dtype) and not epilogue.hardness
 
 
-def _positives(block: Block, positives: Positives, epilogue: Epilogue) -> dict[str, Any]:
-    """The positives known by position, and the features."""
-    columns, q = positives.columns, block.rows.features
-    shape, exact = shape_for(q.device), as_tiles(q.dtype, epilogue)
+def _positives(block: Block, positives: Positives, q: Tensor, k: Tensor, *, exact: bool) -> dict[str, Any]:
+    """The positives known by position, and features; exact: multiplied in pieces, as the tiles do."""
+    columns, shape = positives.columns, shape_for(q.device)
     multiplied = {"ROWS": min(shape.rows, ROWS_MULTIPLIED), "BLOCK": FEATURES_MULTIPLIED} if exact else {}
-    return _features(q, block.cols.features) | products_of(EXACT if exact else 1) | multiplied | {
+    return _features(q, k) | products_of(EXACT if exact else 1) | multiplied | {
         "columns_ptr": block.constants if columns is None else columns, "per_row": positives.per_row,
         "N": len(block.rows), "M": len(block.cols), "diagonal": positives.diagonal or 0, "DIAGONAL": columns is None,
         "self_diagonal": block.self_diagonal or 0, "SELF": block.self_diagonal is not None,
     }  # fmt: skip
 
 
+def _positive_arguments(block: Block, positives: Positives, epilogue: Epilogue) -> dict[str, Any]:
+    """The positives known by position, the features and, with a teacher, the positives' logits by it."""
+    q, k = block.rows.features, block.cols.features
+    given = _positives(block, positives, q, k, exact=as_tiles(q.dtype, epilogue))
+    if not epilogue.taught:
+        return {"teacher_ptr": block.constants, **given}
+    logits = block.constants.new_empty(len(q), positives.per_row)
+    ((a,), (b,)) = block.rows.guides, block.cols.guides
+    run(
+        by_position.positive_logits, (tiles_of(len(q), ROWS),), constants_ptr=block.constants[CONSTANTS:],
+        out_ptr=logits, **epilogue.flags, **_positives(block, positives, a, b, exact=False),
+    )  # fmt: skip
+    return {"teacher_ptr": logits, **given}
+
+
 def positive_totals(block: Block, positives: Positives, stats: Sequence[Tensor], epilogue: Epilogue) -> None:
     """Write the positives known by position into the statistics, which hold all other pairs."""
-    given = _positives(block, positives, epilogue)
+    given = _positive_arguments(block, positives, epilogue)
     run(
         by_position.positive_totals, (tiles_of(len(block.rows), given["ROWS"]),), constants_ptr=block.constants,
         row_stats_ptr=stats[0], row_stats_stride=stats[0].stride(0), col_stats_ptr=stats[-1],
@@ -340,7 +366,7 @@ def positive_gradients(
     block: Block, positives: Positives, u: Tensor | None, v: Tensor | None, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor]:
     """The positives' gradient g [N, P], and g · ⟨q, k⟩; adds g · k to u and, on the diagonal, g · q to v."""
-    N, given = len(block.rows), _positives(block, positives, epilogue)
+    N, given = len(block.rows), _positive_arguments(block, positives, epilogue)
     g_NP, inner_NP = block.constants.new_empty(2, N, positives.per_row)
     run(
         by_position.positive_gradients, (tiles_of(N, given["ROWS"]),), u_ptr=g_NP if u is None else u,

@@ -1,13 +1,13 @@
-"""The cut of a block into super-tiles, and the operands that the kernels read and write: decided without a launch.
+"""The operands that the kernels read and write, and the options of the kernels: decided without a launch.
 
-Below `launch.py`, which hands these values to kernels, and `backend.py`, which loops over the super-tiles. From small
+Below `block.py`, which cuts a block into super-tiles, and `launch.py`, which hands these values to kernels. From small
 to large: the shape of a tile on each chip, and the work on it that a loss needs; operands, masks and the strip of a
-super-tile; the bytes of each pass within the workspace; masks and positives of a whole block.
+super-tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
@@ -17,9 +17,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from contrastile.losses.base import Formula, PairLoss, Shard
+from contrastile.losses.base import Formula, PairLoss
+from contrastile.losses.distilled import TeacherStats
 from contrastile.losses.softmax import SoftmaxStats
-from contrastile.tiles.triton.forward import UNROLLED
+from contrastile.tiles.triton.masks import UNROLLED
 
 # address and rows of a tensor descriptor are multiples of so many bytes
 ALIGNMENT = 16
@@ -52,6 +53,8 @@ class Shape:
     flatten: bool = True
     # the copy engine (TMA) moves tiles to shared memory
     tma: bool = True
+    # a teacher's products wait in memory for those of the student, with which they would not fit the registers
+    stash: bool = False
     # relative error of a product per feature: the matrix units truncate their running sums. 0 where not measured
     truncation: float = 0.0
 
@@ -61,11 +64,11 @@ SHAPES = {
     80: Shape(warps=8, stages=4, programs=1, flatten=False, tma=False),
     86: Shape(warps=8, programs=1, flatten=False, tma=False),
     89: Shape(warps=8, programs=1, flatten=False, tma=False),
-    90: Shape(truncation=2.0**-30),
+    90: Shape(truncation=2.0**-30, stash=True),
     100: Shape(flatten=False),
     120: Shape(warps=8, depth=32, programs=1, flatten=False),
 }
-SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32)  # small, so that tests have several tiles
+SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32, stash=True)  # small, so that tests have several tiles
 
 
 @cache
@@ -134,6 +137,8 @@ def is_readable(x: Tensor) -> bool:
 
 # numbers that `maxima` writes per tile and row with positives by label: all statistics of a row
 LABEL_CHANNELS = len(SoftmaxStats._fields)
+# uses of a guide's product, as `forward.py` numbers them
+GUIDES = {None: 0, "mask": 1, "teacher": 2}
 # fields of a loss that the kernels compute; of exponentials also the label smoothing and the weights of negatives
 FIELDS = frozenset({"symmetric", "exclude_self", "uses_bias", "pairwise"})
 OF_EXPONENTIALS = frozenset({"label_smoothing", "hardness_strength", "hardness_mode"})
@@ -141,7 +146,10 @@ OF_EXPONENTIALS = frozenset({"label_smoothing", "hardness_strength", "hardness_m
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The work on a tile of products: the formula that a loss declares, its label smoothing and β of its negatives."""
+    """The work on a tile of products: the formula that a loss declares, and its numbers.
+
+    label_smoothing: the share of the targets that is spread, evenly or by a teacher. hardness: β of the negatives.
+    """
 
     formula: Formula
     label_smoothing: float = 0.0
@@ -156,35 +164,47 @@ class Epilogue:
         return self.formula.pairs == "exponential"
 
     @cached_property
+    def taught(self) -> bool:
+        return self.formula.guide == "teacher"
+
+    @cached_property
     def smooth(self) -> bool:
-        return self.label_smoothing > 0
+        return self.label_smoothing > 0 and not self.taught
 
     @cached_property
     def stats(self) -> int:
         """Statistics per row."""
-        return len(SoftmaxStats._fields) if self.exponential else 1
+        soft = len(TeacherStats._fields) if self.taught else 0
+        return len(SoftmaxStats._fields) + soft if self.exponential else 1
 
     @cached_property
     def channels(self) -> int:
-        """Numbers that `totals` writes per tile and row: the sum; with smoothing, of the logits and the pairs too."""
-        return 3 if self.smooth else 1
+        """Numbers that `totals` writes per tile and row.
+
+        The sum; with smoothing, also those of the logits and the pairs; with a teacher, the teacher's sum and gap.
+        """
+        return 3 if self.smooth or self.taught else 1
 
     @cached_property
     def careful_channels(self) -> int:
-        """Numbers that `maxima` writes per tile and row: maximum and sum; with smoothing, two more as above."""
-        return 4 if self.smooth else 2
+        """Numbers that `maxima` writes per tile and row: maximum and sum; with smoothing 2 more, of a teacher 3."""
+        return 5 if self.taught else 4 if self.smooth else 2
 
     @cached_property
-    def flags(self) -> dict[str, bool]:
+    def flags(self) -> dict[str, int]:
         """The kernels' constexpr arguments."""
         decoupled = self.formula.denominator == "negatives"
-        return {"SOFTPLUS": not self.exponential, "DECOUPLED": decoupled, "SMOOTH": self.smooth}
+        return {
+            "SOFTPLUS": not self.exponential, "DECOUPLED": decoupled, "SMOOTH": self.smooth,
+            "GUIDE": GUIDES[self.formula.guide], "INSIDE": self.formula.inside, "WEIGHED": self.formula.weighed,
+        }  # fmt: skip
 
 
 @cache
 def epilogue_for(loss: PairLoss) -> Epilogue:
     assert loss.formula is not None
-    return Epilogue(loss.formula, getattr(loss, "label_smoothing", 0.0), getattr(loss, "block_hardness", 0.0))
+    spread = getattr(loss, "soft_share" if loss.formula.guide == "teacher" else "label_smoothing", 0.0)
+    return Epilogue(loss.formula, spread, getattr(loss, "block_hardness", 0.0))
 
 
 def unknown_part(loss: PairLoss) -> str | None:
@@ -263,21 +283,43 @@ class Pair:
     masks: Masks
     # multiprocessors left to others
     reserved: int = 0
+    # further features of rows and columns, and `Shard.numbers` of both
+    guide: tuple[Operand, Operand] | None = None
+    numbers: tuple[Tensor | None, Tensor | None] = (None, None)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
         q, k = self.q, self.k
         shape = shape_for(q.data.device)
-        return self.masks.arguments(q.data) | products_of(q.parts) | {
+        return self.masks.arguments(q.data) | products_of(q.parts) | self._guide_arguments | {
             "q_mem": q.memory(shape.rows, shape), "k_mem": k.memory(shape.cols, shape), "q_stride": q.data.stride(0),
             "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
-            "BK": shape.depth, "GROUP": GROUP, "TMA": shape.tma, "warps": shape.warps, "stages": shape.stages,
+            "BK": shape.depth, "GROUP": GROUP, "STASH": shape.stash, "TMA": shape.tma,
+            "warps": shape.warps, "stages": shape.stages,
         }  # fmt: skip
 
     @property
+    def of_rows(self) -> list[Operand]:
+        """The rows' operands."""
+        return [self.q] if self.guide is None else [self.q, self.guide[0]]
+
+    @property
+    def _guide_arguments(self) -> dict[str, Any]:
+        shape, (of_rows, of_cols) = shape_for(self.q.data.device), self.numbers
+        unused, (a, b) = self.q.data, self.guide or (self.q, self.k)
+        # no descriptor where the kernel does not read it: making one takes the host as long as a launch
+        memory = (a.memory(shape.rows, shape), b.memory(shape.cols, shape)) if self.guide else (unused, unused)
+        return {
+            "guide_q_mem": memory[0], "guide_k_mem": memory[1], "guide_q_stride": a.data.stride(0),
+            "guide_k_stride": b.data.stride(0), "G": a.width,
+            "row_numbers_ptr": unused if of_rows is None else of_rows,
+            "col_numbers_ptr": unused if of_cols is None else of_cols,
+        } | {f"GUIDE_{name}": value for name, value in products_of(a.parts).items()}  # fmt: skip
+
+    @property
     def flattened(self) -> bool:
-        """True if features and tiles are one loop: only where no loop over positives is inside."""
-        return shape_for(self.q.data.device).flatten and self.masks.per_row <= UNROLLED.value
+        """True if features and tiles are one loop: only where no loop over positives, or a guide's, is inside."""
+        return shape_for(self.q.data.device).flatten and self.masks.per_row <= UNROLLED.value and self.guide is None
 
     @cached_property
     def programs(self) -> tuple[int]:
@@ -290,7 +332,7 @@ class Pair:
     def new_strip(self) -> Tensor:
         """Memory for the gradient: the pieces below each other, in whole tiles."""
         shape = shape_for(self.q.data.device)
-        return self.q.data.new_empty(_strip_shape(len(self.q), len(self.k), self.q.parts, shape))
+        return self.q.data.new_empty(strip_shape(len(self.q), len(self.k), self.q.parts, shape))
 
     def strip_pieces(self, strip: Tensor) -> list[Tensor]:
         """The strip's pieces, as matrices [N, M]."""
@@ -300,151 +342,6 @@ class Pair:
         return [piece[:N, :M] for piece in strip.chunk(self.q.parts)]
 
 
-def _strip_shape(N: int, M: int, parts: int, shape: Shape) -> tuple[int, int]:
+def strip_shape(N: int, M: int, parts: int, shape: Shape) -> tuple[int, int]:
     """Whole tiles, so that a tile written beyond its piece's last row meets no other piece."""
     return parts * tiles_of(N, shape.rows) * shape.rows, tiles_of(M, shape.cols) * shape.cols
-
-
-# bytes of a super-tile of height × width, D features in a dtype; D is 0 where features need no copy
-Cost = Callable[[int, int, int, torch.dtype], int]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Bytes that each pass over a super-tile takes, and the largest super-tile within the workspace."""
-
-    loss: PairLoss
-    epilogue: Epilogue
-    device: torch.device
-    # bytes
-    workspace: int
-
-    def forward(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """The tiles' numbers, and the operands' pieces."""
-        numbers = self._partial(height, width, self.epilogue.careful_channels)
-        return numbers + self._operands(height, width, D, dtype)
-
-    def labels(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """The same for positives by label."""
-        return self._partial(height, width, LABEL_CHANNELS) + self._operands(height, width, D, dtype)
-
-    def backward(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        """The strip, the sums of a loss computed in the same sweep, and the operands' pieces."""
-        rows, cols = _strip_shape(height, width, PIECES[dtype](), shape_for(self.device))
-        sums = self._partial(height, width, self.epilogue.channels) if self.loss.pairwise else 0
-        return 2 * rows * cols + sums + self._operands(height, width, D, dtype)
-
-    def super_tiles(self, block: Block, cost: Cost) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of each super-tile of a block, row by row."""
-        q, k = block.rows.features, block.cols.features
-        N, M, copied = len(q), len(k), not (is_readable(q) and is_readable(k))
-        height, width = self._largest(N, M, q.shape[1] if copied else 0, q.dtype, cost)
-        for i in range(0, N, height):
-            for j in range(0, M, width):
-                yield slice(i, min(i + height, N)), slice(j, min(j + width, M))
-
-    def most_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
-        """The bytes of the largest pass over a block, with features copied or not, by label or not."""
-        return max(self.expected_bytes(N, M, copied, dtype, self.labels) for copied in (0, D))
-
-    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost) -> int:
-        """The same of forward, backward and `more` passes; D is 0 where features need no copy."""
-        passes = (self.forward, self.backward, *more)
-        return max(cost(*self._largest(N, M, D, dtype, cost), D, dtype) for cost in passes)
-
-    def _largest(self, N: int, M: int, D: int, dtype: torch.dtype, cost: Cost) -> tuple[int, int]:
-        """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
-        shape = shape_for(self.device)
-        height, width = N, M
-        while cost(height, width, D, dtype) > self.workspace and max(height, width) > shape.rows:
-            if height >= width:
-                height = tiles_of(height, 2 * shape.rows) * shape.rows
-            else:
-                width = tiles_of(width, 2 * shape.cols) * shape.cols
-        return height, width
-
-    def _partial(self, height: int, width: int, channels: int) -> int:
-        shape = shape_for(self.device)
-        numbers = tiles_of(width, shape.cols) * height + self.loss.symmetric * tiles_of(height, shape.rows) * width
-        return 4 * channels * numbers
-
-    def _operands(self, height: int, width: int, D: int, dtype: torch.dtype) -> int:
-        return 2 * (height + width) * PIECES[dtype]() * padded(D, shape_for(self.device))
-
-
-@dataclass(frozen=True)
-class Positives:
-    """Positives known by position: columns [N, P] of the block, −1 pads, or the diagonal's first column."""
-
-    columns: Tensor | None
-    diagonal: int | None
-
-    @property
-    def per_row(self) -> int:
-        return 1 if self.columns is None else self.columns.shape[1]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Rows and columns as the kernels read them, and how `loss` sees them."""
-
-    rows: Shard
-    cols: Shard
-    # see forward.py
-    constants: Tensor
-    loss: PairLoss
-
-    @cached_property
-    def directions(self) -> list[tuple[Tensor, Tensor]]:
-        """State and coefficient of the rows and, if symmetric, of the columns."""
-        directions = []
-        for side in (self.rows, self.cols)[: 1 + self.loss.symmetric]:
-            assert side.state is not None
-            assert side.coefficient is not None
-            directions.append((side.state, side.coefficient))
-        return directions
-
-    @property
-    def self_diagonal(self) -> int | None:
-        """The column that is the same example as the first row, if such pairs do not count."""
-        return self.rows.start - self.cols.start if self.loss.exclude_self else None
-
-    @property
-    def masks(self) -> Masks:
-        """Excluded pairs, with the positives known by position, and pairs that are positive by label."""
-        rows, cols = self.rows, self.cols
-        return Masks(
-            diagonal=None if rows.diagonal is None else rows.diagonal - cols.start,
-            self_diagonal=self.self_diagonal,
-            positives=rows.positives if rows.diagonal is None else None,
-            positives_start=cols.start,
-            ids=_both(rows.ids, cols.ids),
-            labels=_both(rows.labels, cols.labels) if by_label(rows) else None,
-        )
-
-    def positives(self) -> Positives | None:
-        """The positives known by position; None if there are none."""
-        rows, cols = self.rows, self.cols
-        N, M = len(rows), len(cols)
-        if rows.diagonal is not None:
-            diagonal = rows.diagonal - cols.start
-            return Positives(None, diagonal) if -N < diagonal < M else None
-        if rows.positives is None or not rows.positives.shape[1]:
-            return None
-        columns = rows.positives.sort(dim=1).values
-        # a column listed twice is one positive
-        repeated = torch.zeros_like(columns, dtype=torch.bool)
-        repeated[:, 1:] = columns[:, 1:] == columns[:, :-1]
-        inside = ~repeated & (columns >= max(0, cols.start)) & (columns < cols.start + M)
-        if self.loss.exclude_self:
-            inside &= columns != torch.arange(rows.start, rows.start + N, device=columns.device)[:, None]
-        return Positives(torch.where(inside, columns - cols.start, -1), None)
-
-
-def by_label(rows: Shard) -> bool:
-    """True if positives are known by label; they are too many to be listed."""
-    return rows.diagonal is None and rows.positives is None and rows.labels is not None
-
-
-def _both(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if rows is None or cols is None else (rows, cols)

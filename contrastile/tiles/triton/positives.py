@@ -4,6 +4,7 @@
 
 Launched by `launch.py`; positives by label are in the tiles of `forward.py` and `backward.py`:
 
+    positive_logits      their logits by a teacher
     positive_totals      their part of each row's statistics
     positive_gradients   their gradient, added to the accumulators directly
     add_pairs            the same for the columns, where a column may have several
@@ -27,11 +28,16 @@ from contrastile.tiles.triton.forward import (
     SHARE,
     SHIFT,
     STATE_POSITIVE_TOP,
+    STATE_TEACHER_TOP,
+    TEACHER,
+    TEACHER_INVERSE,
+    TEACHER_TOP,
     exponent_constants,
     exponents,
     finite,
     log1p,
     merge_exponentials,
+    merge_teachers,
     shift_as_logarithm,
     store_stats,
 )
@@ -108,17 +114,52 @@ def positive_logit(q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, di
 
 
 @triton.jit(do_not_specialize=ANY)
-def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col_stats_ptr, N, M, D, diagonal,
-                    self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride, row_stats_stride,
-                    col_stats_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
+def positive_logits(q_ptr, k_ptr, constants_ptr, columns_ptr, out_ptr, N, M, D, diagonal, self_diagonal, per_row,
+                    q_row_stride, q_stride, k_row_stride, k_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
                     SOFTPLUS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr,
                     UPCAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the logits [N, per_row] of the positives, rounded."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for p in range(per_row):
+        _, _, _, logit, rest = positive_logit(
+            q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
+            q_stride, k_row_stride, k_stride, DIAGONAL, SELF, SOFTPLUS, LEFT, RIGHT, PRODUCTS, UPCAST, ROWS,
+            BLOCK)  # fmt: skip
+        tl.store(out_ptr + row.to(tl.int64) * per_row + p, logit + rest, mask=row < N)
+
+
+@triton.jit
+def _load_teacher(stats_ptr, stride, at, exists):
+    """A teacher's statistics: top, total, gap and x_top."""
+    first = stats_ptr + TEACHER_TOP * stride + at
+    return (tl.load(first, mask=exists, other=0.0), tl.load(first + stride, mask=exists, other=0.0),
+            tl.load(first + 2 * stride, mask=exists, other=0.0),
+            tl.load(first + 3 * stride, mask=exists, other=0.0))  # fmt: skip
+
+
+@triton.jit
+def _add_to_teacher(top, total, gap, x_top, t, x, exists):
+    """A teacher's statistics with one more pair per row."""
+    one = exists.to(tl.float32)
+    hidden = tl.where(exists, t, -float("inf"))
+    return merge_teachers(top, total, gap, x_top, hidden, one, one * 0.0, tl.where(exists, x, -float("inf")))
+
+
+@triton.jit(do_not_specialize=ANY)
+def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_stats_ptr, col_stats_ptr, N, M, D,
+                    diagonal, self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride,
+                    row_stats_stride, col_stats_stride, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+                    COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, GUIDE: tl.constexpr, LEFT: tl.constexpr,
+                    RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
     """Write the positives into the statistics of their rows and, on the diagonal, of their columns."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     logits = tl.zeros((ROWS,), tl.float32)
     count = tl.zeros((ROWS,), tl.float32)
+    if GUIDE == TEACHER:
+        soft_top, soft, gap, x_top = _load_teacher(row_stats_ptr, row_stats_stride, row, row < N)
     for p in range(per_row):
         col, exists, _, logit, rest = positive_logit(
             q_ptr, k_ptr, constants_ptr, columns_ptr, row, p, N, M, D, diagonal, self_diagonal, per_row, q_row_stride,
@@ -135,6 +176,15 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col
             logits += count * (finite(top) - safe) + tl.where(exists, (logit - safe) + rest, 0.0)
             top = higher
             count += exists.to(tl.float32)
+        if GUIDE == TEACHER:
+            t = tl.load(teacher_ptr + row.to(tl.int64) * per_row + p, mask=exists, other=0.0)
+            soft_top, soft, gap, x_top = _add_to_teacher(soft_top, soft, gap, x_top, t, logit + rest, exists)
+            if COLUMNS:
+                col_top, col_soft, col_gap, col_x_top = _load_teacher(col_stats_ptr, col_stats_stride, col, exists)
+                col_top, col_soft, col_gap, col_x_top = _add_to_teacher(
+                    col_top, col_soft, col_gap, col_x_top, t, logit + rest, exists)  # fmt: skip
+                col_at = col_stats_ptr + TEACHER_TOP * col_stats_stride + col
+                store_stats(col_top, col_soft, col_gap, col_x_top, col_at, col_stats_stride, exists, True)
         if COLUMNS:
             # a column on the diagonal has one positive
             one = exists.to(tl.float32)
@@ -146,17 +196,26 @@ def positive_totals(q_ptr, k_ptr, constants_ptr, columns_ptr, row_stats_ptr, col
     else:
         row_at = row_stats_ptr + POSITIVE_TOP * row_stats_stride + row
         store_stats(top, total, logits, count, row_at, row_stats_stride, row < N, True)
+        if GUIDE == TEACHER:
+            row_at = row_stats_ptr + TEACHER_TOP * row_stats_stride + row
+            store_stats(soft_top, soft, gap, x_top, row_at, row_stats_stride, row < N, True)
 
 
 @triton.jit
-def _direction_gradient(x, rest, state_ptr, stride, coefficient_ptr, at, exists, smoothing):
-    """One direction's gradient of the positives, whose logits are x + rest."""
+def _direction_gradient(x, rest, t, state_ptr, stride, coefficient_ptr, at, exists, smoothing, INSIDE: tl.constexpr,
+                        GUIDE: tl.constexpr):  # fmt: skip
+    """One direction's gradient of the positives, whose logits are x + rest; t: those by a teacher."""
     top = tl.load(state_ptr + STATE_POSITIVE_TOP * stride + at, mask=exists, other=0.0)
     inverse = tl.load(state_ptr + POSITIVE_INVERSE * stride + at, mask=exists, other=0.0)
     missing = tl.load(state_ptr + MISSING * stride + at, mask=exists, other=0.0)
     target = tl.load(state_ptr + POSITIVE_SHARE * stride + at, mask=exists, other=0.0)
     share = tl.load(state_ptr + SHARE * stride + at, mask=exists, other=0.0)
-    value = softmax_positive(tl.exp((x - top) + rest) * inverse, target, missing, smoothing) - share * smoothing
+    among = tl.exp((x - top) + rest) * inverse
+    value = softmax_positive(among, target, missing, smoothing, INSIDE) - share * smoothing
+    if GUIDE == TEACHER:
+        teacher_top = tl.load(state_ptr + STATE_TEACHER_TOP * stride + at, mask=exists, other=0.0)
+        teacher_inverse = tl.load(state_ptr + TEACHER_INVERSE * stride + at, mask=exists, other=0.0)
+        value -= tl.exp(t - teacher_top) * teacher_inverse * smoothing
     return value * tl.load(coefficient_ptr + at, mask=exists, other=0.0)
 
 
@@ -173,12 +232,13 @@ def _add_product(out_ptr, out_stride, to, x_ptr, source, row_stride, stride, g, 
 
 
 @triton.jit(do_not_specialize=ANY)
-def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, row_state_ptr, row_coefficient_ptr, col_state_ptr,
-                       col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, N, M, D, diagonal, self_diagonal, per_row,
-                       q_row_stride, q_stride, k_row_stride, k_stride, row_state_stride, col_state_stride, u_stride,
-                       v_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr, COLUMNS: tl.constexpr,
-                       SOFTPLUS: tl.constexpr, U: tl.constexpr, V: tl.constexpr, LEFT: tl.constexpr,
-                       RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
+def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, teacher_ptr, row_state_ptr, row_coefficient_ptr,
+                       col_state_ptr, col_coefficient_ptr, u_ptr, v_ptr, g_ptr, inner_ptr, N, M, D, diagonal,
+                       self_diagonal, per_row, q_row_stride, q_stride, k_row_stride, k_stride, row_state_stride,
+                       col_state_stride, u_stride, v_stride, smoothing, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+                       COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, GUIDE: tl.constexpr, INSIDE: tl.constexpr,
+                       U: tl.constexpr, V: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                       PRODUCTS: tl.constexpr, UPCAST: tl.constexpr, ROWS: tl.constexpr,
                        BLOCK: tl.constexpr):  # fmt: skip
     """Write g [N, per_row], the gradient of the positives, and g · ⟨q, k⟩. Add g · k to u and, on the diagonal, g · q
     to v.
@@ -192,11 +252,14 @@ def positive_gradients(q_ptr, k_ptr, constants_ptr, columns_ptr, row_state_ptr, 
         if SOFTPLUS:
             g = -tl.load(row_coefficient_ptr + row, mask=exists, other=0.0) / (1.0 + tl.exp(x + rest))
         else:
-            g = _direction_gradient(x, rest, row_state_ptr, row_state_stride, row_coefficient_ptr, row, exists,
-                                    smoothing)  # fmt: skip
+            t = x
+            if GUIDE == TEACHER:
+                t = tl.load(teacher_ptr + row.to(tl.int64) * per_row + p, mask=exists, other=0.0)
+            g = _direction_gradient(x, rest, t, row_state_ptr, row_state_stride, row_coefficient_ptr, row, exists,
+                                    smoothing, INSIDE, GUIDE)  # fmt: skip
             if COLUMNS:
-                g += _direction_gradient(x, rest, col_state_ptr, col_state_stride, col_coefficient_ptr, col, exists,
-                                         smoothing)  # fmt: skip
+                g += _direction_gradient(x, rest, t, col_state_ptr, col_state_stride, col_coefficient_ptr, col, exists,
+                                         smoothing, INSIDE, GUIDE)  # fmt: skip
         g = tl.where(exists, g, 0.0)
         at = row.to(tl.int64) * per_row + p
         tl.store(g_ptr + at, g, mask=row < N)

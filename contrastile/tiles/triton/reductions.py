@@ -22,6 +22,7 @@ from contrastile.tiles.triton.forward import (
     BIAS,
     CAREFUL,
     FACTOR,
+    GAP,
     HIGHEST,
     INVERSE,
     LN2,
@@ -44,13 +45,19 @@ from contrastile.tiles.triton.forward import (
     STATE_POSITIVE_TOP,
     STATE_TOP,
     STATS,
+    TEACHER,
+    TEACHER_TOP,
+    TEACHER_TOTAL,
+    TEACHERS,
     TOP,
     TOTAL,
     UNIT,
+    X_TOP,
     binade,
     finite,
     log1p,
     merge_exponentials,
+    merge_teachers,
     shift_as_logarithm,
     store_stats,
 )
@@ -150,7 +157,7 @@ def _load_channel(part_ptr, channel, tiles, step, n, at, inside, TILES: tl.const
 @triton.jit(do_not_specialize=ANY)
 def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, row_last, col_part_ptr, col_stats_ptr,
                col_stride, row_tiles, M, col_first, col_last, constants_ptr, SOFTPLUS: tl.constexpr,
-               SMOOTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+               SMOOTH: tl.constexpr, GUIDE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """Add a super-tile's sums to the statistics of its rows (program_id 1 = 0) and of its columns (1).
 
     After the last super-tile of a side, a sum that is too low to be trusted sets the careful flag.
@@ -189,12 +196,33 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                 lift = binade(_load_channel(part_ptr, 0, tiles, step, n, at, inside, TILES)) - whole[None, :]
                 logit_sum += tl.sum(_load_channel(part_ptr, 1, tiles, step, n, at, inside, TILES) + counts * lift, 0)
                 count += tl.sum(counts, 0)
+        lowest = total
+        if GUIDE == TEACHER:
+            soft = tl.zeros((BLOCK,), tl.float32)
+            gap = tl.zeros((BLOCK,), tl.float32)
+            if first == 0:
+                soft = tl.load(stats_ptr + TEACHER_TOTAL * stride + at, mask=inside, other=0.0)
+                gap = tl.load(stats_ptr + GAP * stride + at, mask=inside, other=0.0)
+            for step in range(0, tiles, TILES):
+                soft += tl.sum(_load_channel(part_ptr, 1, tiles, step, n, at, inside, TILES), 0)
+                gap += tl.sum(_load_channel(part_ptr, 2, tiles, step, n, at, inside, TILES), 0)
+            lowest = tl.minimum(lowest, soft)
         if last != 0:
             # every program writes the same value
-            if tl.max((inside & (total < LOWEST_SUM)).to(tl.int32)) != 0:
+            if tl.max((inside & (lowest < LOWEST_SUM)).to(tl.int32)) != 0:
                 tl.store(constants_ptr + CAREFUL, 1.0)
             # from powers of two to a maximum, near which logarithms and sums are small
             top, error = shift_as_logarithm(tl.load(constants_ptr + SHIFT) + whole)
+            if GUIDE == TEACHER:
+                soft_whole = binade(soft)
+                soft_top, soft_error = shift_as_logarithm(tl.load(constants_ptr + TEACHERS + SHIFT) + soft_whole)
+                gap = (gap - soft * (soft_whole - whole)) * LN2 + soft * (soft_error - error)
+                soft *= tl.math.exp2(-soft_whole)
+                gap *= tl.math.exp2(-soft_whole)
+                soft = tl.fma(soft, soft_error, soft)
+                gap = tl.fma(gap, soft_error, gap)
+                tl.store(stats_ptr + TEACHER_TOP * stride + at, soft_top, mask=inside)
+                tl.store(stats_ptr + X_TOP * stride + at, top, mask=inside)
             total *= tl.math.exp2(-whole)
             # rounded once: an error of the factor 1 + error would be the same in all rows
             total = tl.fma(total, error, total)
@@ -207,6 +235,9 @@ def merge_sums(row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first,
                 tl.store(stats_ptr + blank * stride + at, tl.zeros((BLOCK,), tl.float32), mask=inside)
         tl.store(stats_ptr + LOGIT_SUM * stride + at, logit_sum, mask=inside)
         tl.store(stats_ptr + LOGIT_COUNT * stride + at, count, mask=inside)
+        if GUIDE == TEACHER:
+            tl.store(stats_ptr + TEACHER_TOTAL * stride + at, soft, mask=inside)
+            tl.store(stats_ptr + GAP * stride + at, gap, mask=inside)
     tl.store(out, total, mask=inside)
 
 
@@ -238,10 +269,34 @@ def _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SUMS: 
     store_stats(top, total, logit_sum, count, stats_ptr + at, stride, inside, True)
 
 
+@triton.jit
+def _merge_teacher(part_ptr, out, stride, tiles, n, first, at, inside, BLOCK: tl.constexpr):
+    """Merge all tiles' statistics of a teacher into those of a side, one tile after the other."""
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)
+    x_top = top
+    total = tl.zeros((BLOCK,), tl.float32)
+    gap = total
+    if first == 0:
+        top = tl.load(out, mask=inside, other=0.0)
+        total = tl.load(out + stride, mask=inside, other=0.0)
+        gap = tl.load(out + 2 * stride, mask=inside, other=0.0)
+        x_top = tl.load(out + 3 * stride, mask=inside, other=0.0)
+    channel = tiles.to(tl.int64) * n
+    tile_at = part_ptr + at
+    for _ in range(tiles):
+        top, total, gap, x_top = merge_teachers(
+            top, total, gap, x_top, tl.load(tile_at + 2 * channel, mask=inside, other=0.0),
+            tl.load(tile_at + 3 * channel, mask=inside, other=0.0),
+            tl.load(tile_at + 4 * channel, mask=inside, other=0.0),
+            tl.load(tile_at, mask=inside, other=0.0))  # fmt: skip
+        tile_at += n
+    store_stats(top, total, gap, x_top, out, stride, inside, True)
+
+
 @triton.jit(do_not_specialize=ANY)
 def merge_maxima(constants_ptr, row_part_ptr, row_stats_ptr, row_stride, col_tiles, N, row_first, col_part_ptr,
                  col_stats_ptr, col_stride, row_tiles, M, col_first, LABELS: tl.constexpr, SMOOTH: tl.constexpr,
-                 BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+                 GUIDE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """The careful form of `merge_sums`, which replaces its results. Runs where the careful flag is set."""
     if tl.load(constants_ptr + CAREFUL) != 0:
         of_rows = tl.program_id(1) == 0
@@ -254,6 +309,8 @@ def merge_maxima(constants_ptr, row_part_ptr, row_stats_ptr, row_stride, col_til
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
         _merge_half(part_ptr, stats_ptr, stride, tiles, n, first, at, inside, SMOOTH, BLOCK, TILES)
+        if GUIDE == TEACHER:
+            _merge_teacher(part_ptr, stats_ptr + TEACHER_TOP * stride + at, stride, tiles, n, first, at, inside, BLOCK)
         if LABELS:
             positives_ptr = part_ptr + 4 * tiles.to(tl.int64) * n
             _merge_half(positives_ptr, stats_ptr + 4 * stride, stride, tiles, n, first, at, inside, True, BLOCK, TILES)

@@ -1,7 +1,8 @@
 """The recipe of pictures and texts: its data, towers, losses, steps and tests, and how they fit together.
 
-Part of the configuration, on top of the sections of every run (`base.py`). `models/` builds the towers, `sizes.py`
-compares their sizes with the data. Files and folders must be there; their contents are read before the first step.
+Part of the configuration, on top of the sections of every run (`base.py`). `towers.py` has the settings of a tower of
+each kind; `models/` builds the towers, `sizes.py` compares their sizes with the data. Files and folders must be there;
+their contents are read before the first step.
 """
 
 from __future__ import annotations
@@ -16,23 +17,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from contrastile.data.sources import PICTURES, PROMPTS, columns, is_collection, missing, read_source
-from contrastile.models.remote_code import RULE, refuse_remote_code, remote_code
 from contrastile.train.config.base import (
     AnyRecipe,
     Clash,
     Count,
     FilePath,
     FolderPath,
-    Positive,
     Settings,
     Share,
     Steps,
     SubBatches,
     Unused,
     Width,
-    kind_or,
     must,
-    needs,
     needs_files,
     not_installed,
     on_disk,
@@ -42,116 +39,12 @@ from contrastile.train.config.base import (
 )
 from contrastile.train.config.losses import AnyLoss, ClipSettings
 from contrastile.train.config.sizes import size_clashes
+from contrastile.train.config.towers import AnyImageTower, AnyTextTower, AnyWhole, OpenClipModel
 
 logger = logging.getLogger("contrastile")
 
 Side = Literal["image", "text"]
 
-
-class ConvTower(Settings):
-    """The small convolutional net of the demo."""
-
-    kind: Literal["conv"] = "conv"
-    width: Width = 32
-
-
-class WordsTower(Settings):
-    """The small word-level text tower of the demo."""
-
-    kind: Literal["words"] = "words"
-    width: Width = 128
-
-
-def _one_or_three(numbers: tuple[float, ...]) -> tuple[float, ...]:
-    if len(numbers) not in (1, 3):
-        raise ValueError(f"must be one number, or three; got {len(numbers)}")
-    return numbers
-
-
-class OfPixels(Settings):
-    """Normalisation of pixels by `mean` and `std`, one number or one for each channel; by default the model's own."""
-
-    mean: Annotated[tuple[float, ...], AfterValidator(_one_or_three)] | None = None
-    std: Annotated[tuple[Positive, ...], AfterValidator(_one_or_three)] | None = None
-
-
-class TransformersModel(Settings):
-    """A model of transformers: a local `folder` with its weights, or a `config` with its model_type, from scratch.
-
-    `sizes.py` asks transformers for the keys that a model_type reads, once the rest of the recipe is right.
-    """
-
-    kind: Literal["transformers"] = "transformers"
-    folder: str | None = None
-    config: dict[str, Any] | None = None
-    instead: ClassVar = one_of("folder", "config")
-
-    def clashes(self) -> Iterable[Clash]:
-        yield self.either("folder", "config")
-        no_type = self.config is not None and "model_type" not in self.config
-        yield no_type, "config", 'must have a model_type, such as "vit"'
-
-    def training_clashes(self) -> Iterable[Clash]:
-        code, folder = remote_code(self.config), self.folder
-        yield code is not None, "config", f"must {RULE}; got {code}"
-        if folder is not None:
-            no_config = not Path(folder, "config.json").is_file()
-            yield no_config, "folder", f'must be a folder with a config.json; got "{folder}"'
-            try:
-                no_type = "model_type" not in refuse_remote_code(folder)
-            except ValueError as failure:
-                # the sentence without its name, which the recipe's key replaces; a clash ends the checks
-                yield True, "folder", str(failure).partition("` ")[2]
-            yield no_type, "folder", f'must be a folder whose config.json has a model_type; got "{folder}"'
-
-
-class TransformersTower(TransformersModel):
-    """A text tower. Its features are the mean over positions, the first position ("cls") or the model's pooler."""
-
-    pooling: Literal["mean", "cls", "pooler"] = "mean"
-
-
-class TransformersOfPixels(TransformersTower, OfPixels):
-    """An image tower."""
-
-
-class TransformersWhole(TransformersModel, OfPixels):
-    """Both sides of a CLIP or SigLIP, which have poolers of their own."""
-
-
-class TimmTower(OfPixels):
-    """An image model of timm by its `name`; `config` holds further arguments of timm.create_model.
-
-    checkpoint, here and of open_clip: local weights as safetensors, or of torch.save; without one they are random.
-    """
-
-    checkpoint: FilePath | None = None
-    kind: Annotated[Literal["timm"], needs("timm", "timm")] = "timm"
-    name: str
-    config: dict[str, Any] = Field(default_factory=dict)
-
-
-class OpenClipModel(Settings):
-    """A model of open_clip, or one side of it: by its `name`, or a `config` such as open_clip's files hold."""
-
-    checkpoint: FilePath | None = None
-    kind: Annotated[Literal["open_clip"], needs("open_clip", "open_clip_torch")] = "open_clip"
-    name: str | None = None
-    config: dict[str, Any] | None = None
-
-    def clashes(self) -> Iterable[Clash]:
-        yield self.either("name", "config")
-
-
-class OpenClipOfPixels(OpenClipModel, OfPixels):
-    """A whole model of open_clip, or its image side."""
-
-
-AnyImageTower = Annotated[
-    ConvTower | TransformersOfPixels | TimmTower | OpenClipOfPixels, Field(discriminator="kind"), kind_or("conv")
-]
-AnyTextTower = Annotated[WordsTower | TransformersTower | OpenClipModel, Field(discriminator="kind"), kind_or("words")]
-AnyWhole = Annotated[TransformersWhole | OpenClipOfPixels, Field(discriminator="kind"), kind_or("transformers")]
 
 Vocabulary = Annotated[int, Field(ge=8, le=2**24)]
 TokenizerFolder = Annotated[
@@ -220,7 +113,9 @@ class ModelSettings(Settings):
 
     def clashes(self) -> Iterable[Clash]:
         yield self.both and (self.image or self.text), "", "must have either both or image and text"
-        yield from without_tokenizer([self.both, self.text], self.tokenizer.folder)
+        # open_clip has a tokenizer of its own for most models
+        encoders = [encoder for encoder in (self.both, self.text) if not isinstance(encoder, OpenClipModel)]
+        yield from without_tokenizer(encoders, self.tokenizer.folder)
         learned = self.tokenizer.kind == "words" and self.tokenizer.folder is None
         clip = isinstance(self.both or self.text, OpenClipModel)
         reason = 'must be "open_clip", or a folder, for a text tower of open_clip; got "words"'
@@ -231,6 +126,11 @@ class ModelSettings(Settings):
         learning = "image" not in self.locked or "image" in self.unlocked
         reason = 'must be false unless model.locked has "image" and none of its layers is unlocked; got true'
         yield self.precompute and learning, "precompute", reason
+
+    def training_clashes(self) -> Iterable[Clash]:
+        named = (side for side in (self.both, self.text) if isinstance(side, OpenClipModel) and side.folder)
+        with_words = [side for side in named if "hf_tokenizer_name" in (side.described() or {}).get("text_cfg", {})]
+        yield from without_tokenizer(with_words, self.tokenizer.folder)
 
 
 class DataSettings(Settings):
@@ -290,21 +190,19 @@ class SubBatch(SubBatches):
     instead: ClassVar = one_of("text", "text_tokens")
 
 
-class TrainSettings(Steps):
-    """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it.
+# losses whose features may wait in host memory
+ON_HOST = ("clip", "siglip", "dcl")
 
-    "float64" is for comparing ways to compute the same: after a hundred steps rounding still does not show.
+
+class TrainSettings(Steps):
+    """Training steps on pictures and texts. A sub-batch above the largest batch is reduced to it. "float64" is for
+    comparing ways to compute the same: after a hundred steps rounding still does not show.
     """
 
     sub_batch: Annotated[SubBatch, same_for("image", "text"), Field(validate_default=True)] = SubBatch()
     precision: Literal["auto", "float32", "float64", "bf16", "fp16"] = "float32"
-    compile: bool = False
+    features: Literal["device", "host"] = "device"
     smallest_part: ClassVar[int] = 2
-
-    def clashes(self) -> Iterable[Clash]:
-        yield from super().clashes()
-        sharded = self.parallel == "shard"
-        yield self.compile and sharded, "compile", 'must be false with train.parallel = "shard"; got true'
 
     @field_validator("sub_batch")
     @classmethod
@@ -417,6 +315,9 @@ class Recipe(AnyRecipe):
         key = self.loss.other_model
         reason = "must be left out with model.precompute: that model needs pictures"
         yield self.model.precompute and key, f"loss.{key}", reason
+        host, kind = self.train.features == "host", self.loss.kind
+        reason = f'must be "device" with loss.kind = "{kind}"; got "host"'
+        yield host and kind not in ON_HOST, "train.features", reason
         yield self.too_small_queue(1)
         yield self.too_few_tokens("text", noun="title")
 

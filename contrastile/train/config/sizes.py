@@ -72,7 +72,9 @@ def _retriever(recipe: Any) -> Iterator[Clash]:
 def _described(model: Any, part: str) -> Mapping[str, Any]:
     """The configuration of a model's image or text side; empty where neither recipe nor folder has one."""
     config, folder = getattr(model, "config", None), getattr(model, "folder", None)
-    if folder is not None and (path := Path(folder) / "config.json").is_file():
+    if folder is not None and model.kind == "open_clip":
+        config = model.described()
+    elif folder is not None and (path := Path(folder) / "config.json").is_file():
         config = read_table(path)
     if not isinstance(config, Mapping):
         return {}
@@ -133,6 +135,8 @@ def without_folders(recipe: Any) -> Any:
     for side, tower in recipe.model:
         if getattr(tower, "folder", None) is not None and tower.kind == "transformers":
             changes[side] = tower.model_copy(update={"folder": None, "config": read_table(_config_file(tower))})
+        elif getattr(tower, "folder", None) is not None and tower.kind == "open_clip":
+            changes[side] = tower.model_copy(update={"folder": None, "config": tower.described()})
         elif getattr(tower, "checkpoint", None) is not None:
             changes[side] = tower.model_copy(update={"checkpoint": None})
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)}) if changes else recipe

@@ -60,7 +60,7 @@ def write_report(
     metadata = folder.read_json(METADATA) if so_far is None else so_far
     results = folder.read_json(EVALUATION) if so_far is None else []
     heads, *rows = table(results, wording)
-    page = _template().render(
+    page = template("page.html.jinja").render(
         run=metadata,
         heads=heads,
         rows=list(zip(results, rows, strict=True)),
@@ -83,14 +83,14 @@ def write_report(
 
 
 @cache
-def _template() -> Template:
-    """The page's template, compiled once: a run that trains writes its report at every probe."""
+def template(name: str) -> Template:
+    """A page's template, compiled once: a run that trains writes its report at every probe."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("contrastile.train.report", ".")
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     pages.filters.update(percent=percent, clock=clock, size=size, thousands="{:,}".format)
-    return pages.get_template("page.html.jinja")
+    return pages.get_template(name)
 
 
 def stored_samples(folder: RunFolder, name: str, samples: Samples | None = None) -> Samples:

@@ -2,14 +2,16 @@
 
 Samples are plain JSON: a part has `title`, `sentence` and
 `asks`; each of these a `question`, the passages `found`, the best first, and the `place` of the first right one, 0 if
-none is right. A passage has `name`, `source`, `score`, `right` and `pieces` of its text, each with a mark.
+none is right. A passage has `name`, `source`, `score`, `right` and `pieces` of its text, each with a mark; the best one
+of a late retriever has an `alignment` too.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,13 @@ from contrastile.data.bm25 import WORD, words
 from contrastile.data.texts import Passage, Query, TextSet
 from contrastile.evaluate.ranking import has_answer, write_judgements, write_run
 from contrastile.train.folder import EVALUATION, QUESTIONS, RunFolder
+from contrastile.train.report.alignment import alignment
 from contrastile.train.report.page import Samples, Wording, counted, percent, stored_samples, table_text, write_report
 from contrastile.train.retriever.evaluation import (
     KS,
     MEASURES,
     PARTS,
+    FirstStage,
     Rankings,
     Searchable,
     evaluate,
@@ -50,16 +54,25 @@ SENTENCE = (
 
 
 def evaluate_and_report(
-    folder: RunFolder, run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable, *, beside: bool = False
+    folder: RunFolder,
+    run: RetrieverRun,
+    texts: TextSet,
+    passages: TokenStore | Searchable,
+    first_stage: FirstStage | None = None,
+    *,
+    beside: bool = False,
 ) -> str:
     """Evaluate; write evaluation.json, the run files and report.html; the table of results as text.
 
-    passages: the tokens of the texts' own, or an index. beside: keep the folder's results on other texts.
+    passages: the tokens of the texts' own, or an index. first_stage: the candidates that a late retriever scores.
+    beside: keep the folder's results on other texts.
     """
-    answered = rank_all(run, texts, passages)
+    answered = rank_all(run, texts, passages, first_stage)
     results, match = evaluate(run.recipe, texts, answered), run.recipe.evaluate.match
     retrieved = [rankings for rankings in answered if rankings.system == "retriever"]
-    questions = [question_samples(rankings, texts, match) for rankings in retrieved]
+    # a picture for the first passage of each question alone: it takes an encoding of both
+    picture = partial(alignment, run) if run.recipe.model.kind == "late" else None
+    questions = [question_samples(rankings, texts, match, picture) for rankings in retrieved]
     tested, titles = {row["test"] for row in results}, {sample["title"] for sample in questions}
     before = folder.read_json(EVALUATION) if beside and (folder / EVALUATION).is_file() else []
     folder.write_json(EVALUATION, [*(row for row in before if row["test"] not in tested), *results])
@@ -101,18 +114,25 @@ contrastile search {run} "a question\"""",
 )
 
 
-def question_samples(answered: Rankings, texts: TextSet, match: str) -> dict[str, Any]:
-    """Samples of one part: random questions, the same every time, with their best passages."""
+def question_samples(
+    answered: Rankings, texts: TextSet, match: str, picture: Callable[[str, Passage], Any] | None = None
+) -> dict[str, Any]:
+    """Samples of one part: random questions, the same every time, with their best passages.
+
+    picture: makes the `alignment` of the best one.
+    """
     chosen = np.random.default_rng(0).permutation(len(answered.queries))[:SHOWN]
     samples: Samples = []
     for index in chosen.tolist():
         query = texts.queries[answered.queries[index]]
         ranking = answered.ranking(index)
         right = [is_right(passage, query, texts, match) for passage, _ in ranking]
-        passages = []
+        passages: Samples = []
         for (passage, score), one_right in zip(ranking[:ANSWERS], right, strict=False):
             pieces, name = marked(passage.text[:LETTERS], query.text), passage.title or passage.id
             shown = {"name": name, "source": passage.source, "score": score, "pieces": pieces, "right": one_right}
+            if picture is not None and not passages:
+                shown["alignment"] = picture(query.text, passage)
             passages.append(shown)
         rank = right.index(True) + 1 if any(right) else 0
         samples.append({"question": query.text, "found": passages, "place": rank})

@@ -31,15 +31,10 @@ from contrastile.train.config.base import (
     one_of,
     same_for,
 )
-from contrastile.train.config.image_text import (
-    LearnedTokenizer,
-    TransformersModel,
-    Vocabulary,
-    WordsTower,
-    without_tokenizer,
-)
+from contrastile.train.config.image_text import LearnedTokenizer, Vocabulary, without_tokenizer
 from contrastile.train.config.losses import AnyRetrieverLoss, RetrieverLoss
 from contrastile.train.config.sizes import size_clashes
+from contrastile.train.config.towers import TransformersModel, WordsTower
 
 # files of a folder of questions, passages and judgements
 BEIR = ("corpus.jsonl", "queries.jsonl", "qrels/*.tsv")
@@ -133,13 +128,28 @@ class SubwordSettings(LearnedTokenizer):
         yield self.query_length > self.length, "", f"must have a query_length of at most length; got {got}"
 
 
-class RetrieverSettings(Settings):
-    """One encoder for `both` sides, or one each for `query` and `passage`."""
+# keys of a retriever with many vectors
+LATE_KEYS = ("query_expansion", "attend_to_expansion", "skip_punctuation", "query_marker", "passage_marker")
+# size of a token's vector, as in ColBERT
+TOKEN_FEATURES = 128
 
+
+class RetrieverSettings(Settings):
+    """One encoder for `both` sides, or one each for `query` and `passage`.
+
+    `kind`: "single", a vector for each text; "late", one for each of its tokens.
+    """
+
+    kind: Literal["single", "late"] = "single"
     both: AnyEncoder | None = None
     query: AnyEncoder | None = None
     passage: AnyEncoder | None = None
     features: Width | None = None
+    query_expansion: bool = True
+    attend_to_expansion: bool = False
+    skip_punctuation: bool = True
+    query_marker: str = "[Q]"
+    passage_marker: str = "[D]"
     normalise: bool = True
     dimensions: tuple[Count, ...] = ()
     lora: Annotated[LoraSettings | None, needs("peft", "peft")] = None
@@ -149,9 +159,28 @@ class RetrieverSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _both_or_each(cls, section: Any) -> Any:
-        """Let the small encoder serve both sides where none is named."""
-        named = isinstance(section, Mapping) and section.keys() & {"both", "query", "passage"}
-        return section if named or not isinstance(section, Mapping) else {"both": {"kind": "bag"}, **section}
+        """Let the small encoder serve both sides where none is named, and give tokens the usual size."""
+        if not isinstance(section, Mapping):
+            return section
+        size = {"features": TOKEN_FEATURES} if section.get("kind") == "late" else {}
+        named = section.keys() & {"both", "query", "passage"}
+        return size | ({} if named else {"both": {"kind": "bag"}}) | dict(section)
+
+    def unused(self) -> Iterable[Unused]:
+        late = self.kind == "late"
+        for key in LATE_KEYS:
+            yield Unused(not late, key, ("kind",), 'leave it out, or set model.kind = "late"')
+        yield Unused(late and not self.query_expansion, "attend_to_expansion", ("query_expansion",))
+        for side in ("both", "query", "passage"):
+            pooled = isinstance(getattr(self, side), TransformersEncoder)
+            yield Unused(late and pooled, f"{side}.pooling", ("kind",), "leave it out: each token has its vector")
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of `build_retriever`, or of `build_late`."""
+        if self.kind == "late":
+            own = {"query_length": self.tokenizer.query_length}
+            return self.model_dump(exclude={"tokenizer", "dimensions"}, exclude_none=True) | own
+        return self.model_dump(exclude={"tokenizer", "dimensions", "kind", *LATE_KEYS}, exclude_none=True)
 
     def clashes(self) -> Iterable[Clash]:
         sides = [side for side in ("query", "passage") if getattr(self, side) is not None]
@@ -181,13 +210,17 @@ class RetrieverSteps(Steps):
 
 
 class RetrieverEvaluation(Settings):
-    """Probes, and at the end an answer to every held-out question: the `depth` best of all passages."""
+    """Probes, and at the end an answer to every held-out question: the `depth` best of all passages.
+
+    `candidates`: the first passages of BM25 that a late retriever scores; 0: all.
+    """
 
     every: Share = 0.1
     probe: Count = 500
     depth: Count = 100
     match: Literal["string", "regex"] = "string"
     bm25: bool = True
+    candidates: Annotated[Whole, needs("bm25s", SEARCH)] = 0
 
 
 class RetrieverRecipe(AnyRecipe):
@@ -200,9 +233,21 @@ class RetrieverRecipe(AnyRecipe):
     train: RetrieverSteps
     evaluate: RetrieverEvaluation = RetrieverEvaluation()
 
+    def unused(self) -> Iterable[Unused]:
+        remedy = 'leave it out, or set model.kind = "late"'
+        yield Unused(self.model.kind == "single", "evaluate.candidates", ("model.kind",), remedy)
+
     def clashes(self) -> Iterable[Clash]:
         yield from super().clashes()
+        candidates, depth = self.evaluate.candidates, self.evaluate.depth
+        reason = f"must be 0, or at least evaluate.depth; got {candidates} and {depth}"
+        yield 0 < candidates < depth, "evaluate.candidates", reason
         data, own = self.data, getattr(self.loss, "own_negatives", False)
+        late, kind, queue = self.model.kind == "late", self.loss.kind, getattr(self.loss, "queue", 0)
+        reason = f'must be "infonce", "kl" or "margin_mse" with model.kind = "late"; got "{kind}"'
+        yield late and kind not in ("infonce", "kl", "margin_mse"), "loss.kind", reason
+        yield late and own, "loss.own_negatives", 'must be false with model.kind = "late"; got true'
+        yield late and queue > 0, "loss.queue", f'must be 0 with model.kind = "late"; got {queue}'
         reason = "must be false with data.negatives = 0; got true"
         yield own and not data.negatives, "loss.own_negatives", reason
         alone = not getattr(self.loss, "in_batch", True)

@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
 from contrastile.data.bm25 import BM25
 from contrastile.data.texts import Passage, TextSet
+from contrastile.evaluate import late
 from contrastile.evaluate.ranking import answer_recall, means, measure
 from contrastile.evaluate.retrieval import Right, recall_where, topk
+from contrastile.gradcache.inputs import Ragged
 from contrastile.train.log import progress
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.run import RetrieverRun, TextMaterials, TokenStore
@@ -36,6 +39,10 @@ PARTS = {"functions": "held-out functions", "packages": "held-out packages", "he
 # encoded passages that are searched, as `retrieval/index.py` has them: `len`, a passage by its row, and `search`
 Searchable = Any
 Passages = Sequence[Passage] | Searchable
+# rows [n, C] of the passages that a late retriever scores for each of n questions, −1 for none; None: it scores all
+Candidates = Callable[[Sequence[str]], Indices | None]
+# the candidates of a corpus
+FirstStage = Callable[[Passages], Candidates]
 # scores and rows of the k best passages for each of n questions, both `[n, k]`, as arrays or tensors
 Search = Callable[[Sequence[str], int], tuple[Any, Any]]
 
@@ -65,21 +72,28 @@ def held_out(texts: TextSet) -> dict[str, Indices]:
     return {name: rows for name, rows in texts.splits.items() if name != "train" and len(rows)}
 
 
-def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable) -> list[Rankings]:
+def rank_all(
+    run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchable, first_stage: FirstStage | None = None
+) -> list[Rankings]:
     """Rankings of all held-out queries over the tokens of all passages, or over an index.
 
-    With BM25's rankings where the recipe wants them and there is no index.
+    With BM25's rankings where the recipe wants them and there is no index. first_stage: the candidates that a late
+    retriever scores, by default those of the recipe.
     """
     settings = run.recipe.evaluate
     corpus: Passages = texts.passages if isinstance(passages, TokenStore) else passages
+    if first_stage is None and run.recipe.model.kind == "late" and settings.candidates:
+        first_stage = partial(bm25_candidates, count=settings.candidates)
+    # without candidates every passage is scored
+    among: Candidates = first_stage(corpus) if first_stage is not None else lambda _: None
     searches: dict[str, Search] = {}
     if isinstance(passages, TokenStore):
-        features = run.encode_tokens("passage", passages, title="encoding passages")
-        searches["retriever"] = lambda questions, k: topk(run.encode_query(questions), features, k)
+        nearest = search_in(run.encode_tokens("passage", passages, title="encoding passages"))
+        searches["retriever"] = lambda questions, k: nearest(run.encode_query(questions), k, among(questions))
         if settings.bm25:
             searches["BM25"] = partial(BM25(texts.passages).search, progress=progress)
     else:
-        searches["retriever"] = lambda questions, k: passages.search(run.encode_query(questions), k)
+        searches["retriever"] = lambda questions, k: passages.search(run.encode_query(questions), k, among(questions))
     rankings = [
         rank_part(texts, part, system, corpus, search, settings.depth)
         for part in held_out(texts)
@@ -88,6 +102,20 @@ def rank_all(run: RetrieverRun, texts: TextSet, passages: TokenStore | Searchabl
     if corpus is not texts.passages:
         _check_ids(rankings, texts, corpus)
     return rankings
+
+
+def bm25_candidates(passages: Passages, count: int) -> Candidates:
+    """The first `count` passages of BM25."""
+    engine = BM25(passages)
+    return lambda questions: engine.search(questions, count)[1]
+
+
+def search_in(features: Tensor | Ragged) -> Callable[[Any, int, Indices | None], tuple[Tensor, Tensor]]:
+    """The search for the k best of encoded passages: scores and rows by encoded queries, k, and candidates."""
+    if isinstance(features, Ragged):
+        vectors = [late.TokenVectors.of(features.values, features.lengths)]
+        return lambda queries, k, among: late.topk(queries, vectors, k, among)
+    return lambda queries, k, _: topk(queries, features, k)
 
 
 def rank_part(texts: TextSet, part: str, system: str, passages: Passages, search: Search, depth: int) -> Rankings:
@@ -101,7 +129,7 @@ def rank_part(texts: TextSet, part: str, system: str, passages: Passages, search
         # compared by id, because an index has rows of its own
         itself = np.array(
             [
-                [query.itself is not None and passages[row].id == query.id for row in ranked]
+                [query.itself is not None and row >= 0 and passages[row].id == query.id for row in ranked]
                 for query, ranked in zip(queries, rows.tolist(), strict=True)
             ]
         )
@@ -195,6 +223,11 @@ def probe(run: RetrieverRun, materials: TextMaterials) -> dict[str, dict[str, fl
         itself = _mask(run, materials, keys, [() if query.itself is None else (query.itself,) for query in queries])
         query_features = run.encode_query([query.text for query in queries])
         key_features = run.encode_passage([texts.passages[row] for row in keys])
+        if run.recipe.model.kind == "late":
+            # a matrix of scores is its own product with the identity
+            packed = Ragged.of(*key_features)
+            query_features = late.maxsim(query_features, late.TokenVectors.of(packed.values, packed.lengths))
+            key_features = torch.eye(len(keys), device=run.device)
         shares = recall_where(query_features, key_features, right, aside=itself, ks=(1, 5))
         recalls[name] = {str(k): share for k, share in shares.items()}
     return recalls

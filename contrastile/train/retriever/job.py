@@ -22,8 +22,10 @@ from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
 from contrastile.data.texts import TextSet
 from contrastile.gradcache.encode import encode
-from contrastile.gradcache.memory import bytes_per_example
+from contrastile.gradcache.memory import as_written, bytes_per_example
+from contrastile.models.late import LateRetriever
 from contrastile.models.text import load_tokenizer
+from contrastile.scorers import MaxSim
 from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
@@ -33,13 +35,12 @@ from contrastile.train.objective import Objective, QueryObjective
 from contrastile.train.planned import planned_memory
 from contrastile.train.ranks import Ranks
 from contrastile.train.report.questions import WORDING, evaluate_and_report
+from contrastile.train.retriever.batches import TextBatch, TextBatchBuilder
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.evaluation import Searchable, probe
+from contrastile.train.retriever.evaluation import FirstStage, Searchable, probe
 from contrastile.train.retriever.run import (
     RetrieverRun,
     Side,
-    TextBatch,
-    TextBatchBuilder,
     TextMaterials,
     Tokens,
     TokenStore,
@@ -66,15 +67,20 @@ class RetrieverJob(Task[TextBatch]):
         run: RetrieverRun,
         materials: TextMaterials,
         index: Searchable | None = None,
+        first_stage: FirstStage | None = None,
         teacher: Teacher | None = None,
     ) -> None:
         recipe = run.recipe
-        super().__init__(run, QueryObjective(recipe.loss, features=run.model.features), teacher)
+        scorer = MaxSim() if recipe.model.kind == "late" else None
+        super().__init__(run, QueryObjective(recipe.loss, features=run.model.features, scorer=scorer), teacher)
         self.materials = materials
         lists: Any = "scores" if self._by_scores else "own" if getattr(recipe.loss, "own_negatives", False) else ""
         stores = None if teacher is None else text_stores(materials.texts, teacher.run.recipe, teacher.run.tokenizer)
-        self.builder = TextBatchBuilder(materials, recipe.data, seed=recipe.seed, lists=lists, teacher=stores)
-        self._index = index
+        rounded = recipe.train.compile is True
+        self.builder = TextBatchBuilder(
+            materials, recipe.data, seed=recipe.seed, rounded=rounded, lists=lists, teacher=stores
+        )
+        self._index, self._first_stage = index, first_stage
 
     @property
     def _by_scores(self) -> bool:
@@ -97,10 +103,20 @@ class RetrieverJob(Task[TextBatch]):
         return cls(build_retriever_run(recipe, materials.tokenizer), materials, teacher=teacher)
 
     @classmethod
-    def of_run(cls, folder: RunFolder, *, device: str = "auto", index: Searchable | None = None) -> Self:
-        """The job of a finished run; `index`: passages to search, which may be more than fit into memory."""
+    def of_run(
+        cls,
+        folder: RunFolder,
+        *,
+        device: str = "auto",
+        index: Searchable | None = None,
+        first_stage: FirstStage | None = None,
+    ) -> Self:
+        """The job of a finished run; `index`: passages to search, which may be more than fit into memory.
+
+        first_stage: the candidates that a late retriever scores.
+        """
         run = load_retriever(folder.path, device=device)
-        return cls(run, open_text_materials(run.recipe, run.tokenizer), index)
+        return cls(run, open_text_materials(run.recipe, run.tokenizer), index, first_stage)
 
     @property
     def rows(self) -> Indices:
@@ -132,7 +148,7 @@ class RetrieverJob(Task[TextBatch]):
 
     def report(self, folder: RunFolder) -> str:
         passages = self.materials.passages if self._index is None else self._index
-        return evaluate_and_report(folder, self.run, self.materials.texts, passages)
+        return evaluate_and_report(folder, self.run, self.materials.texts, passages, self._first_stage)
 
     def metadata(self, result: TrainResult) -> dict[str, Any]:
         train, largest = self.run.recipe.train, max(result.largest_batch, 1)
@@ -179,11 +195,14 @@ def retriever_loss(
     """
     model, retain = run.model, run.recipe.train.retain
 
-    def features(side: Side, tokens: Tokens) -> Tensor:
+    def features(side: Side, tokens: Tokens) -> Any:
         return encode(getattr(model, f"encode_{side}"), tokens, **run.sub_batch(side, tokens), retain=retain)
 
     with run.autocast():
         queries, passages = features("query", batch.queries), features("passage", batch.passages)
+        if isinstance(model, LateRetriever):
+            # vectors that do not count would cost as much as others
+            passages = model.compact(passages, **batch.passages)
         inputs: dict[str, Any] = batch.inputs(run.device) | ({} if guides is None else {"guides": guides})
         losses = []
         for size in (None, *run.recipe.model.dimensions):
@@ -193,7 +212,7 @@ def retriever_loss(
             # the loss makes its products in autocast's type
             sides = model.comparable(queries, size), model.comparable(passages, size)
             losses.append(loss(*sides, model.logit_scale.exp(), **inputs))
-        if objective is not None:
+        if objective is not None and len(objective.queues):
             of_all = slice(None) if "shared" not in inputs else inputs["shared"]
             objective.keep(inputs["key_ids"][of_all], passage=passages[of_all].float())
     return torch.stack(losses).mean()
@@ -212,7 +231,7 @@ def activations_per_query(run: RetrieverRun, materials: TextMaterials) -> int:
         at_once = run.recipe.train.sub_batch.at_once(side, max(int(store.lengths[median]), 1))
         return bytes_per_example(forward, at_once)
 
-    with run.autocast():
+    with run.autocast(), as_written():
         passages = run.recipe.data.positives + run.recipe.data.negatives
         return activations("query", materials.queries) + activations("passage", materials.passages) * passages
 
@@ -223,6 +242,7 @@ def evaluate_texts(
     *,
     corpus: str | Path | None = None,
     index: Searchable | None = None,
+    first_stage: FirstStage | None = None,
     split: str | None = None,
     name: str | None = None,
     bad_rows: float | None = None,
@@ -232,8 +252,9 @@ def evaluate_texts(
 
     The texts are those of a file, or of a folder in BEIR's format: its part `split`, or all but the one for training.
     They are encoded with the run's prefixes and lengths. corpus: further passages beside a file of questions. index: an
-    index to search instead of the passages of `source`. Run files and rows are named after `name`, by default the
-    source's name, and the part: scifact-test. bad_rows: the share of unusable rows allowed, by default the recipe's.
+    index to search instead of the passages of `source`. first_stage: the candidates of a late retriever. Run files and
+    rows are named after `name`, by default the source's name, and the part: scifact-test. bad_rows: the share of
+    unusable rows allowed, by default the recipe's.
     """
     run, source = load_retriever(folder.path, device=device), Path(source)
     options: dict[str, Any] = {"allowed_by": "--bad-rows", "progress": progress}
@@ -257,4 +278,4 @@ def evaluate_texts(
     parts = {f"{prefix}-{part}": texts.splits[part] for part in chosen}
     texts = replace(texts, splits={"train": np.array([], dtype=np.int64), **parts})
     passages = passage_tokens(texts.passages, run.tokenizer, run.recipe) if index is None else index
-    return evaluate_and_report(folder, run, texts, passages, beside=True)
+    return evaluate_and_report(folder, run, texts, passages, first_stage, beside=True)

@@ -1,14 +1,12 @@
-"""A retriever in memory and on disk, its texts as tokens, and the batches of its steps.
+"""A retriever in memory and on disk, and its texts as tokens.
 
 `job.py` builds a `RetrieverRun`, the loop trains and saves its model, and `contrastile.load` returns it; folders have
-the format of `train/run.py`. Texts are tokenised once per run and stored without padding. `data/batches.py` orders the
-queries. The passages of a step are distinct: one that two queries share is encoded once, and is a negative of neither.
+the format of `train/run.py`. Texts are tokenised once per run and stored without padding.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -23,8 +21,13 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices, silent
 from contrastile.data.registry import open_texts
 from contrastile.data.texts import Passage, TextSet, text_digest
+from contrastile.evaluate.late import joined, padded_texts
+from contrastile.gradcache.batching import rounded_length
 from contrastile.gradcache.encode import encode
+from contrastile.gradcache.inputs import Ragged
 from contrastile.models.base import evaluating
+from contrastile.models.compiled import compile_tower
+from contrastile.models.late import build_late, marker, special_tokens
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.models.towers import Retriever, build_retriever
 from contrastile.train.folder import RECIPE, finished_run
@@ -32,7 +35,7 @@ from contrastile.train.loaded import LoadedRun
 from contrastile.train.log import progress
 from contrastile.train.recipe import load_retriever_recipe
 from contrastile.train.retriever.config import RetrieverRecipe, TextDataSettings
-from contrastile.train.run import autocast, checked_list, checked_towers, choose_device, load_weights, with_precision
+from contrastile.train.run import autocast, checked_list, checked_towers, choose_device, load_weights, settled
 
 Side = Literal["query", "passage"]
 Tokens = dict[str, Tensor]
@@ -42,16 +45,23 @@ TOKENISED_AT_ONCE, CHUNK = 1024, 4096
 
 
 class TokenStore:
-    """Tokenised texts, each truncated to `length` tokens, concatenated without padding."""
+    """Tokenised texts, each truncated to `length` tokens, concatenated without padding.
 
-    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer, length: int) -> None:
+    marker: a token of each text, among these, that stands first, or behind the one with which the tokenizer begins.
+    """
+
+    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer, length: int, marker: int | None = None) -> None:
         stream, self._pad = iter(texts), tokenizer.pad
         ids, lengths = [torch.empty(0, dtype=torch.int32)], [torch.empty(0, dtype=torch.int64)]
+        behind = 0 if marker is None else _begins(tokenizer)
         while chunk := list(islice(stream, TOKENISED_AT_ONCE)):
-            tokens = tokenizer.tokenise(chunk, length)
+            tokens = tokenizer.tokenise(chunk, length if marker is None else max(1, length - 1))
             mask = tokens["attention_mask"].bool()
-            ids.append(tokens["input_ids"][mask].int())
-            lengths.append(mask.sum(dim=1))
+            some, counts = tokens["input_ids"][mask].int(), mask.sum(dim=1)
+            if marker is not None:
+                some, counts = _marked(some, counts, marker, behind)
+            ids.append(some)
+            lengths.append(counts)
         self._ids, self.lengths = torch.cat(ids), torch.cat(lengths)
         self._starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
@@ -62,14 +72,38 @@ class TokenStore:
         """All tokens and their offsets, for a checksum."""
         return self._ids.numpy().tobytes() + self._starts.numpy().tobytes()
 
-    def rows(self, rows: Tensor) -> Tokens:
-        """`input_ids` and `attention_mask` of these texts, int64 `[n, longest]`, padded on the right."""
+    def rows(self, rows: Tensor, *, rounded: bool = False) -> Tokens:
+        """`input_ids` and `attention_mask` of these texts, int64 `[n, longest]`, padded on the right.
+
+        `rounded`: the longest length is rounded up, at most to that of all texts.
+        """
         lengths = self.lengths[rows]
-        positions = torch.arange(max(int(lengths.max()), 1) if len(rows) else 1)
+        longest = max(int(lengths.max()), 1) if len(rows) else 1
+        positions = torch.arange(
+            rounded_length(longest, max(int(self.lengths.max()), 1)) if rounded and len(rows) else longest
+        )
         mask = positions < lengths[:, None]
         offsets = (self._starts[rows][:, None] + positions).masked_fill(~mask, 0)
         ids = self._ids[offsets].long() if len(self._ids) else torch.zeros_like(offsets)
         return {"input_ids": ids.masked_fill(~mask, self._pad), "attention_mask": mask.long()}
+
+
+def _begins(tokenizer: Tokenizer) -> int:
+    """1 where a tokenizer begins every text with the same token, such as [CLS]; else 0."""
+    tokens = tokenizer.tokenise(["a", "1"])
+    first, other = (ids[mask.bool()] for ids, mask in zip(tokens["input_ids"], tokens["attention_mask"], strict=True))
+    return int(len(first) > 1 and len(other) > 1 and int(first[0]) == int(other[0]))
+
+
+def _marked(ids: Tensor, lengths: Tensor, marker: int, behind: int) -> tuple[Tensor, Tensor]:
+    """Concatenated texts with the marker behind the first tokens of each, and their lengths."""
+    rows = torch.arange(len(lengths))
+    of_token, starts = rows.repeat_interleave(lengths), lengths.cumsum(0) - lengths
+    offsets, at = torch.arange(len(ids)) - starts[of_token], lengths.clamp(max=behind)
+    marked = ids.new_empty(len(ids) + len(lengths))
+    marked[torch.arange(len(ids)) + of_token + (offsets >= at[of_token])] = ids
+    marked[starts + rows + at] = marker
+    return marked, lengths + 1
 
 
 def passage_text(passage: Passage, data: TextDataSettings) -> str:
@@ -81,7 +115,17 @@ def passage_text(passage: Passage, data: TextDataSettings) -> str:
 def passage_tokens(passages: Sequence[Passage], tokenizer: Tokenizer, recipe: RetrieverRecipe) -> TokenStore:
     """Tokens of passages as their encoder reads them."""
     texts = (passage_text(passage, recipe.data) for passage in passages)
-    return TokenStore(texts, tokenizer, recipe.model.tokenizer.length)
+    return TokenStore(texts, tokenizer, recipe.model.tokenizer.length, _marker(tokenizer, recipe, "passage"))
+
+
+def query_tokens(queries: Iterable[str], tokenizer: Tokenizer, recipe: RetrieverRecipe) -> TokenStore:
+    """Tokens of questions as their encoder reads them."""
+    texts = (recipe.data.query_prefix + query for query in queries)
+    return TokenStore(texts, tokenizer, recipe.model.tokenizer.query_length, _marker(tokenizer, recipe, "query"))
+
+
+def _marker(tokenizer: Tokenizer, recipe: RetrieverRecipe, side: Side) -> int | None:
+    return marker(tokenizer, recipe.model, side) if recipe.model.kind == "late" else None
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,7 +133,8 @@ class RetrieverRun(LoadedRun):
     """The encoders of a run with their recipe and tokenizer.
 
     `encode_query` and `encode_passage` return rows to be compared by dot product, of length 1 where the recipe says
-    `normalise`.
+    `normalise`. Those of a late retriever return vectors `[n, L, D]` and a mask `[n, L]`, as
+    `contrastile.scorers.MaxSim` takes them.
     """
 
     recipe: RetrieverRecipe
@@ -105,52 +150,75 @@ class RetrieverRun(LoadedRun):
         """The sub-batch arguments of `encode` for these texts."""
         return self.recipe.train.sub_batch.words(side, tokens["input_ids"].shape[1])
 
-    def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Tensor:
+    def encode_query(self, texts: Sequence[str], *, dimensions: int | None = None) -> Any:
         """Features `[n, D]`, float32, of questions; the first `dimensions` features where that is given."""
-        prefixed = (self.recipe.data.query_prefix + text for text in checked_list("texts", texts, "text", str))
-        store = TokenStore(prefixed, self.tokenizer, self.recipe.model.tokenizer.query_length)
-        return self.encode_tokens("query", store, dimensions=dimensions)
+        store = query_tokens(checked_list("texts", texts, "text", str), self.tokenizer, self.recipe)
+        return _padded(self.encode_tokens("query", store, dimensions=dimensions))
 
-    def encode_passage(self, passages: Sequence[Passage | str], *, dimensions: int | None = None) -> Tensor:
+    def encode_passage(self, passages: Sequence[Passage | str], *, dimensions: int | None = None) -> Any:
         """Features `[n, D]`, float32, of passages or of plain texts."""
         checked = checked_list("passages", passages, "passage", Passage, str)
         given = [passage if isinstance(passage, Passage) else Passage("", passage) for passage in checked]
-        return self.encode_tokens("passage", passage_tokens(given, self.tokenizer, self.recipe), dimensions=dimensions)
+        tokens = passage_tokens(given, self.tokenizer, self.recipe)
+        return _padded(self.encode_tokens("passage", tokens, dimensions=dimensions))
 
     @torch.no_grad()
     def encode_tokens(
-        self, side: Side, store: TokenStore, *, dimensions: int | None = None, title: str | None = None
-    ) -> Tensor:
-        """Features of all texts of a store, without dropout, longest first; with a progress bar called `title`."""
+        self,
+        side: Side,
+        store: TokenStore,
+        *,
+        dimensions: int | None = None,
+        title: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Any:
+        """Features of all texts of a store, without dropout, longest first; with a progress bar called `title`.
+
+        A tensor `[n, D]`; of a late retriever `Ragged`, the vectors `[T, D]` of all tokens that are compared.
+        """
+        late = self.recipe.model.kind == "late"
         if len(store) == 0:
-            return torch.empty(0, dimensions or 0, device=self.device)
+            nothing = torch.empty(0, dimensions or (self.model.features if late else 0), device=self.device)
+            return Ragged(nothing, []) if late else nothing
         encoder = getattr(self.model, f"encode_{side}")
         order = store.lengths.argsort(descending=True, stable=True)
-        parts = []
+        parts: list[Any] = []
         with evaluating(self.model), (progress if title else silent)(len(store), title or "", "texts") as bar:
             for rows in order.split(CHUNK):
                 tokens = store.rows(rows)
                 with self.autocast():
                     features = encode(encoder, tokens, **self.sub_batch(side, tokens))
-                parts.append(self.model.comparable(features, dimensions))
+                features = self.model.comparable(features, dimensions)
+                parts.append(Ragged.of(features[0].to(dtype), features[1]) if late else features.to(dtype))
                 bar.update(len(rows))
+        if late:
+            return joined(parts, order.argsort())
         return torch.cat(parts)[order.argsort().to(self.device)]
+
+
+def _padded(features: Tensor | Ragged) -> Any:
+    return padded_texts(features) if isinstance(features, Ragged) else features
 
 
 def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> RetrieverRun:
     """The untrained run of a recipe, initialised from its seed."""
-    recipe = with_precision(recipe)
+    recipe = settled(recipe)
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
-    settings = {
-        **recipe.model.model_dump(exclude={"tokenizer", "dimensions"}, exclude_none=True),
-        **recipe.loss.model_dump(include={"scale", "learn_scale"}),
-    }
-    model = build_retriever(settings, tokenizer=tokenizer)
+    settings = recipe.model.settings() | recipe.loss.model_dump(include={"scale", "learn_scale"})
+    model = _build(settings, tokenizer)
     # the feature size of some encoders is known only once they are built
     if (most := max(recipe.model.dimensions, default=0)) > model.features:
         raise invalid("model.dimensions", f"be at most the {model.features} features there are", most, "Leave it out.")
-    return RetrieverRun(recipe, model.to(device), tokenizer, device)
+    model = model.to(device)
+    for encoder in model.encoders.values() if recipe.train.compile else ():
+        compile_tower(encoder)
+    return RetrieverRun(recipe, model, tokenizer, device)
+
+
+def _build(settings: dict[str, Any], tokenizer: Tokenizer) -> Retriever:
+    build = build_late if settings.get("kind") == "late" else build_retriever
+    return build(settings, tokenizer=tokenizer)
 
 
 def load_retriever(run: str | Path, *, device: str = "auto") -> RetrieverRun:
@@ -161,7 +229,7 @@ def load_retriever(run: str | Path, *, device: str = "auto") -> RetrieverRun:
     folder = finished_run(run)
     recipe = load_retriever_recipe(folder / RECIPE, files=False)
     tokenizer = load_tokenizer(folder.path, length=recipe.model.tokenizer.length)
-    model = build_retriever(checked_towers(folder), tokenizer=tokenizer)
+    model = _build(checked_towers(folder), tokenizer)
     load_weights(model, folder)
     return RetrieverRun(recipe, model.to(choose_device(device)).eval(), tokenizer, choose_device(device))
 
@@ -188,7 +256,9 @@ def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = N
         tokenizer = load_tokenizer(Path(settings.folder), length=settings.length)
     if tokenizer is None:
         corpus = training_texts(texts, data)
-        tokenizer = train_tokenizer(corpus, kind=settings.kind, size=settings.size, length=settings.length)
+        sizes: dict[str, Any] = settings.model_dump(include={"kind", "size", "length"})
+        special = special_tokens(recipe.model) if recipe.model.kind == "late" else ()
+        tokenizer = train_tokenizer(corpus, special=special, **sizes)
     queries, passages = text_stores(texts, recipe, tokenizer)
     first_rows: dict[bytes, int] = {}
     same = [first_rows.setdefault(text_digest(passage), row) for row, passage in enumerate(texts.passages)]
@@ -197,8 +267,7 @@ def open_text_materials(recipe: RetrieverRecipe, tokenizer: Tokenizer | None = N
 
 def text_stores(texts: TextSet, recipe: RetrieverRecipe, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
     """The tokens of all queries and of all passages, as the encoders of a recipe read them."""
-    questions = (recipe.data.query_prefix + query.text for query in texts.queries)
-    queries = TokenStore(questions, tokenizer, recipe.model.tokenizer.query_length)
+    queries = query_tokens((query.text for query in texts.queries), tokenizer, recipe)
     return queries, passage_tokens(texts.passages, tokenizer, recipe)
 
 
@@ -220,188 +289,3 @@ def training_texts(texts: TextSet, data: TextDataSettings) -> Iterator[str]:
     passages = dict.fromkeys(row for query in train for row in (*query.positives, *query.negatives))
     yield from (data.query_prefix + query.text for query in train)
     yield from (passage_text(texts.passages[row], data) for row in passages)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledQuery:
-    """A query of a step with the passages that were sampled for it, as rows of the text set."""
-
-    query: int
-    positives: tuple[int, ...]
-    negatives: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TextBatch:
-    """One rank's share of a batch of `whole` queries.
-
-    queries, passages: tokens, `[b, L]` and `[n, L]`. positives `[b, P]`: indices of each query's passages among the
-    keys, padded with −1. query_ids `[b]`, key_ids `[n]`: a query is no negative of the passage with its id. shared
-    `[keys]`: the passages that are keys of all queries; None: all. lists, scores `[b, H]`: passages of each query,
-    padded with −1, and their scores. teacher_tokens: those of queries and passages, for another model.
-    """
-
-    queries: Tokens
-    passages: Tokens
-    positives: Tensor
-    query_ids: Tensor
-    key_ids: Tensor
-    whole: int
-    shared: Tensor | None = None
-    lists: Tensor | None = None
-    scores: Tensor | None = None
-    teacher_tokens: tuple[Tokens, Tokens] | None = None
-
-    def __len__(self) -> int:
-        return len(self.positives)
-
-    @property
-    def floats(self) -> dict[str, Tensor]:
-        """The inputs that may be non-finite: tokens are integers."""
-        return {} if self.scores is None else {"the scores of the batch": self.scores}
-
-    def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """The inputs of the loss beside features, on the device."""
-        names = ("positives", "query_ids", "key_ids", "shared", "lists", "scores")
-        return {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
-
-
-class TextBatchBuilder:
-    """Samples passages for queries, seeded by `seed` and the step's number alone, and builds batches of them.
-
-    lists: "own", each query's negatives are its own alone; "scores", the scored passages of each query are listed too.
-    teacher: the tokens of all queries and passages for another model.
-    """
-
-    def __init__(
-        self,
-        materials: TextMaterials,
-        data: TextDataSettings,
-        *,
-        seed: int,
-        lists: Literal["", "own", "scores"] = "",
-        teacher: tuple[TokenStore, TokenStore] | None = None,
-    ) -> None:
-        self._materials, self._data, self._seed = materials, data, seed
-        self._lists, self._teacher = lists, teacher
-
-    def sample(self, rows: Tensor, step: int) -> list[SampledQuery]:
-        """The queries at `rows` with sampled passages; copies of a passage are replaced by its first row."""
-        generator = np.random.default_rng((self._seed, step))
-
-        def choose(passages: Sequence[int], count: int) -> tuple[int, ...]:
-            if len(passages) > count:
-                passages = [passages[index] for index in generator.permutation(len(passages))[:count]]
-            return tuple(self._materials.same[list(passages)].tolist())
-
-        queries = ((row, self._materials.texts.queries[row]) for row in rows.tolist())
-        positives, negatives = self._data.positives, self._data.negatives
-        return [
-            SampledQuery(row, choose(query.positives, positives), choose(query.negatives, negatives))
-            for row, query in queries
-        ]
-
-    def parts(self, sampled: Sequence[SampledQuery], count: int, rank: int = 0, size: int = 1) -> list[TextBatch]:
-        """One rank's share of at most `count` nearly equal batches, each with its own negatives only."""
-        splits = np.array_split(np.arange(len(sampled)), min(count, len(sampled)))
-        return [self.batch([sampled[index] for index in split], rank, size) for split in splits]
-
-    def batch(self, sampled: Sequence[SampledQuery], rank: int = 0, size: int = 1) -> TextBatch:
-        """One rank's share of these queries and their passages, each passage once.
-
-        No passage is on two ranks, and each query is on the rank that has all of its positives, so that all ranks
-        together compute the comparisons of one process. A passage sampled as a negative that is listed as right for a
-        query is a positive of it.
-        """
-        materials, queries, same = self._materials, self._materials.texts.queries, self._materials.same
-        own = self._lists == "own"
-        negatives = [() if own else one.negatives for one in sampled]
-        drawn = {row for one, wrong in zip(sampled, negatives, strict=True) for row in (*one.positives, *wrong)}
-        # for each query the drawn passages that are listed as right, whichever query they were drawn for
-        listed = [dict.fromkeys(same[list(queries[one.query].positives)].tolist()) for one in sampled]
-        positives = [[row for row in rows if row in drawn] for rows in listed]
-        ranks = assign_ranks(positives, size)
-        # a passage is on the rank of those for which it is right, else on that of the first one that drew it
-        owners = {row: owner for rows, owner in reversed([*zip(negatives, ranks, strict=True)]) for row in rows}
-        owners |= {row: owner for rows, owner in zip(positives, ranks, strict=True) for row in rows}
-        # longest first: sub-batches then have texts of similar lengths, and the first one needs the most memory
-        local = [index for index, owner in enumerate(ranks) if owner == rank]
-        local.sort(key=lambda index: -int(materials.queries.lengths[sampled[index].query]))
-        lists = [self._listed(sampled[index], listed[index]) for index in local] if self._lists else []
-        shared = {row for row, owner in owners.items() if owner == rank}
-        # a passage of a list is encoded on every rank that lists it
-        keys = torch.tensor(sorted(shared.union(*lists)), dtype=torch.int64)
-        keys = keys[materials.passages.lengths[keys].argsort(descending=True, stable=True)]
-        places = {row: place for place, row in enumerate(keys.tolist())}
-        of_all = [place for row, place in places.items() if row in shared]
-        columns = {int(keys[place]): column for column, place in enumerate(of_all)}
-        # the width of the positives is the same on every rank
-        padded = np.full((len(local), max(map(len, positives), default=1)), -1)
-        for row, index in enumerate(local):
-            padded[row, : len(positives[index])] = [columns[passage] for passage in positives[index]]
-        rows = torch.tensor([sampled[index].query for index in local], dtype=torch.int64)
-        # the passage that is no negative of a query: its own text where that is a passage, else its positive
-        itself = [(sampled[index].positives[0], queries[sampled[index].query].itself) for index in local]
-        ids = [positive if own_text is None else int(same[own_text]) for positive, own_text in itself]
-        teacher = None if self._teacher is None else (self._teacher[0].rows(rows), self._teacher[1].rows(keys))
-        return TextBatch(
-            queries=materials.queries.rows(rows),
-            passages=materials.passages.rows(keys),
-            positives=torch.from_numpy(padded),
-            query_ids=torch.tensor(ids, dtype=torch.int64),
-            key_ids=keys,
-            whole=len(sampled),
-            teacher_tokens=teacher,
-            **(self._list_tensors(lists, places, of_all) if self._lists else {}),
-        )
-
-    def _listed(self, one: SampledQuery, positives: Container[int]) -> dict[int, float]:
-        """The passages of a query's list with their scores: its own negatives, of 0, or its scored passages.
-
-        Scored passages begin with a right one; without one the list is empty.
-        """
-        if self._lists == "own":
-            return dict.fromkeys((row for row in one.negatives if row not in positives), 0.0)
-        same, scores = self._materials.same, dict(self._materials.texts.queries[one.query].scores)
-        scored = {int(same[row]): score for row, score in scores.items()}
-        if not any(row in scored for row in one.positives):
-            return {}
-        return {row: scored[row] for row in (*one.positives, *one.negatives) if row in scored}
-
-    def _list_tensors(
-        self, lists: Sequence[dict[int, float]], places: dict[int, int], shared: list[int]
-    ) -> dict[str, Tensor]:
-        """The lists as indices of this rank's passages, all of one width, and the indices of the keys of all."""
-        scored = self._lists == "scores"
-        width = self._data.negatives + (self._data.positives if scored else 0)
-        indices, scores = np.full((len(lists), width), -1), np.zeros((len(lists), width), np.float32)
-        for row, listed in enumerate(lists):
-            indices[row, : len(listed)] = [places[passage] for passage in listed]
-            scores[row, : len(listed)] = [*listed.values()]
-        tensors = {"shared": torch.tensor(shared, dtype=torch.int64), "lists": torch.from_numpy(indices)}
-        return tensors | ({"scores": torch.from_numpy(scores)} if scored else {})
-
-
-def assign_ranks(positives: Sequence[Sequence[int]], size: int) -> list[int]:
-    """The rank of each query: queries that share a positive get the same one, and all ranks nearly as many queries.
-
-    >>> assign_ranks([[7], [8], [9, 7], [5]], size=2)
-    [0, 1, 0, 1]
-    """
-    if size == 1 or not positives:
-        return [0] * len(positives)
-    from scipy.sparse import coo_array  # type: ignore[import-untyped]
-    from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
-
-    # a graph of queries and passages, whose connected components are the groups that stay together
-    queries = [query for query, passages in enumerate(positives) for _ in passages]
-    _, passages = np.unique([row for rows in positives for row in rows], return_inverse=True)
-    nodes = len(positives) + len(queries)
-    graph = coo_array((np.ones(len(queries)), (queries, len(positives) + passages)), shape=(nodes, nodes))
-    groups = connected_components(graph, directed=False)[1][: len(positives)].tolist()
-    load = [0] * size
-    ranks: dict[int, int] = {}
-    for group, count in Counter(groups).items():
-        ranks[group] = load.index(min(load))
-        load[ranks[group]] += count
-    return [ranks[group] for group in groups]

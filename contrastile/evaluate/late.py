@@ -1,0 +1,182 @@
+"""Exact late interaction over packed token vectors: scores, the best passages of each query, and what matched what.
+
+Beside `retrieval.py`, which does the same for one vector a text. Passages are packed without padding, in memory or
+memory-mapped; blocks of them are padded length by length, and compared tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from contrastile._errors import invalid
+from contrastile.gradcache.inputs import Ragged
+from contrastile.scorers import MaxSim, padded
+
+# vectors [n, L, D] of a side's tokens, and the mask [n, L] of those that count
+TokenFeatures = tuple[Tensor, Tensor]
+Positions = npt.NDArray[np.int64]
+
+# tokens of passages that are read at once; of a tile's passages, with padding; of its queries
+BLOCK, COLUMN_TOKENS, ROW_TOKENS = 2**18, 2**14, 2**9
+
+
+@dataclass(frozen=True)
+class TokenVectors:
+    """Vectors of passages' tokens: values `[T, D]`, a tensor or a memory-mapped array, and where each passage begins.
+
+    starts `[n + 1]`: the first token of each passage, and T.
+    """
+
+    values: Any
+    starts: Positions
+
+    @classmethod
+    def of(cls, values: Any, lengths: Sequence[int] | Positions) -> TokenVectors:
+        """The vectors of passages of so many tokens each."""
+        return cls(values, np.cumsum([0, *lengths], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def ragged(self, rows: Positions, device: torch.device) -> Ragged:
+        """The passages at `rows`, in float32 on the device."""
+        lengths = self.starts[rows + 1] - self.starts[rows]
+        tokens = np.repeat(self.starts[rows] - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
+        values = self.values[torch.from_numpy(tokens)] if isinstance(self.values, Tensor) else self.values[tokens]
+        return Ragged(torch.as_tensor(values).to(device).float(), lengths.tolist())
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """The first passage of each block, and the one behind its last."""
+        start = 0
+        while start < len(self):
+            within = np.searchsorted(self.starts, self.starts[start] + BLOCK, side="right") - 1
+            stop = min(max(start + 1, int(within)), len(self))
+            yield start, stop
+            start = stop
+
+
+def padded_texts(texts: Ragged) -> TokenFeatures:
+    """Packed vectors as `[n, longest, D]` with their mask."""
+    lengths = torch.tensor(texts.lengths, dtype=torch.int64, device=texts.values.device)
+    return padded(texts.values, lengths, max(texts.lengths, default=0))
+
+
+def joined(parts: Sequence[Ragged], rows: Tensor) -> Ragged:
+    """The texts at `rows` of all parts, one part after the other."""
+    lengths = [length for part in parts for length in part.lengths]
+    values = torch.cat([part.values for part in parts])
+    starts = torch.tensor([0, *accumulate(lengths)])[rows]
+    chosen = [lengths[row] for row in rows.tolist()]
+    counts = torch.tensor(chosen, dtype=torch.int64)
+    tokens = (starts - (counts.cumsum(0) - counts)).repeat_interleave(counts) + torch.arange(int(counts.sum()))
+    return Ragged(values[tokens.to(values.device)], chosen)
+
+
+@torch.no_grad()
+def maxsim(query: TokenFeatures, key: TokenVectors) -> Tensor:
+    """Σ_l max_m ⟨q_il, k_jm⟩ in float32 `[N, M]`, for the tokens that count; a passage without any has 0.
+
+    query: vectors `[N, L, D]` and mask `[N, L]`. Naively `MaxSim()(query, padded passages)`.
+
+    >>> query = torch.eye(2)[None], torch.ones(1, 2, dtype=torch.bool)
+    >>> maxsim(query, TokenVectors.of(torch.eye(2)[[0, 0, 1]], [1, 0, 2]))
+    tensor([[1., 0., 2.]])
+    """
+    parts = [_of_block(query, key, start, stop) for start, stop in key.blocks()]
+    return torch.cat(parts, 1) if parts else query[0].new_empty(len(query[0]), 0)
+
+
+def _of_block(query: TokenFeatures, key: TokenVectors, start: int, stop: int) -> Tensor:
+    """The scores `[N, stop − start]` of consecutive passages."""
+    vectors, mask = query
+    values, lengths = key.values[key.starts[start] : key.starts[stop]], np.diff(key.starts[start : stop + 1])
+    # a copy of what is memory-mapped, because torch warns about tensors over read-only memory
+    values = values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+    block = TokenVectors.of(values.to(vectors.device).float(), lengths)
+    scores = vectors.new_empty((len(vectors), stop - start), dtype=torch.float32)
+    height, scorer = max(1, ROW_TOKENS // max(1, vectors.shape[1])), MaxSim()
+    for columns in _of_like_length(lengths):
+        passages = padded_texts(block.ragged(columns, vectors.device))
+        along = torch.from_numpy(columns).to(scores.device)
+        for first in range(0, len(vectors), height):
+            rows = slice(first, first + height)
+            tile = vectors[rows].float(), mask[rows]
+            scores[rows, along] = scorer(tile, passages) if passages[0].shape[1] else 0.0
+    return scores
+
+
+def _of_like_length(lengths: Positions) -> Iterator[Positions]:
+    """Passages of a block in tiles, the shortest first, so that little of a tile is padding."""
+    order, start = lengths.argsort(kind="stable"), 0
+    while start < len(order):
+        # as many as the length of the last of them allows
+        sizes = np.arange(1, len(order) - start + 1) * lengths[order[start:]]
+        count = max(1, int(np.searchsorted(sizes, COLUMN_TOKENS, side="right")))
+        yield order[start : start + count]
+        start += count
+
+
+@torch.no_grad()
+def topk(
+    query: TokenFeatures, shards: Sequence[TokenVectors], k: int, candidates: Positions | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `k` best passages of each query: scores float32 and rows int64, both `[N, k]`, best first.
+
+    Rows count the passages of all shards; among equal scores the lower row comes first. candidates `[N, C]`: the rows
+    that are scored, −1 pads; without it all are. A query with fewer candidates than k gets rows of −1, scores of −∞.
+
+    Raises ValueError for a k that is not between 1 and the number of passages.
+    """
+    total = sum(map(len, shards))
+    if not 1 <= k <= total:
+        raise invalid("k", f"be between 1 and the {total} passages", k, "Ask for fewer.")
+    vectors, _ = query
+    if candidates is not None:
+        found = [_among(query, shards, row, k, chosen) for row, chosen in enumerate(candidates)]
+        scores, rows = (torch.stack(each) for each in zip(*found, strict=True)) if found else _none(vectors, k)
+        return scores, rows
+    scores, rows = _none(vectors, 0)
+    first = 0
+    for shard in shards:
+        for start, stop in shard.blocks():
+            more = torch.arange(first + start, first + stop, device=vectors.device).expand(len(vectors), -1)
+            scores = torch.cat([scores, _of_block(query, shard, start, stop)], dim=1)
+            rows = torch.cat([rows, more], dim=1)
+            order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+            scores, rows = scores.gather(1, order), rows.gather(1, order)
+        first += len(shard)
+    return scores, rows
+
+
+def _none(vectors: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    scores = vectors.new_empty((len(vectors), k), dtype=torch.float32)
+    return scores, torch.empty((len(vectors), k), dtype=torch.int64, device=vectors.device)
+
+
+def _among(
+    query: TokenFeatures, shards: Sequence[TokenVectors], row: int, k: int, candidates: Positions
+) -> tuple[Tensor, Tensor]:
+    """The `k` best of the candidates of one query, scores and rows `[k]`."""
+    one, device = (query[0][row : row + 1].float(), query[1][row : row + 1]), query[0].device
+    # in the order of rows, which decides among equal scores
+    chosen = np.unique(candidates[candidates >= 0])
+    parts, first = [torch.empty(1, 0, device=device)], 0
+    for shard in shards:
+        of_shard = chosen[(chosen >= first) & (chosen < first + len(shard))] - first
+        if len(of_shard):
+            passages = shard.ragged(of_shard, device)
+            parts.append(maxsim(one, TokenVectors.of(passages.values, passages.lengths)))
+        first += len(shard)
+    best = torch.cat(parts, 1)[0].sort(descending=True, stable=True)
+    scores, rows = torch.full((k,), -torch.inf, device=device), torch.full((k,), -1, device=device)
+    count = min(k, len(chosen))
+    scores[:count], rows[:count] = best.values[:count], torch.from_numpy(chosen).to(device)[best.indices[:count]]
+    return scores, rows

@@ -1,0 +1,171 @@
+"""The base of the losses: a column's embeddings by the gradient cache, and the calls that MatryoshkaLoss decorates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from contrastile import encode
+from contrastile._errors import invalid
+from contrastile.integrations.sentence_transformers.layers import Layers
+
+# entries of a batch that are no rows, whatever their shape
+WHOLE = ("prompt_length",)
+
+CITATION = """
+@misc{gao2021scaling,
+    title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
+    author={Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan},
+    year={2021},
+    eprint={2101.06983},
+    archivePrefix={arXiv},
+    primaryClass={cs.LG}
+}
+"""
+
+
+class CachedLoss(nn.Module):
+    """A loss of columns of texts, which are embedded by the gradient cache.
+
+    A subclass says what the loss of the embeddings is (`compute_loss_from_embeddings`).
+    """
+
+    # MatryoshkaLoss decorates `calculate_loss` of such a loss; it patches the model of others, which replays miss
+    uses_gradient_cache: ClassVar[bool] = True
+    citation: ClassVar[str] = CITATION
+    # the class without a cache that errors recommend
+    uncached: ClassVar[str]
+
+    def __init__(
+        self,
+        model: Any,
+        mini_batch_size: int,
+        mini_batch_num_tokens: int | None,
+        gather_across_devices: bool,
+        show_progress_bar: bool,
+        retain: int | Literal["auto"],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
+        self.gather_across_devices, self.retain = gather_across_devices, retain
+        if show_progress_bar:
+            raise invalid("show_progress_bar", "be False", True, "Leave it out: the trainer shows its own.")
+
+    @property
+    def exchange(self) -> Literal["auto", "single"]:
+        """The exchange of `contrast`: between all ranks, or none."""
+        return "auto" if self.gather_across_devices else "single"
+
+    def forward(self, sentence_features: Iterable[Mapping[str, Any]], labels: Tensor | None = None) -> Tensor:
+        columns = list(sentence_features)
+        if len(columns) < 2:
+            remedy = "Give the dataset a column of anchors and one of positives."
+            raise invalid("sentence_features", "have two columns or more", len(columns), remedy)
+        layers = Layers.of(self.model)
+        embed = partial(self._embed_columns, columns, labels)
+        embeddings, others = embed() if layers is None else layers.chosen(embed)
+        if "calculate_loss" not in vars(self):
+            return self.compute_loss_from_embeddings(embeddings, others)
+        if not torch.is_grad_enabled():
+            return self.calculate_loss([[x] for x in embeddings], others)
+        # a decorator of calculate_loss reads the gradients of its embeddings
+        leaves = [x.detach().requires_grad_() for x in embeddings]
+        loss = self.calculate_loss([[x] for x in leaves], others, with_backward=True)
+        value: Tensor = _Differentiated.apply(loss.detach(), [leaf.grad for leaf in leaves], *embeddings)
+        return value
+
+    def calculate_loss(self, reps: list[list[Tensor]], others: Any = None, *, with_backward: bool = False) -> Tensor:
+        """The loss of embeddings that come in parts, back-propagated to them at once if wanted."""
+        loss = self.compute_loss_from_embeddings([torch.cat(parts) for parts in reps], others)
+        if with_backward:
+            loss.backward()
+            loss = loss.detach()
+        return loss
+
+    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], others: Any = None) -> Tensor:
+        """The loss of the columns' embeddings, and of what else `_embed_columns` returns."""
+        raise NotImplementedError
+
+    def _embed_columns(self, columns: Sequence[Mapping[str, Any]], labels: Tensor | None) -> tuple[list[Tensor], Any]:
+        """Embeddings [N, ...] of each column, and what else the loss needs."""
+        return [self._embed(column, self.model) for column in columns], labels
+
+    @staticmethod
+    def _output(model: Any, features: dict[str, Any], width: int) -> Any:
+        """Embeddings of some rows; `width`: the length of the column's longest text, None where no text has one."""
+        del width
+        return model(features)["sentence_embedding"]
+
+    def _embed(self, features: Mapping[str, Any], model: Any) -> Any:
+        """What `_output` returns, for a whole column."""
+        if "offsets" in features and "attention_mask" not in features:
+            remedy = f"Take {self.uncached}: such a model keeps next to nothing for the backward."
+            raise invalid("model", "take texts one by one", "a StaticEmbedding", remedy)
+        rows = {name: x for name, x in features.items() if isinstance(x, Tensor) and name not in WHOLE}
+        whole = {name: x for name, x in features.items() if name not in rows}
+        width, layers = _width(rows), Layers.of(model)
+
+        def embedding(model: nn.Module, /, **rows: Tensor) -> Any:
+            if layers is not None:
+                return layers.embeddings(model, {**whole, **rows})
+            return self._output(model, {**whole, **rows}, width)
+
+        if (parts := self._parts(rows)) is not None:
+            return encode((model, embedding), parts=parts, retain=self.retain)
+        size: int | None = self.mini_batch_size
+        tokens, mask = self.mini_batch_num_tokens, rows.get("attention_mask")
+        if tokens is not None:
+            size = None
+        elif mask is not None and mask.ndim == 2 and mask.numel():
+            # no further limit: it puts texts of like length together, and trims them
+            tokens = self.mini_batch_size * width
+        if "query_expansion_positions" in rows:
+            # positions behind a text that the mask leaves out, and the score does not: no row is trimmed
+            tokens, size = None, self.mini_batch_size if size else max(1, (tokens or 0) // width)
+        return encode((model, embedding), rows, sub_batch=size, sub_batch_tokens=tokens, retain=self.retain)
+
+    def _parts(self, rows: dict[str, Tensor]) -> list[dict[str, Any]] | None:
+        """Sub-batches of packed inputs (flattened texts, images of many sizes), as the library cuts them itself."""
+        if len({len(x) for x in rows.values()}) < 2 and "cu_seq_lens_q" not in rows:
+            return None
+        try:
+            from sentence_transformers.base.losses.gradcache import _create_minibatch, _minibatch_ranges
+        except ImportError as error:
+            remedy = "Take sentence-transformers of version 6.2."
+            raise invalid("sentence_features", "be rows of the batch", "packed inputs", remedy) from error
+        bounds = _minibatch_ranges(rows, self.mini_batch_size, self.mini_batch_num_tokens)
+        return [_create_minibatch(rows, *each) for each in bounds]
+
+
+def name_of(similarity_fct: Any, default: str) -> str:
+    """The name of a similarity; `default` for None."""
+    return default if similarity_fct is None else getattr(similarity_fct, "__name__", type(similarity_fct).__name__)
+
+
+def _width(rows: Mapping[str, Tensor]) -> int:
+    """The number of positions of the longest text; 0 where there are no texts."""
+    if "cu_seq_lens_q" in rows:
+        return int(rows["cu_seq_lens_q"].diff().max())
+    texts = [rows[name] for name in ("attention_mask", "input_ids") if name in rows]
+    return texts[0].shape[1] if texts and texts[0].ndim > 1 else 0
+
+
+class _Differentiated(torch.autograd.Function):
+    """A number whose gradients with respect to the embeddings are known."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *embeddings: Tensor) -> Tensor:
+        del embeddings
+        ctx.save_for_backward(*gradients)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(upstream * gradient for gradient in ctx.saved_tensors)

@@ -1,0 +1,121 @@
+"""The ranking loss of late interaction: a vector for each token, and MaxSim between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from contrastile import contrast
+from contrastile._errors import invalid, one_of
+from contrastile.integrations.sentence_transformers.base import CachedLoss, name_of
+from contrastile.losses import Softmax
+from contrastile.scorers import MaxSim
+
+SCORES = ("colbert_scores", "mean_colbert_scores")
+
+
+class CachedMultiVectorLoss(CachedLoss):
+    """`MultiVectorMultipleNegativesRankingLoss` with gradient cache and tiled scores, for batches of any size.
+
+    Naively, with unit token vectors q [N, L, D] and k [M, T, D], the positives first,
+
+        scores = torch.einsum("ild,jtd->ijlt", q, k).amax(3).sum(2)
+        loss = F.cross_entropy(scale * scores, torch.arange(N))
+
+    where tokens that the model's mask leaves out neither ask nor answer. Columns are (anchor, positive), or (anchor,
+    positive, negative_1, ..., negative_n).
+
+    Arguments (the words of `CachedMultiVectorMultipleNegativesRankingLoss`, of version 6):
+        model: the MultiVectorEncoder; the trainer replaces it by its data-parallel wrapper.
+        scale: factor of the scores, 1 / temperature.
+        similarity_fct: `colbert_scores` (the default), or `mean_colbert_scores`, which divides a score by the number of
+            the query's tokens.
+        mini_batch_size, mini_batch_num_tokens: texts or tokens that the model sees at once.
+        score_mini_batch_size: without effect: tiles of scores take a share of the device's memory.
+        gather_across_devices: whether the documents of all ranks are negatives. The value is then the loss of the
+            global batch, the same on all ranks.
+        show_progress_bar: only False.
+        retain: sub-batches of each column whose graph is kept from the first pass, as for `encode`.
+
+    A document without any token scores 0. Raises ValueError for words that it does not know how to honour.
+    """
+
+    uncached = "MultiVectorMultipleNegativesRankingLoss"
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        scale: float = 1.0,
+        similarity_fct: Callable[..., Tensor] | None = None,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        score_mini_batch_size: int | None = None,
+        gather_across_devices: bool = False,
+        show_progress_bar: bool = False,
+        retain: int | Literal["auto"] = 0,
+    ) -> None:
+        super().__init__(
+            model, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar, retain
+        )
+        if not scale > 0:
+            raise invalid("scale", "be above 0", scale, "Pass 1 / temperature.")
+        self.scale = scale
+        self.similarity = name_of(similarity_fct, SCORES[0])
+        one_of("similarity_fct", self.similarity, SCORES, f"Pass one of these, or take {self.uncached}.")
+        self.score_mini_batch_size = score_mini_batch_size or mini_batch_size
+
+    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], others: Any = None) -> Tensor:
+        """The loss of the columns' token vectors, each [N, L, D]; `others`: their masks, each [N, L]."""
+        query, mask = embeddings[0], others[0]
+        if self.similarity == "mean_colbert_scores":
+            query = query / mask.sum(1).clamp(min=1)[:, None, None]
+        width = self._longest([x.shape[1] for x in embeddings[1:]], query.device)
+        documents = torch.cat([_padded(x, width) for x in embeddings[1:]])
+        masks = torch.cat([_padded(x, width) for x in others[1:]])
+        return contrast(
+            (query, mask), (documents, masks), scale=self.scale, loss=Softmax(), scorer=MaxSim(), exchange=self.exchange
+        )
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The options, for the model card."""
+        return {
+            "scale": self.scale,
+            "similarity_fct": self.similarity,
+            "mini_batch_size": self.mini_batch_size,
+            "mini_batch_num_tokens": self.mini_batch_num_tokens,
+            "score_mini_batch_size": self.score_mini_batch_size,
+            "gather_across_devices": self.gather_across_devices,
+        }
+
+    def _embed_columns(self, columns: Sequence[Mapping[str, Any]], labels: Tensor | None) -> tuple[list[Tensor], Any]:
+        del labels
+        tasks = ["query", *["document"] * (len(columns) - 1)]
+        stamped = [{**x, "task": x.get("task", task)} for x, task in zip(columns, tasks, strict=True)]
+        embeddings, masks = zip(*(self._embed(column, self.model) for column in stamped), strict=True)
+        return list(embeddings), list(masks)
+
+    @staticmethod
+    def _output(model: Any, features: dict[str, Any], width: int) -> tuple[Tensor, Tensor]:
+        out = model(features, task=features["task"])
+        vectors, mask = out["token_embeddings"], out["attention_mask"].bool()
+        # sub-batches of packed texts are as wide as their longest
+        return _padded(vectors, width), _padded(mask, width)
+
+    def _longest(self, widths: Sequence[int], device: torch.device) -> int:
+        """The most positions of any document; of all ranks, where they exchange documents."""
+        if self.exchange == "single" or not (dist.is_available() and dist.is_initialized()):
+            return max(widths)
+        longest = torch.tensor(max(widths), device=device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        return int(longest)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Token vectors [N, L, D], or their mask [N, L], with at least `width` positions."""
+    return F.pad(x, [0, 0] * (x.ndim - 2) + [0, max(0, width - x.shape[1])])

@@ -1,0 +1,214 @@
+"""A block as the kernels see it, and its cut into super-tiles: decided without a launch.
+
+Between `plan.py`, which has the operands of one super-tile, and `backend.py`, which loops over them: the bytes of each
+pass within the workspace; masks, positives and guides of a whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastile.losses.base import PairLoss, Shard
+from contrastile.tiles.triton.plan import (
+    LABEL_CHANNELS,
+    PIECES,
+    Epilogue,
+    Masks,
+    is_readable,
+    padded,
+    shape_for,
+    strip_shape,
+    tiles_of,
+)
+
+# 32-bit ids and labels by name, of rows and of columns
+Groups = tuple[dict[str, Tensor], dict[str, Tensor]]
+# bytes of a super-tile of height × width, by the bytes of each row's and column's features that are copied, and the
+# number of their 16-bit pieces
+Cost = Callable[[int, int, int, int], int]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that each pass over a super-tile takes, and the largest super-tile within the workspace."""
+
+    loss: PairLoss
+    epilogue: Epilogue
+    device: torch.device
+    # bytes
+    workspace: int
+
+    def forward(self, height: int, width: int, copied: int, parts: int) -> int:
+        """The tiles' numbers, and the operands' pieces."""
+        del parts
+        return self._partial(height, width, self.epilogue.careful_channels) + (height + width) * copied
+
+    def labels(self, height: int, width: int, copied: int, parts: int) -> int:
+        """The same for positives by label."""
+        del parts
+        return self._partial(height, width, LABEL_CHANNELS) + (height + width) * copied
+
+    def backward(self, height: int, width: int, copied: int, parts: int) -> int:
+        """The strip, the sums of a loss computed in the same sweep, and the operands' pieces."""
+        rows, cols = strip_shape(height, width, parts, shape_for(self.device))
+        sums = self._partial(height, width, self.epilogue.channels) if self.loss.pairwise else 0
+        return 2 * rows * cols + sums + (height + width) * copied
+
+    def super_tiles(self, block: Block, cost: Cost) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of each super-tile of a block, row by row."""
+        N, M, copied = len(block.rows), len(block.cols), 0
+        for q, k in zip(block.features(block.rows), block.features(block.cols), strict=True):
+            copied += 0 if is_readable(q) and is_readable(k) else self._copied(q.shape[1], q.dtype)
+        height, width = self._largest(N, M, copied, PIECES[block.rows.features.dtype](), cost)
+        for i in range(0, N, height):
+            for j in range(0, M, width):
+                yield slice(i, min(i + height, N)), slice(j, min(j + width, M))
+
+    def most_bytes(self, N: int, M: int, D: int, dtype: torch.dtype) -> int:
+        """The bytes of the largest pass over a block, with features copied or not, by label or not."""
+        return max(self.expected_bytes(N, M, copied, dtype, self.labels) for copied in (0, D))
+
+    def expected_bytes(self, N: int, M: int, D: int, dtype: torch.dtype, *more: Cost) -> int:
+        """The same of forward, backward and `more` passes; D is 0 where features need no copy."""
+        given = self._copied(D, dtype), PIECES[dtype]()
+        passes = (self.forward, self.backward, *more)
+        return max(cost(*self._largest(N, M, *given, cost), *given) for cost in passes)
+
+    def _largest(self, N: int, M: int, copied: int, parts: int, cost: Cost) -> tuple[int, int]:
+        """Rows and columns of a super-tile: the longer side halved, in whole tiles, until it fits the workspace."""
+        shape = shape_for(self.device)
+        height, width = N, M
+        while cost(height, width, copied, parts) > self.workspace and max(height, width) > shape.rows:
+            if height >= width:
+                height = tiles_of(height, 2 * shape.rows) * shape.rows
+            else:
+                width = tiles_of(width, 2 * shape.cols) * shape.cols
+        return height, width
+
+    def _partial(self, height: int, width: int, channels: int) -> int:
+        shape = shape_for(self.device)
+        numbers = tiles_of(width, shape.cols) * height + self.loss.symmetric * tiles_of(height, shape.rows) * width
+        return 4 * channels * numbers
+
+    def _copied(self, D: int, dtype: torch.dtype) -> int:
+        return 2 * PIECES[dtype]() * padded(D, shape_for(self.device))
+
+
+@dataclass(frozen=True)
+class Positives:
+    """Positives known by position: columns [N, P] of the block, −1 pads, or the diagonal's first column."""
+
+    columns: Tensor | None
+    diagonal: int | None
+
+    @property
+    def per_row(self) -> int:
+        return 1 if self.columns is None else self.columns.shape[1]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows and columns as the kernels read them, and how `loss` sees them."""
+
+    rows: Shard
+    cols: Shard
+    # see forward.py
+    constants: Tensor
+    loss: PairLoss
+
+    @cached_property
+    def directions(self) -> list[tuple[Tensor, Tensor]]:
+        """State and coefficient of the rows and, if symmetric, of the columns."""
+        directions = []
+        for side in (self.rows, self.cols)[: 1 + self.loss.symmetric]:
+            assert side.state is not None
+            assert side.coefficient is not None
+            directions.append((side.state, side.coefficient))
+        return directions
+
+    def features(self, side: Shard) -> tuple[Tensor, ...]:
+        """The features of a side, and behind them those of its guide where the kernels read it."""
+        return (side.features, *side.guides)
+
+    @property
+    def self_diagonal(self) -> int | None:
+        """The column that is the same example as the first row, if such pairs do not count."""
+        return self.rows.start - self.cols.start if self.loss.exclude_self else None
+
+    @property
+    def masks(self) -> Masks:
+        """Excluded pairs, with the positives known by position, and pairs that are positive by label."""
+        rows, cols = self.rows, self.cols
+        return Masks(
+            diagonal=None if rows.diagonal is None else rows.diagonal - cols.start,
+            self_diagonal=self.self_diagonal,
+            positives=rows.positives if rows.diagonal is None else None,
+            positives_start=cols.start,
+            ids=_both(rows.ids, cols.ids),
+            labels=_both(rows.labels, cols.labels) if by_label(rows) else None,
+        )
+
+    def positives(self) -> Positives | None:
+        """The positives known by position; None if there are none."""
+        rows, cols = self.rows, self.cols
+        N, M = len(rows), len(cols)
+        if rows.diagonal is not None:
+            diagonal = rows.diagonal - cols.start
+            return Positives(None, diagonal) if -N < diagonal < M else None
+        if rows.positives is None or not rows.positives.shape[1]:
+            return None
+        columns = rows.positives.sort(dim=1).values
+        # a column listed twice is one positive
+        repeated = torch.zeros_like(columns, dtype=torch.bool)
+        repeated[:, 1:] = columns[:, 1:] == columns[:, :-1]
+        inside = ~repeated & (columns >= max(0, cols.start)) & (columns < cols.start + M)
+        if self.loss.exclude_self:
+            inside &= columns != torch.arange(rows.start, rows.start + N, device=columns.device)[:, None]
+        return Positives(torch.where(inside, columns - cols.start, -1), None)
+
+
+def by_label(rows: Shard) -> bool:
+    """True if positives are known by label; they are too many to be listed."""
+    return rows.diagonal is None and rows.positives is None and rows.labels is not None
+
+
+def _both(rows: Tensor | None, cols: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if rows is None or cols is None else (rows, cols)
+
+
+def along(x: Tensor, at: slice, axis: int = -1) -> Tensor:
+    """x[at] along an axis, without a new view where that is all of x."""
+    return x if at.stop - at.start == x.shape[axis] else x.narrow(axis, at.start, at.stop - at.start)
+
+
+def narrow(side: Shard, at: slice) -> Shard:
+    return side if at.stop - at.start == len(side) else side.narrow(at.start, at.stop)
+
+
+def numbered_groups(rows: Shard, cols: Shard) -> Groups:
+    """Ids and labels of both sides numbered from 0 in 32 bits: those of a tile must fit its registers."""
+    of_rows: dict[str, Tensor] = {}
+    of_cols: dict[str, Tensor] = {}
+    for name in ("ids", "labels"):
+        both = getattr(rows, name), getattr(cols, name)
+        if both[0] is not None and both[1] is not None:
+            values, order = torch.cat(both).sort()
+            first = torch.zeros_like(values, dtype=torch.int32)
+            first[1:] = values[1:] != values[:-1]
+            numbers = torch.empty_like(first).scatter_(0, order, first.cumsum(0, dtype=torch.int32))
+            of_rows[name], of_cols[name] = numbers.split([len(rows), len(cols)])
+    return of_rows, of_cols
+
+
+def readable_side(side: Shard, groups: dict[str, Tensor]) -> Shard:
+    """All but the features as the kernels read it: the last axis dense, which it is not after a transfer."""
+    given = {name: getattr(side, name) for name in ("positives", "state", "coefficient", "numbers")}
+    dense = {name: x.contiguous() for name, x in given.items() if x is not None and x.numel() and x.stride(-1) != 1}
+    changed: dict[str, Any] = dense | groups
+    return replace(side, **changed) if changed else side

@@ -1,0 +1,273 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""Device code of the careful forms: maxima before exponentials, for features of any size, and positives by label.
+
+Launched by `launch.py`. Both kernels return at once where the careful flag is not set:
+
+    maxima              the careful form of `totals` in `forward.py`
+    careful_gradient    the careful form of `gradient` in `backward.py`: an exponential per direction
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from contrastile.tiles.triton.backward import join_quarters, program_sums, softmax_positive, store_half, sum_per_thread
+from contrastile.tiles.triton.forward import (
+    ANY,
+    CAREFUL,
+    FACTOR,
+    INVERSE,
+    LN2,
+    MASK,
+    MISSING,
+    POSITIVE_INVERSE,
+    POSITIVE_SHARE,
+    SHARE,
+    STATE_POSITIVE_TOP,
+    STATE_TEACHER_TOP,
+    STATE_TOP,
+    TEACHER,
+    TEACHER_INVERSE,
+    TEACHERS,
+    UNIT,
+    count_along,
+    counts,
+    finite,
+    merge_exponentials,
+    merge_teachers,
+    quarter,
+    store_stats,
+    store_teacher,
+    tile_at,
+    tile_products,
+)
+from contrastile.tiles.triton.masks import distinct_pairs, equal_groups, valid_pairs
+
+
+@triton.jit
+def _max_and_sum(x, valid, axis: tl.constexpr):
+    """Maximum of the valid x along `axis`, and the sum of exponentials relative to it."""
+    hidden = tl.where(valid, x, -float("inf"))
+    top = tl.max(hidden, axis)
+    return top, tl.sum(tl.exp(hidden - tl.expand_dims(finite(top), axis)), axis)
+
+
+@triton.jit
+def _sum_below(x, valid, top, axis: tl.constexpr):
+    """Σ (x − top) of the valid x along `axis`."""
+    return tl.sum(tl.where(valid, x - tl.expand_dims(finite(top), axis), 0.0), axis)
+
+
+@triton.jit
+def _add_to_rows(top, total, logit_sum, count, x, valid, SUMS: tl.constexpr):
+    """Statistics of the rows so far and of x together; the last two only with SUMS."""
+    new_top, new_total = _max_and_sum(x, valid, 1)
+    higher, both = merge_exponentials(top, total, new_top, new_total)
+    if SUMS:
+        safe = finite(higher)
+        logit_sum += count * (finite(top) - safe) + _sum_below(x, valid, safe, 1)
+        count += count_along(x, valid, 1)
+    return higher, both, logit_sum, count
+
+
+@triton.jit
+def _store_columns(x, valid, at, stride, inside, SUMS: tl.constexpr):
+    """Store the statistics of the columns of x."""
+    top, total = _max_and_sum(x, valid, 0)
+    store_stats(top, total, _sum_below(x, valid, top, 0), count_along(x, valid, 0), at, stride, inside, SUMS)
+
+
+@triton.jit
+def _teacher(x, t, valid, axis: tl.constexpr):
+    """A teacher's statistics of the valid pairs along `axis`: top, sum, gap, and the top of x."""
+    hidden = tl.where(valid, t, -float("inf"))
+    top = tl.max(hidden, axis)
+    x_top = tl.max(tl.where(valid, x, -float("inf")), axis)
+    below = hidden - tl.expand_dims(finite(top), axis)
+    share = tl.exp(below)
+    apart = tl.where(valid, below - (x - tl.expand_dims(finite(x_top), axis)), 0.0)
+    return top, tl.sum(share, axis), tl.sum(share * apart, axis), x_top
+
+
+@triton.jit(do_not_specialize=ANY)
+def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
+           row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr, q_stride, k_stride,
+           guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride,
+           positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+           LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
+           GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
+           UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
+           IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
+    """The careful form of `totals`. Runs where the careful flag is set.
+
+    Per tile: top and Σ exp(x − top) of the negatives, with SMOOTH also Σ (x − top) and their number; with LABELS all
+    four of the positives, from the fifth channel on. With GUIDE == TEACHER behind the first two the teacher's top,
+    Σ exp(t − teacher's top) and the sum of these terms times (t − teacher's top) − (x − top). Layout as in `totals`.
+    """
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
+    ids = (row_ids_ptr, col_ids_ptr)
+    labels = (row_labels_ptr, col_labels_ptr)
+    row_tiles = tl.cdiv(N, BM)
+    col_tiles = tl.cdiv(M, BN)
+    factor = tl.load(constants_ptr + FACTOR)
+    if GUIDE == TEACHER:
+        teacher_factor = tl.load(constants_ptr + TEACHERS + FACTOR)
+    tiles = tl.where(tl.load(constants_ptr + CAREFUL) != 0, row_tiles * col_tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
+        acc, guide = tile_products(
+            q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
+            row_numbers_ptr, constants_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT,
+            GUIDE_RIGHT, GUIDE_PRODUCTS, False, TMA, UPCAST)  # fmt: skip
+        rows = i * BM + tl.arange(0, BM)
+        WIDTH: tl.constexpr = BN // 4
+        top = tl.full((BM,), -float("inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        logit_sum, count, positive_total, positive_sum, positive_count = total, total, total, total, total
+        positive_top = top
+        teacher_top, soft, gap = top, total, total
+        for at in tl.static_range(4):
+            x = quarter(acc, at, BM, BN) * factor * LN2
+            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+            negative = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+            positive = negative
+            if LABELS:
+                positive = negative & equal_groups(labels, rows, cols, N, M)
+                negative = negative & (positive == 0)
+            if IDS:
+                negative = negative & (equal_groups(ids, rows, cols, N, M) == 0)
+            if GUIDE == MASK:
+                negative = negative & counts(quarter(acc, at, BM, BN))
+            before = top
+            top, total, logit_sum, count = _add_to_rows(top, total, logit_sum, count, x, negative, SMOOTH)
+            if GUIDE == TEACHER:
+                t = quarter(guide, at, BM, BN) * teacher_factor * LN2
+                new_top, new_soft, new_gap, new_x_top = _teacher(x, t, negative, 1)
+                teacher_top, soft, gap, _ = merge_teachers(
+                    teacher_top, soft, gap, before, new_top, new_soft, new_gap, new_x_top)  # fmt: skip
+            if LABELS:
+                several = tl.max(count_along(x, positive, 1), 0)
+                # most quarters have none
+                if several > 0:
+                    positive_top, positive_total, positive_sum, positive_count = _add_to_rows(
+                        positive_top, positive_total, positive_sum, positive_count, x, positive, True)  # fmt: skip
+            if COLUMNS:
+                col_at = col_part_ptr + i.to(tl.int64) * M + cols
+                stride = row_tiles.to(tl.int64) * M
+                _store_columns(x, negative, col_at, stride, cols < M, SMOOTH)
+                if GUIDE == TEACHER:
+                    of_top, of_soft, of_gap, _ = _teacher(x, t, negative, 0)
+                    store_teacher(of_top, of_soft, of_gap, col_at + 2 * stride, stride, cols < M)
+                if LABELS:
+                    if several > 0:
+                        _store_columns(x, positive, col_at + 4 * stride, stride, cols < M, True)
+                    else:
+                        none = tl.zeros((WIDTH,), tl.float32)
+                        store_stats(none - float("inf"), none, none, none, col_at + 4 * stride, stride, cols < M, True)
+        row_at = row_part_ptr + j.to(tl.int64) * N + rows
+        stride = col_tiles.to(tl.int64) * N
+        store_stats(top, total, logit_sum, count, row_at, stride, rows < N, SMOOTH)
+        if GUIDE == TEACHER:
+            store_teacher(teacher_top, soft, gap, row_at + 2 * stride, stride, rows < N)
+        if LABELS:
+            store_stats(positive_top, positive_total, positive_sum, positive_count, row_at + 4 * stride, stride,
+                        rows < N, True)  # fmt: skip
+
+
+@triton.jit
+def _softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficient_ptr, unit, at, inside, smoothing,
+                      axis: tl.constexpr, LABELS: tl.constexpr, INSIDE: tl.constexpr, GUIDE: tl.constexpr):  # fmt: skip
+    """One direction's gradient of every pair with the logits x, and t by a teacher, times `unit`: losses/softmax.py.
+
+    several: the most positives of a row.
+    """
+    coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * unit
+    top = tl.load(state_ptr + STATE_TOP * state_stride + at, mask=inside, other=0.0)
+    inverse = tl.load(state_ptr + INVERSE * state_stride + at, mask=inside, other=0.0)
+    share = tl.load(state_ptr + SHARE * state_stride + at, mask=inside, other=0.0)
+    value = tl.exp(x - tl.expand_dims(top, axis)) * tl.expand_dims(inverse, axis)
+    if LABELS and several > 0:
+        positive_top = tl.load(state_ptr + STATE_POSITIVE_TOP * state_stride + at, mask=inside, other=0.0)
+        positive_inverse = tl.load(state_ptr + POSITIVE_INVERSE * state_stride + at, mask=inside, other=0.0)
+        missing = tl.load(state_ptr + MISSING * state_stride + at, mask=inside, other=0.0)
+        positive_share = tl.load(state_ptr + POSITIVE_SHARE * state_stride + at, mask=inside, other=0.0)
+        among = tl.exp(x - tl.expand_dims(positive_top, axis)) * tl.expand_dims(positive_inverse, axis)
+        target = tl.expand_dims(positive_share, axis)
+        value = tl.where(
+            positive, softmax_positive(among, target, tl.expand_dims(missing, axis), smoothing, INSIDE), value
+        )
+    if GUIDE == TEACHER:
+        teacher_top = tl.load(state_ptr + STATE_TEACHER_TOP * state_stride + at, mask=inside, other=0.0)
+        teacher_inverse = tl.load(state_ptr + TEACHER_INVERSE * state_stride + at, mask=inside, other=0.0)
+        soft = tl.exp(t - tl.expand_dims(teacher_top, axis)) * tl.expand_dims(teacher_inverse, axis)
+        value = value - soft * smoothing
+    return (value - tl.expand_dims(share * smoothing, axis)) * tl.expand_dims(coefficient, axis)
+
+
+@triton.jit(do_not_specialize=ANY)
+def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_state_ptr,
+                     row_coefficient_ptr, col_state_ptr, col_coefficient_ptr, row_state_stride, col_state_stride,
+                     sums_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr,
+                     row_numbers_ptr, q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal,
+                     self_diagonal, positives, positives_stride, positives_start, part_stride, out_stride, smoothing,
+                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
+                     RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
+                     GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+                     DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr, IDS: tl.constexpr,
+                     LABELS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr,
+                     PARTS: tl.constexpr):  # fmt: skip
+    """The careful form of `gradient`: an exponential per direction, and positives by label."""
+    masks = (diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start)
+    ids = (row_ids_ptr, col_ids_ptr)
+    labels = (row_labels_ptr, col_labels_ptr)
+    row_tiles = tl.cdiv(N, BM)
+    col_tiles = tl.cdiv(M, BN)
+    factor = tl.load(constants_ptr + FACTOR)
+    if GUIDE == TEACHER:
+        teacher_factor = tl.load(constants_ptr + TEACHERS + FACTOR)
+    unit = tl.load(constants_ptr + UNIT)
+    tiles = tl.where(tl.load(constants_ptr + CAREFUL) != 0, row_tiles * col_tiles, 0)
+    sums_at = program_sums(sums_ptr, BM)
+    sums = tl.load(sums_at)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
+        acc, guide = tile_products(
+            q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
+            row_numbers_ptr, constants_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT,
+            GUIDE_RIGHT, GUIDE_PRODUCTS, False, TMA, UPCAST)  # fmt: skip
+        rows = i * BM + tl.arange(0, BM)
+        WIDTH: tl.constexpr = BN // 4
+        for at in tl.static_range(4):
+            part = quarter(acc, at, BM, BN)
+            cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
+            x = part * factor * LN2
+            valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
+            positive = valid
+            if LABELS:
+                positive = valid & equal_groups(labels, rows, cols, N, M)
+            if GUIDE == MASK:
+                valid = valid & counts(part)
+            t = x
+            if GUIDE == TEACHER:
+                t = quarter(guide, at, BM, BN) * teacher_factor * LN2
+            several = 0.0
+            if LABELS:
+                several = tl.max(count_along(x, positive, 1), 0)
+            g = _softmax_gradient(x, t, positive, several, row_state_ptr, row_state_stride, row_coefficient_ptr, unit,
+                                  rows, rows < N, smoothing, 1, LABELS, INSIDE, GUIDE)  # fmt: skip
+            if COLUMNS:
+                g += _softmax_gradient(x, t, positive, several, col_state_ptr, col_state_stride, col_coefficient_ptr,
+                                       unit, cols, cols < M, smoothing, 0, LABELS, INSIDE, GUIDE)  # fmt: skip
+            if IDS:
+                valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
+            g = tl.where(valid, g, 0.0)
+            sums += sum_per_thread(g * part, BM, WIDTH)
+            if at % 2 == 0:
+                left = g
+            else:
+                half = j * BN + (at // 2) * (BN // 2)
+                g = join_quarters(left, g, BM, WIDTH)
+                store_half(out_mem, out_stride, g, i, half, part_stride, BM, BN // 2, PARTS, TMA)
+    tl.store(sums_at, sums)

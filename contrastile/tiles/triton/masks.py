@@ -1,0 +1,82 @@
+# mypy: ignore-errors
+# device code: Triton compiles these functions from their source, their arguments have no Python types
+"""Device code of masks: the pairs of a tile that count.
+
+Below `forward.py`. `masks` holds the excluded positions: the two diagonals, and the positives by index with their
+number per row, stride and first column.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# positives per row up to which a kernel is compiled for their number; above it, one kernel loops over them
+UNROLLED = tl.constexpr(4)
+
+
+@triton.jit
+def _any_in_tile(positives_at, inside, positives_start, j, BN: tl.constexpr):
+    """True if any of these positives lies in the j-th column of tiles."""
+    col = tl.load(positives_at, mask=inside, other=-1) - positives_start
+    return tl.max(((col >= j * BN) & (col < (j + 1) * BN)).to(tl.int32)) > 0
+
+
+@triton.jit
+def has_masked(i, j, N, M, masks, BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr,
+               POSITIVES: tl.constexpr):  # fmt: skip
+    """True if the tile has a pair that is excluded by its position, or reaches over the edge."""
+    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start = masks
+    masked = ((i + 1) * BM > N) | ((j + 1) * BN > M)
+    if DIAGONAL:
+        masked = masked | ((diagonal + i * BM < (j + 1) * BN) & (diagonal + (i + 1) * BM > j * BN))
+    if SELF:
+        masked = masked | ((self_diagonal + i * BM < (j + 1) * BN) & (self_diagonal + (i + 1) * BM > j * BN))
+    positives_at = positives_ptr + (i * BM + tl.arange(0, BM)).to(tl.int64) * positives_stride
+    inside = i * BM + tl.arange(0, BM) < N
+    if POSITIVES <= UNROLLED:
+        for p in tl.static_range(POSITIVES):
+            masked = masked | _any_in_tile(positives_at + p, inside, positives_start, j, BN)
+    else:
+        for p in range(positives):
+            masked = masked | _any_in_tile(positives_at + p, inside, positives_start, j, BN)
+    return masked
+
+
+@triton.jit
+def valid_pairs(rows, cols, N, M, masks, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr):
+    """Mask of the pairs that exist and are not excluded by their position."""
+    diagonal, self_diagonal, positives_ptr, positives, positives_stride, positives_start = masks
+    valid = (rows < N)[:, None] & (cols < M)[None, :]
+    if DIAGONAL:
+        valid = valid & (cols[None, :] != (rows + diagonal)[:, None])
+    if SELF:
+        valid = valid & (cols[None, :] != (rows + self_diagonal)[:, None])
+    positives_at = positives_ptr + rows.to(tl.int64) * positives_stride
+    if POSITIVES <= UNROLLED:
+        for p in tl.static_range(POSITIVES):
+            col = tl.load(positives_at + p, mask=rows < N, other=-1) - positives_start
+            valid = valid & (cols[None, :] != col[:, None])
+    else:
+        for p in range(positives):
+            col = tl.load(positives_at + p, mask=rows < N, other=-1) - positives_start
+            valid = valid & (cols[None, :] != col[:, None])
+    return valid
+
+
+@triton.jit
+def equal_groups(groups, rows, cols, N, M):
+    """Mask of the pairs whose ids, or labels, are equal."""
+    row_groups_ptr, col_groups_ptr = groups
+    row_groups = tl.load(row_groups_ptr + rows, mask=rows < N, other=0)
+    col_groups = tl.load(col_groups_ptr + cols, mask=cols < M, other=0)
+    return row_groups[:, None] == col_groups[None, :]
+
+
+@triton.jit
+def distinct_pairs(ids, labels, rows, cols, N, M, LABELS: tl.constexpr):
+    """Mask of the pairs whose ids differ, or that are positive by label."""
+    distinct = equal_groups(ids, rows, cols, N, M) == 0
+    if LABELS:
+        distinct = distinct | equal_groups(labels, rows, cols, N, M)
+    return distinct

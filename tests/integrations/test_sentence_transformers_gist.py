@@ -1,0 +1,157 @@
+"""The guided loss for sentence-transformers beside its own, with the library itself."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sentence_transformers")
+
+import torch
+import torch.distributed as dist
+from ranks import Pool
+from sentences import CACHED, WIDTH, N, build, columns_of, gradients, losses, same, step
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from contrastile.integrations.sentence_transformers import CachedGISTLoss
+
+# warnings of the library about itself
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
+# a margin that removes some negatives of the small models, and leaves others
+MARGIN = 0.002
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "model": build(folder / "model").double(),
+        "alike": build(folder / "alike", width=8).double(),
+        "other": build(folder / "other", width=8, letters="jihgfedcba").double(),
+        "float": build(folder / "float", width=8),
+    }
+
+
+WORDS: list[dict[str, Any]] = [
+    {},
+    {"margin": MARGIN},
+    {"margin": -MARGIN},
+    {"margin": MARGIN, "margin_strategy": "relative"},
+    {"margin": MARGIN, "contrast_anchors": False},
+    {"margin": MARGIN, "contrast_positives": False},
+    {"contrast_anchors": False, "contrast_positives": False, "temperature": 0.05},
+]
+
+
+@pytest.mark.parametrize("guide", ["alike", "other"])
+@pytest.mark.parametrize("words", WORDS, ids=lambda words: "-".join(map(str, words.values())) or "default")
+def test_the_loss_and_gradients_of_their_class(models: dict[str, Any], words: dict[str, Any], guide: str) -> None:
+    model, judge = models["model"], models[guide]
+    for names in ("ab", "abc", "abcd"):
+        columns = columns_of(model, names)
+        theirs = losses.CachedGISTEmbedLoss(model, judge, mini_batch_size=5, **words)
+        assert theirs.must_retokenize == (guide == "other")
+        found = step(CachedGISTLoss(model, judge, mini_batch_size=3, **words), columns)
+        # before version 6.2 their class cannot tokenize anew
+        if CACHED < 1e-6 or not theirs.must_retokenize:
+            same(found, step(theirs, columns), CACHED)
+        if len(names) < 4:
+            # takes no more columns
+            same(found, step(losses.GISTEmbedLoss(model, judge, **words), columns))
+
+
+def test_the_guide_leaves_some_negatives_and_not_others(models: dict[str, Any]) -> None:
+    columns = columns_of(models["model"], "abc")
+    values = {
+        float(step(CachedGISTLoss(models["model"], models[guide], margin=margin), columns)[0])
+        for guide in ("alike", "other")
+        for margin in (-2.0, -MARGIN, MARGIN)
+    }
+    # with -2 every negative stays, whatever the guide
+    assert len(values) == 5
+
+
+def test_a_guide_of_another_type_and_shorter_texts(models: dict[str, Any]) -> None:
+    model, guide = models["model"], models["float"]
+    columns = columns_of(model, "abc")
+    longest, guide.max_seq_length = guide.max_seq_length, 6
+    try:
+        ours, theirs = CachedGISTLoss(model, guide), losses.GISTEmbedLoss(model, guide)
+        assert ours.must_retokenize
+        same(step(ours, columns), step(theirs, columns))
+    finally:
+        guide.max_seq_length = longest
+
+
+def test_inside_matryoshka(models: dict[str, Any]) -> None:
+    model, guide = models["model"], models["alike"]
+    columns, results = columns_of(model, "abc"), []
+    for kind in (CachedGISTLoss, losses.CachedGISTEmbedLoss):
+        model.zero_grad()
+        loss = losses.MatryoshkaLoss(
+            model, kind(model, guide, mini_batch_size=3, margin=MARGIN), [WIDTH, 8], [1.0, 0.3]
+        )
+        value = loss(columns, None)
+        (2 * value).backward()
+        results.append((value.detach(), gradients(model)))
+        assert all(p.grad is None for p in guide.parameters())
+    same(*results, CACHED)
+
+
+def on_a_rank(rank: int, group: Any, folder: Path) -> None:
+    model, guide, columns = torch.load(folder / "whole.pt", weights_only=False)
+    W = dist.get_world_size(group)
+    default, dist.GroupMember.WORLD = dist.GroupMember.WORLD, group
+    try:
+        rows = slice(rank * N // W, (rank + 1) * N // W)
+        mine = [{name: x[rows] if isinstance(x, Tensor) else x for name, x in column.items()} for column in columns]
+        loss = CachedGISTLoss(model, guide, mini_batch_size=3, margin=MARGIN, gather_across_devices=True)
+        loss.model = DistributedDataParallel(model)
+        value = loss(mine, None)
+        value.backward()
+    finally:
+        dist.GroupMember.WORLD = default
+    torch.save((value.detach(), gradients(model)), folder / f"{rank}.pt")
+
+
+@pytest.mark.parametrize(("guide", "ranks"), [("alike", 2), ("other", 3)])
+def test_ranks_have_the_gradient_of_the_whole_batch(
+    pool: Pool, tmp_path: Path, models: dict[str, Any], guide: str, ranks: int
+) -> None:
+    columns = columns_of(models["model"], "abc")
+    truth = step(losses.GISTEmbedLoss(models["model"], models[guide], margin=MARGIN), columns)
+    torch.save((models["model"], models[guide], columns), tmp_path / "whole.pt")
+    pool.check(on_a_rank, ranks, tmp_path)
+    for rank in range(ranks):
+        same(torch.load(tmp_path / f"{rank}.pt"), truth)
+
+
+def test_their_constructors_words(models: dict[str, Any]) -> None:
+    words = inspect.signature(losses.CachedGISTEmbedLoss).parameters
+    known = inspect.signature(CachedGISTLoss).parameters
+    assert list(words) == list(known)[: len(words)]
+    assert {name: word.default for name, word in words.items()} == {name: known[name].default for name in words}
+    pair = models["model"], models["alike"]
+    assert CachedGISTLoss(*pair).get_config_dict() == losses.CachedGISTEmbedLoss(*pair).get_config_dict()
+    assert "solatorio2024" in CachedGISTLoss(*pair).citation
+
+
+SENTENCES: dict[str, dict[str, Any]] = {
+    "`temperature` must be above 0; got 0. Pass 0.01, say.": {"temperature": 0},
+    "`margin_strategy` must be one of absolute, relative; got 'both'.": {"margin_strategy": "both"},
+    "`show_progress_bar` must be False; got True.": {"show_progress_bar": True},
+    "`guide` must have a tokenizer of transformers; got NoneType. Take CachedRankingLoss": {"guide": nn.Identity()},
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_refusals(models: dict[str, Any], sentence: str) -> None:
+    words = {"guide": models["alike"], **SENTENCES[sentence]}
+    with pytest.raises(ValueError) as raised:
+        CachedGISTLoss(models["model"], **words)
+    assert str(raised.value).startswith(sentence)

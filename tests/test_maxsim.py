@@ -1,0 +1,235 @@
+"""Late interaction: on a CPU against plain autograd, and in fused kernels, interpreted, against that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problems import distance
+from ranks import Pool
+from scored import PROBLEMS, by_formula, by_tiles, gradients, leaves, numbers, scorer, sides
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from contrastile import contrast, scorers
+from contrastile.gradcache.memory import footprint
+from contrastile.losses import Softmax
+from contrastile.scorers import Bilinear, MaxSim
+from contrastile.tiles.triton import maxsim
+from contrastile.tiles.triton.maxsim import Documents, Entries, FusedMaxSim
+
+# queries, documents, tokens of each, features
+SHAPES = [(5, 6, 6, 20, 16), (3, 4, 33, 33, 24), (2, 3, 40, 3, 9)]
+# largest error over the norm of what is computed: float32 sums, and weights of documents rounded to fp16
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
+
+
+def _naive(q: Tensor, k: Tensor, asking: Tensor | None, answering: Tensor | None) -> Tensor:
+    similar = torch.einsum("ild,jmd->iljm", q, k)
+    if answering is not None:
+        similar = similar.masked_fill(~answering, -torch.inf)
+    best = similar.max(-1).values.nan_to_num(neginf=0.0)
+    return (best if asking is None else best * asking[:, :, None]).sum(1)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_a_cpu_holds_a_part_of_the_similarities(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
+    monkeypatch.setattr(scorers, "ROWS", 7)
+    monkeypatch.setattr(scorers, "COLUMNS", 50)
+    shape = SHAPES[0]
+    N, J, L, M, D = shape
+    masks = _masks(shape, masked)
+    pair = [torch.randn(n, length, D, dtype=torch.float64).requires_grad_() for n, length in ((N, L), (J, M))]
+    g = torch.randn(N, J, dtype=torch.float64)
+    results = []
+    for scores in (_naive(*pair, *masks), MaxSim()((pair[0], masks[0]), (pair[1], masks[1]))):
+        results.append([scores.detach(), *torch.autograd.grad(scores, pair, g)])
+    assert all(distance(x, true) <= 1e-12 for true, x in zip(*results, strict=True))
+    with torch.no_grad():
+        assert torch.equal(MaxSim()((pair[0], masks[0]), (pair[1], masks[1])), results[1][0])
+
+
+def test_a_cpu_takes_a_tenth_of_the_plain_formulas_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # in proportion to a problem that takes no time
+    monkeypatch.setattr(scorers, "ROWS", 256)
+    q, k = torch.randn(48, 32, 16, requires_grad=True), torch.randn(48, 64, 16, requires_grad=True)
+
+    def step(loss: Tensor) -> None:
+        torch.autograd.grad(loss, (q, k))
+
+    plain = footprint(lambda: step(_naive(q, k, None, None).sum()))
+    tiled = footprint(lambda: step(contrast(q, k, scorer=MaxSim())))
+    assert tiled <= plain / 10
+
+
+def test_packed_tokens_as_a_padded_side() -> None:
+    values, lengths = torch.randn(9, 4, dtype=torch.float64, requires_grad=True), torch.tensor([2, 0, 4, 3])
+    vectors, mask = scorers.padded(values, lengths)
+    expected = torch.nn.utils.rnn.pad_sequence(values.split(lengths.tolist()), batch_first=True)
+    assert torch.equal(vectors, expected)
+    assert mask.sum(1).tolist() == lengths.tolist()
+    g = torch.randn_like(expected)
+    assert torch.equal(*(torch.autograd.grad(x, values, g, retain_graph=True)[0] for x in (vectors, expected)))
+    assert scorers.padded(values, lengths, 6)[0].shape == (4, 6, 4)
+    with pytest.raises(ValueError, match=r"`lengths` must add up to the rows of `values`; got 5 and 9\. List one"):
+        scorers.padded(values, torch.tensor([2, 3]))
+    with pytest.raises(
+        ValueError, match=r"`values` must be packed tokens \[T, D\], with integer lengths \[B\]; got sh"
+    ):
+        scorers.padded(values, torch.ones(4))
+
+
+def test_a_second_derivative_is_that_of_the_formula() -> None:
+    pair = [torch.randn(2, length, 4, dtype=torch.float64, requires_grad=True) for length in (3, 5)]
+    assert torch.autograd.gradgradcheck(lambda q, k: MaxSim()(q, k), pair)
+
+
+def _masks(shape: tuple[int, ...], masked: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Tokens of each side, some in the middle left out; one query and one document have none."""
+    if not masked:
+        return None, None
+    N, J, L, M, _ = shape
+    asking, answering = torch.rand(N, L) > 0.3, torch.rand(J, M) > 0.4
+    asking[1], answering[2] = False, False
+    return asking, answering
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> None:
+    N, J, L, M, D = shape
+    q, k = torch.randn(N, L, D).to(dtype), torch.randn(J, M, D).to(dtype)
+    asking, answering = _masks(shape, masked)
+    wide = [x.double().requires_grad_() for x in (q, k)]
+    truth, g = MaxSim()((wide[0], asking), (wide[1], answering)), torch.randn(N, J)
+    expected = torch.autograd.grad(truth, wide, g.double())
+    # a token behind a mask may be anything
+    q, k = (
+        x if mask is None else x.masked_fill(~mask[..., None], torch.nan) for x, mask in ((q, asking), (k, answering))
+    )
+    entries, documents = (
+        Entries.of(maxsim.readable(q, dtype), asking),
+        Documents.of(maxsim.readable(k, dtype), answering),
+    )
+    scores, winners = maxsim.scored(entries, documents, best=True)
+    assert winners is not None
+    if dtype == torch.float32:
+        # the same from torch's products, of which few fit
+        same = maxsim.multiplied(entries, documents, 20_000, best=True)
+        assert torch.equal(same[1], winners)
+        assert distance(same[0], truth.detach()) <= 1e-6
+    u, v = torch.zeros(N, L * D), torch.zeros(J, M * D)
+    maxsim.add_query_gradients(u, g, entries, documents, winners)
+    # lists of three documents at once
+    maxsim.add_document_gradients(v, g, entries, documents, winners, 3 * 4 * entries.count)
+    assert distance(scores, truth.detach()) <= 1e-6
+    assert distance(u.view(N, L, D), expected[0]) <= 1e-6
+    assert distance(v.view(J, M, D), expected[1]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
+def test_a_tie_goes_to_the_first_token(sign: float) -> None:
+    """Tokens of a document that are the same; the first of them wins, over blocks of tokens and within one."""
+    q, k = torch.ones(2, 3, 16), sign * torch.ones(2, 40, 16)
+    k[:, 0] = -2.0
+    _, winners = maxsim.scored(Entries.of(q, None), Documents.of(k, None), best=True)
+    assert winners is not None
+    assert (winners.unflatten(1, (2, -1))[:, :, :3] == 1).all()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_loss_as_the_dense_formula(name: str) -> None:
+    """In float32, of which products of the least sizes are made."""
+    problem = PROBLEMS[name](9, 12)
+    module = scorer("maxsim", problem.same)
+    rows, cols = sides("maxsim", problem)
+    named = numbers(problem)
+    truth = by_formula(problem, module, rows, cols, named)
+    expected = gradients(truth, leaves(rows, cols), named.values())
+    narrow = {name: x.detach().float().requires_grad_() for name, x in named.items()}
+    half: Any = [(x.detach().float().requires_grad_(), mask) for x, mask in (rows, cols)]
+    if problem.same:
+        half[1] = half[0]
+    loss = by_tiles(problem, module, *half, narrow, backend="triton", workspace=2**20)
+    found = gradients(loss, leaves(*half), narrow.values())
+    assert distance(loss.detach(), truth.detach()) <= 1e-5
+    for x, true in zip(found, expected, strict=True):
+        assert x is not None
+        assert true is not None
+        assert float((x - true).norm()) <= 2e-5 * float(true.norm()) + 1e-5
+
+
+def test_several_tiles_and_strips_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(6, 2, 16), torch.randn(7, 5, 16)
+    results = []
+    for side, height in ((8, 0), (4, 0), (8, 6), (8, 4)):
+        monkeypatch.setattr(FusedMaxSim, "fitting_side", lambda *_, side=side: side)
+        monkeypatch.setattr(FusedMaxSim, "strip", lambda *_, height=height: height)
+        results.append(_step(q, k, scale=2.0, loss=Softmax()))
+    for result in results[1:]:
+        for x, y in zip(result, results[0], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def _step(q: Tensor, k: Tensor, **how: Any) -> list[Tensor]:
+    pair = [x.detach().requires_grad_() for x in (q, k)]
+    loss = contrast(*pair, scorer=MaxSim(), backend="triton", **how)
+    return [loss.detach(), *torch.autograd.grad(loss, pair)]
+
+
+def test_the_same_bits_every_time() -> None:
+    q, k = torch.randn(5, 4, 16), torch.randn(5, 20, 16)
+    first, second = _step(q, k), _step(q, k)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def _on_a_rank(rank: int, group: Any, exchange: str) -> list[Tensor]:
+    q, k, mask = _batch()
+    share = [slice(0, 2), slice(2, 2), slice(2, 5)][rank]
+    pair = [x[share].requires_grad_() for x in (q, k)]
+    how = {"exchange": exchange, "group": group, "backend": "triton", "gradient": "sum"}
+    loss = contrast(pair[0], (pair[1], mask[share]), scorer=MaxSim(), scale=2.0, **how)
+    return [loss.detach(), *torch.autograd.grad(loss, pair)]
+
+
+def _batch() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(5, length, 16, generator=generator) for length in (3, 6))
+    return q, k, torch.rand(5, 6, generator=generator) > 0.3
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_three_ranks_as_one(pool: Pool, exchange: str) -> None:
+    """One of them without rows."""
+    q, k, mask = _batch()
+    pair = [q.double().requires_grad_(), k.double().requires_grad_()]
+    loss = contrast(pair[0], (pair[1], mask), scorer=MaxSim(), scale=2.0)
+    expected = torch.autograd.grad(loss, pair)
+    answers = pool.run(_on_a_rank, 3, exchange)
+    assert all(distance(answer[0], loss.detach()) <= 1e-6 for answer in answers)
+    for index, true in enumerate(expected):
+        assert distance(torch.cat([answer[1 + index] for answer in answers]), true) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_tokens_that_are_not_finite_make_no_finite_loss(value: float) -> None:
+    q, k = torch.randn(4, 3, 16), torch.randn(4, 5, 16)
+    k[2, 1, 3] = value
+    assert contrast(q, k, scorer=MaxSim(), backend="triton").isnan()
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[2, 1] = False
+    assert contrast(q, (k, mask), scorer=MaxSim(), backend="triton").isfinite()
+
+
+def test_the_sentence_of_what_has_no_kernel() -> None:
+    q, k = torch.randn(4, 3, 300), torch.randn(4, 5, 300)
+    with pytest.raises(
+        ValueError, match=r"`backend` must be able to compute this scorer; got 'triton'\. It declines: no k"
+    ):
+        contrast(q, k, scorer=MaxSim(), backend="triton")
+    with pytest.raises(ValueError, match="A scorer brings its own kernels"):
+        contrast(q[:, 0], k[:, 0], scorer=Bilinear(300, 300), backend="triton")
