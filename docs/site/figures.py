@@ -15,8 +15,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch import Tensor
 
-from contrastile import ClipLoss, contrast
-from contrastile.losses import BalancedSigmoid, Decoupled, Distilled, Guided, Hardness, Sigmoid, Softmax
+from contrastile import ClipLoss, ScoreDistillLoss, contrast
+from contrastile.losses import (
+    BalancedSigmoid,
+    Decoupled,
+    DecoupledWeighted,
+    Distilled,
+    Guided,
+    Hardness,
+    Sigmoid,
+    Softmax,
+    SoftmaxInside,
+)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -317,9 +327,15 @@ def _small_batch() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_weights() -> dict[str, Tensor]:
-    """The weight of every pair of the small batch in nine losses: 6 · ∂loss/∂logits, [6, 6], by autograd."""
+    """The weight of every pair of the small batch in twelve losses: 6 · ∂loss/∂logits, [6, 6], by autograd."""
     image, text, ids = _small_batch()
     scale, unit = 10.0, torch.eye(6, dtype=torch.float64)
+
+    def listed() -> Tensor:
+        """All captions are in the list of each image."""
+        similarities, lists = (image @ text.T).requires_grad_(), torch.arange(6).repeat(6, 1)
+        value = ScoreDistillLoss()(similarities, unit, scale * text @ text.T, scale, lists=lists)
+        return 6 / scale * torch.autograd.grad(value, similarities)[0]
 
     def weights(loss: Any, *, teacher: float = 1.0, **how: Any) -> Tensor:
         # similarities against the unit matrix: the gradient of the features is that of the logits times the scale
@@ -342,13 +358,16 @@ def loss_weights() -> dict[str, Tensor]:
         "SigLipLoss(balanced=True),\nlabels=ids": weights(BalancedSigmoid(), bias=-5.0, **same_label),
         'InfoNCELoss(hardness_strength=5.0,\nhardness_mode="all_negatives")': weights(Hardness(hardness_strength=5.0)),
         "GISTLoss(margin=0.05)": weights(Guided(margin=0.05)),
+        "DCLLoss(sigma=0.5)": weights(DecoupledWeighted(symmetric=True, sigma=0.5)),
+        "contrast(loss=SoftmaxInside(...)),\nlabels": weights(SoftmaxInside(symmetric=True), **same_label),
+        "ScoreDistillLoss(),\nlists of all captions": listed(),
     }
 
 
 def losses(c: Colours) -> Figure:
     """Pairs of one batch that each loss pulls together, pushes apart or leaves out."""
-    figure = Figure(figsize=(9, 10.4), layout="constrained")
-    grid = figure.subplots(3, 3)
+    figure = Figure(figsize=(9, 13.8), layout="constrained")
+    grid = figure.subplots(4, 3)
     for axis, (title, weights) in zip(grid.flat, loss_weights().items(), strict=True):
         axis.set_aspect("equal")
         axis.axis("off")

@@ -14,7 +14,8 @@ import papers_tables
 from cells import ROOT, Row, cost, gib, last, mib, rows_of, table_of, time_text
 
 from contrastile.experiments.pairs import LOSS_WAYS, difference
-from contrastile.experiments.results import Result, by_labels, mean_percent
+from contrastile.experiments.results import Result, by_labels, mean_cost, mean_percent
+from contrastile.experiments.ways import gap
 
 MARKS = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 # columns of the files, and their heads on the pages; earlier versions called fonts faces
@@ -248,6 +249,11 @@ def small_sub_batches() -> str:
 # what a cell says of inputs that are not on the device
 INPUTS = {"device": "", "host": ", host", "pool": ", pool"}
 LOSSES = {"float64": "cpu_losses_float64", "float32": "cpu_losses_float32", "h200": "h200_losses"}
+WAYS_TESTS = {
+    "held-out fonts, picture → name": "held-out fonts",
+    "held-out names, picture → name": "held-out names",
+    "handwritten digits, zero-shot": "digits",
+}
 VIT_B = ("vit-b-16", "512", (1024, 8192, 65536, 262144, 1048576))
 VIT_L = ("vit-l-14", "192", (384, 1024, 8192, 65536, 262144))
 
@@ -274,7 +280,7 @@ def _trials(name: str, *labels: str, **wanted: str) -> list[Result]:
         Result(
             {label: row[label] for label in labels},
             int(row["seed"]) if row["seed"] else None,
-            {cost: float(row[cost]) for cost in ("steps", "update_bytes") if row.get(cost)},
+            {cost: float(row[cost]) for cost in ("steps", "examples", "update_bytes") if row.get(cost)},
             {
                 test: float(value)
                 for test, value in row.items()
@@ -301,6 +307,20 @@ def losses(file: str) -> str:
         rows.append((way, ", ".join(words), *cells))
     head = ("way", "exchange, block", *(cell for title in TESTS.values() for cell in (title, "from dense")))
     return table_of(head, rows)
+
+
+def ways(file: str, tests: dict[str, str]) -> str:
+    """Measures of several losses for equal time, and the differences from the first."""
+    trials = _trials(file, "way")
+    groups = by_labels(trials)
+    (first,), *_ = groups
+    rows = []
+    for (way,), group in groups.items():
+        cells = [way, mean_cost(group, "examples")]
+        for test in tests:
+            cells += [mean_percent(group, test), gap(trials, way, test, first).replace("-", "−")]
+        rows.append(cells)
+    return table_of(("loss", "examples", *(cell for test in tests.values() for cell in (test, "from the first"))), rows)
 
 
 def batches() -> str:
@@ -437,6 +457,7 @@ TABLES: dict[str, Callable[[], str]] = {
             *(updates, small_sub_batches, formula, open_clip, siglip, doors, late_interaction, compiled_towers),
         )
     },
+    "ways_glyphs": partial(ways, "cpu_loss_ways_glyphs.csv", WAYS_TESTS),
     **{f"losses_{name}": partial(losses, f"{file}.csv") for name, file in LOSSES.items()},
     "vit_b_time": partial(side_by_side, *VIT_B, _pace),
     "vit_b_peak": partial(side_by_side, *VIT_B, _peak),
