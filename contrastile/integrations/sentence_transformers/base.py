@@ -98,12 +98,12 @@ class CachedLoss(nn.Module):
 
     @staticmethod
     def _output(model: Any, features: dict[str, Any], width: int) -> Any:
-        """Embeddings of some rows; `width`: the length of the column's longest text, None where no text has one."""
+        """Embeddings of some rows; `width`: positions of the column's longest text, 0 where there are no texts."""
         del width
         return model(features)["sentence_embedding"]
 
     def _embed(self, features: Mapping[str, Any], model: Any) -> Any:
-        """What `_output` returns, for a whole column."""
+        """Outputs of a whole column, by the gradient cache; a tuple of all layers' inside AdaptiveLayerLoss."""
         if "offsets" in features and "attention_mask" not in features:
             remedy = f"Take {self.uncached}: such a model keeps next to nothing for the backward."
             raise invalid("model", "take texts one by one", "a StaticEmbedding", remedy)

@@ -131,8 +131,8 @@ class CachedGISTLoss(CachedLoss):
         texts = self.tokenizer.batch_decode(list(tokens), skip_special_tokens=True)
         # version 5 calls it so
         tokenize = getattr(self.guide, "preprocess", None) or self.guide.tokenize
-        found: Mapping[str, Any] = batch_to_device(tokenize(texts), self.guide.device)
-        return found
+        tokens_of_guide: Mapping[str, Any] = batch_to_device(tokenize(texts), self.guide.device)
+        return tokens_of_guide
 
     def _sides(self, columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Rows and keys whose products are all scores of an anchor, the positive's first.
