@@ -7,8 +7,8 @@ BIN    := $(VENV)/bin
 JOBS   ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-faults test-hostile test-integrations test-gpu test-gpu-multi \
-	lint format bench clean
+.PHONY: help demo demo-ranks demo-kills demo-search docs tutorials test test-faults test-hostile test-integrations test-kernels test-gpu \
+	test-gpu-multi lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,10 +58,14 @@ test-hostile: $(VENV)/.dev ## all attacks on the readers of data: bombs, damage,
 test-integrations: .venv-integrations/.done .venv-sentences-5/.done .venv-open-clip/.done ## the adapters with the libraries themselves, in environments of their own
 	.venv-integrations/bin/python -m pytest tests/integrations
 	.venv-sentences-5/bin/python -m pytest tests/integrations/test_sentence_transformers*.py
-	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py tests/integrations/test_export_pairs.py -k open_clip
+	.venv-open-clip/bin/python -m pytest tests/integrations/test_open_clip.py tests/integrations/test_export_pairs.py \
+		tests/integrations/test_retrievers.py -k 'open_clip or colpali'
 
 test-faults: $(VENV)/.dev ## kill, tear and fail file events of every command that writes, a sample of 30 (a minute on 2 cores)
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py $(FAULTS)
+
+test-kernels: $(VENV)/.dev ## every kernel compiled ahead of time for every chip; no GPU needed, three minutes on 2 cores
+	CONTRASTILE_EVERY_KERNEL=1 $(BIN)/python -m pytest tests/test_tiles_triton_aot.py --timeout 900
 
 test-gpu: $(VENV)/.dev ## the kernels compiled, in bf16 and at large sizes too; needs a CUDA device
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu --timeout 600
@@ -93,6 +97,8 @@ PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
 	test -d $(@D) || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $(PINNED) --editable '.[train,search,integrations]' pytest pytest-timeout peft faiss-cpu \
 		deepspeed
+	@# without what they require, which is older: only their losses are loaded
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps FlagEmbedding pylate
 	@touch $@
 
 # Environments that stand on the one above, whose packages follow their own: a second torch would take a minute and 1.6 GB.
@@ -114,6 +120,7 @@ ON_INTEGRATIONS = test -d $(@D) || $(PYTHON) -m venv $(@D); \
 .venv-open-clip/.done: .venv-integrations/.done
 	$(ON_INTEGRATIONS)
 	$(@D)/bin/python -m pip install --quiet $(PINNED) open_clip_torch webdataset pandas braceexpand
+	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps colpali-engine
 	@touch $@
 
 $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt

@@ -1,6 +1,6 @@
 """Late interaction on a GPU: exactness of the fused kernels, their shapes one by one, and whole losses beside peers.
 
-Needs a CUDA device; about 100 seconds. Processes beside each other compile the kernels first. Rows go to
+Needs a CUDA device; about 90 seconds. Processes beside each other compile the kernels first. Rows go to
 OUT/maxsim.csv:
 
     python benchmarks/maxsim.py --out OUT [--parts checks ladder losses]
@@ -53,11 +53,12 @@ QUERIES = {
     "256 entries of 32 features, 4 warps": Gathering(entries=256, features=32),
 }
 DOCUMENTS = {
-    "groups of 64, 4 warps, chunks of 2048": Gathering(),
+    "groups of 64, 4 warps, chunks of 1024": Gathering(),
     "5 stages": Gathering(document_stages=5),
     "groups of 32, 2 warps": Gathering(group=32, document_warps=2),
+    "groups of 32, 1 warp": Gathering(group=32, document_warps=1),
+    "chunks of 2048, 96 registers": Gathering(chunk=2048, document_registers=96),
     "groups of 32, 2 warps, 5 stages": Gathering(group=32, document_warps=2, document_stages=5),
-    "groups of 32, 4 warps": Gathering(group=32),
 }
 SIZES = ((1024, 1024, 32, 180, 128), (4096, 4096, 32, 180, 128), (64, 64, 1024, 1024, 128), (128, 128, 32, 180, 128),
          (16384, 16384, 32, 180, 128))  # fmt: skip
@@ -69,27 +70,30 @@ CHECKED = {
 }  # fmt: skip
 # of pairs, up to which peers are timed, and kernels compiled by a process of its own
 MOST_PEER, MOST_COMPILED = 4096**2, 1024**2
-PROCESSES = 14
+# and the most seconds that they take
+PROCESSES, COMPILING = 14, 35.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", default=["checks", "ladder", "losses"])
+    parser.add_argument("--limit", type=float, default=80.0, help="seconds after which nothing more is begun")
     parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the losses' sizes")
     options = parser.parse_args()
     begin = time.perf_counter()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    print("compiling")
     compile_all(options.parts, options.out)
     print(f"compiled: {time.perf_counter() - begin:.0f} s", flush=True)
     origin = provenance(torch.device("cuda"), *PEERS)
     print(f"{origin['chip']}; {origin['versions']}")
-    if "checks" in options.parts:
-        checks()
-    print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
     with results_file(options.out / "maxsim.csv", COLUMNS) as write:
 
         def report(what: str, impl: str, size: tuple[int, ...], sweeps: float, call: Callable[[], object]) -> None:
             """Time a call and write its row; sweeps: in units of all products of the tokens."""
+            if time.perf_counter() - begin > options.limit:
+                return
             try:
                 ms, least, product, peak = measured(call)
             except Exception as error:
@@ -104,11 +108,18 @@ def main() -> None:
             row |= {"d": D, "dtype": "bf16", "ms": round(ms, 4), "least_ms": round(least, 4), "tflops": round(rate, 1)}
             write(row | {"product_tflops": round(product, 1), "peak_mib": round(peak, 1)} | origin)
 
+        sizes = SIZES[: options.sizes]
+        if "losses" in options.parts:
+            losses(report, ours, sizes[:2])
+            losses(report, late_interaction_kernels, sizes[:2])
         if "ladder" in options.parts:
             ladder(report)
-            print(f"ladder: {time.perf_counter() - begin:.0f} s", flush=True)
         if "losses" in options.parts:
-            losses(report, SIZES[: options.sizes])
+            losses(report, ours, sizes[2:])
+            losses(report, late_interaction_kernels, sizes[2:])
+            losses(report, flash_maxsim, sizes[:2])
+    if "checks" in options.parts and time.perf_counter() - begin < options.limit:
+        checks()
     print(f"all: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
@@ -119,8 +130,11 @@ def compile_all(parts: list[str], out: Path) -> None:
     processes = [fork.Process(target=compile_share, args=(share, parts, out)) for share in range(PROCESSES)]
     for process in processes:
         process.start()
+    end = time.perf_counter() + COMPILING
     for process in processes:
-        process.join()
+        process.join(max(0.0, end - time.perf_counter()))
+        if process.is_alive():
+            process.kill()
 
 
 def compile_share(share: int, parts: list[str], out: Path) -> None:
@@ -148,7 +162,9 @@ def compile_share(share: int, parts: list[str], out: Path) -> None:
     if "ladder" in parts:
         ladder(once)
     if "losses" in parts:
-        losses(once, tuple(size for size in SIZES if size[0] * size[1] <= MOST_COMPILED))
+        sizes = tuple(size for size in SIZES if size[0] * size[1] <= MOST_COMPILED)
+        losses(once, ours, sizes)
+        losses(once, late_interaction_kernels, sizes[:1])
 
 
 def measured(call: Callable[[], object], seconds: float = 0.15) -> tuple[float, float, float, float]:
@@ -208,23 +224,22 @@ def ladder(report: Any) -> None:
                lambda h=gathering: maxsim.add_document_gradients(v, g, entries, documents, best, 2**31, h))  # fmt: skip
 
 
-def losses(report: Any, sizes: tuple[tuple[int, ...], ...]) -> None:
-    """Whole symmetric losses, forward and with both gradients, and then peers'."""
-    for implementations in (ours, peers):
-        for size in sizes:
-            q, k = (x.requires_grad_() for x in tokens(size))
-            for name, impl in implementations(size):
+def losses(report: Any, implementations: Any, sizes: tuple[tuple[int, ...], ...]) -> None:
+    """Whole symmetric losses, forward and with both gradients."""
+    for size in sizes:
+        q, k = (x.requires_grad_() for x in tokens(size))
+        for name, impl in implementations(size):
 
-                def step(impl: Any = impl, q: Tensor = q, k: Tensor = k) -> object:
-                    return torch.autograd.grad(impl(q, k), (q, k))
+            def step(impl: Any = impl, q: Tensor = q, k: Tensor = k) -> object:
+                return torch.autograd.grad(impl(q, k), (q, k))
 
-                def forward(impl: Any = impl, q: Tensor = q, k: Tensor = k) -> object:
-                    with torch.no_grad():
-                        return impl(q, k)
+            def forward(impl: Any = impl, q: Tensor = q, k: Tensor = k) -> object:
+                with torch.no_grad():
+                    return impl(q, k)
 
-                where = f"{name}, {size[0]} x {size[1]}, {size[2]} x {size[3]} tokens"
-                report("loss", where, size, 1, forward)
-                report("loss + grads", where, size, 1, step)
+            where = f"{name}, {size[0]} x {size[1]}, {size[2]} x {size[3]} tokens"
+            report("loss + grads", where, size, 1, step)
+            report("loss", where, size, 1, forward)
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -233,25 +248,28 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def ours(size: tuple[int, ...]) -> Iterator[tuple[str, Loss]]:
     module = MaxSim()
     yield "contrastile", lambda q, k: contrast(q, k, scorer=module, scale=20.0)
-    if size[0] >= USUAL[0]:
+    if size[0] in (1024, 4096):
         yield "one way", lambda q, k: contrast(q, k, scorer=module, scale=20.0, loss=Softmax())
 
 
-def peers(size: tuple[int, ...]) -> Iterator[tuple[str, Loss]]:
-    if size[0] * size[1] > MOST_PEER:
-        return
-    try:
-        from late_interaction_kernels import maxsim as theirs
+def late_interaction_kernels(size: tuple[int, ...]) -> Iterator[tuple[str, Loss]]:
+    if size[0] * size[1] <= MOST_PEER:
+        try:
+            from late_interaction_kernels import maxsim as theirs
+        except Exception as error:
+            print(f"late-interaction-kernels: {sentence_of(error)}")
+        else:
+            yield "late-interaction-kernels", lambda q, k: clip(theirs(q, k))
 
-        yield "late-interaction-kernels", lambda q, k: clip(theirs(q, k))
-    except Exception as error:
-        print(f"late-interaction-kernels: {sentence_of(error)}")
-    try:
-        from flash_maxsim import flash_maxsim_batched_train
 
-        yield "flash-maxsim", lambda q, k: clip(flash_maxsim_batched_train(q, k))
+def flash_maxsim(size: tuple[int, ...]) -> Iterator[tuple[str, Loss]]:
+    del size
+    try:
+        from flash_maxsim import flash_maxsim_batched_train as theirs
     except Exception as error:
         print(f"flash-maxsim: {sentence_of(error)}")
+    else:
+        yield "flash-maxsim", lambda q, k: clip(theirs(q, k))
 
 
 def clip(x: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """The measured rows of docs/papers.md and docs/planner.md on one GPU, by one command of about 150 seconds on an H200.
 
-    python benchmarks/memory_tables.py --out FOLDER [--seconds 150] [--tiny]
+    python benchmarks/memory_tables.py --out FOLDER [--parts largest more] [--seconds 150] [--tiny]
 
 FOLDER gets three files of rows: `planner_loss.csv` (losses that the planner has to meet), `memory.csv` (one rank's loss
 in worlds of 8, 32 and 128 ranks, as `contrastile bench memory`), and `largest.csv` (table 2 of Inf-CL: a step at the
 largest batch that the planner finds for a card must pass under the card's memory, and a step above it must fail).
-Parts are measured in the order of their worth; what would not end within the seconds is left out. --tiny: small sizes,
-on any machine.
+--parts: of largest, memory, planner_loss, more (the longest steps of memory) and alone (the longest of largest); what
+would not end within the seconds is left out. --tiny: small sizes, on any machine.
 
 A step of `largest.csv` is one rank's of a world of which no other rank exists. Every tensor of the step is there and
 the loss is computed as a whole. Of each side's sub-batches the first FEW run through the tower, whose activations are
@@ -226,7 +226,7 @@ def _dense(card: Card, step: StepMemory, batch: int) -> Iterator[tuple[Any, int]
     """The moments of a step, with the bytes of a dense loss in that of the loss."""
     rows, D = step.loss.rows, step.loss.dimensions
     pairs = CLIP * batch**2 if card.impl == "CLIP" else OPENCLIP * rows * batch
-    # gathered features of both sides in float32; of OpenCLIP their gradients too
+    # gathered features of both sides in float32, and of OpenCLIP their gradients
     gathered = 2 * 4 * batch * D * (1 if card.impl == "CLIP" else 2)
     for moment in step.moments():
         yield moment, int(pairs) + gathered if moment.name == "loss" else 0
@@ -239,11 +239,12 @@ def limited(limit: int, device: torch.device) -> Iterator[None]:
         yield
         return
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(device).total_memory, device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(index).total_memory, index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 def loss_cases(tiny: bool) -> list[Case]:
@@ -262,6 +263,7 @@ def loss_cases(tiny: bool) -> list[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="folder for the rows")
+    parser.add_argument("--parts", nargs="+", default=["largest", "memory", "planner_loss", "more", "alone"])
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--tiny", action="store_true", help="small sizes, on any machine")
     options = parser.parse_args()
@@ -275,8 +277,8 @@ def main() -> None:
     def left() -> float:
         return options.seconds - (time.perf_counter() - start)
 
-    def part(name: str, columns: Any, measure: Callable[[Report], None], seconds: float) -> None:
-        if left() < seconds:
+    def part(name: str, columns: Any, measure: Callable[[Report], None], seconds: float = 0.0) -> None:
+        if left() <= seconds:
             print(f"left out: {name}, {seconds:.0f} s", flush=True)
             return
         with results_file(folder / f"{name}.csv", columns) as write:
@@ -288,10 +290,10 @@ def main() -> None:
     def losses(report: Report) -> None:
         Ours(Machine.of(device, 0.3), False, report).measure(loss_cases(tiny))
 
-    def memory(report: Report, worlds: dict[int, list[int]], longest: float, peers: bool) -> None:
+    def memory(report: Report, worlds: dict[int, list[int]], **words: Any) -> None:
         report.say(MEMORY_TABLE.header())
         for world, sizes in worlds.items():
-            MemoryBench(Machine(device), report, peers=peers, longest=longest).measure(world, sizes, 768, dtype)
+            MemoryBench(Machine(device), report, **words).measure(world, sizes, 768, dtype)
 
     def largest(report: Report, cards: list[Card]) -> None:
         report.say(TABLE.header())
@@ -308,15 +310,25 @@ def main() -> None:
                 steps[key] = Steps(card.model, card.sub_batch, report, device)
                 steps[key].measure(card)
 
+    def more(report: Report) -> None:
+        memory(report, {8: [2**21], 32: [2**22]}, longest=LONGEST_OURS, words=["gather, triton", "ring, triton"])
+
     sizes = [2**exponent for exponent in (range(11, 13) if tiny else range(15, 23))]
     worlds = {8: sizes} if tiny else dict.fromkeys((8, 32, 128), sizes)
-    part("planner_loss", COLUMNS["losses"], losses, 0)
-    part("memory", COLUMNS["memory"], partial(memory, worlds=worlds, longest=LONGEST, peers=True), 0)
-    part("largest", LARGEST_COLUMNS, partial(largest, cards=TINY if tiny else [*BASELINES, *SMALL_CARDS]), 0)
-    if not tiny:
-        more = {8: [2**21], 32: [2**22]}
-        part("memory", COLUMNS["memory"], partial(memory, worlds=more, longest=LONGEST_OURS, peers=False), 25)
-        part("largest", LARGEST_COLUMNS, partial(largest, cards=[ALONE]), ALONE.seconds)
+    parts: dict[str, tuple[str, Any, Callable[[Report], None], float]] = {
+        "largest": (
+            "largest",
+            LARGEST_COLUMNS,
+            partial(largest, cards=TINY if tiny else [*BASELINES, *SMALL_CARDS]),
+            0,
+        ),
+        "memory": ("memory", COLUMNS["memory"], partial(memory, worlds=worlds, longest=LONGEST), 0),
+        "planner_loss": ("planner_loss", COLUMNS["losses"], losses, 0),
+        "more": ("memory", COLUMNS["memory"], more, 25),
+        "alone": ("largest", LARGEST_COLUMNS, partial(largest, cards=[ALONE]), ALONE.seconds),
+    }
+    for name in options.parts:
+        part(*parts[name])
 
 
 if __name__ == "__main__":

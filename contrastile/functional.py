@@ -100,7 +100,7 @@ def contrast(
         workspace: bytes that may be used beside inputs, outputs and accumulators; by default 1/64 of the device's
             memory.
         device: where to compute while features wait in host memory, streamed from there, their gradients returned to
-            it; by default where the features are.
+            it; by default where the features are. Several ranks are then a ring through host memory.
     `backend` and `exchange` are "auto" by default, which says once in the log what it took.
 
     Returns the loss, a scalar (or [N] with reduction="none") in float32, or float64 for float64 features.

@@ -135,6 +135,35 @@ class MaxSim(nn.Module):
         return F.pad(vectors, (0, 0, 0, more)), F.pad(mask, (0, more))
 
 
+def padded(values: Tensor, lengths: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
+    """Packed token vectors as a side of `MaxSim`: vectors [B, L, D], 0 behind the tokens, and their mask [B, L].
+
+    Naively `pad_sequence(values.split(lengths.tolist()), batch_first=True)` of `torch.nn.utils.rnn`, and a mask.
+
+    Arguments:
+        values: [T, D], the tokens of the first example first.
+        lengths: [B] integers that add up to T.
+        longest: L. None: the largest of the lengths, for which a GPU is waited for.
+
+    Raises ValueError for other shapes, and for lengths that do not add up to T where they may be read.
+
+    >>> vectors, mask = padded(torch.randn(7, 16), torch.tensor([3, 0, 4]))
+    >>> vectors.shape, mask.sum(1)
+    (torch.Size([3, 4, 16]), tensor([3, 0, 4]))
+    """
+    if values.ndim != 2 or lengths.ndim != 1 or lengths.is_floating_point():
+        got = f"shapes {list(values.shape)} and {list(lengths.shape)}, {lengths.dtype}"
+        raise invalid("values", "be packed tokens [T, D], with integer lengths [B]", got, "Concatenate the examples.")
+    if longest is None:
+        total, longest = int(lengths.sum()), int(lengths.max()) if len(lengths) else 0
+        if total != len(values):
+            got = f"{total} and {len(values)}"
+            raise invalid("lengths", "add up to the rows of `values`", got, "List one number for each example.")
+    mask = torch.arange(longest, device=values.device) < lengths[:, None]
+    vectors = values.new_zeros(len(lengths), longest, values.shape[1])
+    return vectors.masked_scatter(mask[..., None], values), mask
+
+
 class _BestMatches(torch.autograd.Function):
     """max_m ⟨q_e, k_jm⟩ [E, J] on a CPU, with a block of similarities at a time.
 

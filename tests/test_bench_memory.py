@@ -79,6 +79,7 @@ def test_a_matrix_that_does_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch
     assert peaks["CLIP, plain: all rows and columns"] is None
     assert peaks["contrastile, ring, eager"] is not None
     assert {name.partition(",")[0] for name in _rows(peers=False)} == {"contrastile"}
+    assert [*_rows(words=["gather, ", "DisCo"])] == ["contrastile, gather, eager", "DisCo-CLIP, decomposed"]
 
 
 def test_slow_ways_are_left_out_of_larger_batches() -> None:

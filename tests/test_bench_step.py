@@ -163,6 +163,24 @@ def test_a_way_may_have_sizes_of_its_own(tmp_path):
     ]
 
 
+def test_each_way_is_measured_with_compiled_towers_too(tmp_path, monkeypatch):
+    compiled = []
+
+    def compile_nothing(layer, **_):
+        compiled.append(layer)
+        layer._compiled_call_impl = layer._call_impl
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_nothing)
+    rows, words = tmp_path / "rows.csv", ["--models", "tiny", "--ways", "plain@8", "by-hand@24", "--seconds", "0"]
+    assert main(["bench", "step", "--device", "cpu", *words, "--compile", "--csv", str(rows)]) == 0
+    ways = [(row["impl"], row["way"], int(row["batch"]), bool(row["ratio_to_plain"])) for row in read_rows(rows)]
+    plain, by_hand = (("plain", "whole batch", 8, True), ("by hand", "two passes", 24, True))
+    assert ways == [each for way in (plain, by_hand) for each in (way, (way[0], f"{way[1]}, compiled", *way[2:]))]
+    # four layers, for the gate and the measurement of two ways
+    assert len(compiled) == 16
+    assert main(["bench", "step", "--device", "cpu", "--ways", "compiled-nothing"]) == 2
+
+
 def test_a_failure_of_contrastile_is_a_failure_of_the_bench():
     def fail(task):
         raise RuntimeError("no")

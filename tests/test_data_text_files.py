@@ -154,6 +154,52 @@ def test_the_same_question_twice_is_one_with_two_answers(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("entry", "scores"),
+    [
+        ({"query": "q", "pos": ["p"], "neg": ["n", "o"], "pos_scores": [2], "neg_scores": [1.5, -1]}, (2, 1.5, -1)),
+        ({"query": "q", "pos": ["p"], "neg": ["n", "o"], "neg_scores": [1, 0]}, (None, 1, 0)),
+        ({"anchor": "q", "positive": "p", "negative_1": "n", "negative_2": "o", "scores": [3, 2, 1]}, (3, 2, 1)),
+        ({"a": "q", "b": "p", "c": "n", "d": "o", "scores": "[3, None, 1]"}, (3, None, 1)),
+        (
+            {
+                "question": "q",
+                "positive_ctxs": [{"text": "p", "score": "7.5"}],
+                "hard_negative_ctxs": [{"text": "n"}, {"text": "o", "score": 2}],
+            },
+            (7.5, None, 2),
+        ),
+        ({"query": "q", "pos": ["p"], "neg": ["n", "o"], "pos_scores": None, "neg_scores": []}, (None, None, None)),
+    ],
+)
+def test_scores_belong_to_passages(tmp_path, entry, scores):
+    lines(tmp_path / "x.jsonl", [entry, {"query": "r", "pos": ["s"]}])
+    texts = opened(tmp_path, "x.jsonl")
+    text = {row: passage.text for row, passage in enumerate(texts.passages)}
+    expected = {name: score for name, score in zip("pno", scores, strict=True) if score is not None}
+    assert {text[row]: score for row, score in texts.queries[0].scores} == expected
+    assert texts.queries[1].scores == ()
+
+
+def test_scores_leave_the_digest_of_texts_as_it_was(tmp_path):
+    entries = [{"query": "q", "pos": ["p"]}, {"query": "r", "pos": ["s"]}]
+    lines(tmp_path / "x.jsonl", entries)
+    plain = opened(tmp_path, "x.jsonl")
+    lines(tmp_path / "x.jsonl", [entry | {"pos_scores": [9]} for entry in entries])
+    scored = opened(tmp_path, "x.jsonl")
+    assert scored.digest() == plain.digest()
+    assert scored.scores_digest() != plain.scores_digest()
+
+
+def test_one_question_of_two_rows_has_the_scores_of_both(tmp_path):
+    entries = [{"query": "q", "pos": ["p"], "pos_scores": [1]}, {"query": "q", "pos": ["p", "s"], "pos_scores": [2, 3]}]
+    lines(tmp_path / "x.jsonl", [*entries, {"query": "r", "pos": ["s"]}])
+    assert sorted(score for _, score in opened(tmp_path, "x.jsonl").queries[0].scores) == [1, 3]
+
+
+MORE_SCORES = "scores of another number than passages"
+
+
+@pytest.mark.parametrize(
     ("name", "bad", "reason"),
     [
         ("x.jsonl", b'{"a": "q"', "not JSON"),
@@ -166,6 +212,10 @@ def test_the_same_question_twice_is_one_with_two_answers(tmp_path):
         ("x.jsonl", b'{"question": " ", "positive_ctxs": [{"text": "p"}]}', "empty question"),
         ("x.jsonl", b'{"question": 3, "positive_ctxs": [{"text": "p"}]}', "not a text"),
         ("x.jsonl", b'{"question": "q", "positive_ctxs": ["p"]}', "passages that are no objects"),
+        ("x.jsonl", b'{"query": "q", "pos": ["p"], "neg": ["n"], "neg_scores": [1, 2]}', MORE_SCORES),
+        ("x.jsonl", b'{"query": "q", "positive": "p", "scores": [1, 2]}', MORE_SCORES),
+        ("x.jsonl", b'{"query": "q", "pos": ["p"], "pos_scores": ["high"]}', "a score that is no number"),
+        ("x.jsonl", b'{"query": "q", "pos": ["p"], "pos_scores": [NaN]}', "a score that is no number"),
         ("x.csv", b"only one", "wrong number of columns"),
         ("x.csv", b"\xff,b", "not UTF-8"),
         ("x.csv", b'"a' + b"x" * 2_000_000 + b'",b', "broken row"),

@@ -205,6 +205,18 @@ def test_a_guide_that_is_not_finite_gives_nan() -> None:
     assert all(x.isnan().all() for x in gradients.values())
 
 
+@pytest.mark.parametrize("name", ["hardness_own", "hardness_all"])
+def test_hardness_at_a_scale_of_zero(name: str) -> None:
+    """The weights do not depend on the scale."""
+    case = CASES[name]()
+    case.leaves["scale"] = torch.zeros((), dtype=torch.float64)
+    tensors = case.tensors(torch.float64)
+    truth, true_gradients = case.by_formula(tensors)
+    loss, gradients = case.by_tiles(tensors)
+    assert distance(loss, truth) <= 1e-14
+    assert all(distance(gradient, true_gradients[key]) <= 1e-12 for key, gradient in gradients.items())
+
+
 def test_one_positive_each_is_balanced() -> None:
     tensors = CASES["siglip_balanced"]().tensors(torch.float64)
     plain = SigLipLoss()(**tensors)
@@ -356,6 +368,8 @@ SENTENCES: dict[str, Callable[[], Any]] = {
         _x(3, 4), _x(3, 4), scale=1.0, loss=BalancedSigmoid(), positives=torch.arange(3)
     ),
     "`sigma` must be positive; got 0.0. The paper has 0.5.": lambda: DCLLoss(sigma=0.0),
+    "`logit_bias` must be left out for the loss DecoupledWeighted; got one. Its weights of positives keep a bias from "
+    "cancelling.": lambda: DCLLoss(sigma=0.5)(_x(3, 4), _x(3, 4), 1.0, 0.0),
     "`label_smoothing` must be 0 for the decoupled loss; got 0.1. Leave it out, or take the softmax loss.": lambda: (
         DCLLoss(label_smoothing=0.1)
     ),

@@ -104,6 +104,13 @@ SENTENCES: dict[str, Callable[[], Any]] = {
 }
 
 
+def test_a_queue_fits_into_memory() -> None:
+    with pytest.raises(
+        ValueError, match=r"^`size` must make keys that fit into the .* GiB of this machine; got 1099511"
+    ):
+        KeyQueue(2**40, 768)
+
+
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_every_sentence(sentence: str) -> None:
     with pytest.raises(ValueError) as error:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from problems import distance
+from ranks import Pool
 from scored import PROBLEMS, by_formula, by_tiles, gradients, leaves, numbers, scorer, sides
 from torch import Tensor
 
@@ -63,6 +64,23 @@ def test_a_cpu_takes_a_tenth_of_the_plain_formulas_memory(monkeypatch: pytest.Mo
     assert tiled <= plain / 10
 
 
+def test_packed_tokens_as_a_padded_side() -> None:
+    values, lengths = torch.randn(9, 4, dtype=torch.float64, requires_grad=True), torch.tensor([2, 0, 4, 3])
+    vectors, mask = scorers.padded(values, lengths)
+    expected = torch.nn.utils.rnn.pad_sequence(values.split(lengths.tolist()), batch_first=True)
+    assert torch.equal(vectors, expected)
+    assert mask.sum(1).tolist() == lengths.tolist()
+    g = torch.randn_like(expected)
+    assert torch.equal(*(torch.autograd.grad(x, values, g, retain_graph=True)[0] for x in (vectors, expected)))
+    assert scorers.padded(values, lengths, 6)[0].shape == (4, 6, 4)
+    with pytest.raises(ValueError, match=r"`lengths` must add up to the rows of `values`; got 5 and 9\. List one"):
+        scorers.padded(values, torch.tensor([2, 3]))
+    with pytest.raises(
+        ValueError, match=r"`values` must be packed tokens \[T, D\], with integer lengths \[B\]; got sh"
+    ):
+        scorers.padded(values, torch.ones(4))
+
+
 def test_a_second_derivative_is_that_of_the_formula() -> None:
     pair = [torch.randn(2, length, 4, dtype=torch.float64, requires_grad=True) for length in (3, 5)]
     assert torch.autograd.gradgradcheck(lambda q, k: MaxSim()(q, k), pair)
@@ -100,9 +118,9 @@ def test_scores_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, masked
     assert winners is not None
     if dtype == torch.float32:
         # the same from torch's products, of which few fit
-        for result in (maxsim.multiplied(entries, documents, 20_000, best=True), (scores, winners)):
-            assert torch.equal(result[1], winners)
-            assert distance(result[0], truth.detach()) <= 1e-6
+        same = maxsim.multiplied(entries, documents, 20_000, best=True)
+        assert torch.equal(same[1], winners)
+        assert distance(same[0], truth.detach()) <= 1e-6
     u, v = torch.zeros(N, L * D), torch.zeros(J, M * D)
     maxsim.add_query_gradients(u, g, entries, documents, winners)
     # lists of three documents at once
@@ -166,6 +184,34 @@ def test_the_same_bits_every_time() -> None:
     q, k = torch.randn(5, 4, 16), torch.randn(5, 20, 16)
     first, second = _step(q, k), _step(q, k)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def _on_a_rank(rank: int, group: Any, exchange: str) -> list[Tensor]:
+    q, k, mask = _batch()
+    share = [slice(0, 2), slice(2, 2), slice(2, 5)][rank]
+    pair = [x[share].requires_grad_() for x in (q, k)]
+    how = {"exchange": exchange, "group": group, "backend": "triton", "gradient": "sum"}
+    loss = contrast(pair[0], (pair[1], mask[share]), scorer=MaxSim(), scale=2.0, **how)
+    return [loss.detach(), *torch.autograd.grad(loss, pair)]
+
+
+def _batch() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(5, length, 16, generator=generator) for length in (3, 6))
+    return q, k, torch.rand(5, 6, generator=generator) > 0.3
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_three_ranks_as_one(pool: Pool, exchange: str) -> None:
+    """One of them without rows."""
+    q, k, mask = _batch()
+    pair = [q.double().requires_grad_(), k.double().requires_grad_()]
+    loss = contrast(pair[0], (pair[1], mask), scorer=MaxSim(), scale=2.0)
+    expected = torch.autograd.grad(loss, pair)
+    answers = pool.run(_on_a_rank, 3, exchange)
+    assert all(distance(answer[0], loss.detach()) <= 1e-6 for answer in answers)
+    for index, true in enumerate(expected):
+        assert distance(torch.cat([answer[1 + index] for answer in answers]), true) <= 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")

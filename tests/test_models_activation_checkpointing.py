@@ -11,8 +11,9 @@ from torch import nn
 
 from contrastile.gradcache.memory import kept_bytes
 from contrastile.models.base import checkpoint_activations
+from contrastile.models.compiled import compile_tower, uncompile_tower
 from contrastile.models.text import train_tokenizer
-from contrastile.models.towers import Projected, build_model
+from contrastile.models.towers import build_model
 from contrastile.train.batch_builder import open_data_bundle
 from contrastile.train.image_text import activations_per_pair
 from contrastile.train.loop import run_recipe
@@ -97,23 +98,36 @@ def test_a_recipe_with_checkpointing_trains_the_same_weights(tmp_path):
         torch.testing.assert_close(other[name], weights, rtol=1e-3, atol=1e-4)
 
 
-def test_a_recipe_compiles_both_towers_in_place(tmp_path, monkeypatch):
-    """Compiled encoders are tested beside the cache; here, that a recipe's towers run as such and keep their names."""
+class OfALibrary(nn.Sequential):
+    """A layer whose class is not torch's own."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(3, 3))
+
+
+def test_a_tower_is_compiled_layer_by_layer_or_as_a_whole_for_training_alone(monkeypatch):
+    """Compiled recipes are in test_train_compiled.py."""
     runs = []
 
-    def compile_nothing(self):
+    def compile_nothing(self, **_):
         plain = self._call_impl
-        self._compiled_call_impl = lambda *inputs, **words: runs.append(self) or plain(*inputs, **words)
+        self._compiled_call_impl = lambda *inputs: runs.append(self) or plain(*inputs)
 
     monkeypatch.setattr(nn.Module, "compile", compile_nothing)
-    plain = run_recipe(tiny_recipe(tmp_path, "train.examples=32"), tmp_path / "plain").folder
-    assert runs == []
-    folder = run_recipe(tiny_recipe(tmp_path, "train.examples=32", "train.compile=true"), tmp_path / "compiled").folder
-    assert {type(module) for module in runs} == {Projected}
-    assert len(set(map(id, runs))) == 2
-    (one, *_), (other, *_) = left(plain), left(folder)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(other[name], weights) for name, weights in one.items())
+    layers = [OfALibrary() for _ in range(2)]
+    of_torch = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in range(2)))
+    for tower, parts in ((nn.Sequential(nn.Linear(3, 3), nn.Sequential(*layers)), layers), (of_torch, None)):
+        names = list(tower.state_dict())
+        compile_tower(tower)
+        tower(torch.ones(1, 3))
+        assert runs == (parts or [tower])
+        with torch.no_grad():
+            tower(torch.ones(1, 3))
+        uncompile_tower(tower)
+        tower(torch.ones(1, 3))
+        assert runs == (parts or [tower])
+        assert list(tower.state_dict()) == names
+        runs.clear()
 
 
 def test_measuring_activations_does_not_change_batch_statistics(tmp_path):

@@ -260,6 +260,11 @@ def test_a_key_by_its_older_name_is_accepted(tokenizer):
     sizes = {**TINY, "num_key_value_heads": 2, "max_position_embeddings": 16}
     model = built(tokenizer, text=library(model_type="llama", rope_theta=77.0, **sizes))
     assert model.text.tower.model.config.rope_parameters["rope_theta"] == 77.0
+    # a decoder keeps no keys and values for a text that goes on
+    outputs = []
+    model.text.tower.model.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    model.encode_text(**tokenizer.tokenise(["LETTER A"]))
+    assert outputs[0].past_key_values is None
 
 
 def library(**config):

@@ -272,6 +272,24 @@ def test_a_locked_tower_that_ran_before_costs_its_projection(tmp_path: Path) -> 
     assert ahead.forward_work.products < cost.forward_work.products
 
 
+@pytest.mark.parametrize("gpus", ["H100", "2xH100"])
+def test_features_in_host_memory_leave_the_device(tmp_path: Path, gpus: str) -> None:
+    path, words = write_recipe(tmp_path), ("train.retain=0", "train.precision=bf16")
+    device, host = (
+        contrastile.plan(path, *words, f"train.features={where}", gpus=gpus, batch=2**20)
+        for where in ("device", "host")
+    )
+    assert all("features" not in moment.parts for moment in host.step.moments())
+    assert host.peak.bytes < device.peak.bytes
+    # float32 features and their gradients; of a ring the sums of rows and columns, and two packets
+    ranks, D = host.target.ranks, host.step.loss.dimensions
+    assert host.host - device.host == 2**20 * 4 * D * (4 + (6 if ranks > 1 else 0))
+    name = f"features in host memory: {host.host / 2**30:,.0f} GiB there"
+    assert next(choice.peak for choice in device.choices() if choice.name == name) == host.peak.bytes
+    assert host.largest() > device.largest()
+    assert host.step.loss.exchange_name == ("ring" if ranks > 1 else "single")
+
+
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path, capsys: Any) -> None:
     plan = contrastile.plan(write_recipe(tmp_path), "train.retain=0", gpus="4xT4-2GB")
     largest = plan.largest()

@@ -12,8 +12,12 @@ import pytest
 from contrastile.planner.profile import target
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-# rows not fitted to whose seconds are further off than a fifth: of one case, two runs differ by a fifth to a third
-UNSTEADY = {"clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1"}
+# cases bound by the host, whose measurements differ by 28 to 93 % between machines: no plan can be near all of them
+UNSTEADY = {
+    "clip triton 4096 x 512 bfloat16 on 1",
+    "clip triton, workspace 32 MiB 65536 x 512 bfloat16 on 1",
+    "clip triton, workspace 32 MiB 65536 x 768 bfloat16 on 1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +29,16 @@ def cases() -> dict[str, list[Any]]:
     sys.modules["planner_rows"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     memory = target("H200").memory
-    return {"losses": list(module.loss_cases(memory)), "steps": list(module.step_cases(memory))}
+    cases = {kind: list(make(memory)) for kind, make in module.KINDS.items()}
+    assert module.unsteady(cases["losses"]) == UNSTEADY
+    return cases
 
 
 def _bytes_off(case: Any) -> float:
     return abs(case.planned_bytes / case.bytes - 1)
 
 
-@pytest.mark.parametrize("kind", ["losses", "steps"])
+@pytest.mark.parametrize("kind", ["losses", "ranks", "steps"])
 def test_peaks_are_within_5_percent_of_nine_rows_in_ten_and_10_of_all(cases: dict[str, list[Any]], kind: str) -> None:
     off = [_bytes_off(case) for case in cases[kind] if case.bytes and case.other_code is None]
     assert len(off) >= 48
@@ -42,15 +48,17 @@ def test_peaks_are_within_5_percent_of_nine_rows_in_ten_and_10_of_all(cases: dic
 
 def test_rows_of_other_code_are_named_one_by_one(cases: dict[str, list[Any]]) -> None:
     named = [case for several in cases.values() for case in several if case.other_code is not None]
-    assert len(named) == 6
+    assert len(named) == 5
     # a row that the planner meets is not left out
     assert min(_bytes_off(case) for case in named) > 0.1
 
 
-@pytest.mark.parametrize(("kind", "share"), [("losses", 0.8), ("steps", 0.9)])
-def test_seconds_of_rows_that_nothing_was_fitted_to(cases: dict[str, list[Any]], kind: str, share: float) -> None:
-    """Of losses alone four rows in five are within a tenth, of all rows nine in ten."""
+@pytest.mark.parametrize("kind", ["losses", "steps"])
+def test_seconds_of_rows_that_nothing_was_fitted_to(cases: dict[str, list[Any]], kind: str) -> None:
     profile = target("H200").profile
-    off = [(abs(case.planned_seconds(profile) / case.seconds - 1), case.label) for case in cases[kind][1::2]]
-    assert sum(x <= 0.1 for x, _ in off) >= share * len(off)
-    assert {label for x, label in off if x > 0.2} == (UNSTEADY if kind == "losses" else set())
+    new = [case for case in cases[kind] if case.seconds and not case.fitted]
+    off = [abs(case.planned_seconds(profile) / case.seconds - 1) for case in new if case.label not in UNSTEADY]
+    assert len(off) >= 31
+    assert len(new) - len(off) <= 5
+    assert max(off) <= 0.2
+    assert sum(x <= 0.1 for x in off) >= 0.9 * len(off)

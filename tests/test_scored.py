@@ -555,9 +555,9 @@ SENTENCES = {
     "`scale` must be given for a dot product; got None. Pass logit_scale.exp(), say.": lambda: contrast(_x(), _x()),
     "`k` must have as many rows as `q`; got 5 and 3. Pass one row for each; a symmetric loss pairs row i with row "
     "i. Further keys go with loss=Softmax().": lambda: contrast(_x(), _x(3), scorer=Bilinear(4, 4)),
-    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [2, 4]. Check the "
+    "`q` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [5, 4]. Check the "
     "encoder.": lambda: contrast(_x(), _x(), scorer=MaxSim()),
-    "`k` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [3, 2, 4] and a mask [3, 2], "
+    "`k` must be token vectors [B, L, D], alone or with a bool mask [B, L]; got shape [5, 2, 4] and a mask [5, 2], "
     "torch.float32. Pass attention_mask.bool(), say.": lambda: contrast(
         torch.ones(5, 2, 4), (torch.ones(5, 2, 4), torch.ones(5, 2)), scorer=MaxSim()
     ),

@@ -29,15 +29,23 @@ TILE_KERNELS = ("totals", "maxima", "gradient", "careful_gradient")
 SIX = {"LEFT": 0b10_01_00_01_00_00, "RIGHT": 0b00_01_10_00_01_00, "PRODUCTS": 6, "PARTS": 3}
 # every option of the small kernels
 EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": True, "SIDES": 2}
-EVERYTHING |= {"MEAN": True, "TIMES": True}
+EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2}
 # strides and sizes that are multiples of 16 where features are
-ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride")
+ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
+# the same where they are compiled
+GUIDED = ("totals teacher", "gradient teacher", "totals mask", "gradient mask")
 # capabilities for which the kernels without products are compiled too
 COMPLETE = (80, 90)
+# capabilities for which kernels with a guide are compiled; `make test-kernels` compiles all of them, a minute more
+EVERY = "CONTRASTILE_EVERY_KERNEL" in os.environ
+GUIDED_ON = (80, 90, 100) if EVERY else (90,)
 # capability whose shapes and instructions are those of another, 86
 ALIKE = (89,)
+# of late interaction: the tiling of a chip with wide products, and a small one of the same code on others
+LATE = {"BM": 256, "BN": 64, "BD": 128, "SLOT": 32, "CHUNK": 2048, "GROUP": 64}
+LATE_SMALL = {"BM": 64, "BN": 32, "BD": 32, "SLOT": 8, "CHUNK": 256, "GROUP": 32}
 
 
 @pytest.fixture(scope="module")
@@ -74,34 +82,38 @@ def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int
     assert names >= ({"totals", "gradient"} if capability in ALIKE else set(TILE_KERNELS))
     assert max(taken.values()) <= SHARED[capability]
     programs = SHAPES[capability].programs
-    assert programs * (max(taken[name] for name in BUSY) + RESERVED) <= SHARED[capability] + RESERVED
+    busy = [*BUSY, *(name for name in GUIDED if name in taken)]
+    assert programs * (max(taken[name] for name in busy) + RESERVED) <= SHARED[capability] + RESERVED
 
 
-def _type(name: str, shape: Any, *, guided: bool) -> str:
+def _type(name: str, shape: Any, constants: dict[str, Any]) -> str:
     """Triton's name for the type of an argument."""
     rows, cols = (shape.rows, shape.depth), (shape.cols, shape.depth)
-    descriptors = {"q_mem": rows, "k_mem": cols, "out_mem": (shape.rows, shape.cols // 2)}
-    descriptors |= {"guide_q_mem": rows, "guide_k_mem": cols} if guided else {}
+    of_tokens = (constants.get("BN"), constants["BD"]) if "BD" in constants else cols
+    descriptors = {"q_mem": rows, "k_mem": of_tokens, "out_mem": (shape.rows, shape.cols // 2)}
+    descriptors |= {"guide_q_mem": rows, "guide_k_mem": cols} if constants.get("GUIDE") else {}
     if name.endswith("_mem") and name not in descriptors:
         return "*bf16"
     if name in descriptors:
         return f"tensordesc<bf16[{descriptors[name][0]},{descriptors[name][1]}]>" if shape.tma else "*bf16"
     if name in ("q_ptr", "k_ptr", "x_ptr"):
         return "*bf16"
-    if name.endswith(("ids_ptr", "labels_ptr")):
+    if name == "best_ptr":
+        return "*u8"
+    if name.endswith(("ids_ptr", "labels_ptr", "tokens_ptr", "lengths_ptr", "list_ptr")):
         return "*i32"
-    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr")):
+    if name.endswith(("positives_ptr", "starts_ptr", "sources_ptr", "columns_ptr", "order_ptr")):
         return "*i64"
     return "*fp32" if name.endswith("_ptr") else "fp32" if name in ("smoothing", "truncation", "hardness") else "i32"
 
 
 def _kernels() -> list[Any]:
     """Every function that is launched: those that say what they are not specialized for."""
-    from contrastile.tiles.triton import backward, careful, forward, positives, reductions
+    from contrastile.tiles.triton import backward, careful, forward, maxsim_kernels, positives, reductions
 
     return [
         function
-        for module in (forward, backward, careful, positives, reductions)
+        for module in (forward, backward, careful, positives, reductions, maxsim_kernels)
         for name, function in vars(module).items()
         if getattr(function, "fn", None) is not None
         and function.fn.__module__ == module.__name__
@@ -118,9 +130,14 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
+    teacher = {"GUIDE": 2, "GUIDE_PRODUCTS": 1, "STASH": SHAPES[capability].stash, "FLATTEN": False}
     several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": True, "SMOOTH": True}
     for kernel in _kernels():
         name = kernel.fn.__name__
+        if kernel.fn.__module__.endswith("maxsim_kernels"):
+            if capability in COMPLETE or (capability == 100 and name == "sweep"):
+                yield kernel, name, _late(name, capability)
+            continue
         if name not in TILE_KERNELS:
             if capability in COMPLETE:
                 yield kernel, name, plain | EVERYTHING
@@ -134,6 +151,12 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         yield kernel, f"{name} plain", plain
         if f"{name} sigmoid" in BUSY:
             yield kernel, f"{name} sigmoid", plain | sigmoid
+        if capability in GUIDED_ON and (EVERY or f"{name} plain" in BUSY):
+            yield kernel, f"{name} teacher", plain | teacher
+            if EVERY:
+                yield kernel, f"{name} mask", plain | {"GUIDE": 1, "GUIDE_PRODUCTS": 1, "COLUMNS": False}
+                weighed = {"LABELS": True, "WEIGHED": True, "DIAGONAL": False}
+                yield kernel, f"{name} weighed", plain | (sigmoid if f"{name} plain" in BUSY else {}) | weighed
         if capability == 90:
             yield kernel, f"{name} six products, ids, smooth, several positives", plain | SIX | several
             if name == "gradient":
@@ -141,8 +164,16 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
             if f"{name} plain" in BUSY:
                 yield kernel, f"{name} one positive", plain | {"DIAGONAL": False, "POSITIVES": 1, "FLATTEN": True}
             else:
-                labels = {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False}
+                labels = {"DIAGONAL": False, "LABELS": True, "SELF": True, "COLUMNS": False, "INSIDE": True}
                 yield kernel, f"{name} labels", plain | labels
+
+
+def _late(name: str, capability: int) -> dict[str, Any]:
+    """Everything at once: masks, winning tokens, padded features."""
+    tiling = LATE if capability == 90 else LATE_SMALL
+    of_documents = {"BN": 16} if name == "document_gradients" else {}
+    masks = {"ROWS_MASKED": True, "COLS_MASKED": True, "PADDED": 32, "NONE": 255}
+    return tiling | of_documents | masks | {"BEST": True, "FLATTEN": True, "STAGES": 1, "WHOLE": False}
 
 
 def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
@@ -163,15 +194,15 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
     names = kernel.arg_names
     constants = {parameter.name: 0 for parameter in kernel.params if parameter.is_constexpr}
     constants |= {name: value for name, value in (fixed | chosen).items() if name in constants}
-    guided = bool(constants.get("GUIDE"))
-    signature = {name: "constexpr" if name in constants else _type(name, shape, guided=guided) for name in names}
+    signature = {name: "constexpr" if name in constants else _type(name, shape, constants) for name in names}
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, name in enumerate(names)
         if signature[name].startswith("*") or name in ALIGNED
     }
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    options = {"num_warps": shape.warps if "BM" in constants else 4, "num_stages": shape.stages}
+    late = "BD" in constants
+    options = {"num_warps": 8 if late else shape.warps if "BM" in constants else 4, "num_stages": shape.stages}
     shared: int = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
     return shared
 

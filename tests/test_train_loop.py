@@ -31,6 +31,7 @@ from contrastile.train.recipe import load_recipe
 from contrastile.train.report import figures
 from contrastile.train.report.page import IMAGE_TEXT, _figures, memory_saved, table_text, write_report
 from contrastile.train.report.steps import StepColumns
+from contrastile.train.run import settled
 from contrastile.train.state import Progress
 
 
@@ -71,7 +72,7 @@ def test_a_run_leaves_its_files_and_no_others(finished):
 
 def test_the_resolved_recipe_reads_back(finished):
     recipe, outcome = finished
-    assert load_recipe(outcome.folder / "recipe.toml") == recipe
+    assert load_recipe(outcome.folder / "recipe.toml") == settled(recipe)
 
 
 def test_metrics_have_a_line_for_every_step(finished):

@@ -16,15 +16,16 @@ from safetensors.torch import save_file
 from test_train_resume import stopped
 from tiny_runs import same_run, tiny_recipe
 from tiny_texts import tiny_retriever
-from torch import Tensor
+from torch import Tensor, nn
 
 import contrastile
 from contrastile.data.files import checksum
 from contrastile.losses.reference import dense_decoupled, dense_distilled, dense_sigmoid, dense_softmax
+from contrastile.scorers import MaxSim
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.objective import PairObjective, QueryObjective
-from contrastile.train.recipe import load_any_recipe
+from contrastile.train.recipe import RecipeError, load_any_recipe
 from contrastile.train.retriever.batches import TextBatchBuilder
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.run import TextMaterials, open_text_materials
@@ -177,14 +178,19 @@ def tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 QUEUED = torch.tensor([4, 7, 11, 5])
 
 
-def computed(recipe: RetrieverRecipe, materials: TextMaterials, rank: int, size: int) -> tuple[Tensor, list[Tensor]]:
-    """The loss of 16 queries, and the gradients of all features over the number of ranks."""
+def computed(
+    recipe: RetrieverRecipe, materials: TextMaterials, rank: int, size: int, scorer: nn.Module | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss of 16 queries, and the gradients of all features over the number of ranks.
+
+    scorer: of token vectors; a text has one token then.
+    """
     kind, own = recipe.loss.kind, getattr(recipe.loss, "own_negatives", False)
     lists: Any = "scores" if kind in ("kl", "margin_mse") else "own" if own else ""
     builder = TextBatchBuilder(materials, recipe.data, seed=0, lists=lists)
     batch = builder.batch(builder.sample(torch.from_numpy(materials.texts.splits["train"][:16]), 1), rank, size)
     query, passage = (table.clone().requires_grad_() for table in tables()[:2])
-    objective = QueryObjective(recipe.loss, features=D)
+    objective = QueryObjective(recipe.loss, features=D, scorer=scorer)
     objective.queues.double()
     if getattr(recipe.loss, "queue", 0):
         objective.keep(QUEUED[rank::size], passage=unit(4, D, seed=9)[rank::size])
@@ -198,7 +204,10 @@ def computed(recipe: RetrieverRecipe, materials: TextMaterials, rank: int, size:
         given["queue"] = objective.queued("passage")
     if "scores" in given:
         given["scores"] = given["scores"].double()
-    loss = objective(query[rows], passage[batch.key_ids], torch.tensor(SCALE), **given)
+    sides: Any = query[rows], passage[batch.key_ids]
+    if scorer is not None:
+        sides = [(x[:, None], torch.ones(len(x), 1, dtype=torch.bool)) for x in sides]
+    loss = objective(*sides, torch.tensor(SCALE), **given)
     gradients = torch.autograd.grad(loss, (query, passage))
     return loss.detach(), [gradient / size for gradient in gradients]
 
@@ -259,6 +268,26 @@ QUERIES = [
     ("kl", ("loss.weight=0.75", "loss.score_scale=2.0")),
     ("margin_mse", ()),
 ]
+
+
+@pytest.mark.parametrize(("kind", "overrides"), [QUERIES[-2], QUERIES[-1], ("infonce", ("loss.label_smoothing=0.1",))])
+def test_a_loss_of_single_tokens_is_that_of_one_vector(tmp_path: Path, kind: str, overrides: tuple[str, ...]) -> None:
+    recipe, materials = texts_of(tmp_path, kind, *overrides)
+    (loss, gradients), (late, of_late) = (computed(recipe, materials, 0, 1, scorer) for scorer in (None, MaxSim()))
+    torch.testing.assert_close(late, loss, rtol=1e-12, atol=0)
+    for one, other in zip(of_late, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+def test_other_losses_of_a_late_retriever_are_refused(tmp_path: Path) -> None:
+    for overrides, line in (
+        (["loss.kind=dcl"], 'loss.kind: must be "infonce", "kl" or "margin_mse" with model.kind = "late"; got "dcl"'),
+        (["loss.queue=64"], 'loss.queue: must be 0 with model.kind = "late"; got 64'),
+        (["loss.own_negatives=true"], 'loss.own_negatives: must be false with model.kind = "late"; got true'),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            tiny_retriever(tmp_path, "model.kind=late", *overrides)
+        assert str(caught.value).endswith(line)
 
 
 def _on_a_rank(rank: int, _: Any, recipe: RetrieverRecipe, materials: TextMaterials) -> tuple[Tensor, list[Tensor]]:
@@ -324,6 +353,40 @@ def test_a_retriever_learns_from_scores_a_guide_and_its_own_negatives(tmp_path: 
     assert len(set(losses)) == 4
     assert losses[1] < losses[0]
     assert losses[3] < losses[0]
+
+
+def test_a_guide_of_another_kind_or_size_has_its_sentence(tmp_path: Path) -> None:
+    short = ("train.examples=16", "train.batch=16", "evaluate.every=1.0", "name=guide")
+    guide = run_recipe(tiny_recipe(tmp_path, "data.image_size=8", *short), tmp_path / "runs").folder
+    recipe = tiny_recipe(tmp_path, "loss.kind=gist", f"loss.guide={guide}")
+    with pytest.raises(
+        ValueError, match=re.escape("`loss.guide` must encode pictures of 16 pixels and 1 channels; got 8 and 1.")
+    ):
+        run_recipe(recipe, tmp_path / "runs")
+    retriever = tiny_retriever(tmp_path, "loss.kind=gist", f"loss.guide={guide}")
+    with pytest.raises(ValueError, match=re.escape("`loss.guide` must be a model of questions and passages; got ")):
+        run_recipe(retriever, tmp_path / "runs")
+
+
+def test_a_folder_of_transformers_is_a_teacher_once_its_scale_is_given(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_scored(tmp_path)
+    short = (f"data.source={tmp_path}/scored.jsonl", "train.examples=16", "train.batch=16", "evaluate.bm25=false")
+    folder = tmp_path / "bert"
+    tokenizer = open_text_materials(tiny_retriever(tmp_path, *short)).tokenizer
+    config = transformers.BertConfig(
+        vocab_size=200, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    words = ("loss.kind=distill", f"loss.teacher={folder}", "loss.weight=1.0", "evaluate.every=1.0")
+    with pytest.raises(
+        ValueError, match=re.escape("`loss.teacher_scale` must be given for a teacher without a scale of its own")
+    ):
+        run_recipe(tiny_retriever(tmp_path, *short, *words), tmp_path / "runs")
+    recipe = tiny_retriever(tmp_path, *short, *words, "loss.teacher_scale=20.0")
+    assert len(_steps(run_recipe(recipe, tmp_path / "runs").folder)) == 1
 
 
 MISTAKES = [

@@ -26,6 +26,7 @@ from contrastile.train.retriever.batches import SampledQuery, TextBatchBuilder
 from contrastile.train.retriever.evaluation import Rankings, evaluate
 from contrastile.train.retriever.job import RetrieverJob, retriever_loss
 from contrastile.train.retriever.run import TokenStore, open_text_materials, training_texts
+from contrastile.train.run import settled
 
 BERT = (
     "{kind='transformers', pooling='%s', config={model_type='bert', hidden_size=16, num_hidden_layers=2, "
@@ -78,7 +79,7 @@ def test_a_run_leaves_its_files_and_no_others(finished):
 
 def test_the_resolved_recipe_reads_back(finished):
     recipe, outcome = finished
-    assert load_any_recipe(outcome.folder / "recipe.toml") == recipe
+    assert load_any_recipe(outcome.folder / "recipe.toml") == settled(recipe)
 
 
 def test_metrics_have_a_line_for_every_step_and_the_loss_falls(finished):
@@ -212,7 +213,7 @@ def test_a_loaded_run_encodes_queries_and_passages(finished):
         run.encode_query("where is the red fox house")
     with pytest.raises(ValueError, match=r"`passages` must be a list of passages; got str\. Pass \[passage\], where"):
         run.encode_passage("def red_fox(): return house")
-    assert run.recipe == recipe
+    assert run.recipe == settled(recipe)
     assert repr(run).endswith(": encode_query and encode_passage; 0.0 million parameters on cpu>")
 
 

@@ -113,6 +113,24 @@ def test_the_dpr_recipes_have_the_published_settings():
         assert (recipe.data.negatives, recipe.optim.clip_norm, recipe.optim.weight_decay) == (1, 2.0, 0.0)
 
 
+def test_the_late_recipe_has_the_published_settings(tmp_path):
+    """A step of it has a gradient."""
+    recipe = load_any_recipe(RECIPES / "colbert.toml")
+    model, tokenizer = recipe.model, recipe.model.tokenizer
+    assert (model.features, tokenizer.query_length, tokenizer.length) == (128, 32, 180)
+    assert (model.query_expansion, model.attend_to_expansion, model.skip_punctuation) == (True, False, True)
+    assert (recipe.train.batch, recipe.optim.learning_rate, recipe.loss.scale) == (((0.0, 32),), 3e-6, 1.0)
+    small = ("model.features=8", "train.precision=float32", "train.sub_batch={query=16, passage=8}")
+    recipe = shipped("colbert", tmp_path, *small)
+    job = RetrieverJob.open(recipe)
+    (batch,) = job.builder.parts(job.builder.sample(torch.from_numpy(job.rows), 1), 1)
+    torch.manual_seed(5)
+    value = job.loss(batch)
+    value.backward()
+    assert 0 < value.item() < 10
+    assert float(job.run.model.encoders["both"].projection.weight.grad.norm()) > 0
+
+
 def test_the_strength_of_hardness_reaches_the_loss():
     assert RetrieverLoss(hardness_strength=5.0).words()["hardness_mode"] == "all_negatives"
     assert InfoNCELoss(**RetrieverLoss(hardness_strength=5.0).words()).loss == Hardness(hardness_strength=5.0)

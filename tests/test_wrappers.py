@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradient_table import D_IN, SHARES, D, Pair, batch, loss_of, shard
+from gradient_table import D_IN, SHARES, D, Pair, batch, loss_of, shard, wrap
 from problems import distance
 from ranks import Pool
 from torch import Tensor, nn
@@ -115,6 +116,37 @@ def _ddp_steps(rank: int, group: Any, way: str, how: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_ddp_reduces_each_gradient_once(pool: Pool, way: str, how: dict[str, Any]) -> None:
     pool.check(_ddp_steps, 3, way, how)
+
+
+def _compiled_steps(rank: int, group: Any, kind: str) -> None:
+    # torch's own words, on tensors that are no leaves
+    warnings.filterwarnings("ignore", message="The .grad attribute", category=UserWarning)
+    torch._dynamo.reset()
+    model, truth, graphs = Pair(depth=2), _truth(Pair(depth=2)), list[Any]()
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    for tower in (model.image, model.text):
+        # layers, in place, before the wrapper
+        for layer in tower.blocks:
+            layer.compile(backend=look, dynamic=False)
+    names = list(model.state_dict())
+    wrapped = wrap(kind, model, group)
+    x, y, labels = _mine(rank, group)
+    for _ in range(2):
+        wrapped.zero_grad()
+        loss_of("ClipLoss", WAYS["by the method's name"](wrapped, model, x, y), labels, group=group).backward()
+        _compare(_found(model), truth)
+    assert graphs
+    assert list(model.state_dict()) == names
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_compiled_layers_have_the_gradients_of_one_process(pool: Pool, kind: str) -> None:
+    pool.check(_compiled_steps, 2, kind)
 
 
 class Shifted(nn.Linear):

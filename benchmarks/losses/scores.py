@@ -30,20 +30,22 @@ def main(folder: Path) -> None:
         with path.open("w", encoding="utf-8") as file:
             for row in rows:
                 query = texts.queries[row]
-                logits = (scale * passages @ queries[row]).tolist()
-                file.write(json.dumps(entry(texts, query, logits)) + "\n")
+                listed = [*query.positives, *query.negatives]
+                logits = (scale * passages[listed] @ queries[row]).tolist()
+                scores = dict(zip(listed, logits, strict=True))
+                file.write(json.dumps(entry(texts, query, scores)) + "\n")
 
     write(folder.parent / "docstrings.jsonl", texts.splits["train"].tolist())
     held_out = [row for name, rows in texts.splits.items() if name != "train" for row in rows.tolist()]
     write(folder.parent / "docstrings-test.jsonl", held_out)
 
 
-def entry(texts: TextSet, query: Query, logits: list[float]) -> dict[str, object]:
+def entry(texts: TextSet, query: Query, scores: dict[int, float]) -> dict[str, object]:
     """An entry in FlagEmbedding's form."""
     sides = {"pos": query.positives, "neg": query.negatives}
     listed = {side: [texts.passages[row].text for row in rows] for side, rows in sides.items()}
-    scores = {f"{side}_scores": [round(logits[row], 4) for row in rows] for side, rows in sides.items()}
-    return {"query": query.text, **listed, **scores}
+    logits = {f"{side}_scores": [round(scores[row], 4) for row in rows] for side, rows in sides.items()}
+    return {"query": query.text, **listed, **logits}
 
 
 if __name__ == "__main__":

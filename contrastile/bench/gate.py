@@ -129,9 +129,9 @@ def _guide_key(q: Tensor, k: Tensor) -> Tensor:
     return torch.where(torch.arange(k.shape[1], device=k.device) % SHARED == 0, _guide(q), _guide(k))
 
 
-def _teacher(x: Tensor) -> Tensor:
-    """Features of a teacher: those of the student with its neighbour's."""
-    return F.normalize(x.detach() + x.detach().roll(1, 0), dim=-1)
+def _teachers(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Features of a teacher, which are exact in every type: those of the student, of one side in another order."""
+    return q.detach(), k.detach().roll(1, 1)
 
 
 def _some_gist(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
@@ -165,15 +165,17 @@ def _some_inside(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
 
 
 def _dense_distill(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    teacher = TEACHER_SCALE * _teacher(q) @ _teacher(k).T
+    image, text = _teachers(q, k)
+    teacher = TEACHER_SCALE * image @ text.T
     ways = ((q, k, teacher), (k, q, teacher.T))
     return sum(dense_distilled(a, b, scale, t, TEACHER_WEIGHT) for a, b, t in ways) / 2  # type: ignore[return-value]
 
 
 def _some_distill(some: Tensor, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     losses = []
-    for a, b in ((q, k), (k, q)):
-        teacher = TEACHER_SCALE * _teacher(a)[some] @ _teacher(b).T
+    image, text = _teachers(q, k)
+    for a, b, of_a, of_b in ((q, k, image, text), (k, q, text, image)):
+        teacher = TEACHER_SCALE * of_a[some] @ of_b.T
         positive = some[:, None] == torch.arange(len(b), device=b.device)
         losses.append(dense_distilled(a[some], b, scale, teacher, TEACHER_WEIGHT, positive=positive))
     return (losses[0] + losses[1]) / 2
@@ -198,8 +200,8 @@ def _further_inside(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 def _further_distill(q: Tensor, k: Tensor) -> dict[str, Any]:
-    teachers = {"dist_image_features": _teacher(q), "dist_text_features": _teacher(k)}
-    return {**teachers, "dist_logit_scale": TEACHER_SCALE}
+    image, text = _teachers(q, k)
+    return {"dist_image_features": image, "dist_text_features": text, "dist_logit_scale": TEACHER_SCALE}
 
 
 def _further_own(q: Tensor, k: Tensor) -> dict[str, Any]:

@@ -40,6 +40,8 @@ MOST_PRODUCT_SECONDS = 0.25
 MOST_ROUNDS = 25
 # untimed steps at first: at most so many, and none after so many seconds
 WARMUP_STEPS, WARMUP_SECONDS = 5, 1.0
+# seconds of a first step that may have compiled, and of a later one that is no whole step of towers
+COMPILATION, SHORT = 60.0, 0.1
 # side and dtype of the product that times are compared with
 PRODUCTS = {"cuda": (8192, torch.bfloat16), "cpu": (2048, torch.float32)}
 # seconds of load after which a GPU's clocks are those of a training run
@@ -263,8 +265,8 @@ class Machine:
 
     def _warm_up(self, step: Step) -> float:
         """Seconds of a step after the first ones, which allocate, compile, and may be captured."""
-        seconds: list[float] = []
-        while len(seconds) < WARMUP_STEPS and sum(seconds) < WARMUP_SECONDS:
+        seconds = [self.time_together(step)]
+        while len(seconds) < WARMUP_STEPS and (sum(seconds) < WARMUP_SECONDS or _compiled(seconds)):
             seconds.append(self.time_together(step))
         return seconds[-1]
 
@@ -294,6 +296,11 @@ class Machine:
         """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _compiled(seconds: Sequence[float]) -> bool:
+    """The warm-up's time may have been that of compilation alone."""
+    return seconds[-1] < (COMPILATION if len(seconds) == 1 else SHORT)
 
 
 def _repeats(seconds: float, *, across: bool) -> int:

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# its functions keep the default group of the moment of this import, which is none
+import torch.distributed.nn.functional
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,6 +33,8 @@ from contrastile.train.provenance import provenance
 SCALE = 20.0
 # bytes of each pair of a dense block, about: more than a device has are not tried
 DENSE_BYTES = 6
+# names of packages on PyPI that differ from the implementation's
+PACKAGES = {"open_clip": "open_clip_torch"}
 # the most seconds that a step may take, estimated from the step before
 MOST_SECONDS = 600.0
 # a step of more seconds runs once, for its peak and its time; smaller sizes have compiled its kernels
@@ -243,11 +248,14 @@ def disco_clip(q: Tensor, k: Tensor) -> Tensor:
 class MemoryBench:
     """Measures one rank's loss, for each size of the world and each batch of all ranks.
 
-    longest: a step that would take more seconds is left out.
+    longest: a step that would take more seconds is left out. words: parts of the ways' names, of which one is enough.
     """
 
-    def __init__(self, machine: Machine, report: Report, *, peers: bool = True, longest: float = MOST_SECONDS) -> None:
-        self.machine, self.report, self.peers, self.longest = machine, report, peers, longest
+    def __init__(
+        self, machine: Machine, report: Report, *, peers: bool = True, longest: float = MOST_SECONDS,
+        words: Sequence[str] = ("",),
+    ) -> None:  # fmt: skip
+        self.machine, self.report, self.peers, self.longest, self.words = machine, report, peers, longest, words
         # seconds per pair and feature of each way's last step
         self._pace: dict[str, float] = {}
 
@@ -255,6 +263,8 @@ class MemoryBench:
         """Measure all ways of a world; report each result as soon as it is there."""
         with one_rank_of(world):
             for way in ways(self.machine, world):
+                if not any(word in way.label for word in self.words):
+                    continue
                 if way.missing:
                     self.report.note(f"{way.label}: {way.missing}")
                 elif self.peers or way.impl == "contrastile":
@@ -262,11 +272,11 @@ class MemoryBench:
                         self._measure(way, world, b, d, dtype)
 
     def _measure(self, way: Way, world: int, b: int, d: int, dtype: torch.dtype) -> None:
-        machine, N = self.machine, b // world
+        machine, N, package = self.machine, b // world, PACKAGES.get(way.impl, way.impl)
         row: Row = {
             "impl": way.impl, "way": way.name, "implementation": way.label, "world": world, "b": b, "d": d,
             "dtype": str(dtype).removeprefix("torch."), "ms": None, "peak_bytes": None,
-            "planned_bytes": self._planned(way, world, N, d, dtype), **provenance(machine.device, way.impl),
+            "planned_bytes": self._planned(way, world, N, d, dtype), **provenance(machine.device, package),
         }  # fmt: skip
         rows, columns = way.block(N, world)
         need, ahead = DENSE_BYTES * rows * columns, self._pace.get(way.label, 0.0) * N * b * d

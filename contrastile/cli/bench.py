@@ -99,6 +99,7 @@ def add_to(verbs: Any) -> None:
     add("--features", type=int, default=FEATURES, metavar="D", help="features per row (default: 768)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the features (default: bf16; fp32 on a CPU)")
     add("--longest", type=float, default=LONGEST, help="seconds a step may take (default: 600)")
+    add("--ways", nargs="+", metavar="WORD", default=[""], help="those whose name has one of the words, such as ring")
     memory.set_defaults(verb=run_memory)
     csv = "write rows there, behind those that it has; its folder is made"
     for parser in (loss, step, memory):
@@ -224,7 +225,8 @@ def run_memory(arguments: argparse.Namespace) -> int:
     sizes = sizes or (MEMORY_SIZES if kind == "cuda" else SMALL_MEMORY_SIZES)
     dtype = getattr(torch, DTYPES[arguments.dtype or ("bf16" if kind == "cuda" else "fp32")])
     with _reporting(arguments, kind, "memory") as (device, report):
-        bench = MemoryBench(Machine(device), report, peers=arguments.peers, longest=arguments.longest)
+        words = {"peers": arguments.peers, "longest": arguments.longest, "words": arguments.ways}
+        bench = MemoryBench(Machine(device), report, **words)
         report.say("one rank of a world, forward and backward; peak: beside the features; ms: without communication")
         report.say(TABLE.header())
         for world in worlds:

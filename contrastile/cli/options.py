@@ -54,7 +54,7 @@ def check_bad_rows(fraction: float | None) -> None:
 
 
 def add_candidates(parser: argparse.ArgumentParser) -> None:
-    text = "of a late retriever: score the first N passages (default: 1000) of bm25, or of another run's index"
+    text = "of a late retriever: score the first N passages (default: 1000) of bm25, or of another run's index; or all"
     parser.add_argument("--candidates", metavar="SOURCE[:N]", help=text)
 
 
@@ -73,9 +73,9 @@ def candidates(text: str | None, recipe: Any) -> tuple[str, int] | None:
     head, colon, tail = text.rpartition(":")
     source, count = (head, int(tail)) if colon and tail.isdecimal() else (text, CANDIDATES)
     at_least("--candidates", count, reason="Such as bm25:1000.")
-    if source != "bm25" and not (finished_run(source) / "index" / INDEX).is_file():
+    if source not in ("bm25", "all") and not (finished_run(source) / "index" / INDEX).is_file():
         remedy = f"Make it first: contrastile encode {source}"
-        raise invalid("--candidates", "be bm25, or a run with an index", f'"{source}"', remedy)
+        raise invalid("--candidates", "be all, bm25, or a run with an index", f'"{source}"', remedy)
     return source, count
 
 

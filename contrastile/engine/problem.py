@@ -108,6 +108,9 @@ class Arguments:
             name, rule = type(loss).__name__, "be given for" if loss.guides else "be left out for"
             got = "both" if self.guides else None
             raise invalid("guide_q", f"{rule} the loss {name}", got, "Further features go with a loss that reads them.")
+        if self.bias is not None and not loss.takes_bias:
+            rule = f"be left out for the loss {type(loss).__name__}"
+            raise invalid("bias", rule, "one", "Its weights of positives keep a bias from cancelling.")
         if self.scale is None and not scored:
             raise invalid("scale", "be given for a dot product", None, "Pass logit_scale.exp(), say.")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.gradcache.inputs import Ragged
-from contrastile.scorers import MaxSim
+from contrastile.scorers import MaxSim, padded
 
 # vectors [n, L, D] of a side's tokens, and the mask [n, L] of those that count
 TokenFeatures = tuple[Tensor, Tensor]
@@ -63,6 +63,12 @@ class TokenVectors:
             start = stop
 
 
+def padded_texts(texts: Ragged) -> TokenFeatures:
+    """Packed vectors as `[n, longest, D]` with their mask."""
+    lengths = torch.tensor(texts.lengths, dtype=torch.int64, device=texts.values.device)
+    return padded(texts.values, lengths, max(texts.lengths, default=0))
+
+
 def joined(parts: Sequence[Ragged], rows: Tensor) -> Ragged:
     """The texts at `rows` of all parts, one part after the other."""
     lengths = [length for part in parts for length in part.lengths]
@@ -98,7 +104,7 @@ def _of_block(query: TokenFeatures, key: TokenVectors, start: int, stop: int) ->
     scores = vectors.new_empty((len(vectors), stop - start), dtype=torch.float32)
     height, scorer = max(1, ROW_TOKENS // max(1, vectors.shape[1])), MaxSim()
     for columns in _of_like_length(lengths):
-        passages = block.ragged(columns, vectors.device).padded()
+        passages = padded_texts(block.ragged(columns, vectors.device))
         along = torch.from_numpy(columns).to(scores.device)
         for first in range(0, len(vectors), height):
             rows = slice(first, first + height)

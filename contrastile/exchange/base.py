@@ -112,9 +112,9 @@ class Exchange(ABC):
         return cls.extra_bytes(layout, D, dtype)
 
     @classmethod
-    def block(cls, layout: Layout) -> tuple[int, int]:
-        """Rows and columns of the largest block that a rank computes at once."""
-        return max(layout.rows), max(layout.cols)
+    def blocks(cls, layout: Layout) -> list[tuple[int, int]]:
+        """Rows and columns of the blocks that a rank computes at once, the one of most columns last."""
+        return [(max(layout.rows), max(layout.cols))]
 
     @classmethod
     def sent_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:

@@ -66,9 +66,10 @@ class Gather(Exchange):
         return cls.extra_bytes(layout, D, dtype) + wide * (max(layout.cols) * D + STATISTICS * others)
 
     @classmethod
-    def block(cls, layout: Layout) -> tuple[int, int]:
-        # the first rank meets all other columns at once
-        return max(layout.rows), max(sum(layout.cols[1:]), layout.cols[0])
+    def blocks(cls, layout: Layout) -> list[tuple[int, int]]:
+        # its own, and the first rank meets all other columns at once
+        widths = sorted((max(layout.cols), sum(layout.cols[1:])))
+        return [(max(layout.rows), width) for width in widths if width]
 
     @classmethod
     def sent_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:

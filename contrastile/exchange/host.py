@@ -24,7 +24,7 @@ from contrastile.exchange.base import Exchange, Layout
 from contrastile.exchange.ring import Ring
 from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import BlockStream, free_memory, host_room
-from contrastile.tiles.base import Accumulated, InFlight, Tiles, as_given, inner_product, nonfinite_flag
+from contrastile.tiles.base import STATISTICS, Accumulated, InFlight, Tiles, as_given, inner_product, nonfinite_flag
 
 # columns of a shard: long enough for the matrix products, short beside the device's memory
 SHARD = 65536
@@ -43,8 +43,13 @@ class Cut:
 
 def cut(N: int, M: int, D: int, dtype: torch.dtype, device: torch.device, workspace: int) -> Cut:
     """Strips of equal length, as few as the free memory allows."""
+    return cut_within(N, M, D, dtype, free_memory(device)[0] - workspace)
+
+
+def cut_within(N: int, M: int, D: int, dtype: torch.dtype, free: int) -> Cut:
+    """The same where so many bytes are free beside the workspace."""
     per_row = D * (dtype.itemsize + accumulator(dtype).itemsize)
-    room = int(SHARE * max(0, free_memory(device)[0] - workspace))
+    room = int(SHARE * max(0, free))
     # two shards on the device, and the gradients on their way back
     shard = max(LEAST_ROWS, min(SHARD, M, room // (4 * 3 * per_row)))
     most = max(LEAST_ROWS, (room - 3 * shard * per_row) // per_row)
@@ -262,6 +267,24 @@ def without_features_on(shard: Shard, device: torch.device) -> Shard:
     names = ("positives", "targets", "labels", "ids", "numbers", "state", "coefficient")
     small = {name: x.to(device) for name in names if (x := getattr(shard, name)) is not None}
     return replace(shard, **small, guides=tuple([guide.to(device) for guide in shard.guides]))
+
+
+def device_bytes(cuts: Cut, N: int, M: int, D: int, dtype: torch.dtype, products: torch.dtype) -> int:
+    """Bytes of a device beside the workspace: a strip, shards in both directions, copies in the type of the products,
+    and the statistics of all rows and columns.
+    """
+    per_row = D * (dtype.itemsize + accumulator(dtype).itemsize + (products.itemsize if products != dtype else 0))
+    rows = min(cuts.strip, N) + 3 * min(cuts.shard, M)
+    return rows * per_row + STATISTICS * accumulator(products).itemsize * (N + M)
+
+
+def host_bytes(D: int, dtype: torch.dtype, ranks: int) -> int:
+    """Bytes of host memory for each pair: features and gradients of both sides, sums of columns, packets of a ring."""
+    wide = accumulator(dtype).itemsize
+    own = 2 * 2 * D * dtype.itemsize
+    return own + (D * wide if ranks == 1 and wide != dtype.itemsize else 0) + (
+        D * (2 * wide + 2 * (dtype.itemsize + wide)) if ranks > 1 else 0
+    )  # fmt: skip
 
 
 def _running_sums(dk: Tensor | None, wide: torch.dtype) -> Tensor | None:

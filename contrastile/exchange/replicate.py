@@ -57,8 +57,8 @@ class Replicate(Exchange):
         return cls.extra_bytes(layout, D, dtype) + every * STATISTICS * accumulator(dtype).itemsize
 
     @classmethod
-    def block(cls, layout: Layout) -> tuple[int, int]:
-        return sum(layout.rows), sum(layout.cols)
+    def blocks(cls, layout: Layout) -> list[tuple[int, int]]:
+        return [(sum(layout.rows), sum(layout.cols))]
 
     def _all_rows(self, rows: Shard) -> Shard:
         sizes, group = self.layout.rows, self.layout.group

@@ -39,7 +39,7 @@ class SubBatches:
     short: int | None = None
 
     def is_short(self, index: int) -> bool:
-        """Return whether a sub-batch holds fewer examples than those before it: the rest of the batch, or none."""
+        """Return whether a sub-batch holds fewer examples than it may: the rest of the batch, or none."""
         return self.short is not None and index >= self.short
 
     def extended(self, count: int) -> SubBatches:
@@ -137,8 +137,8 @@ def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None, *, rounded:
         fit = max(1, tokens // wide[start])
         bounds.append((start, min(batch, start + min(fit, sub_batch or fit))))
         widths.append(wide[start])
-    # `fit` is the last one's
-    less = len(bounds) > 1 and bounds[-1][1] - bounds[-1][0] < min(fit, sub_batch or fit)
+    # `fit` is the last one's, which may be the only one: batches of texts differ in size
+    less = bounds[-1][1] - bounds[-1][0] < min(fit, sub_batch or fit)
     return SubBatches(bounds, order, widths, length, len(bounds) - 1 if less else None)
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
@@ -38,6 +37,7 @@ class Ragged:
 
     Raises ValueError where these do not fit together.
 
+    >>> import torch
     >>> images = torch.tensor([1, 0, 2])
     >>> grid = torch.tensor([[1, 2, 2], [1, 4, 2], [1, 2, 2]])
     >>> patches = [int(each.prod(-1).sum()) for each in grid.split(images.tolist())]
@@ -65,22 +65,12 @@ class Ragged:
 
     @classmethod
     def of(cls, vectors: Tensor, mask: Tensor) -> Ragged:
-        """The vectors `[B, L, ...]` where the mask `[B, L]` is true, packed along the first axis."""
+        """The vectors `[B, L, ...]` where the mask `[B, L]` is true, packed along the first axis.
+
+        `contrastile.scorers.padded(values, lengths)` is the way back.
+        """
         mask = mask.bool()
         return cls(vectors[mask], mask.sum(dim=1))
-
-    def padded(self) -> tuple[Tensor, Tensor]:
-        """The values, whose axis is the first, as `[B, longest, ...]` with zeros behind each example's; their mask.
-
-        >>> vectors, mask = Ragged(torch.ones(5, 8), [2, 0, 3]).padded()
-        >>> vectors.shape, mask.sum(1).tolist()
-        (torch.Size([3, 3, 8]), [2, 0, 3])
-        """
-        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.values.device)
-        longest = max(self.lengths, default=0)
-        mask = torch.arange(longest, device=self.values.device) < lengths[:, None]
-        whole = self.values.new_zeros(len(lengths), longest, *self.values.shape[1:])
-        return whole.index_put((mask,), self.values), mask
 
 
 @dataclass(frozen=True)

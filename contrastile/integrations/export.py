@@ -79,6 +79,9 @@ def export_run(folder: Path, library: str, target: Path) -> list[Path]:
     run = load(folder, device="cpu")
     if not isinstance(run, RetrieverRun):
         raise invalid("run", "be a retriever's", "one of pictures and texts", "Load it with contrastile.load.")
+    if run.recipe.model.kind != "single":
+        remedy = "Load it with contrastile.load, and compare with contrastile.scorers.MaxSim."
+        raise invalid("run", "have one vector a text", f'one of model.kind "{run.recipe.model.kind}"', remedy)
     if run.model.settings["lora"] is not None:
         raise invalid("run", "have encoders without adapters", "lora", "Train without model.lora, or merge them.")
     encoders = run.model.encoders.items()

@@ -181,8 +181,8 @@ class Tile(NamedTuple):
     numbers: tuple[Tensor | None, Tensor | None] = (None, None)
     # [I, J] weight of each listed positive, 0 elsewhere
     target: Tensor | None = None
-    # [] factor of the products in the logits
-    scale: Tensor | None = None
+    # [I, J] products ⟨q, k⟩, where the loss reads them beside the logits
+    products: Tensor | None = None
     # the columns belong to each row alone: see `Shard.own`
     own: bool = False
 
@@ -320,8 +320,12 @@ class PairLoss(ABC):
     state_rows: ClassVar[int]
     # number of pairs of further features, whose products a tile has as its `guides`
     guides: ClassVar[int] = 0
+    # `absorb` and `pair_grad` read a tile's `products`
+    reads_products: ClassVar[bool] = False
     # `counted` weighs positives by their number over all ranks
     counts_positives: ClassVar[bool] = False
+    # a bias may be given; where it is not `uses_bias` it changes nothing
+    takes_bias: ClassVar[bool] = True
     # the loss of a row depends on no other row
     rowwise: ClassVar[bool] = True
     # the class and all fields as a string; None if a field is no number, truth value or word

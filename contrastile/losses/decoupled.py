@@ -80,7 +80,8 @@ class DecoupledWeighted(Decoupled):
         w = 2 - N * torch.softmax(s / sigma, 0)
         (torch.logsumexp(x.masked_fill(eye, -inf), 1) - w * x.diagonal()).mean()
 
-    sigma: σ, for rows of unit length; 0.5 in the paper.
+    sigma: σ, for rows of unit length; 0.5 in the paper. A bias is refused: with weights of rows it would not cancel. A
+    scale of 0, which hides the similarities, gives NaN.
 
     >>> from contrastile import contrast
     >>> q, k = torch.nn.functional.normalize(torch.randn(2, 6, 16), dim=-1)
@@ -90,6 +91,7 @@ class DecoupledWeighted(Decoupled):
 
     formula = Formula("exponential", finish_fields=frozenset({"sigma"}))
     rowwise: ClassVar[bool] = False
+    takes_bias: ClassVar[bool] = False
 
     sigma: float = 0.5
 

@@ -12,6 +12,7 @@ where weights are constants: no gradient goes through them, as in sentence-trans
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class Hardness(Softmax):
     """
 
     formula = Formula("exponential", denominator="all")
+    reads_products: ClassVar[bool] = True
 
     hardness_strength: float = 0.0
     hardness_mode: str = ALL
@@ -65,22 +67,21 @@ class Hardness(Softmax):
         return super().pair_grad(self._weighed(tile), rows, cols)
 
     def _weighed(self, tile: Tile) -> Tile:
-        """The tile whose negatives' logits are x · (1 + β / scale), in place."""
+        """The tile whose negatives' logits are x + β · ⟨q, k⟩, in place."""
         beta = (0.0 if self.hardness_mode == IN_BATCH else self.hardness_strength) if tile.own else self.block_hardness
         if beta == 0.0:
             return tile
         x, positive = tile.x, tile.positive
-        assert tile.scale is not None
-        times = 1 + beta / tile.scale
+        assert tile.products is not None
         if isinstance(positive, Tensor):
-            weighed = torch.where(positive, x, x * times)
+            weighed = torch.where(positive, x, x + beta * tile.products)
         else:
             before = x if positive is None else positive.of(x).clone()
-            weighed = x.mul_(times)
+            weighed = x.add_(tile.products, alpha=beta)
             if positive is not None:
                 positive.of(weighed).copy_(before)
         bounds = tile.bounds
         if bounds is not None:
-            ends = [*bounds, *(bound * float(times) for bound in bounds)]
-            bounds = min(ends), max(ends)
+            least, most = (beta * float(bound) for bound in tile.products.aminmax())
+            bounds = min(bounds[0], bounds[0] + least), max(bounds[1], bounds[1] + most)
         return tile._replace(x=weighed, bounds=bounds)

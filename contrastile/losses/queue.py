@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from contrastile._errors import invalid, whole_number
 from contrastile.distributed import collectives, consistency
+from contrastile.offload import free_memory
 
 # the id of a key that was pushed without one: no query has it
 NOBODY = torch.iinfo(torch.int64).min
@@ -51,6 +52,11 @@ class KeyQueue(nn.Module):
         self.size = whole_number("size", size, 1, "Pass the number of keys to keep.")
         self.features = whole_number("features", features, 1, "Pass the size of a key.")
         self.group = group
+        # a host promises memory that it does not have
+        needed, memory = self.size * self.features * (dtype or torch.get_default_dtype()).itemsize, free_memory(None)[1]
+        if needed > memory:
+            rule = f"make keys that fit into the {memory / 2**30:,.1f} GiB of this machine"
+            raise invalid("size", rule, f"{self.size}, for {needed / 2**30:,.1f} GiB", "Hold fewer.")
         self.register_buffer("_keys", torch.zeros(self.size, self.features, dtype=dtype))
         self.register_buffer("_ids", torch.full((self.size,), NOBODY))
         # keys pushed so far, which says where the next one goes; on the host, where nothing waits for it

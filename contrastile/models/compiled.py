@@ -31,7 +31,8 @@ def uncompile_tower(tower: nn.Module) -> None:
 
 
 def _compiled_parts(tower: nn.Module) -> list[nn.Module]:
-    return layers_of(tower) or [tower]
+    # torch.compile skips modules of torch itself, unless another one is around them
+    return [layer for layer in layers_of(tower) if not type(layer).__module__.startswith("torch.nn.")] or [tower]
 
 
 def no_compiler(device: torch.device) -> str | None:

@@ -7,6 +7,7 @@ split into its two towers and their projections, so that it trains like any othe
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -255,6 +256,9 @@ class TextTower(nn.Module):
         self.model = model
         self.pooling = pooling
         self.length, self.pad = length, pad
+        # a decoder's keys and values, which it would keep for a text that goes on, by layer
+        decodes = "use_cache" in inspect.signature(model.forward).parameters
+        self.options = {"use_cache": False} if decodes else {}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`[B, L]` twice to `[B, features]`."""
@@ -268,7 +272,7 @@ class TextTower(nn.Module):
         """The model's output, and the mask of the tokens with padding."""
         padding = (0, max(self.length - input_ids.shape[1], 0))
         input_ids, attention_mask = F.pad(input_ids, padding, value=self.pad), F.pad(attention_mask, padding)
-        return self.model(input_ids=input_ids, attention_mask=attention_mask), attention_mask
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **self.options), attention_mask
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, whole_number
+from contrastile._torch import is_compiled
 from contrastile.models.base import (
     ProjectedTower,
     Settings,
@@ -199,8 +200,9 @@ class Retriever(nn.Module):
 
     def _encode(self, side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         encoder = self.encoders[side if side in self.encoders else "both"]
-        if attention_mask.is_cuda:
-            # reading the mask would synchronise with the GPU; `encode` has trimmed the tokens before the transfer
+        if attention_mask.is_cuda or any(map(is_compiled, encoder.modules())):
+            # reading the mask would synchronise with the GPU, and each width would be compiled; `encode` has trimmed
+            # the tokens before the transfer
             return encoder(input_ids, attention_mask)
         # trim columns of padding, which cost as much as tokens
         longest = max(int(attention_mask.sum(dim=1).max()), 1)

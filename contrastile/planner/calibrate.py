@@ -24,7 +24,7 @@ from contrastile.planner.profile import THIS, Profile, calibrated_path, known_pr
 # seconds for each of the measurements
 SECONDS = 1.2
 # side of products, numbers of a copy, rows of a loss: on a GPU, and on a CPU
-SIDES, NUMBERS, ROWS = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**24}, {"cuda": 2**15, "cpu": 2**12}
+SIDES, NUMBERS, ROWS = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**22}, {"cuda": 2**15, "cpu": 2**12}
 # features of two losses, whose difference is that of their products
 FEATURES = (128, 512)
 SMALL = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -10,11 +11,14 @@ import torch
 from contrastile._dispatch import DEFAULT_SHARE, EXCHANGES, TILES
 from contrastile._types import accumulator
 from contrastile.exchange.base import Exchange, Layout
+from contrastile.exchange.host import Cut, cut_within, device_bytes
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import resident_bytes
 from contrastile.tiles.dense import MATRICES, MATRICES_BY_INDEX
 
+# bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
+SCRATCH = 450 * 2**10
 # the share of a GPU's memory that "auto" gathers columns in
 GATHERED_SHARE = 16
 
@@ -39,6 +43,9 @@ class LossSize:
     dtype: torch.dtype = torch.bfloat16
     given: torch.dtype = torch.bfloat16
     loss: PairLoss = field(default_factory=partial(Softmax, symmetric=True))
+    # the features wait in host memory; bytes of the device that other parts hold meanwhile
+    host: bool = False
+    held: int = 0
 
     @cached_property
     def layout(self) -> Layout:
@@ -49,6 +56,8 @@ class LossSize:
         """The exchange; of "auto" gather within a sixteenth of the memory, else the ring."""
         if self.ranks == 1:
             return "single"
+        if self.host:
+            return "ring"
         if self.exchange != "auto":
             return self.exchange
         gathered = EXCHANGES["gather"].extra_bytes(self.layout, self.dimensions, self.dtype)
@@ -68,30 +77,54 @@ class LossSize:
     @cached_property
     def block(self) -> tuple[int, int]:
         """Rows and columns of the largest block."""
-        return self.exchange_class.block(self.layout)
+        return self.exchange_class.blocks(self.layout)[-1]
 
     @cached_property
     def workspace_bytes(self) -> int:
         """Bytes that a block takes."""
-        allowed = self.memory // DEFAULT_SHARE if self.workspace is None else self.workspace
+        if self.host:
+            cuts = self._cuts()
+            return self._blocks([(min(cuts.strip, self.rows), min(cuts.shard, self.keys))])
+        return self._blocks(self.exchange_class.blocks(self.layout))
+
+    @property
+    def _allowed(self) -> int:
+        """Bytes that a block may take."""
+        return self.memory // DEFAULT_SHARE if self.workspace is None else self.workspace
+
+    def _blocks(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Bytes of the block that takes most."""
+        allowed = self._allowed
         try:
             tiles = TILES[self.backend_name]()
         except ImportError:
             # without Triton here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])
         device = torch.device("meta" if self.device == "cuda" else "cpu")
-        sizes = (*self.block, self.dimensions, self.dtype, allowed, device)
-        return tiles.expected_bytes(self.loss, *sizes, by_index=self.exchange_class.by_index)
+        expected = partial(tiles.expected_bytes, self.loss, by_index=self.exchange_class.by_index)
+        # halved until they fit, a shorter block may take more
+        blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in sizes)
+        return blocks + (SCRATCH if self.backend_name == "triton" else 0)
 
     @cached_property
     def exchange_bytes(self) -> int:
         """Bytes of what other ranks send."""
+        if self.host:
+            return 0
         return self.exchange_class.expected_bytes(self.layout, self.dimensions, self.dtype)
 
     @cached_property
     def resident(self) -> tuple[int, int]:
         """Bytes beside both: throughout, and at the end."""
+        if self.host:
+            sizes = (self.rows, self.keys, self.dimensions, self.given, self.dtype)
+            return device_bytes(self._cuts(), *sizes), 0
         return resident_bytes(self.rows, self.keys, self.dimensions, self.dtype, self.given)
+
+    def _cuts(self) -> Cut:
+        """Strips and shards of features in host memory."""
+        free = self.memory - self.held - self._allowed
+        return cut_within(self.rows, self.keys, self.dimensions, self.given, free)
 
     @property
     def peak(self) -> int:
@@ -101,8 +134,8 @@ class LossSize:
 
     @property
     def operations(self) -> float:
-        """Operations of a rank, forward and backward: 8 for each pair and feature, of a pairwise loss 6."""
-        return (6 if self.loss.pairwise else 8) * self.pairs * self.dimensions
+        """Operations of a rank in both passes: 8 for each pair and feature; of a pairwise loss in one sweep 6."""
+        return (6 if self.loss.pairwise and not self.host else 8) * self.pairs * self.dimensions
 
     @property
     def pairs(self) -> float:

@@ -30,6 +30,8 @@ class Side:
     inputs: int = 0
     # bytes of features per example beside those that the encoder returns, such as normalised ones
     copies: int = 0
+    # features and their gradients wait in host memory
+    host: bool = False
 
     @property
     def count(self) -> int:
@@ -39,7 +41,12 @@ class Side:
     @property
     def features(self) -> int:
         """Bytes of all features."""
-        return self.examples * (self.cost.features + self.copies)
+        return 0 if self.host else self.examples * (self.cost.features + self.copies)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of all features' gradients."""
+        return 0 if self.host else self.examples * self.cost.features
 
     def graphs(self, kept: int) -> int:
         """Bytes of the last `kept` graphs; the last sub-batch may be shorter."""
@@ -124,7 +131,7 @@ class StepMemory:
             graphs += side.graphs(count)
         add("loss", graphs=graphs, features=features, **self._loss_parts())
         # the features' own gradients wait beside them
-        features += sum(side.examples * side.cost.features for side in self.sides)
+        features += sum(side.gradients for side in self.sides)
         gradients = 0
         for side, count in reversed(list(zip(self.sides, kept, strict=True))):
             cost, graphs = side.cost, graphs - side.graphs(count)
@@ -156,6 +163,16 @@ class StepMemory:
     def peak(self) -> Moment:
         """The moment with the most bytes."""
         return max(self.moments(), key=lambda moment: moment.bytes)
+
+    def with_features_on_host(self) -> StepMemory:
+        """The same step whose features wait in host memory: of `encode` and the loss."""
+        sides = [replace(side, host=True, copies=0) for side in self.sides]
+        held = sum(self.base().values()) + sum(self.held_graphs())
+        return replace(self, sides=sides, loss=replace(self.loss, host=True, held=held))
+
+    def held_graphs(self) -> list[int]:
+        """Bytes of each side's graphs between its passes."""
+        return [side.graphs(count) for side, count in zip(self.sides, self.graphs(), strict=True)]
 
     def with_batch(self, rows: int, keys: int) -> StepMemory:
         """The same step for another number of examples on a rank."""

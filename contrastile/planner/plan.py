@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from contrastile._errors import invalid
+from contrastile.exchange.host import host_bytes
 from contrastile.gradcache.memory import AUTO, MARGIN
 from contrastile.planner.memory import CONTEXT, Moment, Side, StepMemory
 from contrastile.planner.profile import Target
@@ -75,9 +76,10 @@ class Plan:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory on a node: the model, which is built there first, and batches."""
-        pairs = -(-self.batch // self.target.ranks) * self.target.per_node
-        return self.target.per_node * self.parameters + BATCHES_ON_HOST * pairs * self.host_inputs
+        """Bytes of host memory on a node: the model, which is built there first, batches, and features that wait."""
+        pairs, loss = -(-self.batch // self.target.ranks) * self.target.per_node, self.step.loss
+        waiting = host_bytes(loss.dimensions, loss.given, loss.ranks) if loss.host else 0
+        return self.target.per_node * self.parameters + pairs * (BATCHES_ON_HOST * self.host_inputs + waiting)
 
     @cached_property
     def seconds(self) -> StepSeconds | None:
@@ -149,6 +151,10 @@ class Plan:
             words: dict[str, Any] = {"exchange": exchange, "backend": backend}
             name = f"exchange {exchange}, backend {backend}"
             yield self._choice(name, replace(step, loss=replace(step.loss, **words)), **words)
+        if not step.loss.host and self.keys == 1:
+            plan = replace(self, step=step.with_features_on_host())
+            name = f"features in host memory: {plan.host / GIB:,.0f} GiB there"
+            yield plan._choice(name, plan.step)
         for retain in (0, AUTO):
             if retain != step.retain:
                 yield self._choice(f"retain {retain}", replace(step, retain=retain))

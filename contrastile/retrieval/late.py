@@ -20,11 +20,16 @@ from contrastile.train.report.alignment import alignment
 from contrastile.train.report.page import template
 from contrastile.train.retriever.evaluation import Candidates, FirstStage, Passages, bm25_candidates
 
-BM25 = "bm25"
+BM25, ALL = "bm25", "all"
 
 
 def first_stage(source: str, count: int, device: str) -> FirstStage:
-    """The stage that picks `count` passages: "bm25", or a run's folder with its index of the same passages."""
+    """The stage that picks `count` passages: "bm25", or a run's folder with its index of the same passages.
+
+    "all" picks none: every passage is scored, whatever the recipe says.
+    """
+    if source == ALL:
+        return lambda _: lambda _: None
     if source == BM25:
         return partial(bm25_candidates, count=count)
     return partial(_run_candidates, RunFolder(Path(source)), count, device)

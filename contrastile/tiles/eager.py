@@ -58,7 +58,7 @@ class Eager(Tiles):
     @property
     def _held(self) -> int:
         """Tiles that are held at once, those of the products of guides included."""
-        return TILES_HELD + 2 * self.loss.guides
+        return TILES_HELD + 2 * self.loss.guides + self.loss.reads_products
 
     def _height(self, N: int, M: int, dtype: torch.dtype) -> int:
         side = self._side(dtype)
@@ -79,7 +79,7 @@ class Eager(Tiles):
         room = self.scale.new_empty(height * len(cols))
         for along, strip in self._tiles(rows, height):
             x, graph = self._logits(strip, cols, room, with_graph=True)
-            tile = self._tile(x, strip, cols)
+            tile = self._tile(x, strip, cols, self._products(graph))
             # the statistics use their tile up
             ends = [self.loss.finish(side) for side in self.loss.absorb(tile._replace(x=x.clone()))]
             coefficients = weigh(ends, along)
@@ -109,7 +109,7 @@ class Eager(Tiles):
             for along_i, row_tile in self._tiles(rows, side):
                 for along_j, col_tile in self._tiles(cols, side):
                     x, graph = self._logits(row_tile, col_tile, room, with_graph=sums is not None)
-                    tile = self._tile(x, row_tile, col_tile)
+                    tile = self._tile(x, row_tile, col_tile, self._products(graph))
                     if stats is not None:
                         for index, met in enumerate(self.loss.absorb(tile)):
                             self._merge_tile(stats, index, met, (along_i, along_j)[index], shards[index])
@@ -129,7 +129,7 @@ class Eager(Tiles):
         whole[:, along] = self.loss.merge(whole[:, along], met)
 
     def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
-        """scale · ⟨q_i, k_j⟩ [I, J], and a context for `_propagate`: None for a dot product."""
+        """scale · ⟨q_i, k_j⟩ [I, J], and a context for `_products` and `_propagate`."""
         del with_graph
         q, k = rows.features, cols.features.T
         n, m = q.shape[0], k.shape[1]
@@ -139,7 +139,12 @@ class Eager(Tiles):
         else:
             torch.mm(q.to(out.dtype), k.to(out.dtype), out=out)
         # scaled after the product: scaled features would be rounded once more
-        return out.mul_(self.scale), None
+        return (out * self.scale, out) if self.loss.reads_products else (out.mul_(self.scale), None)
+
+    def _products(self, graph: Any) -> Tensor | None:
+        """⟨q_i, k_j⟩ [I, J], where the loss reads them."""
+        products: Tensor | None = graph
+        return products
 
     def _propagate(
         self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor
@@ -174,7 +179,7 @@ class Eager(Tiles):
         frugal = device.type == "cpu" and not by_index and max(N, M) <= tiles._side(dtype)
         return bound * TILES_HELD_CPU // TILES_HELD if frugal else bound
 
-    def _tile(self, x: Tensor, rows: Shard, cols: Shard) -> Tile:
+    def _tile(self, x: Tensor, rows: Shard, cols: Shard, products: Tensor | None) -> Tile:
         """The tile of the logits x without bias, which it may overwrite."""
         if self.bias is not None:
             x += self.bias
@@ -182,8 +187,7 @@ class Eager(Tiles):
         marks = mark(rows, cols, exclude_self=self.loss.exclude_self)
         if marks.excluded is not None:
             fill(x, marks.excluded, -torch.inf)
-        numbers = tuple([None if side.numbers is None else side.numbers.to(x.dtype) for side in (rows, cols)])
-        tile = Tile(x, *marks, bounds, numbers=(numbers[0], numbers[1]), scale=self.scale)
+        tile = Tile(x, *marks, bounds, numbers=(rows.numbers, cols.numbers), products=products)
         if not rows.guides and rows.targets is None:
             return tile
         guides = [a.to(x.dtype) @ b.to(x.dtype).T for a, b in zip(rows.guides, cols.guides, strict=True)]

@@ -77,5 +77,5 @@ def _tile(tiles: Tiles, rows: Shard) -> tuple[Tile, Tensor, Tensor, Tensor]:
         first = torch.arange(x.shape[1], device=x.device) < rows.own_positives
         positive = first.expand_as(x)
     target = None if rows.targets is None else rows.targets.to(wide)
-    tile = Tile(x, positive, rows.own_excluded, bounds, target=target, scale=tiles.scale, own=True)
+    tile = Tile(x, positive, rows.own_excluded, bounds, target=target, products=products, own=True)
     return tile, q, own, products

@@ -3,8 +3,7 @@
 Beside `eager.py`, whose loop over tiles it takes over. With s_ij = Φ(f_i, g_j; Ω) and x_ij = scale · s_ij + bias:
 the forward computes each tile of scores without a graph and the loss keeps its statistics of it; the backward
 computes it again with a graph, the loss gives w_ij = ∂L/∂x_ij, and back-propagating w through the tile adds to
-∂L/∂Ω (equation 11), u_i (12) and v_j (13). The paper holds all b² distances and their gradients in between; here
-nothing is held but one tile and its graph.
+∂L/∂Ω (equation 11), u_i (12) and v_j (13). The paper holds all b² distances and gradients; here one tile is held.
 
 A side's rows are any nested tensors. Their gradients are accumulated as one matrix [n, all numbers of a row], so
 that an exchange carries them as it carries those of a dot product; likewise the sums over all pairs are one vector:
@@ -318,6 +317,9 @@ class Scored(Eager):
             with torch.no_grad():
                 scores, leaves = self.scorer(rows, cols), []
         return scores.detach().to(self.scale.dtype) * self.scale, (scores, leaves)
+
+    def _products(self, graph: Any) -> Tensor | None:
+        return graph[0].detach().to(self.scale.dtype) if self.loss.reads_products else None
 
     def _propagate(
         self, g_IJ: Tensor, graph: Any, rows: Shard, cols: Shard, u_I: Tensor | None, v_J: Tensor | None, sums: Tensor

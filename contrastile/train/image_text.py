@@ -14,7 +14,7 @@ from torch import Tensor
 from contrastile.data.base import Indices
 from contrastile.data.pairs import Stream
 from contrastile.gradcache.encode import encode
-from contrastile.gradcache.memory import bytes_per_example
+from contrastile.gradcache.memory import as_written, bytes_per_example
 from contrastile.models.base import evaluating
 from contrastile.models.text import load_tokenizer
 from contrastile.train.batch_builder import Batch, BatchBuilder, DataBundle, open_data_bundle, with_cached_features
@@ -180,7 +180,7 @@ def activations_per_pair(run: Run, bundle: DataBundle) -> int:
 
     # black pictures must not enter the running statistics of batch norm
     buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
-    with run.autocast():
+    with run.autocast(), as_written():
         texts = sub_batch.at_once("text", run.recipe.model.tokenizer.length)
         total = bytes_per_example(image, sub_batch.image) + bytes_per_example(text, texts)
     for buffer, value in buffers:

@@ -52,7 +52,7 @@ from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import load_any_recipe
 from contrastile.train.retriever.config import RetrieverRecipe
 from contrastile.train.retriever.job import RetrieverJob
-from contrastile.train.run import begin_run, learned_by, same_recipe, save_run, with_precision
+from contrastile.train.run import begin_run, learned_by, same_recipe, save_run, settled
 from contrastile.train.sharded import full, is_sharded
 from contrastile.train.signals import StopRequest
 from contrastile.train.state import Ema, NonFiniteGuard, Progress, all_finite
@@ -87,7 +87,7 @@ def run_recipe(recipe: Recipe | RetrieverRecipe, runs: str | Path, *, resume: bo
     """
     ranks = Ranks.of_environment(recipe.device)
     begun = begun_run(runs, recipe.name) if resume else None
-    recipe = with_precision(recipe, begun)
+    recipe = settled(recipe, begun)
     if begun is not None:
         same_recipe(begun, recipe)
     task = TASKS[recipe.kind].open(recipe, begun)

@@ -180,18 +180,18 @@ class QueryObjective(Objective):
     def __init__(self, settings: Any, *, features: int = 0, scorer: nn.Module | None = None) -> None:
         """`scorer`: of token vectors, in the place of the dot product."""
         super().__init__(settings, features=features)
+        by_scores = settings.kind in ("kl", "margin_mse")
         if scorer is not None:
-            # the loss has its smoothing already
-            words = vars(self.loss.options) | {"label_smoothing": 0.0, "scorer": scorer}
-            self.loss = partial(contrast, loss=self.loss.loss, **words)
-        if settings.kind in ("kl", "margin_mse"):
+            self.loss = partial(self.loss, scorer=scorer) if by_scores else _scored(self.loss, scorer)
+        if by_scores:
             how = {name: getattr(settings, name) for name in ("backend", "exchange", "gradient", "workspace")}
-            self._in_batch = InfoNCELoss(**how)
+            in_batch = InfoNCELoss(**how)
+            self._in_batch: Any = in_batch if scorer is None else _scored(in_batch, scorer)
 
     def __call__(
         self,
-        query: Tensor,
-        passage: Tensor,
+        query: Any,
+        passage: Any,
         scale: Tensor,
         *,
         positives: Tensor,
@@ -207,14 +207,16 @@ class QueryObjective(Objective):
 
         positives, lists [b, P], [b, H]: indices of each query's passages, of the keys and of all, −1 pads. key_ids
         [L]. scores [b, H]: of the listed. guides: the other model's features of both sides, and its scale. queue: keys
-        of earlier steps, and their ids.
+        of earlier steps, and their ids. With a scorer of token vectors, query and passage are vectors and their mask.
         """
-        key, ids = (passage, key_ids) if shared is None else (passage[shared], key_ids[shared])
+        key, ids = (passage, key_ids) if shared is None else (_some(passage, shared), key_ids[shared])
         given: dict[str, Any] = {"positives": positives, "query_ids": query_ids, "key_ids": ids}
         if scores is not None:
             weight = self.settings.weight
             soft: Tensor = self.loss(query, passage, scores * self.settings.score_scale, scale, lists=lists)
-            return soft if weight == 1 else weight * soft + (1 - weight) * self._in_batch(query, key, scale, **given)
+            return (
+                soft if weight == 1 else weight * soft + (1 - weight) * self._in_batch(query, key, scale=scale, **given)
+            )
         if queue is not None:
             key, given["key_ids"] = _behind(key, ids, queue)
         if guides is not None:
@@ -230,6 +232,18 @@ class QueryObjective(Objective):
                 del given["positives"], given["key_ids"]
         value: Tensor = self.loss(query, key, scale=scale, **given)
         return value
+
+
+def _scored(loss: InfoNCELoss, scorer: nn.Module) -> Callable[..., Tensor]:
+    """The loss with a scorer in place of the dot product."""
+    # it has its smoothing already
+    words: dict[str, Any] = vars(loss.options) | {"label_smoothing": 0.0, "scorer": scorer}
+    return partial(contrast, loss=loss.loss, **words)
+
+
+def _some(side: Any, rows: Tensor) -> Any:
+    """These rows of features, or of token vectors and their mask."""
+    return tuple(x[rows] for x in side) if isinstance(side, tuple) else side[rows]
 
 
 # the objective of each kind of recipe

@@ -117,9 +117,10 @@ def towers(recipe: Any, ranks: int, batch: int) -> tuple[nn.Module, list[TowerCo
     build: Callable[..., Any] = build_run if isinstance(recipe, Recipe) else build_retriever_run
     tokenizer = made_up_tokenizer(recipe.model.tokenizer)
     # compiled towers take no more; weights in folders are not read
-    settings = without_folders(recipe).model_copy(update={"device": "meta"})
-    if getattr(settings.train, "compile", False):
-        settings = settings.model_copy(update={"train": settings.train.model_copy(update={"compile": False})})
+    settings = without_folders(recipe)
+    settings = settings.model_copy(
+        update={"device": "meta", "train": settings.train.model_copy(update={"compile": False})}
+    )
     with made_without_memory():
         model = build(settings, tokenizer).model.train()
     context, costs = partial(autocast, CPU, recipe.train.precision), []
@@ -193,6 +194,8 @@ def plan_of(
     pictures = isinstance(recipe, Recipe) and is_collection(recipe.data.source) and not recipe.model.precompute
     inputs = sum(side.examples * side.cost.inputs for side in sides) // max(1, rows)
     step = StepMemory(sides, loss, held, train.retain)
+    if getattr(train, "features", "device") == "host":
+        step = step.with_features_on_host()
     return Plan(
         recipe.name, machines, batch, step, keys, train.accumulate, weights, trained, inputs, int(pictures),
         half is not None, lengths,

@@ -5,6 +5,7 @@ Nothing is unpickled: weights are safetensors with a checksum, everything else i
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tempfile
@@ -25,10 +26,12 @@ from contrastile.data.images import squared
 from contrastile.data.pairs import PairSet
 from contrastile.gradcache.encode import encode
 from contrastile.models.base import checkpoint_activations, freeze
+from contrastile.models.compiled import compile_tower, no_compiler
 from contrastile.models.text import Tokenizer, load_tokenizer
 from contrastile.models.towers import DualEncoder, build_model
 from contrastile.train.config import AnyRecipe, Recipe
 from contrastile.train.config.base import unused_keys
+from contrastile.train.config.sizes import GROWTH
 from contrastile.train.folder import METADATA, RECIPE, WEIGHTS, RunFolder, finished_run
 from contrastile.train.loaded import LoadedRun
 from contrastile.train.recipe import load_any_recipe, load_recipe, to_toml
@@ -44,6 +47,10 @@ HOW_TRAINED = {"tokenizer", "locked", "unlocked", "precompute", "checkpointing"}
 # Linux's description of the CPU, and its names of bf16 instructions
 CPU, BF16 = Path("/proc/cpuinfo"), re.compile(r"\b(avx512_bf16|amx_bf16|svebf16|bf16)\b")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# examples of a run from which on compiled towers save more time than they take to compile
+WORTH_COMPILING = 200_000
+
+logger = logging.getLogger("contrastile")
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
@@ -146,7 +153,7 @@ def load_weights(model: nn.Module, folder: RunFolder) -> None:
 
 def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
     """The untrained run of a recipe, its towers initialised from the recipe's seed."""
-    recipe = with_precision(recipe)
+    recipe = settled(recipe)
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
     model = _in_precision(build_model(tower_settings(recipe), tokenizer=tokenizer), recipe).to(device)
@@ -155,8 +162,7 @@ def build_run(recipe: Recipe, tokenizer: Tokenizer) -> Run:
     for side in recipe.model.checkpointing:
         checkpoint_activations(getattr(model, side), side)
     for side in ("image", "text") if recipe.train.compile else ():
-        # compiles in place, which keeps the names of weights
-        getattr(model, side).compile()
+        compile_tower(getattr(model, side))
     return Run(recipe, model, tokenizer, device)
 
 
@@ -185,21 +191,38 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def with_precision(recipe: R, begun: RunFolder | None = None) -> R:
-    """The recipe with a precision in place of "auto": that of the run `begun`, or the fastest one of the device.
+def settled(recipe: R, begun: RunFolder | None = None) -> R:
+    """The recipe with choices in place of "auto": those of the run `begun`, or else the fastest of the device.
 
-    That is bf16 where the device has instructions for it, because emulated products are many times slower, else
-    float32.
+    The precision is bf16 where the device has instructions for it, because emulated products are many times slower,
+    else float32. Towers are compiled where that pays.
     """
     train: Any = recipe.train
-    if train.precision != "auto":
-        return recipe
-    if begun is not None:
-        earlier: Any = load_any_recipe(begun / RECIPE, files=False).train
-        precision = earlier.precision
-    else:
-        precision = "bf16" if _has_bf16(choose_device(recipe.device)) else "float32"
-    return recipe.model_copy(update={"train": train.model_copy(update={"precision": precision})})
+    earlier: Any = None if begun is None else load_any_recipe(begun / RECIPE, files=False).train
+    choices: dict[str, Any] = {}
+    if train.precision == "auto":
+        bf16 = earlier is None and _has_bf16(choose_device(recipe.device))
+        choices["precision"] = earlier.precision if earlier is not None else "bf16" if bf16 else "float32"
+    if train.compile == "auto":
+        # a run whose recipe does not say it is one of an earlier version, which compiled nothing by itself
+        choices["compile"] = earlier.compile is True if earlier is not None else _pays_to_compile(recipe)
+    return recipe.model_copy(update={"train": train.model_copy(update=choices)}) if choices else recipe
+
+
+def _pays_to_compile(recipe: Any) -> bool:
+    """Return whether the recipe's towers are compiled, and log it; quietly not on a CPU."""
+    device, train = choose_device(recipe.device), recipe.train
+    towers = [getattr(recipe.model, side, None) for side in ("both", "image", "text", "query", "passage")]
+    reason = no_compiler(device)
+    if train.parallel == "shard":
+        reason = "they are sharded"
+    elif {tower.kind for tower in towers if tower is not None} <= GROWTH.keys():
+        reason = "they are small"
+    elif train.examples is not None and train.examples < WORTH_COMPILING:
+        reason = f"{train.examples:,} examples are over sooner"
+    if device.type != "cpu":
+        logger.info("train.compile: %s", "towers are compiled" if reason is None else f"no, because {reason}")
+    return reason is None
 
 
 def _has_bf16(device: torch.device) -> bool:
@@ -255,8 +278,8 @@ FREE = (
 
 def same_recipe(folder: RunFolder, recipe: AnyRecipe, verb: str = "train") -> None:
     """Raise ValueError where `verb` began with a recipe that differs in a key that training depends on."""
-    began = _flat(load_any_recipe(folder / RECIPE, files=False).model_dump(mode="json"))
-    now = _flat(recipe.model_dump(mode="json"))
+    began = _flat(settled(load_any_recipe(folder / RECIPE, files=False), folder).model_dump(mode="json"))
+    now = _flat(settled(recipe, folder).model_dump(mode="json"))
     # keys that nothing reads may differ
     unused = {rule.key for rule in unused_keys(recipe)}
     for key in sorted((began.keys() | now.keys()) - unused):

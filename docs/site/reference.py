@@ -45,7 +45,7 @@ API: dict[str, tuple[str, str, dict[str, str]]] = {
     "scorers": (
         "Which learned distances are there?",
         "A scorer takes the place of the dot product: `contrast(q, k, scorer=...)`.",
-        dict.fromkeys(("Bilinear", "PairMLP", "MaxSim"), "contrastile.scorers"),
+        dict.fromkeys(("Bilinear", "PairMLP", "MaxSim", "padded"), "contrastile.scorers"),
     ),
     "integrations": (
         "Which adapters for other libraries are there?",

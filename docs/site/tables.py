@@ -5,25 +5,25 @@ python docs/site/tables.py          # writes every table anew between its two ma
 
 from __future__ import annotations
 
-import csv
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
+
+import papers_tables
+from cells import ROOT, Row, cost, gib, last, mib, rows_of, table_of, time_text
 
 from contrastile.experiments.pairs import LOSS_WAYS, difference
 from contrastile.experiments.results import Result, by_labels, mean_percent
 
-ROOT = Path(__file__).parents[2]
 MARKS = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-Row = dict[str, str]
 # columns of the files, and their heads on the pages; earlier versions called fonts faces
 TESTS = {
     "held-out faces, picture → name": "held-out fonts",
     "held-out names, picture → name": "held-out names",
     "handwritten digits, zero-shot": "digits",
 }
+LATE_WAYS = {"single": "one vector a text", "late": "late interaction", "BM25": "BM25"}
 # implementation and way of a step, as the files name them
 STEPS = (
     ("plain", "plain", "whole batch"),
@@ -37,65 +37,40 @@ STEPS = (
     ("sentence-transformers", "sentence-transformers", "cached loss"),
     ("open_clip, `--accum-freq`", "open_clip", "accum-freq"),
 )
-
-
-@cache
-def _file(name: str) -> list[Row]:
-    with open(ROOT / "benchmarks" / "results" / name, encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def _rows(name: str, **wanted: str) -> list[Row]:
-    """The rows of a file with these values."""
-    return [row for row in _file(name) if all(row[key] == value for key, value in wanted.items())]
-
-
-def _last(name: str, **wanted: str) -> Row:
-    """The newest of several measurements of one thing: files grow at their end."""
-    return _rows(name, **wanted)[-1]
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = ("|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in (head, *rows))
-    first, *others = lines
-    return "\n".join([first, f"|{'---|' * len(head)}", *others, ""])
-
-
-def _gib(row: Row) -> str:
-    return f"{float(row['peak_bytes']) / 2**30:.0f} GiB"
-
-
-def _mib(count: str | float) -> str:
-    return f"{float(count) / 2**20:,.0f}"
-
-
-def _time(ms: float) -> str:
-    if ms >= 1000:
-        return f"{ms / 1000:.{0 if ms > 1e5 else 1}f} s"
-    return f"{ms:.{0 if ms >= 10 else 2}f} ms"
-
-
-def _cost(row: Row) -> str:
-    """Time and peak memory."""
-    gib = float(row["peak_bytes"]) / 2**30
-    memory = f"{gib:.{0 if gib >= 10 else 1}f} GiB" if gib >= 1 else f"{1024 * gib:.0f} MiB"
-    return f"{_time(float(row['ms']))}, {memory}"
+# losses of sentence-transformers, as the files name them, theirs and ours
+DOORS = (
+    ("ranking", "CachedMultipleNegativesRankingLoss", "CachedRankingLoss"),
+    ("multi-vector", "CachedMultiVectorMultipleNegativesRankingLoss", "CachedMultiVectorLoss"),
+)
 
 
 def steps() -> str:
     """Time and memory of whole steps, plain and cached."""
     file, model = "h200_step.csv", {"model": "vit-b-16", "dtype": "bfloat16"}
-    plain = _last(file, impl="plain", way="whole batch", batch="1024", **model)
+    plain = last(file, impl="plain", way="whole batch", batch="1024", **model)
     rows = [("plain", plain)]
     for batch in ("1024", "8192", "65536", "262144"):
-        rows.append(("`retain=0`", _last(file, impl="contrastile", retain="0", batch=batch, sub_batch="512", **model)))
+        rows.append(("`retain=0`", last(file, impl="contrastile", retain="0", batch=batch, sub_batch="512", **model)))
     for batch in ("1024", "8192"):
-        row = _last(file, impl="contrastile", retain="auto", inputs="device", batch=batch, sub_batch="512", **model)
+        row = last(file, impl="contrastile", retain="auto", inputs="device", batch=batch, sub_batch="512", **model)
         rows.append(('`retain="auto"`', row))
     pace = float(plain["us_per_pair"])
-    cells = ((way, f"{int(row['batch']):,}", f"{float(row['us_per_pair']) / pace:.2f}", _gib(row)) for way, row in rows)
-    return _table(("step", "pairs", "time of a pair, times the plain step's", "peak memory"), cells)
+    cells = ((way, f"{int(row['batch']):,}", f"{float(row['us_per_pair']) / pace:.2f}", gib(row)) for way, row in rows)
+    return table_of(("step", "pairs", "time of a pair, times the plain step's", "peak memory"), cells)
+
+
+def doors() -> str:
+    """A step of sentence-transformers' cached losses, and of ours in their place."""
+    cells = []
+    for loss, theirs, ours in DOORS:
+        rows = rows_of("h200_doors.csv", loss=loss)
+        for retain in sorted({row["retain"] for row in rows if row["impl"] == "contrastile"}):
+            beside = [row for row in rows if row["impl"] == "sentence-transformers"][-1]
+            row = last("h200_doors.csv", loss=loss, impl="contrastile", retain=retain)
+            words = f"`{ours}`" + (f', `retain="{retain}"`' if retain != "0" else "")
+            figures = (f"{float(each['ms']):,.0f} ms, {mib(each['peak_bytes'])} MiB" for each in (beside, row))
+            cells.append((f"`{theirs}`", f"{int(row['batch']):,}", next(figures), words, next(figures)))
+    return table_of(("theirs", "pairs", "time, peak memory", "ours", "time, peak memory"), cells)
 
 
 def cpu_loss() -> str:
@@ -103,9 +78,9 @@ def cpu_loss() -> str:
     cells = []
     for loss, title in (("clip", "CLIP"), ("siglip", "SigLIP"), ("infonce", "InfoNCE, one direction")):
         at = {"loss": loss, "b": "8192", "d": "128", "dtype": "float32"}
-        dense = _last("cpu_loss.csv", impl="dense", **at)
-        ours = _last("cpu_loss.csv", impl="contrastile", **at)
-        theirs = _rows("cpu_loss.csv", **{**at, "impl": "linear_cross_entropy"})
+        dense = last("cpu_loss.csv", impl="dense", **at)
+        ours = last("cpu_loss.csv", impl="contrastile", **at)
+        theirs = rows_of("cpu_loss.csv", **{**at, "impl": "linear_cross_entropy"})
         speed = [float(dense["ms"]) / float(row["ms"]) for row in (ours, *theirs[-1:])]
         mib = [f"{float(row['peak_bytes']) / 2**20:,.0f} MiB" for row in (ours, dense)]
         cells.append((title, f"{speed[0]:.1f}", f"{speed[1]:.1f}" if theirs else "", *mib))
@@ -113,7 +88,7 @@ def cpu_loss() -> str:
         "loss", "speed, times the dense formula's", "torch's `linear_cross_entropy`", "memory beside the features",
         "the dense formula's memory",
     )  # fmt: skip
-    return _table(head, cells)
+    return table_of(head, cells)
 
 
 def h200_loss() -> str:
@@ -128,18 +103,18 @@ def h200_loss() -> str:
                 "backend": f"triton{workspace}",
                 "b": str(b),
             }
-            found = [_rows("h200_loss.csv", **at, d=d)[-1:] for d in ("512", "768", "1024")]
-            rates = (f"{float(row[0]['ratio']):.2f} ({_time(float(row[0]['ms']))})" if row else "" for row in found)
+            found = [rows_of("h200_loss.csv", **at, d=d)[-1:] for d in ("512", "768", "1024")]
+            rates = (f"{float(row[0]['ratio']):.2f} ({time_text(float(row[0]['ms']))})" if row else "" for row in found)
             cells.append((title, workspace.removeprefix(", workspace ") or "2 GiB", *rates))
-    return _table(("pairs", "workspace", "512 features", "768", "1024"), cells)
+    return table_of(("pairs", "workspace", "512 features", "768", "1024"), cells)
 
 
 def ranks() -> str:
     """Times and memory of a loss of 768 features on one, two and four H200s."""
     cells = []
-    for b, title in (("65536", "64k"), ("262144", "256k")):
+    for b, title in (("65536", "64k"), ("131072", "128k"), ("262144", "256k")):
         for world in ("2", "4"):
-            rows = [row for row in _rows(f"h200_{world}_ranks.csv", b=b) if row["world"] == world]
+            rows = [row for row in rows_of(f"h200_{world}_ranks.csv", b=b) if row["world"] == world]
             for row in rows:
                 way = row["backend"] if row["impl"] == "contrastile" else f"{row['impl']}, {row['backend']}"
                 single = f"{float(row['single_ms']):,.1f} ({float(row['single_cost']):.2f})"
@@ -148,7 +123,7 @@ def ranks() -> str:
                     single, f"{float(row['beside_bytes']) / 2**20:,.0f}",
                 ))  # fmt: skip
     head = ("pairs", "GPUs", "way", "steps in a row, ms", "a single step, ms", "memory, MiB")
-    return _table(head, cells)
+    return table_of(head, cells)
 
 
 def h200_peers() -> str:
@@ -168,42 +143,42 @@ def h200_peers() -> str:
             at = {"loss": loss, "dtype": "bfloat16", "b": str(b)}
             cells = []
             for d in ("512", "768", "1024"):
-                theirs = _rows("h200_loss.csv", impl=impl, backend=backend, d=d, **at)
-                ours = _rows("h200_loss.csv", impl="contrastile", backend="triton", d=d, **at)
+                theirs = rows_of("h200_loss.csv", impl=impl, backend=backend, d=d, **at)
+                ours = rows_of("h200_loss.csv", impl="contrastile", backend="triton", d=d, **at)
                 cells.append(f"{float(theirs[-1]['ms']) / float(ours[-1]['ms']):.1f}" if theirs and ours else "")
             rows.append((title, f"{b // 1024}k", *cells))
-    return _table(("implementation", "pairs", "512 features", "768", "1024"), rows)
+    return table_of(("implementation", "pairs", "512 features", "768", "1024"), rows)
 
 
 def two_ranks() -> str:
     """Times of a loss on two H200s beside one GPU and beside other implementations."""
     rows = []
-    for b, title in (("65536", "64k"), ("262144", "256k")):
-        peers = [_rows("h200_2_ranks.csv", impl=impl, b=b) for impl in ("inf-cl", "open_clip")]
+    for b, title in (("65536", "64k"), ("131072", "128k"), ("262144", "256k")):
+        peers = [rows_of("h200_2_ranks.csv", impl=impl, b=b) for impl in ("inf-cl", "open_clip")]
         for exchange in ("gather", "ring"):
-            ours = _last("h200_2_ranks.csv", backend=f"triton, {exchange}", b=b)
+            ours = last("h200_2_ranks.csv", backend=f"triton, {exchange}", b=b)
             times = (f"{float(peer[0]['ms']) / float(ours['ms']):.1f}" if peer else "" for peer in peers)
             rows.append((title, exchange, f"{100 * float(ours['cost']) - 100:.0f} %", *times))
     head = (
         "pairs", "exchange", "time × ranks, above one GPU's time", "times as fast as Inf-CLIP's ring",
         "times as fast as OpenCLIP's loss",
     )  # fmt: skip
-    return _table(head, rows)
+    return table_of(head, rows)
 
 
 def one_gpu() -> str:
     """Whole steps of ViT-B/16 on one H200: the newest measurement of each way, batch and sub-batch."""
     at = {"model": "vit-b-16"}
-    file = [*_rows("h200_step.csv", commit="499b6ae", **at), *_rows("h200_step.csv", commit="7854740", **at)]
+    file = [*rows_of("h200_step.csv", commit="499b6ae", **at), *rows_of("h200_step.csv", commit="7854740", **at)]
     newest = {(int(row["batch"]), -int(row["sub_batch"] or row["batch"]), row["way"]): row for row in file}
     plain = float(newest[1024, -1024, "whole batch"]["us_per_pair"])
     rows = []
     for (batch, _, way), row in sorted(newest.items(), key=lambda item: item[0][:2]):
         title = {"whole batch": "plain", "two passes": "two passes by hand"}.get(way, way)
         times = float(row["ratio_to_plain"] or float(row["us_per_pair"]) / plain)
-        time = (_time(float(row["ms"])), f"{float(row['us_per_pair']):,.0f}", f"{times:.3f}")
-        rows.append((f"{batch:,}", f"{int(row['sub_batch']):,}" if row["sub_batch"] else "", title, *time, _gib(row)))
-    return _table(("batch", "sub-batch", "way", "step", "µs a pair", "times plain", "peak"), rows)
+        time = (time_text(float(row["ms"])), f"{float(row['us_per_pair']):,.0f}", f"{times:.3f}")
+        rows.append((f"{batch:,}", f"{int(row['sub_batch']):,}" if row["sub_batch"] else "", title, *time, gib(row)))
+    return table_of(("batch", "sub-batch", "way", "step", "µs a pair", "times plain", "peak"), rows)
 
 
 def _pace(rows: Sequence[Row]) -> str:
@@ -223,7 +198,7 @@ def _peak(rows: Sequence[Row]) -> str:
 def _step(rows: Sequence[Row]) -> str:
     """The shortest time of a step, and the longest where it differs."""
     times = sorted(float(row["ms"]) for row in rows)
-    return " to ".join(dict.fromkeys((_time(times[0]), _time(times[-1]))))
+    return " to ".join(dict.fromkeys((time_text(times[0]), time_text(times[-1]))))
 
 
 def _by_way(columns: Iterable[tuple[str, list[Row]]], cell: Callable[[Sequence[Row]], str]) -> str:
@@ -241,12 +216,12 @@ def _by_way(columns: Iterable[tuple[str, list[Row]]], cell: Callable[[Sequence[R
             cells.append("; ".join(texts))
         if any(cells):
             lines.append((title, *cells))
-    return _table(("way", *(head for head, _ in columns)), lines)
+    return table_of(("way", *(head for head, _ in columns)), lines)
 
 
 def side_by_side(model: str, sub_batch: str, batches: Sequence[int], cell: Callable[[Sequence[Row]], str]) -> str:
     """All ways of a step as measured on 2026-11-22, by batch."""
-    file = _rows("h200_step.csv", model=model, date="2026-11-22")
+    file = rows_of("h200_step.csv", model=model, date="2026-11-22")
     measured = [row for row in file if row["sub_batch"] in ("", sub_batch)]
     return _by_way(((f"{batch:,}", [row for row in measured if row["batch"] == str(batch)]) for batch in batches), cell)
 
@@ -256,7 +231,7 @@ def small_sub_batches() -> str:
     at = {"model": "vit-b-16", "batch": "1024"}
     hosts = (("fast host", "7014e07"), ("slow host", "499b6ae-dirty"))
     return _by_way(
-        ((f"{host} ({commit})", _rows("h200_step.csv", commit=commit, **at)) for host, commit in hosts), _step
+        ((f"{host} ({commit})", rows_of("h200_step.csv", commit=commit, **at)) for host, commit in hosts), _step
     )
 
 
@@ -276,11 +251,11 @@ def four_ranks() -> str:
     }
     names = {"vit-b-16": "ViT-B/16", "vit-l-14": "ViT-L/14"}
     rows = []
-    for row in _rows("h200_4_step.csv"):
-        memory = (_mib(row[f"{kind}_bytes"]) for kind in ("data", "loss", "backbone", "peak"))
+    for row in rows_of("h200_4_step.csv"):
+        memory = (mib(row[f"{kind}_bytes"]) for kind in ("data", "loss", "backbone", "peak"))
         title = (names[row["model"]], f"{int(row['batch']):,}", titles.get(row["way"], row["way"]))
         rows.append((*title, *memory, f"{float(row['ms']) / 1000:.2f} s"))
-    return _table(("model", "batch", "way", "data, MiB", "loss, MiB", "backbone, MiB", "peak, MiB", "step"), rows)
+    return table_of(("model", "batch", "way", "data, MiB", "loss, MiB", "backbone, MiB", "peak, MiB", "step"), rows)
 
 
 def _trials(name: str, *labels: str, **wanted: str) -> list[Result]:
@@ -296,7 +271,7 @@ def _trials(name: str, *labels: str, **wanted: str) -> list[Result]:
                 if test.startswith(("held-out", "handwritten")) and value
             },
         )
-        for row in _rows(name, **wanted)
+        for row in rows_of(name, **wanted)
     ]
 
 
@@ -315,7 +290,7 @@ def losses(file: str) -> str:
             cells += [mean_percent(groups[way,], test), signed]
         rows.append((way, ", ".join(words), *cells))
     head = ("way", "exchange, block", *(cell for title in TESTS.values() for cell in (title, "from dense")))
-    return _table(head, rows)
+    return table_of(head, rows)
 
 
 def batches() -> str:
@@ -328,7 +303,27 @@ def batches() -> str:
         rules = [groups[data, batch, rate] for rate in ("fixed", "sqrt") if (data, batch, rate) in groups]
         recalls = (" / ".join(mean_percent(trials, test) for trials in rules) for test in TESTS)
         rows.append((f"{float(data):.0%}", f"{int(batch):,}", f"{rules[0][0].costs['steps']:,.0f}", *recalls))
-    return _table(("data", "batch", "steps", *TESTS.values()), rows)
+    return table_of(("data", "batch", "steps", *TESTS.values()), rows)
+
+
+def late_interaction() -> str:
+    """nDCG@10 of one vector a text, of late interaction and of BM25, the mean of the seeds and their spread."""
+    rows = []
+    by_way: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for row in rows_of("late_docstrings.csv"):
+        way = tuple(row[name] for name in ("towers", "way", "queries", "batch", "candidates", "chip"))
+        by_way.setdefault(way, {}).setdefault(row["part"], []).append(float(row["ndcg_10"]))
+    for (towers, way, queries, batch, candidates, chip), parts in by_way.items():
+        spread = [
+            f"{100 * statistics.mean(values):.1f}"
+            + (f" ± {100 * (max(values) - min(values)) / 2:.1f}" if queries else "")
+            for values in (parts["held-out functions"], parts["held-out packages"])
+        ]
+        name = LATE_WAYS[way] + (f", of {candidates} candidates of BM25" if candidates not in ("", "0") else "")
+        cells = [towers, f"{int(queries):,}" if queries else "", batch, *spread]
+        rows.append((name, *cells, "H200" if "H200" in chip else "CPU"))
+    heads = ("", "towers", "questions", "batch", "functions, nDCG@10", "packages, nDCG@10", "on")
+    return table_of(heads, rows)
 
 
 def retrieval() -> str:
@@ -344,8 +339,8 @@ def retrieval() -> str:
         cost = ["", "", ""]
         if batch:
             updates = statistics.mean(trial.costs["steps"] for trial in trials)
-            one = _last("h200_updates.csv", way="plain" if way == "sequential" else way, queries=batch)
-            cost = [f"{updates:,.0f}", f"{updates * float(one['seconds']):.0f}", _mib(trials[0].costs["update_bytes"])]
+            one = last("h200_updates.csv", way="plain" if way == "sequential" else way, queries=batch)
+            cost = [f"{updates:,.0f}", f"{updates * float(one['seconds']):.0f}", mib(trials[0].costs["update_bytes"])]
         rows.append(
             (way, f"{int(batch):,}" if batch else "", *cost, *(mean_percent(trials, name) for name in measures))
         )
@@ -363,18 +358,18 @@ def retrieval() -> str:
         "packages: @1",
         "nDCG@10",
     )
-    return _table(heads, rows)
+    return table_of(heads, rows)
 
 
 def updates() -> str:
     """Time and memory of an update of a retriever."""
     ways = ("plain", "accumulated", "cached")
     rows = []
-    for queries in dict.fromkeys(row["queries"] for row in _rows("h200_updates.csv", way="plain")):
-        measured = [_last("h200_updates.csv", way=way, queries=queries) for way in ways]
+    for queries in dict.fromkeys(row["queries"] for row in rows_of("h200_updates.csv", way="plain")):
+        measured = [last("h200_updates.csv", way=way, queries=queries) for way in ways]
         times = (f"{1000 * float(row['seconds']):,.0f}" for row in measured)
-        rows.append((f"{int(queries):,}", *times, *(_mib(row["bytes"]) for row in measured)))
-    return _table(("queries", *(f"{way}, ms" for way in ways), *(f"{way}, MiB" for way in ways)), rows)
+        rows.append((f"{int(queries):,}", *times, *(mib(row["bytes"]) for row in measured)))
+    return table_of(("queries", *(f"{way}, ms" for way in ways), *(f"{way}, MiB" for way in ways)), rows)
 
 
 def formula() -> str:
@@ -382,10 +377,10 @@ def formula() -> str:
     ways = (("dense", "one dtype"), ("dense", "autocast"), ("contrastile", "triton"))
     at = {"loss": "clip", "d": "512", "dtype": "bfloat16"}
     rows = (
-        (f"{b:,}", *(_cost(_last("h200_loss.csv", impl=impl, backend=way, b=str(b), **at)) for impl, way in ways))
+        (f"{b:,}", *(cost(last("h200_loss.csv", impl=impl, backend=way, b=str(b), **at)) for impl, way in ways))
         for b in (4096, 8192, 32768, 65536)
     )
-    return _table(("pairs × 512", "plain, bf16 features", "plain, under autocast", "contrastile"), rows)
+    return table_of(("pairs × 512", "plain, bf16 features", "plain, under autocast", "contrastile"), rows)
 
 
 def open_clip() -> str:
@@ -394,31 +389,34 @@ def open_clip() -> str:
     measured = (
         (
             "the loss on one GPU, 768 features",
-            _last("h200_loss.csv", impl="open_clip", backend="one process", **b),
-            _last("h200_loss.csv", impl="contrastile", backend="triton", **b),
+            last("h200_loss.csv", impl="open_clip", backend="one process", **b),
+            last("h200_loss.csv", impl="contrastile", backend="triton", **b),
         ),
         (
             "the loss on a rank of two",
-            _last("h200_2_ranks.csv", impl="open_clip", **b),
-            _last("h200_2_ranks.csv", backend="triton, gather", **b),
+            last("h200_2_ranks.csv", impl="open_clip", **b),
+            last("h200_2_ranks.csv", backend="triton, gather", **b),
         ),
         (
             "a whole step of ViT-B/16, `--accum-freq` and `encode`",
-            _last("h200_step.csv", impl="open_clip", **step),
-            _last("h200_step.csv", way="retain 0", **step),
+            last("h200_step.csv", impl="open_clip", **step),
+            last("h200_step.csv", way="retain 0", **step),
         ),
     )
-    return _table(("65,536 pairs", "OpenCLIP", "contrastile"), ((t, _cost(a), _cost(c)) for t, a, c in measured))
+    return table_of(("65,536 pairs", "OpenCLIP", "contrastile"), ((t, cost(a), cost(c)) for t, a, c in measured))
 
 
 def siglip() -> str:
     """Time and memory of siglip-kernel and of `SigLipLoss` on one H200, 768 features."""
     at, impls = {"loss": "siglip", "d": "768"}, (("siglip-kernel", "auto"), ("contrastile", "triton"))
     rows = (
-        (f"{b:,}", *(_cost(_last("h200_loss.csv", impl=impl, backend=way, b=str(b), **at)) for impl, way in impls))
+        (
+            f"{b:,}",
+            *(cost(last("h200_loss.csv", impl=impl, backend=way, b=str(b), **at)) for impl, way in impls),
+        )
         for b in (4096, 8192, 65536)
     )
-    return _table(("pairs × 768", "siglip-kernel", "`SigLipLoss`"), rows)
+    return table_of(("pairs × 768", "siglip-kernel", "`SigLipLoss`"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -426,7 +424,7 @@ TABLES: dict[str, Callable[[], str]] = {
         each.__name__: each
         for each in (
             *(steps, cpu_loss, h200_loss, h200_peers, ranks, two_ranks, four_ranks, one_gpu, batches, retrieval),
-            *(updates, small_sub_batches, formula, open_clip, siglip),
+            *(updates, small_sub_batches, formula, open_clip, siglip, doors, late_interaction),
         )
     },
     **{f"losses_{name}": partial(losses, f"{file}.csv") for name, file in LOSSES.items()},
@@ -435,6 +433,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vit_b_step": partial(side_by_side, *VIT_B, _step),
     "vit_l_time": partial(side_by_side, *VIT_L, _pace),
     "vit_l_peak": partial(side_by_side, *VIT_L, _peak),
+    **papers_tables.TABLES,
 }
 
 

@@ -222,8 +222,15 @@ def on_a_rank(rank: int, group: Any, folder: Path, words: dict[str, Any]) -> Non
     try:
         rows = slice(rank * N // W, (rank + 1) * N // W)
         mine = [{name: x[rows] if isinstance(x, Tensor) else x for name, x in column.items()} for column in columns]
-        wrapped = DistributedDataParallel(model)
-        value = CachedRankingLoss(wrapped, mini_batch_size=3, **words)(mine, None)
+        wrapped, how = DistributedDataParallel(model), {**words}
+        layers = how.pop("layers", None)
+        loss: nn.Module = CachedRankingLoss(wrapped, mini_batch_size=3, **how)
+        if layers is not None:
+            # transformers record hidden states of a loaded model only where one of its class was made
+            type(model[0].auto_model)(model[0].auto_model.config)
+            loss = losses.AdaptiveLayerLoss(model, loss, layers)
+            loss.model = wrapped
+        value = loss(mine, None)
         value.backward()
     finally:
         dist.GroupMember.WORLD = default
@@ -245,6 +252,15 @@ def test_two_ranks_have_the_gradient_of_the_whole_batch(
     for _, each in found:
         same(each, truth)
     same((found[0][0] + found[1][0]) / 2, value)
+
+
+def test_adaptive_layers_on_two_ranks(pool: Pool, tmp_path: Path, model: Any) -> None:
+    columns = columns_of(model, "abc")
+    truth = step(losses.AdaptiveLayerLoss(model, losses.MultipleNegativesRankingLoss(model), -1), columns)
+    torch.save((model, columns), tmp_path / "whole.pt")
+    pool.check(on_a_rank, 2, tmp_path, {"layers": -1, "gather_across_devices": True})
+    for rank in range(2):
+        same(torch.load(tmp_path / f"{rank}.pt")[1], truth[1])
 
 
 def test_without_gathering_each_rank_has_its_own_negatives(pool: Pool, tmp_path: Path, model: Any) -> None:

@@ -85,7 +85,7 @@ class CachedGISTLoss(CachedLoss):
         vocabularies = [_vocabulary(name, each) for name, each in (("model", model), ("guide", guide))]
         shorter = guide.max_seq_length < model.max_seq_length
         self.must_retokenize = vocabularies[0] != vocabularies[1] or shorter
-        # moved and saved with neither model
+        # the trainer replaces the model by a wrapper, which has none
         self.tokenizer = model.tokenizer
         self.guided = Guided(margin=margin, margin_strategy=margin_strategy)
         self.margin_strategy, self.margin = margin_strategy, margin

@@ -119,8 +119,8 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
         acc, guide = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            row_numbers_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT,
-            GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
+            row_numbers_ptr, constants_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT,
+            GUIDE_RIGHT, GUIDE_PRODUCTS, False, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
         top = tl.full((BM,), -float("inf"), tl.float32)
@@ -148,8 +148,11 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                 teacher_top, soft, gap, _ = merge_teachers(
                     teacher_top, soft, gap, before, new_top, new_soft, new_gap, new_x_top)  # fmt: skip
             if LABELS:
-                positive_top, positive_total, positive_sum, positive_count = _add_to_rows(
-                    positive_top, positive_total, positive_sum, positive_count, x, positive, True)  # fmt: skip
+                several = tl.max(count_along(x, positive, 1), 0)
+                # most quarters have none
+                if several > 0:
+                    positive_top, positive_total, positive_sum, positive_count = _add_to_rows(
+                        positive_top, positive_total, positive_sum, positive_count, x, positive, True)  # fmt: skip
             if COLUMNS:
                 col_at = col_part_ptr + i.to(tl.int64) * M + cols
                 stride = row_tiles.to(tl.int64) * M
@@ -158,7 +161,11 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
                     of_top, of_soft, of_gap, _ = _teacher(x, t, negative, 0)
                     store_teacher(of_top, of_soft, of_gap, col_at + 2 * stride, stride, cols < M)
                 if LABELS:
-                    _store_columns(x, positive, col_at + 4 * stride, stride, cols < M, True)
+                    if several > 0:
+                        _store_columns(x, positive, col_at + 4 * stride, stride, cols < M, True)
+                    else:
+                        none = tl.zeros((WIDTH,), tl.float32)
+                        store_stats(none - float("inf"), none, none, none, col_at + 4 * stride, stride, cols < M, True)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
         stride = col_tiles.to(tl.int64) * N
         store_stats(top, total, logit_sum, count, row_at, stride, rows < N, SMOOTH)
@@ -170,15 +177,18 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
 
 
 @triton.jit
-def _softmax_gradient(x, t, positive, state_ptr, state_stride, coefficient_ptr, unit, at, inside, smoothing,
+def _softmax_gradient(x, t, positive, several, state_ptr, state_stride, coefficient_ptr, unit, at, inside, smoothing,
                       axis: tl.constexpr, LABELS: tl.constexpr, INSIDE: tl.constexpr, GUIDE: tl.constexpr):  # fmt: skip
-    """One direction's gradient of every pair with the logits x, and t by a teacher, times `unit`: losses/softmax.py."""
+    """One direction's gradient of every pair with the logits x, and t by a teacher, times `unit`: losses/softmax.py.
+
+    several: the most positives of a row.
+    """
     coefficient = tl.load(coefficient_ptr + at, mask=inside, other=0.0) * unit
     top = tl.load(state_ptr + STATE_TOP * state_stride + at, mask=inside, other=0.0)
     inverse = tl.load(state_ptr + INVERSE * state_stride + at, mask=inside, other=0.0)
     share = tl.load(state_ptr + SHARE * state_stride + at, mask=inside, other=0.0)
     value = tl.exp(x - tl.expand_dims(top, axis)) * tl.expand_dims(inverse, axis)
-    if LABELS:
+    if LABELS and several > 0:
         positive_top = tl.load(state_ptr + STATE_POSITIVE_TOP * state_stride + at, mask=inside, other=0.0)
         positive_inverse = tl.load(state_ptr + POSITIVE_INVERSE * state_stride + at, mask=inside, other=0.0)
         missing = tl.load(state_ptr + MISSING * state_stride + at, mask=inside, other=0.0)
@@ -225,8 +235,8 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
         acc, guide = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            row_numbers_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT,
-            GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
+            row_numbers_ptr, constants_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT,
+            GUIDE_RIGHT, GUIDE_PRODUCTS, False, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
         for at in tl.static_range(4):
@@ -242,11 +252,14 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
             t = x
             if GUIDE == TEACHER:
                 t = quarter(guide, at, BM, BN) * teacher_factor * LN2
-            g = _softmax_gradient(x, t, positive, row_state_ptr, row_state_stride, row_coefficient_ptr, unit, rows,
-                                  rows < N, smoothing, 1, LABELS, INSIDE, GUIDE)  # fmt: skip
+            several = 0.0
+            if LABELS:
+                several = tl.max(count_along(x, positive, 1), 0)
+            g = _softmax_gradient(x, t, positive, several, row_state_ptr, row_state_stride, row_coefficient_ptr, unit,
+                                  rows, rows < N, smoothing, 1, LABELS, INSIDE, GUIDE)  # fmt: skip
             if COLUMNS:
-                g += _softmax_gradient(x, t, positive, col_state_ptr, col_state_stride, col_coefficient_ptr, unit, cols,
-                                       cols < M, smoothing, 0, LABELS, INSIDE, GUIDE)  # fmt: skip
+                g += _softmax_gradient(x, t, positive, several, col_state_ptr, col_state_stride, col_coefficient_ptr,
+                                       unit, cols, cols < M, smoothing, 0, LABELS, INSIDE, GUIDE)  # fmt: skip
             if IDS:
                 valid = valid & distinct_pairs(ids, labels, rows, cols, N, M, LABELS)
             g = tl.where(valid, g, 0.0)

@@ -28,6 +28,7 @@ from contrastile.scorers import MaxSim, tokens
 from contrastile.tiles.eager import LEAST_STRIP, SIDE_ACCELERATOR
 from contrastile.tiles.scored import Scored, Scorer
 from contrastile.tiles.triton import maxsim_kernels as kernels
+from contrastile.tiles.triton.backend import LEAST_CAPABILITY
 from contrastile.tiles.triton.launch import on, run
 from contrastile.tiles.triton.plan import ALIGNMENT, PIECES, interpreting, shape_for, tiles_of
 
@@ -36,6 +37,8 @@ MOST_FEATURES = 256
 # entries of a slot, the first whose padding is at most this share; the last of them otherwise
 SLOTS, PADDING = (256, 128, 64, 32, 16, 8), 1 / 15
 SLOT_MASKED = 16
+# compute capabilities of chips that have 99 KiB of shared memory for a program
+LESS_SHARED = (8, 6), (8, 9), (12, 0)
 # bytes of a pair in float32 scores, logits, gradients and temporaries
 PAIR_BYTES = 24
 # share of the workspace for lists of the entries that each document token has won
@@ -71,9 +74,10 @@ class Gathering(NamedTuple):
     registers: int | None = 128
     tokens: int = 16
     group: int = 64
-    chunk: int = 2048
+    chunk: int = 1024
     document_warps: int = 4
     document_stages: int = 3
+    document_registers: int | None = None
 
 
 TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3)
@@ -199,6 +203,8 @@ class FusedMaxSim(Scored):
             return None
         if q.device.type != "cuda" or torch.version.cuda is None:
             return f"the features are on {q.device.type}, not on an NVIDIA device"
+        if torch.cuda.get_device_capability(q.device) < LEAST_CAPABILITY:
+            return "the device is older than compute capability 8.0"
         return None
 
     @classmethod
@@ -284,7 +290,8 @@ def tiling_for(x: Tensor, *, best: bool = False) -> Tiling:
     if interpreting():
         return TILING_INTERPRETED
     if x.shape[2] > 128:
-        return Tiling(entries=128)
+        less = torch.cuda.get_device_capability(x.device) in LESS_SHARED
+        return Tiling(entries=64, warps=4, stages=2) if less else Tiling(entries=128)
     return Tiling(most_registers=128 if best else None)
 
 
@@ -386,11 +393,11 @@ def add_document_gradients(
     for first in range(0, J, at_once):
         run(
             kernels.document_gradients, (tiles_of(M, gathering.tokens), min(at_once, J - first)),
-            warps=gathering.document_warps, q_ptr=entries.vectors, best_ptr=best, weight_ptr=g,
-            tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best), list_ptr=lists, unit_ptr=unit,
-            out_ptr=v, N=N, J=J, L=L, M=M, D=D, q_stride=width, entries=entries.count, first=first,
-            row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0), BN=gathering.tokens,
-            BD=BD, CHUNK=gathering.chunk, GROUP=gathering.group, PADDED=entries.padded,
+            warps=gathering.document_warps, registers=gathering.document_registers, q_ptr=entries.vectors,
+            best_ptr=best, weight_ptr=g, tokens_ptr=_or(entries.tokens, best), order_ptr=_or(documents.order, best),
+            list_ptr=lists, unit_ptr=unit, out_ptr=v, N=N, L=L, M=M, D=D, q_stride=width, entries=entries.count,
+            first=first, row_weight_stride=g.stride(0), col_weight_stride=g.stride(1), out_stride=v.stride(0),
+            BN=gathering.tokens, BD=BD, CHUNK=gathering.chunk, GROUP=gathering.group, PADDED=entries.padded,
             ROWS_MASKED=entries.tokens is not None, COLS_MASKED=documents.order is not None,
             WHOLE=BD == D, STAGES=gathering.document_stages,
         )  # fmt: skip

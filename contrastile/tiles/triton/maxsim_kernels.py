@@ -24,7 +24,7 @@ import triton.language as tl
 # below every product, and finite
 LOWEST = tl.constexpr(-3.0e38)
 # arguments that change from call to call: compiled once for all their values
-ANY = ("N", "J", "L", "M", "entries", "slots", "documents", "row_weight_stride", "col_weight_stride", "out_stride",
+ANY = ("N", "J", "L", "M", "slots", "documents", "row_weight_stride", "col_weight_stride", "out_stride",
        "first")  # fmt: skip
 
 

@@ -53,6 +53,8 @@ class Shape:
     flatten: bool = True
     # the copy engine (TMA) moves tiles to shared memory
     tma: bool = True
+    # a teacher's products wait in memory for those of the student, with which they would not fit the registers
+    stash: bool = False
     # relative error of a product per feature: the matrix units truncate their running sums. 0 where not measured
     truncation: float = 0.0
 
@@ -62,11 +64,11 @@ SHAPES = {
     80: Shape(warps=8, stages=4, programs=1, flatten=False, tma=False),
     86: Shape(warps=8, programs=1, flatten=False, tma=False),
     89: Shape(warps=8, programs=1, flatten=False, tma=False),
-    90: Shape(truncation=2.0**-30),
+    90: Shape(truncation=2.0**-30, stash=True),
     100: Shape(flatten=False),
     120: Shape(warps=8, depth=32, programs=1, flatten=False),
 }
-SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32)  # small, so that tests have several tiles
+SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32, stash=True)  # small, so that tests have several tiles
 
 
 @cache
@@ -292,7 +294,8 @@ class Pair:
         return self.masks.arguments(q.data) | products_of(q.parts) | self._guide_arguments | {
             "q_mem": q.memory(shape.rows, shape), "k_mem": k.memory(shape.cols, shape), "q_stride": q.data.stride(0),
             "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
-            "BK": shape.depth, "GROUP": GROUP, "TMA": shape.tma, "warps": shape.warps, "stages": shape.stages,
+            "BK": shape.depth, "GROUP": GROUP, "STASH": shape.stash, "TMA": shape.tma,
+            "warps": shape.warps, "stages": shape.stages,
         }  # fmt: skip
 
     @property

@@ -282,13 +282,14 @@ def _merge_teacher(part_ptr, out, stride, tiles, n, first, at, inside, BLOCK: tl
         gap = tl.load(out + 2 * stride, mask=inside, other=0.0)
         x_top = tl.load(out + 3 * stride, mask=inside, other=0.0)
     channel = tiles.to(tl.int64) * n
-    for tile in range(tiles):
-        tile_at = part_ptr + tile.to(tl.int64) * n + at
+    tile_at = part_ptr + at
+    for _ in range(tiles):
         top, total, gap, x_top = merge_teachers(
             top, total, gap, x_top, tl.load(tile_at + 2 * channel, mask=inside, other=0.0),
             tl.load(tile_at + 3 * channel, mask=inside, other=0.0),
             tl.load(tile_at + 4 * channel, mask=inside, other=0.0),
             tl.load(tile_at, mask=inside, other=0.0))  # fmt: skip
+        tile_at += n
     store_stats(top, total, gap, x_top, out, stride, inside, True)
 
 

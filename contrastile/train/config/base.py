@@ -322,6 +322,9 @@ def _constant_schedule(batch: Any) -> Any:
     return batch
 
 
+COMPILE = 'must be "auto", true or false; got {got}'
+
+
 class Steps(Settings):
     """The length of a run, in examples or epochs, and its batches: a schedule of pairs (fraction of the run, size)."""
 
@@ -334,6 +337,9 @@ class Steps(Settings):
     epoch_steps: Count | None = None
     timeout: Annotated[float, Field(gt=0.0, le=1e6)] = 100.0
     parallel: Literal["replicate", "shard"] = "replicate"
+    compile: Annotated[bool | Literal["auto"], BeforeValidator(must(COMPILE, lambda x: x in (True, False, "auto")))] = (
+        "auto"
+    )
     instead: ClassVar = one_of("examples", "epochs")
     # a pair needs another one for its negatives; a question may have negatives of its own
     smallest_part: ClassVar[int] = 1
@@ -348,6 +354,8 @@ class Steps(Settings):
         yield smallest < least, "batch", f"must be at least {least}: one pair has no negatives; got {smallest}"
         reason = f"must leave parts of {least} at least; got {self.accumulate} of a batch of {smallest}"
         yield self.accumulate > 1 and smallest < self.accumulate * least, "accumulate", reason
+        sharded = self.compile is True and self.parallel == "shard"
+        yield sharded, "compile", 'must be false with train.parallel = "shard"; got true'
 
     def batch_at(self, fraction: float) -> int:
         """The batch size after that fraction of the run."""

@@ -201,14 +201,8 @@ class TrainSettings(Steps):
 
     sub_batch: Annotated[SubBatch, same_for("image", "text"), Field(validate_default=True)] = SubBatch()
     precision: Literal["auto", "float32", "float64", "bf16", "fp16"] = "float32"
-    compile: bool = False
     features: Literal["device", "host"] = "device"
     smallest_part: ClassVar[int] = 2
-
-    def clashes(self) -> Iterable[Clash]:
-        yield from super().clashes()
-        reason = 'must be false with train.parallel = "shard"; got true'
-        yield self.compile and self.parallel == "shard", "compile", reason
 
     @field_validator("sub_batch")
     @classmethod

@@ -67,7 +67,8 @@ class TextBatchBuilder:
     """Samples passages for queries, seeded by `seed` and the step's number alone, and builds batches of them.
 
     lists: "own", each query's negatives are its own alone; "scores", the scored passages of each query are listed too.
-    teacher: the tokens of all queries and passages for another model.
+    teacher: the tokens of all queries and passages for another model. rounded: tokens are padded to few lengths, for
+    encoders that are compiled for each.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class TextBatchBuilder:
         data: TextDataSettings,
         *,
         seed: int,
+        rounded: bool = False,
         lists: Literal["", "own", "scores"] = "",
         teacher: tuple[TokenStore, TokenStore] | None = None,
     ) -> None:
-        self._materials, self._data, self._seed = materials, data, seed
+        self._materials, self._data, self._seed, self._rounded = materials, data, seed, rounded
         self._lists, self._teacher = lists, teacher
 
     def sample(self, rows: Tensor, step: int) -> list[SampledQuery]:
@@ -142,8 +144,8 @@ class TextBatchBuilder:
         ids = [positive if own_text is None else int(same[own_text]) for positive, own_text in itself]
         teacher = None if self._teacher is None else (self._teacher[0].rows(rows), self._teacher[1].rows(keys))
         return TextBatch(
-            queries=materials.queries.rows(rows),
-            passages=materials.passages.rows(keys),
+            queries=materials.queries.rows(rows, rounded=self._rounded),
+            passages=materials.passages.rows(keys, rounded=self._rounded),
             positives=torch.from_numpy(padded),
             query_ids=torch.tensor(ids, dtype=torch.int64),
             key_ids=keys,

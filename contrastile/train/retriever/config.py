@@ -244,8 +244,8 @@ class RetrieverRecipe(AnyRecipe):
         yield 0 < candidates < depth, "evaluate.candidates", reason
         data, own = self.data, getattr(self.loss, "own_negatives", False)
         late, kind, queue = self.model.kind == "late", self.loss.kind, getattr(self.loss, "queue", 0)
-        reason = f'must be "infonce" with model.kind = "late"; got "{kind}"'
-        yield late and kind != "infonce", "loss.kind", reason
+        reason = f'must be "infonce", "kl" or "margin_mse" with model.kind = "late"; got "{kind}"'
+        yield late and kind not in ("infonce", "kl", "margin_mse"), "loss.kind", reason
         yield late and own, "loss.own_negatives", 'must be false with model.kind = "late"; got true'
         yield late and queue > 0, "loss.queue", f'must be 0 with model.kind = "late"; got {queue}'
         reason = "must be false with data.negatives = 0; got true"

@@ -39,8 +39,9 @@ PARTS = {"functions": "held-out functions", "packages": "held-out packages", "he
 # encoded passages that are searched, as `retrieval/index.py` has them: `len`, a passage by its row, and `search`
 Searchable = Any
 Passages = Sequence[Passage] | Searchable
-# rows [n, C] of the passages that a late retriever scores for each of n questions, −1 for none; made for a corpus
-Candidates = Callable[[Sequence[str]], Indices]
+# rows [n, C] of the passages that a late retriever scores for each of n questions, −1 for none; None: it scores all
+Candidates = Callable[[Sequence[str]], Indices | None]
+# the candidates of a corpus
 FirstStage = Callable[[Passages], Candidates]
 # scores and rows of the k best passages for each of n questions, both `[n, k]`, as arrays or tensors
 Search = Callable[[Sequence[str], int], tuple[Any, Any]]
@@ -84,7 +85,7 @@ def rank_all(
     if first_stage is None and run.recipe.model.kind == "late" and settings.candidates:
         first_stage = partial(bm25_candidates, count=settings.candidates)
     # without candidates every passage is scored
-    among: Callable[[Sequence[str]], Any] = first_stage(corpus) if first_stage is not None else lambda _: None
+    among: Candidates = first_stage(corpus) if first_stage is not None else lambda _: None
     searches: dict[str, Search] = {}
     if isinstance(passages, TokenStore):
         nearest = search_in(run.encode_tokens("passage", passages, title="encoding passages"))

@@ -22,7 +22,7 @@ from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
 from contrastile.data.texts import TextSet
 from contrastile.gradcache.encode import encode
-from contrastile.gradcache.memory import bytes_per_example
+from contrastile.gradcache.memory import as_written, bytes_per_example
 from contrastile.models.late import LateRetriever
 from contrastile.models.text import load_tokenizer
 from contrastile.scorers import MaxSim
@@ -76,7 +76,10 @@ class RetrieverJob(Task[TextBatch]):
         self.materials = materials
         lists: Any = "scores" if self._by_scores else "own" if getattr(recipe.loss, "own_negatives", False) else ""
         stores = None if teacher is None else text_stores(materials.texts, teacher.run.recipe, teacher.run.tokenizer)
-        self.builder = TextBatchBuilder(materials, recipe.data, seed=recipe.seed, lists=lists, teacher=stores)
+        rounded = recipe.train.compile is True
+        self.builder = TextBatchBuilder(
+            materials, recipe.data, seed=recipe.seed, rounded=rounded, lists=lists, teacher=stores
+        )
         self._index, self._first_stage = index, first_stage
 
     @property
@@ -228,7 +231,7 @@ def activations_per_query(run: RetrieverRun, materials: TextMaterials) -> int:
         at_once = run.recipe.train.sub_batch.at_once(side, max(int(store.lengths[median]), 1))
         return bytes_per_example(forward, at_once)
 
-    with run.autocast():
+    with run.autocast(), as_written():
         passages = run.recipe.data.positives + run.recipe.data.negatives
         return activations("query", materials.queries) + activations("passage", materials.passages) * passages
 

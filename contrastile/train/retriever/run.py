@@ -21,10 +21,12 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices, silent
 from contrastile.data.registry import open_texts
 from contrastile.data.texts import Passage, TextSet, text_digest
-from contrastile.evaluate.late import joined
+from contrastile.evaluate.late import joined, padded_texts
+from contrastile.gradcache.batching import rounded_length
 from contrastile.gradcache.encode import encode
 from contrastile.gradcache.inputs import Ragged
 from contrastile.models.base import evaluating
+from contrastile.models.compiled import compile_tower
 from contrastile.models.late import build_late, marker, special_tokens
 from contrastile.models.text import Tokenizer, load_tokenizer, train_tokenizer
 from contrastile.models.towers import Retriever, build_retriever
@@ -33,7 +35,7 @@ from contrastile.train.loaded import LoadedRun
 from contrastile.train.log import progress
 from contrastile.train.recipe import load_retriever_recipe
 from contrastile.train.retriever.config import RetrieverRecipe, TextDataSettings
-from contrastile.train.run import autocast, checked_list, checked_towers, choose_device, load_weights, with_precision
+from contrastile.train.run import autocast, checked_list, checked_towers, choose_device, load_weights, settled
 
 Side = Literal["query", "passage"]
 Tokens = dict[str, Tensor]
@@ -70,10 +72,16 @@ class TokenStore:
         """All tokens and their offsets, for a checksum."""
         return self._ids.numpy().tobytes() + self._starts.numpy().tobytes()
 
-    def rows(self, rows: Tensor) -> Tokens:
-        """`input_ids` and `attention_mask` of these texts, int64 `[n, longest]`, padded on the right."""
+    def rows(self, rows: Tensor, *, rounded: bool = False) -> Tokens:
+        """`input_ids` and `attention_mask` of these texts, int64 `[n, longest]`, padded on the right.
+
+        `rounded`: the longest length is rounded up, at most to that of all texts.
+        """
         lengths = self.lengths[rows]
-        positions = torch.arange(max(int(lengths.max()), 1) if len(rows) else 1)
+        longest = max(int(lengths.max()), 1) if len(rows) else 1
+        positions = torch.arange(
+            rounded_length(longest, max(int(self.lengths.max()), 1)) if rounded and len(rows) else longest
+        )
         mask = positions < lengths[:, None]
         offsets = (self._starts[rows][:, None] + positions).masked_fill(~mask, 0)
         ids = self._ids[offsets].long() if len(self._ids) else torch.zeros_like(offsets)
@@ -189,12 +197,12 @@ class RetrieverRun(LoadedRun):
 
 
 def _padded(features: Tensor | Ragged) -> Any:
-    return features.padded() if isinstance(features, Ragged) else features
+    return padded_texts(features) if isinstance(features, Ragged) else features
 
 
 def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> RetrieverRun:
     """The untrained run of a recipe, initialised from its seed."""
-    recipe = with_precision(recipe)
+    recipe = settled(recipe)
     torch.manual_seed(recipe.seed)
     device = choose_device(recipe.device)
     settings = recipe.model.settings() | recipe.loss.model_dump(include={"scale", "learn_scale"})
@@ -202,7 +210,10 @@ def build_retriever_run(recipe: RetrieverRecipe, tokenizer: Tokenizer) -> Retrie
     # the feature size of some encoders is known only once they are built
     if (most := max(recipe.model.dimensions, default=0)) > model.features:
         raise invalid("model.dimensions", f"be at most the {model.features} features there are", most, "Leave it out.")
-    return RetrieverRun(recipe, model.to(device), tokenizer, device)
+    model = model.to(device)
+    for encoder in model.encoders.values() if recipe.train.compile else ():
+        compile_tower(encoder)
+    return RetrieverRun(recipe, model, tokenizer, device)
 
 
 def _build(settings: dict[str, Any], tokenizer: Tokenizer) -> Retriever:

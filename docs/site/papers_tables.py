@@ -1,0 +1,38 @@
+"""Tables of docs/papers.md that were measured on one GPU: memory of a rank, largest batches. Part of `tables.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cells import Row, mib, rows_of, table_of
+
+SIZES = [2**exponent for exponent in range(15, 23)]
+# implementation and way of the file, and a name
+WAYS = (
+    ("contrastile, gather of tiles", "contrastile", "gather, triton"),
+    ("contrastile, ring of tiles", "contrastile", "ring, triton"),
+    ("contrastile, ring, dense blocks", "contrastile", "ring, dense"),
+    ("Inf-CLIP, ring", "inf-cl", "ring"),
+    ("OpenCLIP, local loss", "open_clip", "local loss"),
+    ("DisCo-CLIP, decomposed", "DisCo-CLIP", "decomposed"),
+    ("CLIP, plain", "CLIP", "plain: all rows and columns"),
+)
+
+
+def rank_memory() -> str:
+    """MiB of a rank's loss beside the features, by way, ranks and pairs."""
+
+    def cell(rows: list[Row], b: int) -> str:
+        measured = [row for row in rows if row["b"] == str(b)]
+        return "" if not measured else mib(measured[-1]["peak_bytes"]) if measured[-1]["peak_bytes"] else "too much"
+
+    lines = []
+    for world in ("8", "32", "128"):
+        for name, impl, way in WAYS:
+            rows = rows_of("h200_memory.csv", impl=impl, way=way, world=world)
+            lines.append((world, name, *(cell(rows, b) for b in SIZES)))
+    heads = (f"{b // 2**10}k" if b < 2**20 else f"{b // 2**20}M" for b in SIZES)
+    return table_of(("ranks", "loss", *heads), lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"rank_memory": rank_memory}

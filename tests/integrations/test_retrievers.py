@@ -1,0 +1,117 @@
+"""Subclasses on the pages for FlagEmbedding, PyLate and colpali-engine beside the classes that they extend."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_coming_from import blocks, gradients, run, same
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+# warnings of the libraries about themselves
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
+N, LENGTH = 6, 5
+
+
+class Encoder(nn.Module):
+    """The face of a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(20, 8), nn.Linear(8, 8)
+        self.config = SimpleNamespace(hidden_size=8)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, return_dict: bool = True) -> Any:
+        states = torch.tanh(self.mix(self.words(input_ids)))
+        return SimpleNamespace(last_hidden_state=states * attention_mask[..., None])
+
+
+def tokens(rows: int, length: int = LENGTH) -> dict[str, Tensor]:
+    mask = torch.arange(length) < torch.randint(2, length + 1, (rows, 1))
+    return {"input_ids": torch.randint(1, 20, (rows, length)) * mask, "attention_mask": mask.long()}
+
+
+def step(model: nn.Module, loss: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    value = loss()
+    value.backward()
+    return value.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("words", [{}, {"use_mrl": True, "mrl_dims": [8, 4]}], ids=["plain", "several sizes"])
+@pytest.mark.parametrize("size", [4, -1], ids=["cached", "whole"])
+@pytest.mark.parametrize("listed", [False, True], ids=["dictionary", "list"])
+def test_flag_embedding(words: dict[str, Any], size: int, listed: bool) -> None:
+    modeling = pytest.importorskip("FlagEmbedding.finetune.embedder.encoder_only.base.modeling")
+    base = modeling.BiEncoderOnlyEmbedderModel
+    ours = run(blocks("FlagEmbedding")[0], BiEncoderOnlyEmbedderModel=base)["CachedModel"]
+    torch.manual_seed(0)
+    queries, passages, encoder = tokens(N), tokens(2 * N), Encoder().double()
+    sides: list[Any] = [queries, passages]
+    if listed:
+        sides = [
+            [{name: x[start : start + 4] for name, x in side.items()} for start in range(0, len(side["input_ids"]), 4)]
+            for side in sides
+        ]
+    how = {"temperature": 0.5, "sub_batch_size": size, "normalize_embeddings": True, **words}
+    results = []
+    for kind in (ours, base):
+        model = kind(deepcopy(encoder), **how).train()
+        results.append(step(model, lambda model=model: model(*sides).loss))
+        with torch.no_grad():
+            assert model.eval()(queries, None if words else passages).loss is None
+    same(*results)
+
+
+@pytest.mark.parametrize("expanding", [False, True], ids=["masked queries", "expanded queries"])
+def test_pylate(expanding: bool) -> None:
+    losses = pytest.importorskip("pylate.losses")
+
+    class Colbert(Encoder):
+        skiplist, do_query_expansion = [3, 4], expanding
+
+        def forward(self, features: dict[str, Tensor]) -> Any:  # type: ignore[override]
+            # similarities above 0, where PyLate's padding does not answer
+            return {"token_embeddings": self.mix(self.words(features["input_ids"])).abs()}
+
+    torch.manual_seed(0)
+    model, columns = Colbert().double(), [tokens(N), tokens(N, 7), tokens(N, 7)]
+    ours = run(blocks("PyLate")[0])["TiledContrastive"](model, mini_batch_size=4, temperature=0.3)
+    theirs = losses.Contrastive(model, temperature=0.3)
+    truth = step(model, lambda: theirs(columns))
+    same(step(model, lambda: ours(columns)), truth)
+    # their cache back-propagates the sum, and returns the mean
+    cached = losses.CachedContrastive(model, mini_batch_size=4, temperature=0.3)
+    same(step(model, lambda: cached(columns)), (truth[0], {name: N * x for name, x in truth[1].items()}))
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["sums", "means"])
+def test_colpali_engine(tmp_path: Path, normalize: bool) -> None:
+    theirs = pytest.importorskip("colpali_engine.trainer.contrastive_trainer").ContrastiveTrainer
+    from colpali_engine.loss.late_interaction_losses import ColbertLoss
+    from transformers import TrainingArguments
+
+    class Vision(Encoder):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+            states = F.normalize(self.mix(self.words(input_ids)), dim=-1)
+            return states * attention_mask[..., None]
+
+    torch.manual_seed(0)
+    model = Vision().double()
+    inputs = {f"query_{name}": x for name, x in tokens(N).items()}
+    inputs |= {f"doc_{name}": x for name, x in tokens(N, 9).items()}
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    results = []
+    for kind in (run(blocks("colpali-engine")[0])["CachedTrainer"], theirs):
+        trainer = kind(
+            loss_func=ColbertLoss(normalize_scores=normalize), is_vision_model=True, model=model, args=arguments,
+            train_dataset=TensorDataset(torch.zeros(1)), eval_dataset=None,
+        )  # fmt: skip
+        results.append(step(model, lambda trainer=trainer: trainer.compute_loss(model, inputs)))
+    same(*results)

@@ -1,0 +1,173 @@
+"""Fused kernels with a guide, as a mask or a teacher: several super-tiles, careful sums, positives of any kind, types.
+
+Interpreted on the CPU; on a GPU, and in bf16 too, with `make test-gpu`. Whole losses are in `test_losses_further.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import distance
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from contrastile import _dispatch, contrast
+from contrastile.losses import BalancedSigmoid, Distilled, Guided, SoftmaxInside
+from contrastile.losses.base import PairLoss
+from contrastile.tiles.triton import plan
+from contrastile.tiles.triton.plan import interpreting
+
+COMPILED = not interpreting()
+DEVICE = torch.device("cuda" if COMPILED else "cpu")
+pytestmark = [
+    pytest.mark.skipif(COMPILED and not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *([pytest.mark.gpu] if COMPILED else []),
+    # numpy's exponentials warn where a float32 unit returns infinity or 0
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+# rows and columns: several tiles of each, the last ones short
+N, M, D, G = (300, 390, 40, 24) if COMPILED else (37, 43, 19, 11)
+TEACHER = Distilled(symmetric=True, weight=0.4)
+
+
+# bytes in which a super-tile is one tile
+LITTLE = 2**16 if COMPILED else 2**12
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_dispatch, "LEAST_WORKSPACE", LITTLE)
+    with DEVICE:
+        yield
+
+
+def _unit(n: int, features: int = D) -> Tensor:
+    return F.normalize(torch.randn(n, features), dim=-1)
+
+
+def _leaves(n: int, m: int, scale: float = 20.0) -> list[Tensor]:
+    k = _unit(m)
+    return [F.normalize(_unit(n) + k[torch.arange(n) % m], dim=-1), k, torch.tensor(scale)]
+
+
+def _result(backend: str, dtype: torch.dtype, leaves: list[Tensor], **given: Any) -> list[Tensor]:
+    """The loss and its gradients; features of this type, numbers in float32 or float64."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = [x.detach().to(dtype if x.ndim else wide).requires_grad_() for x in leaves]
+    loss = contrast(*leaves[:2], scale=leaves[2], backend=backend, **given)
+    return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
+
+
+def _against_eager(leaves: list[Tensor], dtype: torch.dtype = torch.float32, **given: Any) -> None:
+    """Loss and gradients are at most twice as far from float64 as eager tiles of the same type."""
+    leaves = [x.to(dtype).float() if x.ndim else x for x in leaves]
+    truth = _result("eager", torch.float64, leaves, **given)
+    eager, fused = (_result(name, dtype, leaves, **given) for name in ("eager", "triton"))
+    least = 1e-6 * max(1.0, float(leaves[2]) / 20)
+    for index, (found, plain, true) in enumerate(zip(fused, eager, truth, strict=True)):
+        # the strip of gradients has 16 bits where features have them; a single number can be right by luck
+        allowed = {torch.float32: least, torch.float16: 3e-4, torch.bfloat16: 3e-3}[dtype] if found.ndim else 20 * least
+        if index == 0:
+            # the difference of numbers near 1 may be near 0
+            assert (found - true).abs() <= max(2 * (plain - true).abs(), allowed * max(1.0, float(true)))
+        else:
+            assert distance(found, true) <= max(2 * distance(plain, true), allowed), index
+
+
+def _guide(n: int, m: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Whole numbers, whose similarities are the same in every type; pairs are similar."""
+    b = torch.randint(-3, 4, (m, G))
+    a = b[torch.arange(n) % m] * (torch.arange(G) % 3 == 0) + torch.randint(-1, 2, (n, G))
+    return {"guide_q": a.to(dtype), "guide_k": b.to(dtype)}
+
+
+def _teacher(n: int, m: int, dtype: torch.dtype = torch.float32, scale: float = 15.0) -> dict[str, Tensor]:
+    b = _unit(m, G)
+    a = F.normalize(_unit(n, G) + b[torch.arange(n) % m], dim=-1)
+    return {"guide_q": (scale * a).to(dtype), "guide_k": b.to(dtype)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if COMPILED else [torch.float16], ids=str)
+def test_types_of_student_and_guide_are_their_own(dtype: torch.dtype) -> None:
+    _against_eager(_leaves(N, N), torch.float16, loss=TEACHER, **_teacher(N, N, dtype))
+    _against_eager(_leaves(N, M), torch.float16, loss=Guided(), **_guide(N, M, torch.float32))
+
+
+def test_a_guide_of_several_super_tiles_with_ids_and_listed_positives() -> None:
+    ids = {"query_ids": torch.arange(N) % 7, "key_ids": torch.arange(M) % 9}
+    positives = torch.randint(-1, M, (N, 2)).masked_fill(torch.arange(N)[:, None] == 3, -1)
+    loss = Guided(label_smoothing=0.1, margin=1.0)
+    _against_eager(_leaves(N, M), loss=loss, positives=positives, workspace=LITTLE, **ids, **_guide(N, M))
+
+
+def test_a_guide_that_excludes_every_negative() -> None:
+    """Of a row, whose sum then is too low for the fast kernels."""
+    guide = _guide(N, N)
+    guide["guide_q"][5] = 0
+    _against_eager(_leaves(N, N), loss=Guided(margin=0.5), **guide)
+
+
+def test_a_scale_of_zero_is_masked_too() -> None:
+    _against_eager(_leaves(N, N, 0.0), loss=Guided(), **_guide(N, N))
+
+
+def test_a_teacher_of_several_super_tiles_with_ids() -> None:
+    ids = torch.arange(N) % 60
+    weights = torch.rand(N)
+    _against_eager(
+        _leaves(N, N), loss=TEACHER, query_ids=ids, key_ids=ids, weights=weights, workspace=LITTLE, **_teacher(N, N)
+    )
+
+
+@pytest.mark.parametrize(("scale", "teacher"), [(20.0, 1000.0), (1000.0, 1000.0)])
+def test_a_teacher_where_the_careful_kernels_run(scale: float, teacher: float) -> None:
+    """Most logits are far below the largest possible ones, of the teacher or of the student too."""
+    q, k, _ = _leaves(N, N)
+    apart = [F.normalize(side - 0.5, dim=-1) for side in (q.abs(), -k.abs())]
+    guides = _teacher(N, N, scale=teacher)
+    guides["guide_q"] = -guides["guide_q"].abs()
+    guides["guide_k"] = guides["guide_k"].abs()
+    loss = Distilled(weight=0.4)
+    _against_eager([*apart, torch.tensor(scale)], loss=loss, workspace=LITTLE, **guides)
+
+
+def test_a_teacher_of_listed_positives() -> None:
+    positives = torch.randint(-1, M, (N, 2)).masked_fill(torch.arange(N)[:, None] == 3, -1)
+    # a key listed twice counts once
+    positives[:, 1] = positives[:, 1].masked_fill(positives[:, 1] == positives[:, 0], -1)
+    _against_eager(_leaves(N, M), loss=Distilled(weight=0.4), positives=positives, **_teacher(N, M))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
+def test_few_rows_have_a_teacher(shape: tuple[int, int]) -> None:
+    n, m = shape
+    loss = Distilled(weight=0.4)
+    _against_eager(_leaves(n, m), loss=loss, **_teacher(n, m))
+
+
+def test_a_teacher_whose_products_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"loss": TEACHER, **_teacher(N, N)}
+    leaves = _leaves(N, N)
+    first = _result("triton", torch.float32, leaves, **given)
+    if COMPILED:
+        shape = plan.Shape(warps=8, programs=1, stages=4, truncation=2.0**-30)
+        monkeypatch.setattr(plan, "SHAPES", {80: shape})
+    else:
+        monkeypatch.setattr(plan, "SHAPE_INTERPRETED", plan.Shape(rows=32, cols=32, depth=32, tma=False))
+    again = _result("triton", torch.float32, leaves, **given)
+    assert all(distance(x, y) <= 1e-6 for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("loss", [BalancedSigmoid(), SoftmaxInside(symmetric=True)], ids=repr)
+def test_positives_by_label_with_weights_or_inside(loss: PairLoss) -> None:
+    labels = torch.arange(N) % 23
+    _against_eager(_leaves(N, N), loss=loss, workspace=LITTLE, query_labels=labels, key_labels=labels.flip(0))
+
+
+def test_the_mean_inside_of_listed_positives() -> None:
+    _against_eager(_leaves(N, M), loss=SoftmaxInside(), positives=torch.randint(-1, M, (N, 3)))
