@@ -101,20 +101,24 @@ PINNED := --constraint constraints.txt --constraint constraints-integrations.txt
 	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps FlagEmbedding pylate
 	@touch $@
 
+# Environments that stand on the one above, whose packages follow their own: a second torch would take a minute and 1.6 GB.
+PURELIB = import sysconfig; print(sysconfig.get_path("purelib"))
+ON_INTEGRATIONS = test -d $(@D) || $(PYTHON) -m venv $(@D); \
+	printf 'import site; site.addsitedir("%s")\n' "$$(.venv-integrations/bin/python -c '$(PURELIB)')" \
+		> "$$($(@D)/bin/python -c '$(PURELIB)')/below.pth"
+
 # the last version 5 of sentence-transformers
-.venv-sentences-5/.done: pyproject.toml constraints.txt constraints-integrations.txt
-	test -d $(@D) || $(PYTHON) -m venv $(@D)
+.venv-sentences-5/.done: .venv-integrations/.done
+	$(ON_INTEGRATIONS)
 	grep -v ^sentence-transformers constraints-integrations.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --constraint $(@D)/constraints.txt --editable . \
-		sentence-transformers==5.7.0 datasets accelerate peft pytest pytest-timeout
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --constraint $(@D)/constraints.txt \
+		sentence-transformers==5.7.0
 	@touch $@
 
-# torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators. Other
-# libraries would load it where it is found, so this environment stands on the one above.
+# torchvision's wheel is built for CUDA; beside torch for CPUs tests/integrations/conftest.py declares its operators, and
+# other libraries would load it where it is found
 .venv-open-clip/.done: .venv-integrations/.done
-	test -d $(@D) || $(PYTHON) -m venv $(@D)
-	printf 'import site; site.addsitedir("%s")\n' "$$($(<D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(ON_INTEGRATIONS)
 	$(@D)/bin/python -m pip install --quiet $(PINNED) open_clip_torch webdataset pandas braceexpand
 	$(@D)/bin/python -m pip install --quiet $(PINNED) --no-deps colpali-engine
 	@touch $@

@@ -126,11 +126,41 @@ class CoCaLoss(ClipLoss):
         return contrastive, caption
 
 
+class DistillClipLoss(ClipLoss):
+    """The contrastive loss and the divergence from a teacher, with open_clip's constructor and call.
+
+    Its `distill_loss` is open_clip's less the teacher's entropy, which has no gradient: 0 where nothing is left to
+    learn. The teacher's features and its scale are constants.
+    """
+
+    def __init__(self, *words: Any, **named: Any) -> None:
+        super().__init__(*words, **named)
+        self.divergence = contrastile.DistillClipLoss(weight=1.0, exchange=_exchange(self.world_size))
+
+    def forward(  # type: ignore[override]
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        dist_image_features: Tensor,
+        dist_text_features: Tensor,
+        dist_logit_scale: Tensor | float,
+        output_dict: bool = False,
+    ) -> Any:
+        contrastive = super().forward(image_features, text_features, logit_scale)
+        scale = dist_logit_scale.detach() if isinstance(dist_logit_scale, Tensor) else dist_logit_scale
+        teacher = dist_image_features.detach(), dist_text_features.detach(), scale
+        distill = self.divergence(image_features, text_features, logit_scale, *teacher)
+        if output_dict:
+            return {"contrastive_loss": contrastive, "distill_loss": distill}
+        return contrastive, distill
+
+
 def replace_losses() -> None:
-    """Have `open_clip.create_loss` make these losses. That of distillation stays open_clip's own."""
+    """Have `open_clip.create_loss` make these losses."""
     from open_clip import factory
 
-    for loss in (ClipLoss, SigLipLoss, CoCaLoss):
+    for loss in (ClipLoss, SigLipLoss, CoCaLoss, DistillClipLoss):
         setattr(factory, loss.__name__, loss)
 
 
@@ -173,14 +203,18 @@ class Joined:
 
 
 def train_one_epoch(model: Any, data: Any, *positional: Any, sub_batch: int | None, own: Any, **named: Any) -> Any:
-    """open_clip's `train_one_epoch`, here `own`, with its model in a cache, and `--accum-freq` batches as one."""
-    *before, args = positional
+    """open_clip's `train_one_epoch`, here `own`, with its model in a cache, and `--accum-freq` batches as one.
+
+    A teacher of distillation encodes in the same sub-batches.
+    """
+    *before, teacher, args = positional
     joined, loader = copy.copy(args), data["train"].dataloader
     joined.batch_size, joined.accum_freq = args.batch_size * args.accum_freq, 1
     train = copy.copy(data["train"])
     train.dataloader = Joined(loader, args.accum_freq) if args.accum_freq > 1 else loader
-    cached = CachedModel(model, sub_batch or args.batch_size)
-    return own(cached, {**data, "train": train}, *before, joined, **named)
+    size = sub_batch or args.batch_size
+    teacher = None if teacher is None else CachedModel(teacher, size)
+    return own(CachedModel(model, size), {**data, "train": train}, *before, teacher, joined, **named)
 
 
 def main(words: Sequence[str] | None = None) -> Any:
@@ -215,11 +249,9 @@ def main(words: Sequence[str] | None = None) -> Any:
 
 def _refuse(args: Any) -> None:
     """Raise for jobs whose outputs are more than features."""
-    for flag, given in (("--distill-model", args.distill), ("--model", "coca" in args.model.lower())):
-        if given:
-            got = args.distill_model if flag == "--distill-model" else args.model
-            remedy = "Run open_clip_train.main, which needs no cache for it; replace_losses() brings the losses."
-            raise invalid(flag, "be one of two towers alone", got, remedy)
+    if "coca" in args.model.lower():
+        remedy = "Run open_clip_train.main, which needs no cache for it; replace_losses() brings the losses."
+        raise invalid("--model", "be one of two towers alone", args.model, remedy)
     if args.horovod:
         raise invalid("--horovod", "be left out", True, "Launch with torchrun.")
 

@@ -61,7 +61,7 @@ def same(found: Any, truth: Any, tolerance: float = 1e-9) -> None:
 # --- classes
 
 
-@pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss", "CoCaLoss"])
+@pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss", "CoCaLoss", "DistillClipLoss"])
 def test_their_constructors_words(name: str) -> None:
     known = {**inspect.signature(ours.ClipLoss).parameters, **inspect.signature(getattr(ours, name)).parameters}
     for word, parameter in inspect.signature(getattr(theirs, name)).parameters.items():
@@ -92,9 +92,30 @@ def test_coca(weight: float, dictionary: bool) -> None:
     torch.testing.assert_close(*results, check_dtype=False)
 
 
+def teacher(count: int = N) -> dict[str, Any]:
+    image, text = F.normalize(torch.randn(2, count, 6, dtype=torch.float64), dim=-1)
+    return {"dist_image_features": image, "dist_text_features": text, "dist_logit_scale": torch.tensor(20.0).double()}
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_distillation(dictionary: bool) -> None:
+    inputs, told = features(), teacher()
+    results = []
+    for module in (ours, theirs):
+        value = module.DistillClipLoss()(**inputs, **told, output_dict=dictionary)
+        hard, soft = (value["contrastive_loss"], value["distill_loss"]) if dictionary else value
+        if module is theirs:
+            logits = told["dist_logit_scale"] * told["dist_image_features"] @ told["dist_text_features"].T
+            # the teacher's entropy, both ways
+            soft = soft + sum((x.softmax(1) * x.log_softmax(1)).sum(1).mean() for x in (logits, logits.T)) / 2
+        gradients = torch.autograd.grad(hard + soft, list(inputs.values()))
+        results.append(((hard.detach(), soft.detach()), gradients))
+    same(*results)
+
+
 @pytest.fixture
 def _their_factory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ClipLoss", "SigLipLoss", "CoCaLoss"):
+    for name in ("ClipLoss", "SigLipLoss", "CoCaLoss", "DistillClipLoss"):
         monkeypatch.setattr(factory, name, getattr(theirs, name))
 
 
@@ -105,7 +126,7 @@ def _their_factory(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ours.ClipLoss),
         ({"siglip": True, "loss_dist_impl": "reduce"}, ours.SigLipLoss),
         ({"model": "coca_base"}, ours.CoCaLoss),
-        ({"distill": True}, theirs.DistillClipLoss),
+        ({"distill": True}, ours.DistillClipLoss),
     ],
 )
 def test_their_factory_makes_them(words: dict[str, Any], kind: type) -> None:
@@ -123,13 +144,10 @@ SENTENCES = {
     "`dist_impl` must be one of bidir, shift, reduce, gather; got 'ring'.": lambda: ours.SigLipLoss(dist_impl="ring"),
     "`--sub-batch` must be a whole number of at least 1; got 0. Count": lambda: ours.main(["--sub-batch", "0"]),
     "`--model` must be one of two towers alone; got coca_tiny. Run open_clip_train.main": lambda: ours._refuse(
-        Namespace(distill=False, model="coca_tiny", horovod=False)
-    ),
-    "`--distill-model` must be one of two towers alone; got x. Run": lambda: ours._refuse(
-        Namespace(distill=True, distill_model="x", model="tiny", horovod=False)
+        Namespace(model="coca_tiny", horovod=False)
     ),
     "`--horovod` must be left out; got True. Launch with torchrun.": lambda: ours._refuse(
-        Namespace(distill=False, model="tiny", horovod=True)
+        Namespace(model="tiny", horovod=True)
     ),
 }
 
@@ -157,17 +175,20 @@ class Recorder(torch.optim.SGD):
         super().step()
 
 
-def epoch(model: Any, loss: nn.Module, batches: list[Any], how: str, accum_freq: int) -> list[Tensor]:
+def epoch(
+    model: Any, loss: nn.Module, batches: list[Any], how: str, accum_freq: int, teacher: Any = None
+) -> list[Tensor]:
     """Gradients of the first step, and the weights after the epoch, with their loop or with ours."""
     loader = Loader(batches)
     train = SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)
     optimizer = Recorder(model.parameters(), lr=0.1)
     args = Namespace(
-        device="cpu", precision="fp64", distill=False, accum_freq=accum_freq, skip_scheduler=True, horovod=False,
+        device="cpu", precision="fp64", distill=teacher is not None, accum_freq=accum_freq, skip_scheduler=True,
+        horovod=False,
         grad_clip_norm=None, rank=0, world_size=1, log_local=False, log_every_n_steps=1, wandb=False,
         batch_size=len(batches[0][0]),
     )  # fmt: skip
-    positional = ({"train": train}, loss, 0, optimizer, None, None, None, args)
+    positional = ({"train": train}, loss, 0, optimizer, None, None, teacher, args)
     if how == "ours":
         ours.train_one_epoch(model, *positional, sub_batch=3, own=their_epoch)
     else:
@@ -192,6 +213,16 @@ def test_accumulated_batches_have_the_gradient_of_one(bias: bool) -> None:
     scale = [name for name, _ in model.named_parameters()].index("logit_scale")
     plain = epoch(deepcopy(model), loss, batches, "theirs", K)
     same(plain[scale], K * truth[scale], 1e-8)
+
+
+def test_a_teachers_batches_are_one_too() -> None:
+    model, batches = clip(), [data(N) for _ in range(2 * K)]
+    told = clip()
+    with torch.no_grad():
+        for p in told.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    truth = epoch(deepcopy(model), theirs.DistillClipLoss(), joined(batches), "theirs", 1, told)
+    same(epoch(deepcopy(model), ours.DistillClipLoss(), batches, "ours", K, told), truth, 1e-8)
 
 
 def on_a_rank(rank: int, group: Any, model: Any, batches: list[Any]) -> list[Tensor]:
