@@ -16,8 +16,6 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,16 +27,10 @@ from contrastile.bench.gate import SUBJECTS, Distance, Gate, problem, step
 from contrastile.bench.harness import COLUMNS, Machine, Table, results_file
 from contrastile.bench.loss import WORKSPACE, Result
 from contrastile.bench.peers import ANY_NUMBER, Case, Contestant
-from contrastile.tiles.triton import plan
 
-CLIP, TAUGHT = "clip", "distill"
+CLIP = "clip"
 # supcon_in compares twice the rows with twice the columns: four times the work of the others
-LOSSES = ("siglip", "infonce", "dcl", "dclw", "hardness", "gist", TAUGHT, "siglip_balanced", "supcon_in")
-# shapes of tiles in which a teacher's products and the student's fit the registers together
-SHAPES = {
-    "8 warps": plan.Shape(warps=8, programs=1, stages=4, truncation=2.0**-30),
-    "64 columns": plan.Shape(cols=64, stages=4, truncation=2.0**-30),
-}
+LOSSES = ("siglip", "infonce", "dcl", "dclw", "hardness", "gist", "distill", "siglip_balanced", "supcon_in")
 # sizes at which eager tiles are timed too, and the losses that fused kernels once declined
 EAGER, DECLINED = (32768, 512), ("gist", "distill", "siglip_balanced")
 # rows of a step that compiles the kernels
@@ -57,7 +49,6 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[32768, 65536, 8192])
     parser.add_argument("--features", type=int, nargs="+", default=[512, 768])
     parser.add_argument("--losses", nargs="+", choices=SUBJECTS, default=[*LOSSES])
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[], help="distillation in other shapes of tiles")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=0.2, help="of each loss and size, at least one round")
@@ -66,8 +57,7 @@ def main() -> int:
     options = parser.parse_args()
     device, started = torch.device(options.device), time.monotonic()
     if options.warm:
-        with shaped(*options.shapes):
-            warm(options.warm, options.dtype, device)
+        warm(options.warm, options.dtype, device)
         return 0
 
     def spent() -> float:
@@ -75,7 +65,7 @@ def main() -> int:
 
     names = [CLIP, *[name for name in options.losses if name != CLIP]]
     if device.type == "cuda":
-        compile_all(names, options.dtype, options.shapes)
+        compile_all(names, options.dtype)
         print(f"compiled after {spent():.0f} s", flush=True)
     machine = Machine.of(device, options.seconds)
     print(TABLE.header(), flush=True)
@@ -85,7 +75,7 @@ def main() -> int:
             if spent() > options.budget:
                 print(f"{b} x {d} is left out: {options.budget:.0f} s are spent")
                 continue
-            for row in measured(names, b, d, options.dtype, machine, options.shapes):
+            for row in measured(names, b, d, options.dtype, machine):
                 print(TABLE.line(row), flush=True)
                 write(row)
     print(f"timed after {spent():.0f} s", flush=True)
@@ -105,18 +95,6 @@ def checked(name: str, options: argparse.Namespace, device: torch.device) -> str
         return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-@contextmanager
-def shaped(*shape: str) -> Iterator[None]:
-    """Compute with tiles of a shape; without a name in the chip's own."""
-    before = dict(plan.SHAPES)
-    if shape:
-        plan.SHAPES.update(dict.fromkeys(plan.SHAPES, SHAPES[shape[0]]))
-    try:
-        yield
-    finally:
-        plan.SHAPES.update(before)
-
-
 def module(name: str, device: torch.device, backend: str) -> torch.nn.Module:
     """Return a loss of the library; on a CPU always in eager tiles."""
     how: dict[str, Any] = {"backend": backend if device.type == "cuda" else "eager"}
@@ -130,15 +108,14 @@ def warm(name: str, dtype: str, device: torch.device) -> None:
     step(module(name, device, "triton"), problem(Case(name, FEW_ROWS, 512, dtype), device))
 
 
-def compile_all(names: list[str], dtype: str, shapes: list[str]) -> None:
+def compile_all(names: list[str], dtype: str) -> None:
     """Compile every loss's kernels, each in a process of its own."""
     script = [sys.executable, __file__, "--dtype", dtype, "--warm"]
-    jobs = [*[[name] for name in names], *[[TAUGHT, "--shapes", shape] for shape in shapes]]
-    for process in [subprocess.Popen([*script, *job]) for job in jobs]:
+    for process in [subprocess.Popen([*script, name]) for name in names]:
         process.wait()
 
 
-def measured(names: list[str], b: int, d: int, dtype: str, machine: Machine, shapes: list[str]) -> list[dict[str, Any]]:
+def measured(names: list[str], b: int, d: int, dtype: str, machine: Machine) -> list[dict[str, Any]]:
     """Return a row of each loss, timed in interleaved rounds, with its time and its peak memory over `ClipLoss`'s."""
     device, losses, steps, peaks = machine.device, {}, {}, {}
     # q and k of all losses are the same tensors
@@ -152,11 +129,6 @@ def measured(names: list[str], b: int, d: int, dtype: str, machine: Machine, sha
         run()
         losses[label], steps[label], peaks[label] = (name, backend, loss), run, machine.peak(run)
     timings = machine.race(steps)
-    for shape in shapes:
-        with shaped(shape):
-            label = f"{TAUGHT}, {shape}"
-            timings |= machine.race({label: steps[f"{TAUGHT}, triton"]})
-            losses[label], peaks[label] = (TAUGHT, shape, losses[f"{TAUGHT}, triton"][2]), peaks[f"{TAUGHT}, triton"]
     clip, rows = f"{CLIP}, triton", []
     for label, (name, backend, loss) in losses.items():
         one = Contestant("contrastile", backend, {name: loss}, most_rows=ANY_NUMBER)

@@ -249,9 +249,11 @@ def test_a_small_call_replayed_has_the_bits_of_a_plain_one(name: str, monkeypatc
             found = _step(loss, leaves)
         torch.cuda.synchronize()
         with monkeypatch.context() as patch:
-            patch.setattr(graph, "CALLS", 10**9)
+            # a graph that was captured before is not replayed either
+            patch.setattr(graph, "_graph", lambda *_: None)
             plain = _step(loss, leaves)
-        assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+        apart = [float((x.double() - y.double()).abs().max()) for x, y in zip(found, plain, strict=True)]
+        assert apart == [0.0] * len(apart), call
     assert len(graph._graphs) == 1
 
 

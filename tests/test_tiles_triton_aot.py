@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from contrastile.tiles.triton.plan import SHAPES
+from contrastile.tiles.triton.plan import SHAPES, SHAPES_TAUGHT
 
 # bytes of shared memory that one program may have, by compute capability
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -32,6 +32,7 @@ EVERYTHING = {"U": True, "V": True, "WEIGHTS": True, "SMOOTH": True, "BIASED": T
 EVERYTHING |= {"MEAN": True, "TIMES": True, "GUIDE": 2}
 # strides and sizes that are multiples of 16 where features are
 ALIGNED = ("D", "G", "q_stride", "k_stride", "guide_q_stride", "guide_k_stride", "out_stride", "entries")
+TAUGHT = "teacher"
 # kernels that take most of the time: several programs of them share a multiprocessor
 BUSY = ("totals plain", "gradient plain", "totals sigmoid", "gradient sigmoid")
 # the same where they are compiled
@@ -83,9 +84,13 @@ def test_every_kernel_compiles_and_fits(capability: int, compiled: Callable[[int
         assert known - names <= ({"query_gradients", "document_gradients"} if capability == 80 else set())
     assert names >= ({"totals", "gradient"} if capability in ALIKE else set(TILE_KERNELS))
     assert max(taken.values()) <= SHARED[capability]
-    programs = SHAPES[capability].programs
-    busy = [*BUSY, *(name for name in GUIDED if name in taken)]
-    assert programs * (max(taken[name] for name in busy) + RESERVED) <= SHARED[capability] + RESERVED
+    for name in (*BUSY, *(name for name in GUIDED if name in taken)):
+        programs = _shape(capability, taught=name.endswith(TAUGHT)).programs
+        assert programs * (taken[name] + RESERVED) <= SHARED[capability] + RESERVED
+
+
+def _shape(capability: int, *, taught: bool = False) -> Any:
+    return SHAPES_TAUGHT.get(capability, SHAPES[capability]) if taught else SHAPES[capability]
 
 
 def _type(name: str, shape: Any, constants: dict[str, Any]) -> str:
@@ -132,7 +137,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
 
     plain = {"DIAGONAL": True, "COLUMNS": True, "PRODUCTS": 1, "PARTS": 1}
     sigmoid = {"SOFTPLUS": True, "COLUMNS": False, "LOSS": True}
-    teacher = {"GUIDE": 2, "GUIDE_PRODUCTS": 1, "STASH": SHAPES[capability].stash, "FLATTEN": False}
+    teacher = {"GUIDE": 2, "GUIDE_PRODUCTS": 1, "FLATTEN": False}
     several = {"DIAGONAL": False, "POSITIVES": UNROLLED.value + 1, "FLATTEN": False, "IDS": True, "SMOOTH": True}
     for kernel in _kernels():
         name = kernel.fn.__name__
@@ -154,7 +159,7 @@ def _variants(capability: int) -> Iterator[tuple[Any, str, dict[str, Any]]]:
         if f"{name} sigmoid" in BUSY:
             yield kernel, f"{name} sigmoid", plain | sigmoid
         if capability in GUIDED_ON and (EVERY or f"{name} plain" in BUSY):
-            yield kernel, f"{name} teacher", plain | teacher
+            yield kernel, f"{name} {TAUGHT}", plain | teacher
             if EVERY:
                 yield kernel, f"{name} mask", plain | {"GUIDE": 1, "GUIDE_PRODUCTS": 1, "COLUMNS": False}
                 weighed = {"LABELS": True, "WEIGHED": True, "DIAGONAL": False}
@@ -183,7 +188,7 @@ def _shared(kernel: Any, chosen: dict[str, Any], capability: int) -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    shape = SHAPES[capability]
+    shape = _shape(capability, taught=chosen.get("GUIDE") == 2 and "BM" in kernel.arg_names)
     fixed = {
         "BM": shape.rows,
         "BN": shape.cols,

@@ -19,7 +19,6 @@ pytest.importorskip("triton")
 from contrastile import _dispatch, contrast
 from contrastile.losses import BalancedSigmoid, Distilled, Guided, SoftmaxInside
 from contrastile.losses.base import PairLoss
-from contrastile.tiles.triton import plan
 from contrastile.tiles.triton.plan import interpreting
 
 COMPILED = not interpreting()
@@ -63,12 +62,19 @@ def _result(backend: str, dtype: torch.dtype, leaves: list[Tensor], **given: Any
     return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
 
 
-def _against_eager(leaves: list[Tensor], dtype: torch.dtype = torch.float32, **given: Any) -> None:
-    """Loss and gradients are at most twice as far from float64 as eager tiles of the same type."""
+def _against_eager(
+    leaves: list[Tensor], dtype: torch.dtype = torch.float32, steepest: float = 0.0, **given: Any
+) -> None:
+    """Loss and gradients are at most twice as far from float64 as eager tiles of the same type.
+
+    steepest: the largest scale of student and teacher, where it is large. The matrix units of a chip truncate their
+    running sums: a product is off by 1e-7 of the features' norms, which the scale multiplies, and a probability by as
+    much as its logit.
+    """
     leaves = [x.to(dtype).float() if x.ndim else x for x in leaves]
     truth = _result("eager", torch.float64, leaves, **given)
     eager, fused = (_result(name, dtype, leaves, **given) for name in ("eager", "triton"))
-    least = 1e-6 * max(1.0, float(leaves[2]) / 20)
+    least = max(1e-6 * max(1.0, float(leaves[2]) / 20), COMPILED * 1e-7 * steepest)
     for index, (found, plain, true) in enumerate(zip(fused, eager, truth, strict=True)):
         # the strip of gradients has 16 bits where features have them; a single number can be right by luck
         allowed = {torch.float32: least, torch.float16: 3e-4, torch.bfloat16: 3e-3}[dtype] if found.ndim else 20 * least
@@ -133,7 +139,7 @@ def test_a_teacher_where_the_careful_kernels_run(scale: float, teacher: float) -
     guides["guide_q"] = -guides["guide_q"].abs()
     guides["guide_k"] = guides["guide_k"].abs()
     loss = Distilled(weight=0.4)
-    _against_eager([*apart, torch.tensor(scale)], loss=loss, workspace=LITTLE, **guides)
+    _against_eager([*apart, torch.tensor(scale)], loss=loss, workspace=LITTLE, steepest=max(scale, teacher), **guides)
 
 
 def test_a_teacher_of_listed_positives() -> None:
@@ -148,19 +154,6 @@ def test_few_rows_have_a_teacher(shape: tuple[int, int]) -> None:
     n, m = shape
     loss = Distilled(weight=0.4)
     _against_eager(_leaves(n, m), loss=loss, **_teacher(n, m))
-
-
-def test_a_teacher_whose_products_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"loss": TEACHER, **_teacher(N, N)}
-    leaves = _leaves(N, N)
-    first = _result("triton", torch.float32, leaves, **given)
-    if COMPILED:
-        shape = plan.Shape(warps=8, programs=1, stages=4, truncation=2.0**-30)
-        monkeypatch.setattr(plan, "SHAPES", {80: shape})
-    else:
-        monkeypatch.setattr(plan, "SHAPE_INTERPRETED", plan.Shape(rows=32, cols=32, depth=32, tma=False))
-    again = _result("triton", torch.float32, leaves, **given)
-    assert all(distance(x, y) <= 1e-6 for x, y in zip(first, again, strict=True))
 
 
 @pytest.mark.parametrize("loss", [BalancedSigmoid(), SoftmaxInside(symmetric=True)], ids=repr)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class Subject:
 
     A softmax needs its logits twice, before and after the normaliser is known, and two products for the gradients; a
     sigmoid needs its logits once. sampled: the reference for weights on a few rows and, if symmetric, their columns.
+    summed: how many times the loss is the sum that is rounded.
     """
 
     reference: Loss
@@ -62,6 +63,7 @@ class Subject:
     module: Callable[..., torch.nn.Module]
     operations: int
     bias: float | None = None
+    summed: float = 1.0
 
 
 def _some_rows(loss: Loss, some: Tensor, q: Tensor, k: Tensor, *scalars: Tensor) -> Tensor:
@@ -107,8 +109,13 @@ class _With(torch.nn.Module):
 
 
 def _guide(x: Tensor) -> Tensor:
-    """Features of a guide: −1, 0 and 1, whose similarities are exact in every type."""
-    return (x.detach() * x.shape[1] ** 0.5).clamp(-1, 1).round()
+    """Features of a guide: −1, 0 and 1, whose similarities are exact in every type.
+
+    Zero up to a power of two near half of a feature's size: a product with the size would be rounded across another
+    bound in 16 bits, and not in float64.
+    """
+    bound = 2.0 ** round(math.log2(0.5 / x.shape[1] ** 0.5))
+    return x.detach().sign() * (x.detach().abs() > bound)
 
 
 def _guide_key(q: Tensor, k: Tensor) -> Tensor:
@@ -202,7 +209,10 @@ SUBJECTS = {
     "queue": Subject(sub.over_all(sub.some_queue), sub.some_queue, partial(_With, InfoNCELoss, sub.queued), 16),
     "clip_labels": _labelled(sub.some_clip_labels, ClipLoss, 8),
     "siglip_labels": _labelled(sub.some_siglip_labels, SigLipLoss, 6, -10.0),
-    "siglip_balanced": _labelled(sub.some_siglip_balanced, partial(SigLipLoss, balanced=True), 6, -10.0),
+    # a tile's sum has every positive at full weight, before the share that balance takes is subtracted
+    "siglip_balanced": replace(
+        _labelled(sub.some_siglip_balanced, partial(SigLipLoss, balanced=True), 6, -10.0), summed=sub.OF_A_LABEL
+    ),
     **{name: _views(form) for name, form in (("supcon", "out"), ("supcon_in", "in"))},
     **{kind: _scored(kind) for kind in ("kl", "margin_mse")},
     "hardness": Subject(_dense_hardness, partial(_some_rows, _dense_hardness), _hardness, 8),
@@ -276,6 +286,7 @@ class Gate:
     def __init__(self, case: Case, device: torch.device) -> None:
         small = Case(case.loss, min(case.b, gate_rows(device)), case.d, case.dtype)
         reference = SUBJECTS[case.loss].reference
+        self.loss_tolerance = LOSS_TOLERANCE * SUBJECTS[case.loss].summed
         self.leaves = problem(small, device)
         self.true, self.cast = _true_step(reference, self.leaves)
         self.dense = self.distance(step(reference, self.leaves)).gradient
@@ -293,7 +304,7 @@ class Gate:
         """
         by_cast = self.tolerance + (self.cast if cast is None else cast)
         for name, size, limit in (
-            ("the loss", distance.loss, LOSS_TOLERANCE),
+            ("the loss", distance.loss, self.loss_tolerance),
             ("a gradient", distance.gradient, min(by_cast, max(ROUNDINGS, DENSE_FACTOR * self.dense))),
             ("the scale's or the bias's gradient", distance.scalar, SCALAR_TOLERANCE),
         ):

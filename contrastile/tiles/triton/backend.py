@@ -236,7 +236,8 @@ class Triton(Tiles):
                 of_cols = self._operands(part.cols)
                 (q, *guide_q), (k, *guide_k) = of_rows, of_cols
                 guide = (guide_q[0], guide_k[0]) if guide_q else None
-                pair = Pair(q, k, part.masks, self.reserved, guide, (rows.numbers, part.cols.numbers))
+                numbers = rows.numbers, part.cols.numbers
+                pair = Pair(q, k, part.masks, self.reserved, guide, numbers, self._epilogue.taught)
                 first, last = (j.start == 0, i.start == 0), (j.stop == len(block.cols), i.stop == len(block.rows))
                 tile = self.super_tile = SuperTile((i, j), part, pair, first, last)
             yield tile

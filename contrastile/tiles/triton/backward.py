@@ -41,7 +41,6 @@ from contrastile.tiles.triton.forward import (
     positive_weights,
     quarter,
     softplus_sum,
-    teacher_quarter,
     tile_at,
     tile_products,
     weighed_softplus_sum,
@@ -172,12 +171,12 @@ def program_sums(sums_ptr, BM: tl.constexpr):
 @triton.jit(do_not_specialize=ANY)
 def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row_a_ptr, col_b_ptr, row_c_ptr,
              col_d_ptr, sums_ptr, row_part_ptr, positives_ptr, row_ids_ptr, col_ids_ptr, row_labels_ptr,
-             col_labels_ptr, row_numbers_ptr, col_numbers_ptr, stash_ptr, q_stride, k_stride, guide_q_stride,
+             col_labels_ptr, row_numbers_ptr, col_numbers_ptr, q_stride, k_stride, guide_q_stride,
              guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives, positives_stride, positives_start,
              part_stride, out_stride,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
              RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr, GUIDE_LEFT: tl.constexpr,
-             GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, STASH: tl.constexpr, TMA: tl.constexpr,
+             GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, TMA: tl.constexpr,
              UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
              IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
              SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, LOSS: tl.constexpr, PARTS: tl.constexpr,
@@ -207,8 +206,8 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
         acc, guide = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            row_numbers_ptr, stash_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT,
-            GUIDE_PRODUCTS, STASH, TMA, UPCAST)  # fmt: skip
+            row_numbers_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT,
+            GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         a = _load_vector(row_a_ptr, rows, N)[:, None]
         masked = has_masked(i, j, N, M, masks, BM, BN, DIAGONAL, SELF, POSITIVES)
@@ -257,8 +256,7 @@ def gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_ptr, row
                 if GUIDE == MASK:
                     t = tl.where(counts(part), t, -float("inf"))
                 if GUIDE == TEACHER:
-                    soft = teacher_quarter(guide, stash_ptr, at, BM, BN, STASH)
-                    soft = exponents(soft, teachers, SOFTPLUS, GUIDE_PRODUCTS)
+                    soft = exponents(quarter(guide, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
                 if IDS or SMOOTH:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)
                     if IDS:

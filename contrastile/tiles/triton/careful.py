@@ -119,8 +119,8 @@ def maxima(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
         acc, guide = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            row_numbers_ptr, constants_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT,
-            GUIDE_RIGHT, GUIDE_PRODUCTS, False, TMA, UPCAST)  # fmt: skip
+            row_numbers_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT,
+            GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
         top = tl.full((BM,), -float("inf"), tl.float32)
@@ -235,8 +235,8 @@ def careful_gradient(q_mem, k_mem, guide_q_mem, guide_k_mem, out_mem, constants_
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
         acc, guide = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            row_numbers_ptr, constants_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT,
-            GUIDE_RIGHT, GUIDE_PRODUCTS, False, TMA, UPCAST)  # fmt: skip
+            row_numbers_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT,
+            GUIDE_RIGHT, GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         WIDTH: tl.constexpr = BN // 4
         for at in tl.static_range(4):

@@ -114,15 +114,14 @@ def products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM: tl.conste
 
 @triton.jit
 def tile_products(q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-                  row_numbers_ptr, stash_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                  row_numbers_ptr, i, j, N, M, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                   LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
                   GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
-                  STASH: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """⟨q, k⟩ of tile (i, j), and the guide's product with it, to be read by `teacher_quarter`.
+                  TMA: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """⟨q, k⟩ of tile (i, j), and the guide's product with it.
 
-    A mask needs no registers of its own: the sum of a pair that does not count begins at EXCLUDED. With STASH a
-    teacher's product waits in this program's part of `stash`, which stays in the cache: beside the sums of the next
-    product it would not fit the registers, and the matrix units would wait for each other.
+    A mask needs no registers of its own: the sum of a pair that does not count begins at EXCLUDED. A teacher's product
+    stays in registers beside the sums of the next one, for which `plan.SHAPES_TAUGHT` has twice the threads.
     """
     acc = tl.zeros((BM, BN), tl.float32)
     guide = acc
@@ -133,32 +132,8 @@ def tile_products(q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem,
         rows = i * BM + tl.arange(0, BM)
         threshold = tl.load(row_numbers_ptr + rows, mask=rows < N, other=0.0)
         acc = tl.where(guide > threshold[:, None], EXCLUDED, 0.0)
-    if GUIDE == TEACHER and STASH:
-        for at in tl.static_range(4):
-            tl.store(_stash_at(stash_ptr, at, BM, BN), quarter(guide, at, BM, BN))
-        # other threads may read what this one has written
-        tl.debug_barrier()
-        guide = acc
     acc = products(acc, q_mem, k_mem, q_stride, k_stride, i, j, N, M, D, BM, BN, BK, LEFT, RIGHT, PRODUCTS, TMA, UPCAST)
     return acc, guide
-
-
-@triton.jit
-def _stash_at(stash_ptr, at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Addresses of a quarter of this program's tile."""
-    WIDTH: tl.constexpr = BN // 4
-    first = (tl.program_id(0) * 4 + at) * (BM * WIDTH)
-    return stash_ptr + first + tl.arange(0, BM)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-
-
-@triton.jit
-def teacher_quarter(guide, stash_ptr, at: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STASH: tl.constexpr):
-    """A quarter of the columns of a teacher's product."""
-    if STASH:
-        part = tl.load(_stash_at(stash_ptr, at, BM, BN))
-    else:
-        part = quarter(guide, at, BM, BN)
-    return part
 
 
 @triton.jit
@@ -268,11 +243,11 @@ def store_teacher(total, soft, gap, at, stride, inside):
 
 @triton.jit(do_not_specialize=ANY)
 def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, col_part_ptr, positives_ptr,
-           row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr, col_numbers_ptr, stash_ptr,
+           row_ids_ptr, col_ids_ptr, row_labels_ptr, col_labels_ptr, row_numbers_ptr, col_numbers_ptr,
            q_stride, k_stride, guide_q_stride, guide_k_stride, N, M, D, G, diagonal, self_diagonal, positives,
            positives_stride, positives_start, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
            LEFT: tl.constexpr, RIGHT: tl.constexpr, PRODUCTS: tl.constexpr, GUIDE: tl.constexpr,
-           GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr, STASH: tl.constexpr,
+           GUIDE_LEFT: tl.constexpr, GUIDE_RIGHT: tl.constexpr, GUIDE_PRODUCTS: tl.constexpr,
            TMA: tl.constexpr, UPCAST: tl.constexpr, DIAGONAL: tl.constexpr, SELF: tl.constexpr, POSITIVES: tl.constexpr,
            IDS: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr,
            SMOOTH: tl.constexpr, WEIGHED: tl.constexpr, FLATTEN: tl.constexpr):  # fmt: skip
@@ -293,8 +268,8 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
         i, j = tile_at(tile, row_tiles, col_tiles, GROUP)
         acc, guide = tile_products(
             q_mem, k_mem, q_stride, k_stride, D, guide_q_mem, guide_k_mem, guide_q_stride, guide_k_stride, G,
-            row_numbers_ptr, stash_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT,
-            GUIDE_PRODUCTS, STASH, TMA, UPCAST)  # fmt: skip
+            row_numbers_ptr, i, j, N, M, BM, BN, BK, LEFT, RIGHT, PRODUCTS, GUIDE, GUIDE_LEFT, GUIDE_RIGHT,
+            GUIDE_PRODUCTS, TMA, UPCAST)  # fmt: skip
         rows = i * BM + tl.arange(0, BM)
         cols = j * BN + tl.arange(0, BN)
         row_at = row_part_ptr + j.to(tl.int64) * N + rows
@@ -309,7 +284,7 @@ def totals(q_mem, k_mem, guide_q_mem, guide_k_mem, constants_ptr, row_part_ptr, 
             for at in tl.static_range(4):
                 cols = j * BN + at * WIDTH + tl.arange(0, WIDTH)
                 x = exponents(quarter(acc, at, BM, BN), constants, SOFTPLUS, PRODUCTS)
-                t = exponents(teacher_quarter(guide, stash_ptr, at, BM, BN, STASH), teachers, SOFTPLUS, GUIDE_PRODUCTS)
+                t = exponents(quarter(guide, at, BM, BN), teachers, SOFTPLUS, GUIDE_PRODUCTS)
                 apart = t - x
                 if IDS or masked:
                     valid = valid_pairs(rows, cols, N, M, masks, DIAGONAL, SELF, POSITIVES)

@@ -196,17 +196,8 @@ def sums(pair: Pair, constants: Tensor, parts: Sequence[Tensor], epilogue: Epilo
     kernel = careful_kernels.maxima if careful else forward.totals
     run(
         kernel, pair.programs, constants_ptr=constants, row_part_ptr=parts[0], col_part_ptr=parts[-1],
-        stash_ptr=_stash(pair, constants, epilogue), COLUMNS=len(parts) == 2, FLATTEN=pair.flattened, **epilogue.flags,
-        **pair.arguments,
+        COLUMNS=len(parts) == 2, FLATTEN=pair.flattened, **epilogue.flags, **pair.arguments,
     )  # fmt: skip
-
-
-def _stash(pair: Pair, constants: Tensor, epilogue: Epilogue) -> Tensor:
-    """Memory for one tile of a teacher's products per program."""
-    shape = shape_for(constants.device)
-    if not epilogue.taught or not shape.stash:
-        return constants
-    return constants.new_empty(pair.programs[0], shape.rows * shape.cols)
 
 
 def merge_sums(
@@ -306,8 +297,8 @@ def gradient(
     (a, c), (b, d) = weights[0], weights[-1]
     run(
         backward.gradient, pair.programs, constants_ptr=constants, row_a_ptr=a, row_c_ptr=c, col_b_ptr=b, col_d_ptr=d,
-        row_part_ptr=constants if row_part is None else row_part, stash_ptr=_stash(pair, constants, epilogue),
-        COLUMNS=len(weights) == 2, LOSS=row_part is not None, FLATTEN=pair.flattened, **epilogue.flags,
+        row_part_ptr=constants if row_part is None else row_part, COLUMNS=len(weights) == 2,
+        LOSS=row_part is not None, FLATTEN=pair.flattened, **epilogue.flags,
         **_strip(strip, sums, pair.q.parts), **pair.arguments,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ super-tile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -53,8 +53,6 @@ class Shape:
     flatten: bool = True
     # the copy engine (TMA) moves tiles to shared memory
     tma: bool = True
-    # a teacher's products wait in memory for those of the student, with which they would not fit the registers
-    stash: bool = False
     # relative error of a product per feature: the matrix units truncate their running sums. 0 where not measured
     truncation: float = 0.0
 
@@ -64,11 +62,13 @@ SHAPES = {
     80: Shape(warps=8, stages=4, programs=1, flatten=False, tma=False),
     86: Shape(warps=8, programs=1, flatten=False, tma=False),
     89: Shape(warps=8, programs=1, flatten=False, tma=False),
-    90: Shape(truncation=2.0**-30, stash=True),
+    90: Shape(truncation=2.0**-30),
     100: Shape(flatten=False),
     120: Shape(warps=8, depth=32, programs=1, flatten=False),
 }
-SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32, stash=True)  # small, so that tests have several tiles
+# of losses with a teacher, whose products and the student's fit the registers of twice the threads together
+SHAPES_TAUGHT = {90: replace(SHAPES[90], warps=8, stages=4, programs=1)}
+SHAPE_INTERPRETED = Shape(rows=32, cols=32, depth=32)  # small, so that tests have several tiles
 
 
 @cache
@@ -84,11 +84,15 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def shape_for(device: torch.device) -> Shape:
-    """The shape of tiles on this device: that of the newest known chip that is not newer."""
+def shape_for(device: torch.device, *, taught: bool = False) -> Shape:
+    """The shape of tiles on this device: that of the newest known chip that is not newer.
+
+    taught: of a loss with a teacher, whose tiles are as large.
+    """
     if interpreting():
         return SHAPE_INTERPRETED
-    return SHAPES[max(known for known in SHAPES if known <= _capability(device))]
+    chip = max(known for known in SHAPES if known <= _capability(device))
+    return SHAPES_TAUGHT.get(chip, SHAPES[chip]) if taught else SHAPES[chip]
 
 
 @cache
@@ -96,11 +100,11 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def most_programs(device: torch.device, reserved: int = 0) -> int:
+def most_programs(device: torch.device, reserved: int = 0, *, taught: bool = False) -> int:
     """Programs of the tile kernels that the device runs at once, with `reserved` multiprocessors left to others."""
     if interpreting():
         return max(1, PROGRAMS_INTERPRETED - reserved)
-    return shape_for(device).programs * max(1, _multiprocessors(device) - reserved)
+    return shape_for(device, taught=taught).programs * max(1, _multiprocessors(device) - reserved)
 
 
 def tiles_of(n: int, side: int) -> int:
@@ -286,16 +290,21 @@ class Pair:
     # further features of rows and columns, and `Shard.numbers` of both
     guide: tuple[Operand, Operand] | None = None
     numbers: tuple[Tensor | None, Tensor | None] = (None, None)
+    # the guide is a teacher
+    taught: bool = False
+
+    @cached_property
+    def shape(self) -> Shape:
+        return shape_for(self.q.data.device, taught=self.taught)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        q, k = self.q, self.k
-        shape = shape_for(q.data.device)
+        q, k, shape = self.q, self.k, self.shape
         return self.masks.arguments(q.data) | products_of(q.parts) | self._guide_arguments | {
             "q_mem": q.memory(shape.rows, shape), "k_mem": k.memory(shape.cols, shape), "q_stride": q.data.stride(0),
             "k_stride": k.data.stride(0), "N": len(q), "M": len(k), "D": q.width, "BM": shape.rows, "BN": shape.cols,
-            "BK": shape.depth, "GROUP": GROUP, "STASH": shape.stash, "TMA": shape.tma,
-            "warps": shape.warps, "stages": shape.stages,
+            "BK": shape.depth, "GROUP": GROUP, "TMA": shape.tma, "warps": shape.warps,
+            "stages": shape.stages,
         }  # fmt: skip
 
     @property
@@ -305,7 +314,7 @@ class Pair:
 
     @property
     def _guide_arguments(self) -> dict[str, Any]:
-        shape, (of_rows, of_cols) = shape_for(self.q.data.device), self.numbers
+        shape, (of_rows, of_cols) = self.shape, self.numbers
         unused, (a, b) = self.q.data, self.guide or (self.q, self.k)
         # no descriptor where the kernel does not read it: making one takes the host as long as a launch
         memory = (a.memory(shape.rows, shape), b.memory(shape.cols, shape)) if self.guide else (unused, unused)
@@ -319,20 +328,17 @@ class Pair:
     @property
     def flattened(self) -> bool:
         """True if features and tiles are one loop: only where no loop over positives, or a guide's, is inside."""
-        return shape_for(self.q.data.device).flatten and self.masks.per_row <= UNROLLED.value and self.guide is None
+        return self.shape.flatten and self.masks.per_row <= UNROLLED.value and self.guide is None
 
     @cached_property
     def programs(self) -> tuple[int]:
         """The grid: as many programs as the device runs at once, each of which computes one tile after the other."""
-        device = self.q.data.device
-        shape = shape_for(device)
-        tiles = tiles_of(len(self.q), shape.rows) * tiles_of(len(self.k), shape.cols)
-        return (min(most_programs(device, self.reserved), tiles),)
+        tiles = tiles_of(len(self.q), self.shape.rows) * tiles_of(len(self.k), self.shape.cols)
+        return (min(most_programs(self.q.data.device, self.reserved, taught=self.taught), tiles),)
 
     def new_strip(self) -> Tensor:
         """Memory for the gradient: the pieces below each other, in whole tiles."""
-        shape = shape_for(self.q.data.device)
-        return self.q.data.new_empty(strip_shape(len(self.q), len(self.k), self.q.parts, shape))
+        return self.q.data.new_empty(strip_shape(len(self.q), len(self.k), self.q.parts, self.shape))
 
     def strip_pieces(self, strip: Tensor) -> list[Tensor]:
         """The strip's pieces, as matrices [N, M]."""
