@@ -71,7 +71,8 @@ def test_no_further_from_float64_than_twice_the_plain_formula(
     fused, again = (_step([q, k], masks, "triton", dtype, **LOSSES[loss]) for _ in range(2))
     for true, theirs, ours, same in zip(truth, plain, fused, again, strict=True):
         assert torch.equal(ours, same)
-        assert distance(ours, true) <= max(2 * distance(theirs, true), torch.finfo(ours.dtype).eps)
+        # a number that is right to a few roundings may be exact in the plain formula by luck
+        assert distance(ours, true) <= max(2 * distance(theirs, true), 4 * torch.finfo(ours.dtype).eps)
 
 
 def test_no_more_than_the_workspace_beside_accumulators() -> None:
@@ -98,6 +99,6 @@ def test_offsets_of_more_than_31_bits() -> None:
     u, v = (torch.zeros(len(x), x[0].numel()) for x in (q, k))
     maxsim.add_query_gradients(u, g, entries, documents, winners)
     maxsim.add_document_gradients(v, g, entries, documents, winners, 2**31)
-    won = F.one_hot(similar.argmax(-1), 4) * g[-9:, None, -7:, None]
+    won = F.one_hot(similar.argmax(-1), 4) * g[-9:, None, -7:, None].double()
     assert distance(u[-9:].view(9, 32, 16), torch.einsum("iljm,jmd->ild", won, k[-7:].double())) <= 1e-5
     assert distance(v[-7:].view(7, 4, 16), torch.einsum("iljm,ild->jmd", won, q[-9:].double())) <= 1e-2

@@ -118,8 +118,10 @@ class Pairs:
         self.towers, self.device = towers, towers.logit_scale.device
         generator, pool = torch.Generator().manual_seed(0), min(most, 16 * towers.sub_batch)
         side, text = towers.vision_config.image_size, towers.text_config
-        self.images = torch.empty(pool, 3, side, side, dtype=torch.uint8).random_(0, 256, generator=generator)
-        self.texts = torch.randint(0, text.eos_token_id, (pool, text.max_position_embeddings), generator=generator)
+        # drawn on the host, whatever the default device
+        drawn: dict[str, Any] = {"generator": generator, "device": "cpu"}
+        self.images = torch.randint(0, 256, (pool, 3, side, side), dtype=torch.uint8, **drawn)
+        self.texts = torch.randint(0, text.eos_token_id, (pool, text.max_position_embeddings), **drawn)
         self.texts[:, -1] = text.eos_token_id
 
     def sides(self, batch: int, inputs: str) -> list[tuple[nn.Module, Tensor]]:

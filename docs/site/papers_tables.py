@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cells import Row, mib, rows_of, table_of
+from cells import Row, mib, rows_of, table_of, time_text
 
 SIZES = [2**exponent for exponent in range(15, 23)]
 # implementation and way of the file, and a name
@@ -35,4 +35,37 @@ def rank_memory() -> str:
     return table_of(("ranks", "loss", *heads), lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"rank_memory": rank_memory}
+def gib_text(count: str) -> str:
+    return f"{int(count) / 2**30:.2f}"
+
+
+def largest() -> str:
+    """Each largest batch that the planner found, and one above it, with the outcome of its step."""
+    lines = []
+    for row in rows_of("h200_largest.csv"):
+        verdict = {"fits": "ran", "fails": "out of memory"}[row["outcome"]]
+        names = {"contrastile": "contrastile, ring", "CLIP": "CLIP", "open_clip": "OpenCLIP"}
+        name = "contrastile, alone" if row["world"] == "1" else names[row["impl"]]
+        peak = gib_text(row["peak_bytes"]) if row["outcome"] == "fits" else ""
+        lines.append((
+            name, row["model"], row["world"], f"{row['gigabytes']} GB", f"{int(row['b']):,}",
+            gib_text(row["planned_bytes"]), peak, verdict,
+        ))  # fmt: skip
+    heads = ("loss", "model", "GPUs", "card", "pairs", "planned GiB", "measured GiB", "the step")
+    return table_of(heads, lines)
+
+
+def features() -> str:
+    """Time and memory of what no other table has."""
+    lines = []
+    for row in rows_of("h200_features.csv"):
+        waiting = f"{100 * float(row['waiting']):.1f} %" if row["waiting"] else ""
+        planned = gib_text(row["planned_bytes"]) if row["planned_bytes"] else ""
+        batch = f"{int(row['batch']):,}" if row["what"] != "optimizer" else ""
+        ms = time_text(float(row["ms"]))
+        lines.append((row["what"], row["way"], batch, ms, gib_text(row["peak_bytes"]), planned, waiting))
+    heads = ("", "way", "pairs", "step", "peak GiB", "planned GiB", "waiting for data")
+    return table_of(heads, lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"rank_memory": rank_memory, "largest": largest, "features": features}

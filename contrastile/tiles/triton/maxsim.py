@@ -81,6 +81,8 @@ class Gathering(NamedTuple):
 
 
 TILING_INTERPRETED = Tiling(entries=32, tokens=16, documents=3)
+# for short documents in 16 bits
+GATHERING_SHORT = Gathering(group=32, document_warps=1)
 GATHERING_INTERPRETED = Gathering(entries=32, tokens=16, group=16, chunk=64)
 
 
@@ -384,9 +386,11 @@ def add_document_gradients(
     """Add Σ g_ij · q_il over the query tokens that each document token has won to v [J, M · D]."""
     (N, L, width), (J, M, _) = entries.vectors.shape, documents.vectors.shape
     D = v.shape[1] // M
-    if gathering is None:
-        gathering = GATHERING_INTERPRETED if interpreting() else Gathering()
     BD = max(16, triton.next_power_of_2(D))
+    if gathering is None:
+        # one warp has registers for so many features, and lists the entries of few blocks of tokens
+        short = BD <= 128 and M <= MOST_SMALL and g.dtype != entries.vectors.dtype
+        gathering = GATHERING_INTERPRETED if interpreting() else GATHERING_SHORT if short else Gathering()
     at_once = max(1, min(J, workspace // (4 * entries.count)))
     lists = torch.empty(at_once, entries.count, dtype=torch.int32, device=g.device)
     unit = _unit(g) if entries.vectors.dtype == torch.float16 else torch.ones((), device=g.device)
