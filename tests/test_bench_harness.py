@@ -23,7 +23,7 @@ from contrastile.train.provenance import ORIGIN
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 FILES = {
-    "(cpu|h200)_loss": "losses",
+    "(cpu|h200)_loss|h200_loss_ratios": "losses",
     "h200_[248]_ranks": "exchanges",
     "h200_host_features": "host",
     "h200_[248]_step": "rank steps",

@@ -252,3 +252,11 @@ def test_a_problem_is_the_same_wherever_its_features_are(on_host, monkeypatch):
     whole = problem(CASE, CPU)
     monkeypatch.setattr(bench_gate, "DRAWN", 96)
     assert all(torch.equal(a, b) for a, b in zip(whole, problem(CASE, CPU, on_host=on_host), strict=True))
+
+
+@pytest.mark.parametrize("d", [512, 768, 1024])
+def test_the_guide_of_a_case_is_the_same_in_every_type(d):
+    leaves = problem(Case("gist", 64, d, "bfloat16"), CPU)[:2]
+    found, true = (bench_gate._further_gist(*sides) for sides in (leaves, bench_gate.double(leaves)))
+    assert all(torch.equal(found[name].double(), true[name]) for name in true)
+    assert 0.5 < float(true["guide_query"].abs().mean()) < 0.8
