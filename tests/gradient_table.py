@@ -119,9 +119,11 @@ def batch(W: int, micro_batch: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, x + y, torch.arange(sum(SHARES[W])) // 3
 
 
-def loss_of(name: str, out: Sequence[Any], labels: Tensor, **how: Any) -> Tensor:
+def loss_of(name: str, out: Sequence[Any], labels: Tensor | None, **how: Any) -> Tensor:
     image, text, scale, bias = out
     loss = LOSSES[name](**how)
+    if labels is None:
+        return loss(image, text, scale, bias) if bias is not None else loss(image, text, scale)
     if name.startswith("SupConLoss"):
         return loss(torch.stack([image, text], 1), labels, scale)
     # a teacher or guide that compares other features than the student

@@ -56,7 +56,7 @@ def test_help_loads_nothing_heavy():
             name, *words = shlex.split(verb.EXAMPLE)
             assert (name, verb.EXAMPLE in output) == ("contrastile", True)
             assert callable(build_parser().parse_args(words).verb)
-    assert "clip-vit-l-14, docstrings, " in output
+    assert "clip-vit-l-14, colbert, " in output
     assert max(map(len, output.splitlines())) <= 100
 
 
