@@ -28,7 +28,7 @@ class Played:
 
     def __init__(self, call: Call, inputs: Sequence[Any], wanted: Sequence[bool]) -> None:
         CAPTURED.append(tuple(inputs[2].shape))
-        self.held, self.written = graph._nothing, None
+        self.held, self.written, self.stream = graph._nothing, None, None
         self.call, self.wanted, self.bytes = call, wanted, BYTES
         self.labels = [x.clone() for x in graph._labels(call)]
 
@@ -117,6 +117,23 @@ def test_sums_are_copied_away_for_a_backward_that_is_still_to_come(monkeypatch: 
     assert torch.equal(again, 2.0 * once)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+@pytest.mark.usefixtures("_played")
+def test_a_backward_that_failed_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any) -> None:
+        raise MemoryError
+
+    for _ in range(graph.CALLS + 2):
+        q = torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
+        loss = contrast(q, q.detach(), scale=3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tiles, "gradients", failing)
+        with pytest.raises(MemoryError):
+            loss.backward()
+    loss.backward()
+    truth = torch.autograd.grad(contrast(q, q.detach(), scale=3.0, reduction="none").mean(), q)[0]
+    assert distance(q.grad, truth) <= 1e-12
 
 
 @pytest.mark.usefixtures("_played")

@@ -16,6 +16,7 @@ from torch import Tensor
 from contrastile import ClipLoss, SigLipLoss, contrast
 from contrastile.engine import plan
 from contrastile.exchange import host
+from contrastile.losses import Softmax
 from contrastile.offload import BlockStream
 from contrastile.scorers import Bilinear
 
@@ -211,9 +212,12 @@ def test_of_ranks_too_only_what_is_asked_for_gets_a_gradient(pool: Pool) -> None
 def _one_is_not_finite(rank: int, group: Any) -> bool:
     q, k = torch.ones(4, 3), torch.ones(4, 3)
     if rank == 1:
-        k[2, 1] = torch.inf
+        # a negative of every query, whose exponential is 0
+        k[2, 1] = -torch.inf
+    positives = torch.tensor([0, 1, 3, 3])
     with mock.patch.object(plan, "away", return_value=True):
-        return bool(contrast(q, k, scale=1.0, group=group).isnan())
+        loss = contrast(q, k, scale=1.0, positives=positives, loss=Softmax(symmetric=False), group=group)
+        return bool(loss.isnan())
 
 
 def test_what_is_not_finite_on_a_rank_makes_the_loss_of_all_not_a_number(pool: Pool) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import contrastile
 from contrastile.data.files import checksum
 from contrastile.losses.reference import dense_decoupled, dense_distilled, dense_sigmoid, dense_softmax
 from contrastile.scorers import MaxSim
+from contrastile.train import teacher as teacher_module
 from contrastile.train.log import read_metrics
 from contrastile.train.loop import run_recipe
 from contrastile.train.objective import PairObjective, QueryObjective
@@ -368,6 +370,15 @@ def test_a_guide_of_another_kind_or_size_has_its_sentence(tmp_path: Path) -> Non
         run_recipe(retriever, tmp_path / "runs")
 
 
+def test_a_late_retriever_is_no_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.toml").touch()
+    late = SimpleNamespace(recipe=SimpleNamespace(kind="retriever", model=SimpleNamespace(kind="late")))
+    monkeypatch.setattr(teacher_module, "load", lambda *_, **__: late)
+    recipe = tiny_retriever(tmp_path, "loss.kind=gist", f"loss.guide={tmp_path}")
+    with pytest.raises(ValueError, match=re.escape("`loss.guide` must have one vector for each text; got ")):
+        run_recipe(recipe, tmp_path / "runs")
+
+
 def test_a_folder_of_transformers_is_a_teacher_once_its_scale_is_given(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     write_scored(tmp_path)
@@ -419,6 +430,8 @@ MISTAKES = [
      "data.positives: must be 1 with loss.in_batch = false; got 2"),
     (tiny_retriever, ["loss.hardness_strength=5.0", "loss.hardness_mode=hard_negatives"],
      "loss.hardness_mode: must be \"in_batch_negatives\" or \"all_negatives\": no query has negatives of its own; "),
+    (tiny_retriever, ["loss.kind=kl", "data.negatives=0"],
+     'data.negatives: must be at least 1 with data.positives = 1 and loss.kind = "kl"; got 0'),
     (tiny_retriever, ["loss.kind=kl"], '`data.source` must have scores of its passages for loss.kind = "kl"; got none'),
 ]  # fmt: skip
 

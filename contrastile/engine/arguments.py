@@ -198,7 +198,7 @@ def kept_in_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, 
         return positives, scale
     outside = (positives < -1) | (positives >= keys)
     nothing = torch.zeros_like(scale)
-    return positives.masked_fill(outside, -1), scale + nothing.masked_fill(outside.any(), torch.nan)
+    return positives.masked_fill(outside, -1), scale + nothing.masked_fill(outside.any().to(scale.device), torch.nan)
 
 
 def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str | None = None) -> None:

@@ -97,13 +97,14 @@ class Held:
         self._accumulated = Accumulated(u, v, sums.clone())
 
     def __enter__(self) -> Accumulated:
+        assert self._accumulated is not None
         # no replay in another thread while the memory is read
         _lock.acquire()
-        assert self._accumulated is not None
         return self._accumulated
 
-    def __exit__(self, *error: object) -> None:
-        if not backward_is_kept():
+    def __exit__(self, kind: object, *error: object) -> None:
+        # a backward that failed may be tried again
+        if kind is None and not backward_is_kept():
             self._accumulated = None
         _lock.release()
 
@@ -187,7 +188,9 @@ def replayed(
             if graph is not None:
                 before = graph.held()
                 if before is not None:
-                    before.move()
+                    # on the stream that its backward reads it on
+                    with torch.cuda.stream(graph.stream):
+                        before.move()
                 value, accumulated = graph(call, tiles, every)
                 held = Held(accumulated, joined=tiles.joined)
                 graph.held = ref(held)

@@ -169,6 +169,7 @@ class Problem:
                 "weights": _stated(arguments.weights),
                 "requires_grad": _require_grad(*sides.rows, *sides.cols, scale, bias, *parameters[:1], *own),
                 "key dtype": str(cols.features.dtype),
+                "device of the loss": device.type,
                 "scorer": None if sides.scorer is None else f"scores of {dtype}",
                 "guides": [f"{a.shape[1]} features of {a.dtype}" for a, _ in arguments.guides],
             }

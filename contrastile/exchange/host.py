@@ -101,8 +101,11 @@ class Host(Exchange):
                     flag = flag + nonfinite_flag(tiles.scale, block)
             # frees its memory before the next strip arrives
             del strip
-        # a rank without rows still has columns
-        tiles.flag = flag if len(rows) or not first else nonfinite_flag(flag, cols.features.to(self.device))
+        if first:
+            # a rank without rows still has columns
+            for _, _, arrived, _ in blocks.sweep(fresh=True) if not len(rows) else ():
+                flag = flag + nonfinite_flag(tiles.scale, arrived.to(self.dtype))
+            tiles.flag = flag
         return row_stats, col_stats
 
     def block_backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None) -> Tensor:

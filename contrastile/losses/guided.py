@@ -79,7 +79,7 @@ class Guided(Softmax):
             along = slice(start, start + ROWS_AT_ONCE)
             some = of_rows[along].to(wide)
             for each in listed[along].unbind(1):
-                similar = torch.linalg.vecdot(some, of_cols[each.clamp(min=0)].to(wide))
+                similar = torch.linalg.vecdot(some, of_cols[each.clamp(0, len(of_cols) - 1)].to(wide))
                 least[along] = least[along].minimum(similar.masked_fill(each < 0, torch.inf))
         # a row without a positive has no loss, whatever its negatives are
         least = least.masked_fill(least == torch.inf, 0.0)

@@ -333,7 +333,7 @@ class ScoreDistillLoss(Loss):
         if scores.device != listed.device:
             got = f"{listed.device} and {scores.device}"
             raise invalid("scores", "be on the device of `key`", got, "Move one side first.")
-        return key if lists is None else key[lists.clamp(min=0)]
+        return key if lists is None else key[lists.clamp(0, len(key) - 1)]
 
 
 def _listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None) -> Tensor:

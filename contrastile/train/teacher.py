@@ -86,6 +86,9 @@ def open_teacher(recipe: Any) -> Teacher | None:
     if run.recipe.kind != recipe.kind:
         got = f'"{folder}", of {KINDS[run.recipe.kind]}'
         raise invalid(key, f"be a model of {KINDS[recipe.kind]}", got, "It encodes the same batch.")
+    if getattr(run.recipe.model, "kind", "single") == "late":
+        got = f'"{folder}", with a vector for each token'
+        raise invalid(key, "have one vector for each text", got, 'Take a retriever of model.kind = "single".')
     if isinstance(recipe, Recipe):
         own, other = ((data.image_size, data.channels) for data in (recipe.data, run.recipe.data))
         if own != other:

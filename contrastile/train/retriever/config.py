@@ -253,6 +253,8 @@ class RetrieverRecipe(AnyRecipe):
         alone = not getattr(self.loss, "in_batch", True)
         reason = f"must be 1 with loss.in_batch = false; got {data.positives}"
         yield alone and data.positives > 1, "data.positives", reason
+        reason = f'must be at least 1 with data.positives = 1 and loss.kind = "{kind}"; got 0'
+        yield kind in ("kl", "margin_mse") and data.positives < 2 and not data.negatives, "data.negatives", reason
         none = own or (data.mined == 0 and data.source == "docstrings")
         yield self.too_small_queue(data.positives + (0 if none else data.negatives))
 
