@@ -21,6 +21,8 @@ Backend = Literal["auto", "dense", "eager", "triton"]
 ExchangeName = Literal["auto", "single", "replicate", "gather", "ring", "hierarchical"]
 Gradient = Literal["mean", "sum"]
 Reduction = Literal["mean", "sum", "none"]
+# vectors [n, L, D] of tokens, and a bool mask [n, L] of those that are compared
+TokenFeatures = tuple[torch.Tensor, torch.Tensor]
 # the types of features
 FEATURES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -29,11 +29,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ranks import as_in_tests, fresh
+from ranks import as_in_tests, free_port, fresh
 from test_train_elsewhere import overrides
 from tiny_runs import write_recipe
 from tiny_texts import write_text_recipe
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from contrastile.cli.main import main as contrastile
 from contrastile.experiments.results import ORIGIN
@@ -185,7 +184,7 @@ class Scenario:
         environment = {}
         if self.ranks > 1 and words[0] == "train":
             environment = {"WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "localhost"}
-            environment["MASTER_PORT"] = str(get_free_port())
+            environment["MASTER_PORT"] = str(free_port())
         count = self.ranks if environment else 1
         if self.launched:
             return self._launch(words, folder, at, how, said)

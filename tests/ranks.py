@@ -8,10 +8,13 @@ from __future__ import annotations
 import datetime
 import gc
 import multiprocessing
+import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
+from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -78,6 +81,19 @@ def fresh(W: int, function: Callable[..., None], *arguments: Any) -> Iterator[li
     finally:
         for process in processes:
             process.kill()
+
+
+# below the ports that a system gives to connections; a thousand for each process of the suite, from its number
+_ports = count(10_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
+
+
+def free_port() -> int:
+    """A port for ranks to meet at, which no connection of another test takes before the first rank listens there."""
+    for port in _ports:
+        with suppress(OSError), closing(socket.socket()) as free:
+            free.bind(("localhost", port))
+            return port
+    raise AssertionError("the numbers do not end")
 
 
 class Pool:

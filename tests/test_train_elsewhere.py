@@ -3,9 +3,9 @@
 import json
 import logging
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -132,7 +132,7 @@ def test_metrics_of_a_run_that_is_killed_in_its_evaluation_are_those_of_the_undi
     text = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(text[:-30])
     with monkeypatch.context() as patched:
-        patched.setattr(image_text, killed_in, lambda *_: signal.raise_signal(signal.SIGINT))
+        patched.setattr(image_text, killed_in, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_recipe(recipe, tmp_path / "runs", resume=True)
     for _ in range(2):

@@ -1,5 +1,6 @@
 """Run folders: the newest has the name, older ones are moved aside, files appear whole, nothing is lost."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -66,6 +67,25 @@ def test_of_runs_that_begin_at_once_one_begins_and_the_others_get_the_sentence(t
             "Wait for that run to end, or give this one another name: name=another')"
         }
         assert (runs / "glyphs" / "note").read_text() == "mine"
+
+
+def test_a_folder_that_is_renamed_before_it_is_locked_is_refused_and_stays(tmp_path, monkeypatch):
+    flock = fcntl.flock
+    (tmp_path / "glyphs").mkdir()
+
+    def late(handle, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        # meanwhile another process puts the earlier run aside and begins its own
+        (tmp_path / "glyphs").rename(tmp_path / "glyphs-1")
+        (tmp_path / "glyphs").mkdir()
+        (tmp_path / "glyphs" / "note").write_text("theirs")
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ValueError, match="must be that of no run under way"), new_run(tmp_path, "glyphs"):
+        pass
+    assert (tmp_path / "glyphs" / "note").read_text() == "theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["glyphs", "glyphs-1"]
 
 
 def test_a_killed_process_releases_its_lock(tmp_path):

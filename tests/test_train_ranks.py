@@ -7,11 +7,9 @@ import math
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pool, as_in_tests, fresh, server
+from ranks import Pool, as_in_tests, free_port, fresh, server
 from test_train_resume import DROPOUT
 from test_train_resume import SAVED as SAVED_EVERY_FOURTH
 from tiny_runs import same_run, timed, tiny_recipe, weights, write_pictures, write_recipe, write_shards
@@ -40,18 +38,12 @@ SOON = 60
 TIMEOUT, LONG = 4, 600
 
 
-def _free_port() -> int:
-    with closing(socket.socket()) as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
-
-
 class Launched:
     """Processes with the environment that torchrun gives them, each running a function of its rank."""
 
     def __init__(self, size: int, folder: Path, run: Any, *arguments: Any) -> None:
         self.folder, start = folder, server().Process
-        shared = (size, str(_free_port()), folder, run, *arguments)
+        shared = (size, str(free_port()), folder, run, *arguments)
         self.processes = [start(target=_launched, args=(rank, *shared)) for rank in range(size)]
 
     def __enter__(self) -> Launched:
@@ -217,7 +209,7 @@ def _launcher(_: int, folder: Path, words: list[str], port: int) -> None:
 
 def test_ranks_end_with_their_launcher_and_save(tmp_path: Path) -> None:
     words, folder = _words(tmp_path, "train.examples=100000000", "evaluate.every=1.0"), tmp_path / "runs" / "tiny"
-    with fresh(1, _launcher, tmp_path, words, _free_port()) as processes:
+    with fresh(1, _launcher, tmp_path, words, free_port()) as processes:
         _until(lambda: (folder / "metrics.jsonl").is_file() and _steps(folder))
         processes[0].kill()
         _until(lambda: all((tmp_path / f"{rank}.code").is_file() for rank in range(2)))

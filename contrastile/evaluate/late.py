@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
+from contrastile._types import TokenFeatures
 from contrastile.gradcache.inputs import Ragged
 from contrastile.scorers import MaxSim, padded
 
-# vectors [n, L, D] of a side's tokens, and the mask [n, L] of those that count
-TokenFeatures = tuple[Tensor, Tensor]
 Positions = npt.NDArray[np.int64]
 
 # tokens of passages that are read at once; of a tile's passages, with padding; of its queries
@@ -46,12 +44,17 @@ class TokenVectors:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def ragged(self, rows: Positions, device: torch.device) -> Ragged:
-        """The passages at `rows`, in float32 on the device."""
+    def rows(self, rows: Positions) -> tuple[Any, list[int]]:
+        """Values of the passages at `rows`, packed, and their lengths."""
         lengths = self.starts[rows + 1] - self.starts[rows]
         tokens = np.repeat(self.starts[rows] - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
         values = self.values[torch.from_numpy(tokens)] if isinstance(self.values, Tensor) else self.values[tokens]
-        return Ragged(torch.as_tensor(values).to(device).float(), lengths.tolist())
+        return values, lengths.tolist()
+
+    def ragged(self, rows: Positions, device: torch.device) -> Ragged:
+        """The passages at `rows`, in float32 on the device."""
+        values, lengths = self.rows(rows)
+        return Ragged(torch.as_tensor(values).to(device).float(), lengths)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """The first passage of each block, and the one behind its last."""
@@ -71,13 +74,9 @@ def padded_texts(texts: Ragged) -> TokenFeatures:
 
 def joined(parts: Sequence[Ragged], rows: Tensor) -> Ragged:
     """The texts at `rows` of all parts, one part after the other."""
-    lengths = [length for part in parts for length in part.lengths]
     values = torch.cat([part.values for part in parts])
-    starts = torch.tensor([0, *accumulate(lengths)])[rows]
-    chosen = [lengths[row] for row in rows.tolist()]
-    counts = torch.tensor(chosen, dtype=torch.int64)
-    tokens = (starts - (counts.cumsum(0) - counts)).repeat_interleave(counts) + torch.arange(int(counts.sum()))
-    return Ragged(values[tokens.to(values.device)], chosen)
+    lengths = [length for part in parts for length in part.lengths]
+    return Ragged(*TokenVectors.of(values, lengths).rows(rows.numpy()))
 
 
 @torch.no_grad()

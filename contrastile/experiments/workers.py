@@ -20,7 +20,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-from torch.distributed.elastic.utils.distributed import get_free_port
+import torch.distributed as dist
 
 from contrastile.data.files import open_in_place
 from contrastile.offload import usable_cpus
@@ -70,10 +70,15 @@ def run_parallel(
         for group, log in enumerate(logs)
     ]
     waiting, running = iter(tasks), dict[Future[Any], int]()
+    # where the ranks of a group meet: kept by this process, as by torchrun, because a port that is only chosen here may
+    # be taken before the first rank listens at it
+    stores = dict[int, Any]()
 
     def submit(group: int) -> None:
         for task in islice(waiting, 1):
-            port = str(get_free_port())
+            if ranks > 1:
+                stores[group] = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+            port = stores[group].port if ranks > 1 else 0
             running.update((executor.submit(_run, task, port), group) for executor in groups[group])
 
     try:
@@ -150,8 +155,8 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run(task: Any, port: str) -> Any:
-    os.environ["MASTER_PORT"] = port
+def _run(task: Any, port: int) -> Any:
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     work, data, rank = _worker
     try:
         return work(task, data, rank)

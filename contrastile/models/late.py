@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
+from contrastile._types import TokenFeatures
 from contrastile.models.base import ProjectedTower, Settings, completed, evaluating
 from contrastile.models.text import MASK, Tokenizer
 from contrastile.models.towers import RETRIEVER_DEFAULTS, Retriever, encoder_towers
-
-# vectors [B, L, D] of tokens, and a bool mask [B, L] of those that are compared
-TokenFeatures = tuple[Tensor, Tensor]
 
 # settings that only this kind of retriever has, with their defaults
 LATE_SETTINGS: dict[str, Any] = {

@@ -136,14 +136,11 @@ def new_run(runs: str | Path, name: str) -> Iterator[RunFolder]:
                 logger.warning("the earlier %s is now %s", path, aside)
             path.mkdir()
             status = at_end.enter_context(_locked(path))
-            is_own = os.path.samestat(status, path.stat())
         except OSError as error:
             if error.errno not in TAKEN:
                 raise
-            is_own = False
-        if not is_own:
             # another run of this name begins at this moment
-            raise _under_way(path)
+            raise _under_way(path) from None
         yield RunFolder(path, status)
 
 
@@ -214,13 +211,19 @@ def _under_way(path: Path) -> ValueError:
 
 @contextmanager
 def one_writer(path: Path, refusal: ValueError) -> Iterator[os.stat_result]:
-    """Lock a folder, which the system unlocks when the process ends; its file status. Raises `refusal` if locked."""
+    """Lock a folder, which the system unlocks when the process ends; its file status.
+
+    Raises `refusal` where another process holds the lock, or moved the folder between its opening and its locking.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise refusal from None
+            is_there = os.path.samestat(os.fstat(handle), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_there = False
+        if not is_there:
+            raise refusal
         yield os.fstat(handle)
     finally:
         os.close(handle)

@@ -33,9 +33,6 @@ from contrastile.modules import (
 from contrastile.train.checkpoints import Parts
 from contrastile.train.config.base import LossSettings
 
-# features of the two sides by another model
-Guides = tuple[Tensor, Tensor]
-
 
 class Objective:
     """A recipe's loss, the `queues` of its sides, and keys that wait for the end of the step to be queued."""
