@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from comparison import same
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -48,10 +49,6 @@ def gradients(*modules: nn.Module) -> dict[str, Tensor]:
         for place, module in enumerate(modules)
         for name, p in module.named_parameters()
     }
-
-
-def same(found: tuple[Tensor, dict[str, Tensor]], truth: tuple[Tensor, dict[str, Tensor]]) -> None:
-    torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-11)
 
 
 class Clip(nn.Module):

@@ -246,7 +246,7 @@ def backward(
                 return _with_own(call, tiles, rows, cols, wanted, (scale, bias))
             accumulated = exchange.accumulate(tiles, rows, cols, wanted)
         left = None if call.plan.at_once is None else factor
-        return exchange.gradients(tiles, accumulated, rows, cols, wanted, (scale, bias), left)
+        return tiles.gradients(accumulated, rows, cols, wanted, (scale, bias), left)
 
 
 def _with_own(
@@ -258,7 +258,7 @@ def _with_own(
     accumulated = call.exchange.accumulate(tiles, rows, cols, (of_scale, of_bias, of_q or of_scale, of_k))
     dtype = None if call.given is None else call.given[2]
     gradient = own.backward(tiles, rows, accumulated, dtype, wanted=of_own)
-    return [*call.exchange.gradients(tiles, accumulated, rows, cols, wanted[:4], numbers, None), gradient]
+    return [*tiles.gradients(accumulated, rows, cols, wanted[:4], numbers, None), gradient]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

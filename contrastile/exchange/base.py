@@ -122,14 +122,9 @@ class Exchange(ABC):
         return (sum(layout.cols) - min(layout.cols)) * D * (dtype.itemsize + bytes_per_feature(dtype))
 
     def finish(
-        self,
-        tiles: Tiles,
-        stats: Sequence[Tensor],
-        rows: Shard,
-        cols: Shard,
-        weights: Tensor | None,
+        self, tiles: Tiles, stats: Sequence[Tensor], rows: Shard, cols: Shard, weights: Tensor | None,
         reduction: Reduction,
-    ) -> ForwardResult:
+    ) -> ForwardResult:  # fmt: skip
         """The loss of the global batch from this rank's statistics."""
         return tiles.finish(stats, weights, reduction, self.total, lambda: tiles.nonfinite(rows, cols))
 
@@ -139,19 +134,6 @@ class Exchange(ABC):
         """The gradient sums of this rank's rows and columns; `wanted`: of scale, bias and each input."""
         u, v = tiles.accumulators(rows, cols, wanted)
         return Accumulated(u, v, self.backward(tiles, rows, cols, u, v, row_stats))
-
-    def gradients(
-        self,
-        tiles: Tiles,
-        accumulated: Accumulated,
-        rows: Shard,
-        cols: Shard,
-        wanted: Sequence[bool],
-        numbers: tuple[Tensor, Tensor | None],
-        upstream: Tensor | None,
-    ) -> list[Tensor | None]:
-        """Gradients of scale, bias and inputs from their sums (see `Tiles.gradients`)."""
-        return tiles.gradients(accumulated, rows, cols, wanted, numbers, upstream)
 
     def total(self, local: Tensor) -> Tensor:
         """The sum over all ranks of a small tensor."""

@@ -22,7 +22,7 @@ from contrastile.distributed import collectives
 from contrastile.exchange.base import Exchange, Layout, bytes_per_feature
 from contrastile.exchange.gather import Gather
 from contrastile.exchange.ring import Ring
-from contrastile.losses.base import PairLoss, Shard
+from contrastile.losses.base import Shard
 from contrastile.tiles.base import InFlight, Tiles
 
 # by group and ranks of a node: the groups of this rank within its node, and between nodes
@@ -78,11 +78,6 @@ class _Node(Tiles):
     tiles: Tiles
     # for each hop, the exchange among this node's ranks of the shards that arrived
     gathers: Iterator[Gather] = field(repr=False)
-
-    @classmethod
-    def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
-        del loss, rows, cols
-        return None
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         stats = next(self.gathers).forward(self.tiles, rows, cols)

@@ -22,9 +22,9 @@ from torch import Tensor
 from contrastile._types import Gradient, accumulator
 from contrastile.exchange.base import Exchange, Layout
 from contrastile.exchange.ring import Ring
-from contrastile.losses.base import PairLoss, Shard
+from contrastile.losses.base import Shard
 from contrastile.offload import BlockStream, free_memory, host_room
-from contrastile.tiles.base import STATISTICS, Accumulated, InFlight, Tiles, as_given, inner_product, nonfinite_flag
+from contrastile.tiles.base import STATISTICS, Accumulated, InFlight, Tiles, inner_product, nonfinite_flag
 
 # columns of a shard: long enough for the matrix products, short beside the device's memory
 SHARD = 65536
@@ -138,6 +138,7 @@ class Host(Exchange):
     ) -> Accumulated:
         """The gradients of q and k on the host, scaled and in their own types, and [Σ g, Σ g · ⟨q, k⟩]."""
         assert row_stats is None
+        tiles.final = True
         if len(self.layout) > 1:
             return self._accumulate_around(tiles, rows, cols, wanted)
         want_scale, _, want_q, want_k = wanted
@@ -201,30 +202,6 @@ class Host(Exchange):
     def _as_tiles(self, tiles: Tiles) -> _Blocks:
         return _Blocks(tiles.loss, tiles.scale.cpu(), tiles.bias, tiles.workspace, tiles, self)
 
-    def gradients(
-        self,
-        tiles: Tiles,
-        accumulated: Accumulated,
-        rows: Shard,
-        cols: Shard,
-        wanted: Sequence[bool],
-        numbers: tuple[Tensor, Tensor | None],
-        upstream: Tensor | None,
-    ) -> list[Tensor | None]:
-        # `accumulate` has finished the features' gradients, upstream included
-        del rows, cols, upstream
-        scale, bias = numbers
-        want_scale, want_bias, *_ = wanted
-        of_pairs, of_products = accumulated.sums
-        if not tiles.loss.uses_bias:
-            of_pairs = torch.zeros_like(of_pairs)
-        return [
-            as_given(of_products.to(scale.device), scale) if want_scale else None,
-            as_given(of_pairs.to(bias.device), bias) if want_bias and bias is not None else None,
-            accumulated.u,
-            accumulated.v,
-        ]
-
     def _strips(self, rows: Shard) -> Iterator[tuple[slice, Shard]]:
         """Strips of rows on the device. The caller drops each one before it takes the next."""
         for start in range(0, len(rows), self.cuts.strip):
@@ -238,11 +215,6 @@ class _Blocks(Tiles):
 
     tiles: Tiles
     host: Host
-
-    @classmethod
-    def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
-        del loss, rows, cols
-        return None
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         row_stats, col_stats = self.host.block_forward(self.tiles, rows, without_features_on(cols, self.host.device))

@@ -110,13 +110,16 @@ class Tiles(ABC):
     fresh: bool = field(default=False, init=False, repr=False)
     # the sums of a backward are both of `pair_sums`, whatever `sums_products`
     summed: bool = field(default=False, init=False, repr=False)
+    # u and v are the gradients of the features, scaled and in their own types, and the sums both of `pair_sums`
+    final: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
     given: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    @abstractmethod
     def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
-        """The reason why this backend cannot compute such blocks; None if it can."""
+        """The reason why this backend cannot compute such blocks; None if it can, as those that call the loss do."""
+        del loss, rows, cols
+        return None
 
     @abstractmethod
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
@@ -211,14 +214,9 @@ class Tiles(ABC):
         return u, new(cols.features.shape, dtype=wide, device=self.scale.device) if want_k else None
 
     def gradients(
-        self,
-        accumulated: Accumulated,
-        rows: Shard,
-        cols: Shard,
-        wanted: Sequence[bool],
-        numbers: tuple[Tensor, Tensor | None],
-        upstream: Tensor | None,
-    ) -> list[Tensor | None]:
+        self, accumulated: Accumulated, rows: Shard, cols: Shard, wanted: Sequence[bool],
+        numbers: tuple[Tensor, Tensor | None], upstream: Tensor | None,
+    ) -> list[Tensor | None]:  # fmt: skip
         """Gradients of scale, bias and features in their own types.
 
         numbers: scale and bias as the user passed them. upstream: a factor that is not in the sums yet; the
@@ -233,6 +231,8 @@ class Tiles(ABC):
         dbias = None
         if want_bias and bias is not None:
             dbias = as_given(of_pairs if self.loss.uses_bias else torch.zeros_like(of_pairs), bias, upstream)
+        if self.final:
+            return [dscale, dbias, u, v]
         keep = upstream is not None
         of_q, of_k = self.given or (rows.features.dtype, cols.features.dtype)
         if self.joined and u is not None and v is not None and of_q == of_k:
@@ -247,7 +247,7 @@ class Tiles(ABC):
         self, sums: Tensor, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, want_scale: bool
     ) -> tuple[Tensor, Tensor]:
         """Σ g_ij and Σ g_ij · ⟨q_i, k_j⟩; the second is read off u or v where `backward` did not sum it."""
-        if self.sums_products or self.summed:
+        if self.sums_products or self.summed or self.final:
             return sums[0], sums[1]
         if not want_scale:
             return sums, sums
@@ -347,8 +347,8 @@ def joined(u: Tensor, v: Tensor) -> Tensor:
 
 
 def as_given(gradient: Tensor, number: Tensor, upstream: Tensor | None = None) -> Tensor:
-    """The gradient of a scalar, times upstream, in the scalar's own type and shape."""
-    gradient = (gradient if upstream is None else gradient * upstream).to(number.dtype)
+    """The gradient of a scalar, times upstream, in the scalar's own type and shape, on its device."""
+    gradient = (gradient if upstream is None else gradient * upstream).to(number.device, number.dtype)
     return gradient.reshape(number.shape) if number.ndim else gradient
 
 

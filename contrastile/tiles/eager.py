@@ -32,11 +32,6 @@ STRIP_CPU, LEAST_STRIP = 512, 32
 class Eager(Tiles):
     """Tiles of plain PyTorch operations."""
 
-    @classmethod
-    def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
-        del loss, rows, cols
-        return None
-
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
         stats: list[Tensor | None] = [None, None]
         self._sweep(rows, cols, stats, None, None, None)

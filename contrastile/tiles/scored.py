@@ -272,14 +272,9 @@ class Scored(Eager):
         return u, v
 
     def gradients(
-        self,
-        accumulated: Accumulated,
-        rows: Shard,
-        cols: Shard,
-        wanted: Sequence[bool],
-        numbers: tuple[Tensor, Tensor | None],
-        upstream: Tensor | None,
-    ) -> list[Tensor | None]:
+        self, accumulated: Accumulated, rows: Shard, cols: Shard, wanted: Sequence[bool],
+        numbers: tuple[Tensor, Tensor | None], upstream: Tensor | None,
+    ) -> list[Tensor | None]:  # fmt: skip
         """Gradients of scale, bias, the leaves of both sides and the module's parameters Ω, in their own types."""
         del wanted
         scale, bias = numbers

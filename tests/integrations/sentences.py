@@ -77,10 +77,6 @@ def step(loss: nn.Module, columns: list[dict[str, Any]]) -> tuple[Tensor, dict[s
     return value.detach(), gradients(loss.model)
 
 
-def same(found: Any, truth: Any, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(found, truth, rtol=tolerance, atol=tolerance / 100)
-
-
 def trained(model: Any, loss: Any, folder: Path, batch: int = 4, **words: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of a training by the library's trainer."""
     from datasets import Dataset

@@ -12,14 +12,11 @@ import torch
 
 pytest.importorskip("lightning")
 
+from comparison import same
 from lightning_on_ranks import Cached, Plain, pairs, quiet, train
 from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
-
-
-def same(found: Any, truth: Any, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(found, truth, rtol=tolerance, atol=tolerance / 100)
 
 
 @pytest.mark.parametrize("words", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])

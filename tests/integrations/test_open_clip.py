@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from comparison import same
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -52,10 +53,6 @@ def features(count: int = N) -> dict[str, Any]:
     image, text = F.normalize(torch.randn(2, count, 8, dtype=torch.float64), dim=-1)
     scale = torch.tensor(10.0, dtype=torch.float64, requires_grad=True)
     return {"image_features": image.requires_grad_(), "text_features": text.requires_grad_(), "logit_scale": scale}
-
-
-def same(found: Any, truth: Any, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(found, truth, rtol=tolerance, atol=tolerance / 100)
 
 
 # --- classes

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_coming_from import blocks, gradients, run, same
+from comparison import same
+from test_coming_from import blocks, gradients, run
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

@@ -16,6 +16,7 @@ pytest.importorskip("sentence_transformers")
 
 import torch
 import torch.distributed as dist
+from comparison import same
 from ranks import Pool
 from sentences import (
     CACHED,
@@ -27,7 +28,6 @@ from sentences import (
     gradients,
     losses,
     models,
-    same,
     step,
     trained,
     util,

@@ -12,8 +12,9 @@ pytest.importorskip("sentence_transformers")
 
 import torch
 import torch.distributed as dist
+from comparison import same
 from ranks import Pool
-from sentences import CACHED, WIDTH, N, build, columns_of, gradients, losses, same, step
+from sentences import CACHED, WIDTH, N, build, columns_of, gradients, losses, step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -15,12 +15,13 @@ pytest.importorskip("sentence_transformers.multi_vector_encoder")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from comparison import same
 from ranks import Pool
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.multi_vector_encoder import losses, scoring
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from sentences import WIDTH, N, gradients, same, step, texts, transformer
+from sentences import WIDTH, N, gradients, step, texts, transformer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

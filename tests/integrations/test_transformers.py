@@ -14,15 +14,12 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
+from comparison import same
 from trainer_on_ranks import CASES, Model, Pairs, collate, result, trainer
 
 from contrastile.integrations import transformers as adapter
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.unpoisoned]
-
-
-def same(found: Any, truth: Any, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(found, truth, rtol=tolerance, atol=tolerance / 100)
 
 
 @pytest.mark.parametrize("words", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulated"])

@@ -40,10 +40,15 @@ class CachedLoss(nn.Module):
     citation: ClassVar[str] = CITATION
     # the class without a cache that errors recommend
     uncached: ClassVar[str]
+    # options that the model card shows
+    shown: ClassVar[tuple[str, ...]]
+    # name of the similarity, where it is an option
+    similarity: str
 
     def __init__(
         self,
         model: Any,
+        scale: float,
         mini_batch_size: int,
         mini_batch_num_tokens: int | None,
         gather_across_devices: bool,
@@ -51,11 +56,17 @@ class CachedLoss(nn.Module):
         retain: int | Literal["auto"],
     ) -> None:
         super().__init__()
-        self.model = model
+        if not scale > 0:
+            raise invalid("scale", "be above 0", scale, "Pass 1 / temperature.")
+        self.model, self.scale = model, scale
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
         self.gather_across_devices, self.retain = gather_across_devices, retain
         if show_progress_bar:
             raise invalid("show_progress_bar", "be False", True, "Leave it out: the trainer shows its own.")
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The options, for the model card."""
+        return {name: self.similarity if name == "similarity_fct" else getattr(self, name) for name in self.shown}
 
     @property
     def exchange(self) -> Literal["auto", "single"]:

@@ -59,6 +59,10 @@ class CachedGISTLoss(CachedLoss):
 
     uncached = "GISTEmbedLoss"
     citation = GIST_CITATION
+    shown = (
+        "guide", "temperature", "mini_batch_size", "mini_batch_num_tokens", "margin_strategy", "margin",
+        "contrast_anchors", "contrast_positives", "gather_across_devices",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -76,11 +80,12 @@ class CachedGISTLoss(CachedLoss):
         *,
         retain: int | Literal["auto"] = 0,
     ) -> None:
-        super().__init__(
-            model, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar, retain
-        )
         if not temperature > 0:
             raise invalid("temperature", "be above 0", temperature, "Pass 0.01, say.")
+        super().__init__(
+            model, 1 / temperature, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar,
+            retain,
+        )  # fmt: skip
         self.guide, self.temperature = guide, temperature
         vocabularies = [_vocabulary(name, each) for name, each in (("model", model), ("guide", guide))]
         shorter = guide.max_seq_length < model.max_seq_length
@@ -95,23 +100,9 @@ class CachedGISTLoss(CachedLoss):
         """The loss of the columns' embeddings, each [N, D]; `others`: the guide's, each [N, G]."""
         (rows, keys), (guide_q, guide_k) = self._sides(embeddings), self._sides(others)
         return contrast(
-            rows, keys, scale=1 / self.temperature, loss=self.guided, guide_q=guide_q, guide_k=guide_k,
+            rows, keys, scale=self.scale, loss=self.guided, guide_q=guide_q, guide_k=guide_k,
             exchange=self.exchange,
         )  # fmt: skip
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """The options, for the model card."""
-        return {
-            "guide": self.guide,
-            "temperature": self.temperature,
-            "mini_batch_size": self.mini_batch_size,
-            "mini_batch_num_tokens": self.mini_batch_num_tokens,
-            "margin_strategy": self.margin_strategy,
-            "margin": self.margin,
-            "contrast_anchors": self.contrast_anchors,
-            "contrast_positives": self.contrast_positives,
-            "gather_across_devices": self.gather_across_devices,
-        }
 
     def _embed_columns(self, columns: Sequence[Mapping[str, Any]], labels: Tensor | None) -> tuple[list[Tensor], Any]:
         embeddings, _ = super()._embed_columns(columns, labels)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contrastile import contrast
-from contrastile._errors import invalid, one_of
+from contrastile._errors import one_of
 from contrastile.integrations.sentence_transformers.base import CachedLoss, name_of
 from contrastile.losses import Softmax
 from contrastile.scorers import MaxSim
@@ -46,6 +46,10 @@ class CachedMultiVectorLoss(CachedLoss):
     """
 
     uncached = "MultiVectorMultipleNegativesRankingLoss"
+    shown = (
+        "scale", "similarity_fct", "mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size",
+        "gather_across_devices",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -61,11 +65,8 @@ class CachedMultiVectorLoss(CachedLoss):
         retain: int | Literal["auto"] = 0,
     ) -> None:
         super().__init__(
-            model, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar, retain
+            model, scale, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar, retain
         )
-        if not scale > 0:
-            raise invalid("scale", "be above 0", scale, "Pass 1 / temperature.")
-        self.scale = scale
         self.similarity = name_of(similarity_fct, SCORES[0])
         one_of("similarity_fct", self.similarity, SCORES, f"Pass one of these, or take {self.uncached}.")
         self.score_mini_batch_size = score_mini_batch_size or mini_batch_size
@@ -81,17 +82,6 @@ class CachedMultiVectorLoss(CachedLoss):
         return contrast(
             (query, mask), (documents, masks), scale=self.scale, loss=Softmax(), scorer=MaxSim(), exchange=self.exchange
         )
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """The options, for the model card."""
-        return {
-            "scale": self.scale,
-            "similarity_fct": self.similarity,
-            "mini_batch_size": self.mini_batch_size,
-            "mini_batch_num_tokens": self.mini_batch_num_tokens,
-            "score_mini_batch_size": self.score_mini_batch_size,
-            "gather_across_devices": self.gather_across_devices,
-        }
 
     def _embed_columns(self, columns: Sequence[Mapping[str, Any]], labels: Tensor | None) -> tuple[list[Tensor], Any]:
         del labels

@@ -55,6 +55,10 @@ class CachedRankingLoss(CachedLoss):
     """
 
     uncached = "MultipleNegativesRankingLoss"
+    shown = (
+        "scale", "similarity_fct", "mini_batch_size", "mini_batch_num_tokens", "gather_across_devices", "directions",
+        "partition_mode", "hardness_mode", "hardness_strength",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -73,13 +77,12 @@ class CachedRankingLoss(CachedLoss):
         retain: int | Literal["auto"] = 0,
     ) -> None:
         super().__init__(
-            model, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar, retain
+            model, scale, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar, retain
         )
-        if not scale > 0:
-            raise invalid("scale", "be above 0", scale, "Pass 1 / temperature.")
-        self.scale = scale
-        self.similarity_fct = similarity_fct
-        _ = self.normalises
+        self.similarity_fct, self.similarity = similarity_fct, name_of(similarity_fct, COSINE[0])
+        if self.similarity not in (*COSINE, *DOT):
+            remedy = "Pass one of these, or take MultipleNegativesRankingLoss."
+            raise invalid("similarity_fct", "be util.cos_sim or util.dot_score", self.similarity, remedy)
         self.directions, self.partition_mode = _directions(directions, partition_mode), partition_mode
         self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
         # the loss of an anchor among the documents
@@ -89,16 +92,8 @@ class CachedRankingLoss(CachedLoss):
 
     @property
     def normalises(self) -> bool:
-        """True where embeddings are divided by their length. Raises ValueError for another similarity."""
-        name = self._similarity_name
-        if name not in (*COSINE, *DOT):
-            remedy = "Pass one of these, or take MultipleNegativesRankingLoss."
-            raise invalid("similarity_fct", "be util.cos_sim or util.dot_score", name, remedy)
-        return name in COSINE
-
-    @property
-    def _similarity_name(self) -> str:
-        return name_of(self.similarity_fct, COSINE[0])
+        """True where embeddings are divided by their length."""
+        return self.similarity in COSINE
 
     @property
     def temperature(self) -> float:
@@ -133,20 +128,6 @@ class CachedRankingLoss(CachedLoss):
         """Return whether the scores of some document of these columns [N, D] grow with their similarity."""
         own_alone = self.hardness_mode == "hard_negatives"
         return self.hardness_mode is not None and self.hardness_strength > 0 and len(columns) > own_alone
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """The options, for the model card."""
-        return {
-            "scale": self.scale,
-            "similarity_fct": self._similarity_name,
-            "mini_batch_size": self.mini_batch_size,
-            "mini_batch_num_tokens": self.mini_batch_num_tokens,
-            "gather_across_devices": self.gather_across_devices,
-            "directions": self.directions,
-            "partition_mode": self.partition_mode,
-            "hardness_mode": self.hardness_mode,
-            "hardness_strength": self.hardness_strength,
-        }
 
     def _contrast(self, rows: Tensor, keys: Tensor, loss: Softmax = Softmax(), **others: Any) -> Tensor:  # noqa: B008
         return contrast(rows, keys, scale=self.scale, loss=loss, exchange=self.exchange, **others)
