@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from contrastile.train.folder import METADATA, RunFolder
 from contrastile.train.loaded import LoadedRun
@@ -59,8 +59,3 @@ def base_metadata(run: LoadedRun, result: TrainResult) -> dict[str, Any]:
         "versions": versions(),
         "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-def examples_retained(retain: int | Literal["auto"], sub_batch: int, batch: int) -> int:
-    """Examples whose activations a step holds. "auto" counts as all, so that the report never overstates the saving."""
-    return batch if retain == "auto" else sub_batch * max(retain, 1)

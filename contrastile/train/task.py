@@ -16,10 +16,13 @@ from torch import Tensor
 
 from contrastile.data.base import Indices
 from contrastile.data.pairs import Stream
+from contrastile.gradcache.memory import as_written
 from contrastile.train.checkpoints import Parts
 from contrastile.train.folder import RunFolder
-from contrastile.train.metadata import TrainResult
+from contrastile.train.memory import dense_need
+from contrastile.train.metadata import TrainResult, base_metadata
 from contrastile.train.objective import Objective
+from contrastile.train.planned import planned_memory
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.report.page import Wording
@@ -133,13 +136,36 @@ class Task(ABC, Generic[P]):
         """Measurements on other data, on samples or on the `whole` of them; collective over ranks."""
         return ()
 
+    @property
     @abstractmethod
-    def metadata(self, result: TrainResult) -> dict[str, Any]:
-        """The contents of run.json."""
+    def skipped(self) -> Mapping[str, int]:
+        """Counts of the examples that were left out, by reason."""
 
     @abstractmethod
+    def activations(self) -> tuple[int, int]:
+        """The bytes that autograd saves for one example, as measured, and the examples of a sub-batch."""
+
+    def metadata(self, result: TrainResult) -> dict[str, Any]:
+        """The contents of run.json."""
+        retain, largest = self.run.recipe.train.retain, max(result.largest_batch, 1)
+        # a measurement must not enter the running statistics of batch norm
+        buffers = [(buffer, buffer.clone()) for buffer in self.run.model.buffers()]
+        with self.run.autocast(), as_written():
+            per_example, at_once = self.activations()
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        # "auto" counts as all, so that the report never overstates the saving
+        retained = largest if retain == "auto" else at_once * max(retain, 1)
+        need = dense_need(per_example, largest, retained)
+        planned = planned_memory(self.run, largest, result.ranks)
+        return {**self.metadata_so_far(result), "memory": need, "planned_memory": planned}
+
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
         """The metadata without values that take the model, or long, to compute."""
+        recipe, pairs = self.run.recipe, len(self.rows)
+        batch = [size for _, size in recipe.train.fitted(pairs).batch]
+        own = {"pairs": pairs, "skipped": dict(self.skipped), "loss": recipe.loss.kind, "batch": batch}
+        return {**base_metadata(self.run, result), **own}
 
     @abstractmethod
     def report(self, folder: RunFolder) -> str:

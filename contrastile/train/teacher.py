@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,12 +61,13 @@ class Teacher:
         return F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1), self.scale
 
     @torch.no_grad()
-    def texts(self, side: Literal["query", "passage"], tokens: Tokens) -> Tensor:
-        """Features [b, G] of queries or of passages, as the teacher's own recipe compares them."""
+    def texts(self, queries: Tokens, passages: Tokens) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Features [b, G] of queries and of passages, as the teacher's own recipe compares them, and the scale."""
         model = self.run.model
         with self.run.autocast():
-            features = encode(getattr(model, f"encode_{side}"), tokens, **self.run.sub_batch(side, tokens))
-        return model.comparable(features)
+            query = encode(model.encode_query, queries, **self.run.sub_batch("query", queries))
+            passage = encode(model.encode_passage, passages, **self.run.sub_batch("passage", passages))
+        return model.comparable(query), model.comparable(passage), self.scale
 
 
 def open_teacher(recipe: Any) -> Teacher | None:
