@@ -99,12 +99,8 @@ class Call:
             q, k, *negatives = inputs
             own = negatives[0] if negatives else None
             return changed(self.rows, features=q, own=own), changed(self.cols, features=k)
-        n = len(self.rows.leaves)
-        cols = inputs[n : n + len(self.cols.leaves)]
-        return (
-            changed(self.rows, features=inputs[0], others=tuple(inputs[1:n])),
-            changed(self.cols, features=cols[0], others=tuple(cols[1:])),
-        )
+        n, m = len(self.rows.leaves), len(self.cols.leaves)
+        return self.rows.with_leaves(inputs[:n]), self.cols.with_leaves(inputs[n : n + m])
 
     def constants(self) -> list[Tensor]:
         """Tensors that the backward reads beside its inputs: autograd must see that they have not changed."""

@@ -109,8 +109,10 @@ def _padded(problem: Problem, tokens: tuple[int, int] | None) -> Problem:
     q, q_mask, k, k_mask, *others = problem.inputs
     scorer: Any = problem.scorer.module
     of_rows, of_cols = scorer.pad_tokens((q, q_mask), tokens[0]), scorer.pad_tokens((k, k_mask), tokens[1])
-    rows = replace(problem.rows, features=of_rows[0].detach(), others=of_rows[1:])
-    cols = replace(problem.cols, features=of_cols[0].detach(), others=of_cols[1:])
+    rows, cols = (
+        shard.with_leaves([x.detach() for x in leaves])
+        for shard, leaves in ((problem.rows, of_rows), (problem.cols, of_cols))
+    )
     return replace(problem, inputs=(*of_rows, *of_cols, *others), rows=rows, cols=cols)
 
 

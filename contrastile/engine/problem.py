@@ -244,13 +244,10 @@ class _Sides:
             for key, negative in zip(cols, more, strict=True):
                 if (key.dtype, key.device) != (negative.dtype, negative.device):
                     got = f"{key.dtype} on {key.device} and {negative.dtype} on {negative.device}"
-                    raise invalid(
-                        "negatives", "have the types of `k`, and lie beside it", got, "Convert one side first."
-                    )
+                    rule = "have the types of `k`, and lie beside it"
+                    raise invalid("negatives", rule, got, "Convert one side first.")
             col_form, cols = Form.of("k", pytree.tree_map(_concatenated, k, negatives))
-        if cols[0].device != rows[0].device:
-            got = f"{rows[0].device} and {cols[0].device}"
-            raise invalid("k", "be on the device of `q`", got, "Move one side first.")
+        checks.same_device("k", cols[0], "q", rows[0])
         return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols)))
 
     def shards(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
+from contrastile._types import shape_or_type
 from contrastile.gradcache.batching import SubBatches
 from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.gradcache.inputs import Layout, Parts
@@ -268,9 +269,8 @@ class Features:
         if out is None:
             return None
         if not isinstance(out, Tensor) or len(out) != rows:
-            got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             rule = f"return tensors whose first axis is the sub-batch of {rows}"
-            raise invalid("encoder", rule, got, "Return the features only.")
+            raise invalid("encoder", rule, shape_or_type(out), "Return the features only.")
         if isinstance(self.job.layout, Parts):
             return []
         shape = (self.job.bounds[-1][1], *out.shape[1:])

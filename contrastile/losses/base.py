@@ -79,6 +79,10 @@ class Shard:
     def leaves(self) -> tuple[Tensor, ...]:
         return (self.features, *self.others)
 
+    def with_leaves(self, leaves: Sequence[Tensor]) -> Shard:
+        """The same shard with other features."""
+        return changed(self, features=leaves[0], others=tuple(leaves[1:]))
+
     def narrow(self, start: int, stop: int) -> Shard:
         """Rows start ... stop − 1, as views."""
         along = slice(start, stop)

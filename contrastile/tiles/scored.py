@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
-from contrastile._types import accumulator
+from contrastile._types import accumulator, shape_or_type
 from contrastile.gradcache.introspect import (
     graph_leaves,
     has_other_path,
@@ -66,9 +66,8 @@ class Form:
         for x in tensors:
             if not isinstance(x, Tensor) or x.ndim == 0:
                 got = "a tensor without axes" if isinstance(x, Tensor) else type(x).__name__
-                raise invalid(
-                    name, "be made of tensors whose first axis is the batch", got, "Keep the rest in `scorer`."
-                )
+                rule = "be made of tensors whose first axis is the batch"
+                raise invalid(name, rule, got, "Keep the rest in `scorer`.")
         if not tensors:
             raise invalid(name, "contain a tensor", "none", "Pass what the scorer reads of each example.")
         if len({len(x) for x in tensors}) > 1:
@@ -199,19 +198,17 @@ class Scorer:
         # of every tile: a `squeeze` takes an axis of those with one row only
         expected = [len(rows), len(cols)]
         if not isinstance(scores, Tensor) or list(scores.shape) != expected:
-            got = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             rule = f"return a tensor {expected} for {expected[0]} rows and {expected[1]} columns"
-            raise invalid("scorer", rule, got, "One score for each pair.")
+            raise invalid("scorer", rule, shape_or_type(scores), "One score for each pair.")
         return scores
 
     def with_graph(self, rows: Shard, cols: Shard) -> tuple[Tensor, list[Tensor]]:
         """The scores with their graph, and its leaves that want a gradient: of the rows, then of the columns."""
         sides = [
-            replace(side, features=first, others=tuple(others))
-            for side, form in ((rows, self.rows), (cols, self.cols))
-            for first, *others in [
+            side.with_leaves(
                 [x.detach().requires_grad_(want) for x, want in zip(side.leaves, form.wanted, strict=True)]
-            ]
+            )
+            for side, form in ((rows, self.rows), (cols, self.cols))
         ]
         with torch.enable_grad():
             scores = self(*sides)
