@@ -277,21 +277,11 @@ class _Sides:
         if cast is not None:
             q, k = cast_features(q, k, cast)
         guides = [tuple([_guide(pair[side], q.dtype) for pair in arguments.guides]) for side in range(2)]
-        rows, cols = (
-            Shard(
-                q,
-                diagonal=diagonal,
-                positives=positives,
-                labels=labels[0],
-                ids=ids[0],
-                others=tuple(more_q),
-                guides=guides[0],
-                numbers=_guide_scale(arguments, q),
-                targets=arguments.targets,
-                **_own(arguments, cast),
-            ),
-            Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), guides=guides[1]),
-        )
+        rows = Shard(
+            q, diagonal=diagonal, positives=positives, labels=labels[0], ids=ids[0], others=tuple(more_q),
+            guides=guides[0], numbers=_guide_scale(arguments, q), targets=arguments.targets, **_own(arguments, cast),
+        )  # fmt: skip
+        cols = Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), guides=guides[1])
         if rows.guides:
             rows = changed(rows, numbers=loss.guide_numbers(rows, cols))
         return rows, cols

@@ -110,7 +110,7 @@ class Tiles(ABC):
     fresh: bool = field(default=False, init=False, repr=False)
     # the sums of a backward are both of `pair_sums`, whatever `sums_products`
     summed: bool = field(default=False, init=False, repr=False)
-    # u and v are the gradients of the features, scaled and in their own types, and the sums both of `pair_sums`
+    # u and v are the gradients of the features, scaled and in their own types, and the sums those of `pair_sums`
     final: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
     given: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
@@ -194,24 +194,28 @@ class Tiles(ABC):
         """
         return reduced(self.loss.finish_all(stats, self.scale, total), weights, reduction, total, nonfinite())
 
-    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        """Zeros, or `fresh` memory, for u and v where a gradient is wanted; `wanted`: of scale, bias, q and k.
+    def needed(self, wanted: Sequence[bool]) -> tuple[bool, bool]:
+        """Whether a backward needs u, and v, for the gradients `wanted`: of scale, bias, q and k.
 
-        Tiles that do not sum products read the scale's gradient off an accumulator, and need one for it.
+        Tiles that do not sum products read the scale's gradient off one of them.
         """
         want_scale, _, want_q, want_k = wanted
+        return want_q or (want_scale and not want_k and not self.sums_products), want_k
+
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        """Zeros, or `fresh` memory, for u and v where they are `needed`."""
+        needs_u, needs_v = self.needed(wanted)
         wide = self.scale.dtype
         new = torch.empty if self.fresh else torch.zeros
-        for_scale = want_scale and not want_k and not self.sums_products
         (N, D), M = rows.features.shape, len(cols)
         # a v that begins at an odd address would take other kernels
-        self.joined = self.joined and want_q and want_k and N * D % 4 == 0
+        self.joined = self.joined and all(wanted[2:]) and N * D % 4 == 0
         if self.joined:
             both = new(N + M, D, dtype=wide, device=self.scale.device)
             return both[:N], both[N:]
         # contiguous rows, whatever the strides of the features
-        u = new(rows.features.shape, dtype=wide, device=self.scale.device) if want_q or for_scale else None
-        return u, new(cols.features.shape, dtype=wide, device=self.scale.device) if want_k else None
+        u = new(rows.features.shape, dtype=wide, device=self.scale.device) if needs_u else None
+        return u, new(cols.features.shape, dtype=wide, device=self.scale.device) if needs_v else None
 
     def gradients(
         self, accumulated: Accumulated, rows: Shard, cols: Shard, wanted: Sequence[bool],
@@ -226,7 +230,7 @@ class Tiles(ABC):
         want_scale, want_bias, want_q, want_k = wanted
         u, v, sums = accumulated
         # the accumulators are overwritten below
-        of_pairs, of_products = self.pair_sums(sums, rows, cols, u, v, want_scale)
+        of_pairs, of_products = sums if self.final else self.pair_sums(sums, rows, cols, u, v, want_scale)
         dscale = as_given(of_products, scale, upstream) if want_scale else None
         dbias = None
         if want_bias and bias is not None:
@@ -247,7 +251,7 @@ class Tiles(ABC):
         self, sums: Tensor, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, want_scale: bool
     ) -> tuple[Tensor, Tensor]:
         """Σ g_ij and Σ g_ij · ⟨q_i, k_j⟩; the second is read off u or v where `backward` did not sum it."""
-        if self.sums_products or self.summed or self.final:
+        if self.sums_products or self.summed:
             return sums[0], sums[1]
         if not want_scale:
             return sums, sums

@@ -24,6 +24,8 @@ SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
 # a tile, its exponentials, its gradient, one temporary, and the masks; two on a CPU, which knows the range of logits
 TILES_HELD, TILES_HELD_CPU = 5, 2
+# float32 matrices of a dense block at the peak, with positives on a diagonal and by index, whose masks are matrices
+MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
 # rows of a strip over all columns on a CPU: products of fewer are slow, and two sweeps as fast as those of the fewest
 STRIP_CPU, LEAST_STRIP = 512, 32
 
@@ -206,6 +208,28 @@ class Eager(Tiles):
         most = SIDE_CPU if self.scale.device.type == "cpu" else SIDE_ACCELERATOR
         fit = int((self.workspace / (self._held * self.scale.dtype.itemsize)) ** 0.5)
         return max(16, min(most, fit))
+
+
+@dataclass
+class Dense(Eager):
+    """One tile of the size of the block, whatever the workspace: the b × b matrix of CLIP's own training code.
+
+    The baseline of the papers' tables. With the exchanges `replicate`, `gather` and `ring` it holds b², b²/n and b²/n²
+    elements.
+    """
+
+    def _side(self, dtype: torch.dtype) -> int:
+        del dtype
+        return 2**62
+
+    @classmethod
+    def expected_bytes(
+        cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
+        *, by_index: bool = False,
+    ) -> int:  # fmt: skip
+        del loss, D, workspace
+        matrices = MATRICES_BY_INDEX if by_index else TILES_HELD_CPU if device.type == "cpu" else MATRICES
+        return int(matrices * N * M * accumulator(dtype).itemsize)
 
 
 def add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
