@@ -1,7 +1,7 @@
 """Checks on the tensors that a user passes to the losses, in the sentence form of `_errors.py`.
 
-Used by `problem.py` and `modules/`. A check looks at shapes, types and devices only. Two need values: positives in
-range and rows of unit length. On a GPU they are read in the first `MOST_LOOKS` calls of a process only (`Looks`).
+Used by `problem.py` and `modules/`. A check reads shapes, types and devices. Two checks read values: positives in
+range, and rows of unit length. On a GPU they do so in the first `MOST_READS` calls of a process only (`GpuReads`).
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch import Tensor
 from contrastile._errors import invalid
 from contrastile._types import FEATURES, shape_or_type
 
-# calls of a process that read values of one kind on a GPU: a step must not wait for the device each time
-MOST_LOOKS = 16
+# calls of a process that read values of one kind on a GPU: a read waits for the device, which a step must not
+MOST_READS = 16
 
 
-class Looks:
+class GpuReads:
     """A count of this process's reads of one kind of values on a GPU."""
 
     def __init__(self) -> None:
         self._taken = itertools.count()
 
-    def one_more(self, *tensors: Tensor) -> bool:
-        """Allow a read of these tensors: always on the host, `MOST_LOOKS` times on a GPU."""
-        return not any(waits(x) for x in tensors) or next(self._taken) < MOST_LOOKS
+    def allowed(self, *tensors: Tensor) -> bool:
+        """Return whether these tensors may be read: always on the host, `MOST_READS` times on a GPU."""
+        return not any(on_gpu(x) for x in tensors) or next(self._taken) < MOST_READS
 
 
-def waits(x: Tensor) -> bool:
-    """A read of x makes the host wait for a device."""
+def on_gpu(x: Tensor) -> bool:
+    """Return whether a read of x makes the host wait for a device."""
     return x.is_cuda
 
 
 def captured(*tensors: Tensor) -> bool:
-    """Operations on these tensors are being captured in a CUDA graph, where nothing can be read."""
-    return any(waits(x) for x in tensors) and torch.cuda.is_current_stream_capturing()
+    """Return whether operations on these tensors are being captured in a CUDA graph, where nothing can be read."""
+    return any(on_gpu(x) for x in tensors) and torch.cuda.is_current_stream_capturing()
 
 
 def features(name: str, x: Tensor, *, own: bool = False) -> None:
@@ -71,14 +71,14 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtyp
 
 
 def same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that x is where other is."""
+    """Check that x and other are on one device."""
     if x.device != other.device:
         rule, got = f"be on the device of `{other_name}`", f"{other.device} and {x.device}"
         raise invalid(name, rule, got, "Move one side first.")
 
 
 def guides(pairs: Sequence[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, negatives: Tensor | None) -> None:
-    """Check further features of queries and keys, such as a teacher's: constants of one size."""
+    """Check pairs of further features of queries and keys, such as a teacher's: constants of one size."""
     keys = len(k) + (0 if negatives is None else len(negatives))
     for guide_q, guide_k in pairs:
         sides = (("guide_q", guide_q, "q", q, len(q)), ("guide_k", guide_k, "k", k, keys))
@@ -143,7 +143,7 @@ def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool)
 
 
 def constant(name: str, x: Tensor) -> None:
-    """Check that x requires no gradient, because none is computed for it."""
+    """Check that x, for which no gradient is computed, requires none."""
     if x.requires_grad and torch.is_grad_enabled():
         raise invalid(name, "not require a gradient", "some that do", "Detach them: they are taken as constants.")
 
@@ -158,12 +158,12 @@ def positives(x: Tensor, q: Tensor) -> None:
     same_device("positives", x, "q", q)
 
 
-_looks = Looks()
+_gpu_reads = GpuReads()
 
 
 def in_range(positives: Tensor, keys: int) -> None:
-    """Check that all positives index a key or are −1, where they may be read; see `kept_in_range` for other calls."""
-    if positives.numel() == 0 or captured(positives) or not _looks.one_more(positives):
+    """Check that all positives index a key or are −1, where they may be read; else `mask_out_of_range` does."""
+    if positives.numel() == 0 or captured(positives) or not _gpu_reads.allowed(positives):
         return
     least, most = (int(bound) for bound in torch.aminmax(positives))
     if least < -1 or most >= keys:
@@ -172,13 +172,12 @@ def in_range(positives: Tensor, keys: int) -> None:
         raise invalid("positives", rule, index, "Count from this rank's first key.")
 
 
-def kept_in_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Positives and scale for a GPU whose values are not read.
+def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Positives and scale of a GPU, with −1 in place of each positive out of range, and a scale of NaN if there is one.
 
-    A positive out of range is replaced by −1 and makes the scale NaN, and with it the loss and all gradients of all
-    ranks.
+    The host reads nothing. The loss and all gradients of all ranks become NaN.
     """
-    if not waits(positives):
+    if not on_gpu(positives):
         return positives, scale
     outside = (positives < -1) | (positives >= keys)
     nothing = torch.zeros_like(scale)

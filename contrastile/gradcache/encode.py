@@ -285,7 +285,7 @@ class GradientSums:
     # gradients of leaves, by position
     inputs: dict[int, Tensor] = field(default_factory=dict)
     # graph leaves that are no known parameter; dead by now if the encoder made them
-    strangers: list[ReferenceType[Tensor]] = field(default_factory=list)
+    unowned: list[ReferenceType[Tensor]] = field(default_factory=list)
 
     def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
         """Back-propagate one sub-batch from its part of the cached gradients."""
@@ -303,7 +303,7 @@ class GradientSums:
         outs, gradients = zip(*pairs, strict=True)
         results = back_propagated(outs, [*(self.parameters[position] for position in trained), *inputs], gradients)
         # while the device still computes
-        self._refuse_strangers(outs, inputs)
+        self._refuse_unowned(outs, inputs)
         self._accumulate({at: x for at, x in zip(trained, results, strict=False) if x is not None})
         for place, gradient in zip(self._places(index), results[len(trained) :], strict=True):
             if gradient is not None:
@@ -337,7 +337,7 @@ class GradientSums:
         if later:
             add_each_([self.totals[at] for at in later], [gradients[at] for at in later])
 
-    def _refuse_strangers(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def _refuse_unowned(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Refuse a parameter that is not the encoder's, which would get no gradient.
 
         A tensor that the encoder made and wants a gradient of, such as features behind frozen embeddings
@@ -348,15 +348,15 @@ class GradientSums:
             if id(leaf) not in known:
                 if isinstance(leaf, nn.Parameter):
                     raise not_owned(leaf)
-                self.strangers.append(ref(leaf))
+                self.unowned.append(ref(leaf))
 
     def finish(self) -> list[Tensor | None]:
         """The sums in their parameters' types, None for an unused one, and the inputs' gradients."""
-        if any(stranger() is not None for stranger in self.strangers):
+        if any(reference() is not None for reference in self.unowned):
             # a reference cycle may keep a dead one
             gc.collect()
-        for stranger in self.strangers:
-            if (leaf := stranger()) is not None:
+        for reference in self.unowned:
+            if (leaf := reference()) is not None:
                 raise not_owned(leaf)
         totals = [
             self.totals[position].to(parameter.dtype) if position in self.totals else None
@@ -375,9 +375,9 @@ def _consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:
             # taken out first, so that no other call gives it up
             sums.add(index, *graphs.pop(index))
         except torch.OutOfMemoryError:
-            if not graphs.yielding:
+            if not graphs.releasable:
                 raise
-            graphs.give_up(index)
+            graphs.release(index)
         else:
             job.sharding.settle()
             done.add(index)
