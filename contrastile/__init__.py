@@ -55,19 +55,11 @@ __all__ = [
     "plan",
 ]
 
-# names are fetched when first used, so that the command line can refuse a bad recipe before torch is loaded
-_HOMES = {
-    "ClipLoss": "modules",
-    "DCLLoss": "modules",
-    "DistillClipLoss": "modules",
-    "GISTLoss": "modules",
-    "InfoNCELoss": "modules",
+# the module of each public name, imported when the name is first used, so that the command line can refuse a bad recipe
+# before torch is loaded
+_HOMES = dict.fromkeys(__all__, "modules") | {
     "KeyQueue": "losses.queue",
-    "NTXentLoss": "modules",
     "Ragged": "gradcache.inputs",
-    "ScoreDistillLoss": "modules",
-    "SigLipLoss": "modules",
-    "SupConLoss": "modules",
     "contrast": "functional",
     "encode": "gradcache.encode",
     "load": "train.load",

@@ -31,8 +31,7 @@ from contrastile.losses.base import PairLoss, Shard
 from contrastile.offload import known_device
 from contrastile.scorers import MaxSim
 from contrastile.tiles.base import Tiles
-from contrastile.tiles.dense import Dense
-from contrastile.tiles.eager import Eager
+from contrastile.tiles.eager import Dense, Eager
 from contrastile.tiles.scored import Scorer
 
 logger = logging.getLogger("contrastile")
@@ -108,13 +107,9 @@ EXCHANGES: dict[str, type[Exchange]] = {
 
 
 def choose_exchange(
-    options: Options,
-    loss: PairLoss,
-    rows: Shard,
-    cols: Shard,
-    statement: dict[str, Any],
+    options: Options, loss: PairLoss, rows: Shard, cols: Shard, statement: dict[str, Any],
     tokens: tuple[int, int] | None = None,
-) -> Exchange:
+) -> Exchange:  # fmt: skip
     """The exchange by name; for "auto" gather where it needs at most a sixteenth of the memory, else the ring.
 
     statement: further facts that all ranks must have in common, such as which inputs require a gradient. tokens: those
@@ -139,13 +134,9 @@ def choose_exchange(
 
 
 def agreed_layout(
-    options: Options,
-    loss: PairLoss,
-    rows: Shard,
-    cols: Shard,
-    statement: dict[str, Any],
+    options: Options, loss: PairLoss, rows: Shard, cols: Shard, statement: dict[str, Any],
     tokens: tuple[int, int] | None = None,
-) -> Layout:
+) -> Layout:  # fmt: skip
     """The rows and columns of every rank, and the most tokens; raises where the ranks' statements differ."""
     group = options.group
     statement = _statement(options, loss, rows, cols, ragged=tokens is not None) | statement

@@ -27,6 +27,11 @@ TokenFeatures = tuple[torch.Tensor, torch.Tensor]
 FEATURES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+def shape_or_type(x: object) -> str:
+    """The shape of a tensor, or the type of anything else, for an error."""
+    return f"shape {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The type in which products are accumulated and statistics kept: float64 for float64, float32 for all others.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from contrastile._dispatch import Options
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
-from contrastile.engine.plan import prepare, tell_all
+from contrastile.engine.plan import prepare, share_error
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 
@@ -127,7 +127,7 @@ def contrast(
         if label_smoothing and isinstance(loss, PairLoss):
             loss = loss.smoothed(label_smoothing)
     except ValueError as error:
-        tell_all(error, group, exchange)
+        share_error(error, group, exchange)
         raise
     operation, inputs = prepare(
         q, k, scale, loss, options, bias=bias, positives=positives, negatives=negatives, query_labels=query_labels,

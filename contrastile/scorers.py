@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contrastile._errors import invalid
-from contrastile._types import accumulator
+from contrastile._types import accumulator, shape_or_type
 
 # token vectors [B, L, D], alone or with a mask [B, L] that is true where there is a token
 Tokens = Tensor | tuple[Tensor, Tensor | None]
@@ -227,10 +227,8 @@ def _parts(n: int, size: int) -> list[slice]:
 
 def _vectors(name: str, x: Tensor, features: int) -> None:
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != features:
-        got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise invalid(
-            name, f"have rows of {features} features, as the scorer reads them", got, "Project one side first."
-        )
+        rule = f"have rows of {features} features, as the scorer reads them"
+        raise invalid(name, rule, shape_or_type(x), "Project one side first.")
 
 
 def tokens(name: str, side: Tokens) -> tuple[Tensor, Tensor | None]:

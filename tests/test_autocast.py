@@ -50,7 +50,7 @@ def test_no_further_from_float64_than_the_formula(name: str, backend: str) -> No
 
 def test_features_streamed_from_the_host_are_cast_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "away", lambda features, device: True)
+    monkeypatch.setattr(plan, "waits_on_host", lambda features, device: True)
     monkeypatch.setattr(host, "cut", lambda *_: host.Cut(13, 29))
     problem = PROBLEMS["clip"](70, 70)
     _check(problem, problem.by_tiles)

@@ -364,7 +364,7 @@ def test_on_an_accelerator_all_graphs_that_fit_are_kept(monkeypatch: Any) -> Non
             return [], []
 
         choice = RetainedGraphs("auto", count, device)
-        choice.weighed(0, graph, 1, lambda _: GIB)
+        choice.measured(0, graph, 1, lambda _: GIB)
         used += each * (count - choice.first - 1)
         return count - choice.first
 

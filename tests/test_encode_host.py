@@ -43,7 +43,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(forward, "on_accelerator", lambda x: True)
     monkeypatch.setattr(forward, "host_room", noted)
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "away", lambda features, device: True)
+    monkeypatch.setattr(plan, "waits_on_host", lambda features, device: True)
     monkeypatch.setattr(host, "cut", lambda *_: host.Cut(13, 7))
     return made
 

@@ -160,7 +160,7 @@ def test_every_route_computes_a_new_field(
         call = torch.compile(contrast, backend="eager", fullgraph=True)
     if route == "host":
         monkeypatch.setattr("contrastile.engine.plan._plans", {})
-        monkeypatch.setattr("contrastile.engine.plan.away", lambda features, device: True)
+        monkeypatch.setattr("contrastile.engine.plan.waits_on_host", lambda features, device: True)
     backend = route if route in ("eager", "dense") else "auto"
     found, its_gradient = _loss_and_gradient(loss, inputs, call, backend=backend)
     assert distance(found, value + 0.25) <= 1e-12

@@ -61,7 +61,7 @@ def test_products_with_the_hessian_are_refused() -> None:
 def test_features_in_host_memory_have_no_second_derivative_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's own memory is taken for another device's."""
     monkeypatch.setattr("contrastile.engine.plan._plans", {})
-    monkeypatch.setattr("contrastile.engine.plan.away", lambda features, device: True)
+    monkeypatch.setattr("contrastile.engine.plan.waits_on_host", lambda features, device: True)
     q, k = _rows()
     (gradient,) = torch.autograd.grad(contrast(q, k, scale=5.0), q, create_graph=True)
     with pytest.raises(RuntimeError, match=REFUSED):

@@ -27,7 +27,7 @@ from contrastile.bench.towers import Pairs, Towers
 from contrastile.bench.ways import Task, cached
 from contrastile.engine import arguments as checks
 from contrastile.engine import graph
-from contrastile.engine.arguments import MOST_LOOKS
+from contrastile.engine.arguments import MOST_READS
 from contrastile.losses.balanced import BalancedSigmoid
 from contrastile.losses.decoupled import Decoupled
 from contrastile.losses.distilled import Distilled
@@ -350,7 +350,7 @@ def test_compiled_towers_draw_the_same_numbers_in_both_passes(dtype: torch.dtype
 
 def test_a_loss_made_anew_for_each_step_does_not_wait_for_the_device() -> None:
     leaves = _pairs(300, 64)
-    for _ in range(MOST_LOOKS):
+    for _ in range(MOST_READS):
         ClipLoss()(*leaves)
     with _no_waiting():
         loss = ClipLoss()(*leaves)
@@ -372,7 +372,7 @@ def _no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", ["triton", "eager"])
 def test_positives_do_not_wait_for_the_device(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_looks", checks.Looks())
+    monkeypatch.setattr(checks, "_gpu_reads", checks.GpuReads())
     q, k, scale = _pairs(300, 64)
     own, given = NTXentLoss(backend=backend), InfoNCELoss(backend=backend)
     positives = torch.arange(300).flip(0)
@@ -381,7 +381,7 @@ def test_positives_do_not_wait_for_the_device(backend: str, monkeypatch: pytest.
         own(q, k, scale)
     with pytest.raises(ValueError, match="`positives` must index this rank's 300 keys, or be -1; got 300"):
         given(q, k, scale, positives=positives + 1)
-    for _ in range(MOST_LOOKS):
+    for _ in range(MOST_READS):
         right = given(q, k, scale, positives=positives)
     with _no_waiting():
         unread = given(q, k, scale, positives=positives)

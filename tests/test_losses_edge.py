@@ -281,9 +281,9 @@ def test_a_temperature_in_the_place_of_the_scale_is_said_once() -> None:
 def test_lengths_on_a_gpu_are_read_in_few_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's tensors are taken for a GPU's, in a process that has read none yet."""
     looked, rows = [], F.normalize(torch.randn(2, 4, 8), dim=-1)
-    monkeypatch.setattr(checks, "waits", lambda x: True)
+    monkeypatch.setattr(checks, "on_gpu", lambda x: True)
     monkeypatch.setattr(checks, "captured", lambda *x: False)
-    monkeypatch.setattr(base, "_looks", checks.Looks())
+    monkeypatch.setattr(base, "_gpu_reads", checks.GpuReads())
     lengths = torch.linalg.vector_norm
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda *x, **how: looked.append(0) or lengths(*x, **how))
     kept = getattr(contrastile, name)()
@@ -291,9 +291,9 @@ def test_lengths_on_a_gpu_are_read_in_few_calls(name: str, monkeypatch: pytest.M
         OF_COSINES[name](kept, *rows)
     sides = len(looked)
     assert sides in (1, 2)
-    for _ in range(checks.MOST_LOOKS + 2):
+    for _ in range(checks.MOST_READS + 2):
         OF_COSINES[name](type(kept)(), *rows)
-    assert len(looked) == sides * checks.MOST_LOOKS
+    assert len(looked) == sides * checks.MOST_READS
 
 
 @pytest.mark.parametrize("size", [1.0, 100.0, 1000.0])

@@ -1,4 +1,4 @@
-"""Positives by index: who reads them, and what becomes of one that is out of range where nobody waits for a GPU."""
+"""Positives by index: reads of them, and the result of one out of range that the host does not read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from contrastile import InfoNCELoss, NTXentLoss
 from contrastile.engine import arguments as checks
-from contrastile.engine.arguments import MOST_LOOKS
+from contrastile.engine.arguments import MOST_READS
 
 OUT_OF_RANGE = "`positives` must index this rank's 7 keys, or be -1; got 7"
 
@@ -21,9 +21,9 @@ OUT_OF_RANGE = "`positives` must index this rank's 7 keys, or be -1; got 7"
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's tensors are taken for a GPU's, in a process that has read none yet."""
-    monkeypatch.setattr(checks, "waits", lambda x: True)
+    monkeypatch.setattr(checks, "on_gpu", lambda x: True)
     monkeypatch.setattr(checks, "captured", lambda *x: False)
-    monkeypatch.setattr(checks, "_looks", checks.Looks())
+    monkeypatch.setattr(checks, "_gpu_reads", checks.GpuReads())
 
 
 class _Read(TorchDispatchMode):
@@ -80,7 +80,7 @@ def test_positives_on_a_gpu_are_read_in_few_calls() -> None:
         return InfoNCELoss()(q, k, scale, positives=positives)
 
     first = call()
-    assert [_reads(call) for _ in range(MOST_LOOKS)] == [2] * (MOST_LOOKS - 1) + [0]
+    assert [_reads(call) for _ in range(MOST_READS)] == [2] * (MOST_READS - 1) + [0]
     assert torch.equal(call(), first)
 
 
@@ -95,7 +95,7 @@ def test_unread_positives_out_of_range_make_the_loss_and_all_gradients_nan(
 ) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
-    monkeypatch.setattr(checks, "MOST_LOOKS", 1)
+    monkeypatch.setattr(checks, "MOST_READS", 1)
     loss, (q, k, scale) = InfoNCELoss(backend=backend, reduction=reduction), _leaves()
     scale.requires_grad_()
     positives = torch.tensor([0, 1, 2, 3, 7])
@@ -108,7 +108,7 @@ def test_unread_positives_out_of_range_make_the_loss_and_all_gradients_nan(
 
 @pytest.mark.usefixtures("on_gpu")
 def test_the_only_row_with_an_unread_positive_out_of_range_is_nan_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "MOST_LOOKS", 0)
+    monkeypatch.setattr(checks, "MOST_READS", 0)
     q, k, scale = _leaves(1)
     for reduction in ("mean", "sum", "none"):
         assert InfoNCELoss(reduction=reduction)(q, k, scale, positives=torch.tensor([7])).isnan().all()
@@ -117,7 +117,7 @@ def test_the_only_row_with_an_unread_positive_out_of_range_is_nan_too(monkeypatc
 @pytest.mark.usefixtures("on_gpu")
 def test_a_compiled_loss_keeps_the_same_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(checks, "MOST_LOOKS", 1)
+    monkeypatch.setattr(checks, "MOST_READS", 1)
     step = torch.compile(
         lambda q, k, scale, positives: InfoNCELoss()(q, k, scale, positives=positives), backend="aot_eager"
     )

@@ -29,7 +29,7 @@ def streaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """As if the features waited elsewhere; the blocks that were carried."""
     blocks: list[int] = []
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "away", lambda features, device: True)
+    monkeypatch.setattr(plan, "waits_on_host", lambda features, device: True)
     monkeypatch.setattr(host, "cut", lambda *_: host.Cut(*request.param))
     load = BlockStream._load
 
@@ -173,7 +173,7 @@ def _on_a_rank(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     with (
         mock.patch.dict(plan._plans, clear=True),
-        mock.patch.object(plan, "away", return_value=True),
+        mock.patch.object(plan, "waits_on_host", return_value=True),
         mock.patch.object(host, "cut", return_value=host.Cut(*cuts)),
     ):
         return on_a_rank(rank, group, name, shares, how)
@@ -197,7 +197,7 @@ def test_ranks_equal_one_process(
 
 def _columns_alone(rank: int, group: Any) -> list[Tensor | None]:
     q, k = (x[:, :3].requires_grad_(index == 1) for index, x in enumerate(torch.eye(8).view(2, 4, 8) + rank))
-    with mock.patch.object(plan, "away", return_value=True):
+    with mock.patch.object(plan, "waits_on_host", return_value=True):
         contrast(q, k, scale=torch.ones((), requires_grad=True), group=group).backward()
     return [q.grad, k.grad]
 
@@ -215,7 +215,7 @@ def _one_is_not_finite(rank: int, group: Any) -> bool:
         # a negative of every query, whose exponential is 0
         k[2, 1] = -torch.inf
     positives = torch.tensor([0, 1, 3, 3])
-    with mock.patch.object(plan, "away", return_value=True):
+    with mock.patch.object(plan, "waits_on_host", return_value=True):
         loss = contrast(q, k, scale=1.0, positives=positives, loss=Softmax(symmetric=False), group=group)
         return bool(loss.isnan())
 

@@ -240,7 +240,7 @@ def test_a_step_with_sub_batches_or_features_on_the_host_has_the_gradients_of_a_
         recipe = tiny_recipe(tmp_path, *overrides, "data.augment=false")
         job = ImageText.open(recipe)
         # features of a CPU's run are where the loss computes; the streamed loss is taken all the same
-        monkeypatch.setattr(plan, "away", lambda *_, host=features == "host": streamed.append(host) or host)
+        monkeypatch.setattr(plan, "waits_on_host", lambda *_, host=features == "host": streamed.append(host) or host)
         job.loss(job.builder.batch(torch.from_numpy(np.resize(job.rows, 48)))).backward()
         gradients.append({name: parameter.grad for name, parameter in job.run.model.named_parameters()})
     assert streamed[-1]

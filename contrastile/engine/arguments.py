@@ -1,7 +1,7 @@
 """Checks on the tensors that a user passes to the losses, in the sentence form of `_errors.py`.
 
-Used by `problem.py` and `modules/`. A check looks at shapes, types and devices only. Two need values: positives in
-range and rows of unit length. On a GPU they are read in the first `MOST_LOOKS` calls of a process only (`Looks`).
+Used by `problem.py` and `modules/`. A check reads shapes, types and devices. Two checks read values: positives in
+range, and rows of unit length. On a GPU they do so in the first `MOST_READS` calls of a process only (`GpuReads`).
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid
-from contrastile._types import FEATURES
+from contrastile._types import FEATURES, shape_or_type
 
-# calls of a process that read values of one kind on a GPU: a step must not wait for the device each time
-MOST_LOOKS = 16
+# calls of a process that read values of one kind on a GPU: a read waits for the device, which a step must not
+MOST_READS = 16
 
 
-class Looks:
+class GpuReads:
     """A count of this process's reads of one kind of values on a GPU."""
 
     def __init__(self) -> None:
         self._taken = itertools.count()
 
-    def one_more(self, *tensors: Tensor) -> bool:
-        """Allow a read of these tensors: always on the host, `MOST_LOOKS` times on a GPU."""
-        return not any(waits(x) for x in tensors) or next(self._taken) < MOST_LOOKS
+    def allowed(self, *tensors: Tensor) -> bool:
+        """Return whether these tensors may be read: always on the host, `MOST_READS` times on a GPU."""
+        return not any(on_gpu(x) for x in tensors) or next(self._taken) < MOST_READS
 
 
-def waits(x: Tensor) -> bool:
-    """A read of x makes the host wait for a device."""
+def on_gpu(x: Tensor) -> bool:
+    """Return whether a read of x makes the host wait for a device."""
     return x.is_cuda
 
 
 def captured(*tensors: Tensor) -> bool:
-    """Operations on these tensors are being captured in a CUDA graph, where nothing can be read."""
-    return any(waits(x) for x in tensors) and torch.cuda.is_current_stream_capturing()
+    """Return whether operations on these tensors are being captured in a CUDA graph, where nothing can be read."""
+    return any(on_gpu(x) for x in tensors) and torch.cuda.is_current_stream_capturing()
 
 
 def features(name: str, x: Tensor, *, own: bool = False) -> None:
@@ -62,41 +62,35 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor, cast: torch.dtyp
     cast: the type to which autocast casts operands, whatever their own is; it leaves float64 as it is.
     """
     if x.shape[-1] != other.shape[-1]:
-        raise invalid(
-            name,
-            f"have the same feature size as `{other_name}`",
-            f"{other.shape[-1]} and {x.shape[-1]}",
-            "Project one side first.",
-        )
+        rule, got = f"have the same feature size as `{other_name}`", f"{other.shape[-1]} and {x.shape[-1]}"
+        raise invalid(name, rule, got, "Project one side first.")
     if x.dtype != other.dtype and (cast is None or torch.float64 in (x.dtype, other.dtype)):
-        raise invalid(
-            name, f"have the dtype of `{other_name}`", f"{other.dtype} and {x.dtype}", "Convert one side first."
-        )
+        rule, got = f"have the dtype of `{other_name}`", f"{other.dtype} and {x.dtype}"
+        raise invalid(name, rule, got, "Convert one side first.")
+    same_device(name, x, other_name, other)
+
+
+def same_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that x and other are on one device."""
     if x.device != other.device:
-        raise invalid(
-            name, f"be on the device of `{other_name}`", f"{other.device} and {x.device}", "Move one side first."
-        )
+        rule, got = f"be on the device of `{other_name}`", f"{other.device} and {x.device}"
+        raise invalid(name, rule, got, "Move one side first.")
 
 
 def guides(pairs: Sequence[tuple[Tensor, Tensor]], q: Tensor, k: Tensor, negatives: Tensor | None) -> None:
-    """Check further features of queries and keys, such as a teacher's: constants of one size."""
-    for pair in pairs:
-        for name, x, other_name, rows in (("guide_q", pair[0], "q", q), ("guide_k", pair[1], "k", k)):
+    """Check pairs of further features of queries and keys, such as a teacher's: constants of one size."""
+    keys = len(k) + (0 if negatives is None else len(negatives))
+    for guide_q, guide_k in pairs:
+        sides = (("guide_q", guide_q, "q", q, len(q)), ("guide_k", guide_k, "k", k, keys))
+        for name, x, other_name, other, _ in sides:
             features(name, x)
-            if x.device != rows.device:
-                got = f"{rows.device} and {x.device}"
-                raise invalid(name, f"be on the device of `{other_name}`", got, "Move one side first.")
+            same_device(name, x, other_name, other)
             constant(name, x)
         if negatives is not None and negatives.ndim == 3:
-            remedy = "Pass them as [H, features]."
-            raise invalid(
-                "negatives", "be shared by all queries with a guide", f"shape {list(negatives.shape)}", remedy
-            )
-        alike("guide_k", pair[1], "guide_q", pair[0])
-        for name, x, other_name, n in (
-            ("guide_q", pair[0], "q", len(q)),
-            ("guide_k", pair[1], "k", len(k) + (0 if negatives is None else len(negatives))),
-        ):
+            rule, got = "be shared by all queries with a guide", f"shape {list(negatives.shape)}"
+            raise invalid("negatives", rule, got, "Pass them as [H, features].")
+        alike("guide_k", guide_k, "guide_q", guide_q)
+        for name, x, other_name, _, n in sides:
             if len(x) != n:
                 remedy = "One row for each, and for each of the `negatives`."
                 raise invalid(name, f"have as many rows as `{other_name}`", f"{n} and {len(x)}", remedy)
@@ -131,33 +125,25 @@ def own_negatives(
 def same_length(name: str, x: Tensor, other_name: str, other: Tensor, otherwise: str = "") -> None:
     """Check that x has as many rows as other; `otherwise`: a further remedy."""
     if len(x) != len(other):
-        raise invalid(
-            name,
-            f"have as many rows as `{other_name}`",
-            f"{len(other)} and {len(x)}",
-            f"Pass one row for each; a symmetric loss pairs row i with row i.{otherwise}",
-        )
+        remedy = f"Pass one row for each; a symmetric loss pairs row i with row i.{otherwise}"
+        raise invalid(name, f"have as many rows as `{other_name}`", f"{len(other)} and {len(x)}", remedy)
 
 
 def vector(name: str, x: Tensor, rows_name: str, rows: Tensor, *, integer: bool) -> None:
     """Check that x is [n], one entry for each of the rows, on their device."""
     if not isinstance(x, Tensor) or x.shape != rows.shape[:1]:
         rule = f"be a tensor of shape [{len(rows)}], one entry for each row of `{rows_name}`"
-        if isinstance(x, Tensor):
-            raise invalid(name, rule, f"shape {list(x.shape)}", "Check it.")
-        raise invalid(name, rule, type(x).__name__, "Convert it with torch.as_tensor.")
+        remedy = "Check it." if isinstance(x, Tensor) else "Convert it with torch.as_tensor."
+        raise invalid(name, rule, shape_or_type(x), remedy)
     if integer and (x.is_floating_point() or x.is_complex()):
         raise invalid(name, "be integers", x.dtype, "Number the groups first, with torch.unique for example.")
     if x.is_complex():
         raise invalid(name, "be real numbers", x.dtype, "Convert it with .float().")
-    if x.device != rows.device:
-        raise invalid(
-            name, f"be on the device of `{rows_name}`", f"{rows.device} and {x.device}", "Move one side first."
-        )
+    same_device(name, x, rows_name, rows)
 
 
 def constant(name: str, x: Tensor) -> None:
-    """Check that x requires no gradient, because none is computed for it."""
+    """Check that x, for which no gradient is computed, requires none."""
     if x.requires_grad and torch.is_grad_enabled():
         raise invalid(name, "not require a gradient", "some that do", "Detach them: they are taken as constants.")
 
@@ -165,36 +151,33 @@ def constant(name: str, x: Tensor) -> None:
 def positives(x: Tensor, q: Tensor) -> None:
     """Check that x is [N] or [N, P] integers: indices into the keys, −1 pads."""
     if not isinstance(x, Tensor) or x.ndim not in (1, 2) or len(x) != len(q):
-        got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise invalid("positives", f"be a tensor of shape [{len(q)}] or [{len(q)}, P]", got, "List each query's keys.")
+        rule = f"be a tensor of shape [{len(q)}] or [{len(q)}, P]"
+        raise invalid("positives", rule, shape_or_type(x), "List each query's keys.")
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise invalid("positives", "be integers", x.dtype, "Pass indices of keys, -1 where there is none.")
-    if x.device != q.device:
-        raise invalid("positives", "be on the device of `q`", f"{q.device} and {x.device}", "Move one side first.")
+    same_device("positives", x, "q", q)
 
 
-_looks = Looks()
+_gpu_reads = GpuReads()
 
 
 def in_range(positives: Tensor, keys: int) -> None:
-    """Check that all positives index a key or are −1, where they may be read; see `kept_in_range` for other calls."""
-    if positives.numel() == 0 or captured(positives) or not _looks.one_more(positives):
+    """Check that all positives index a key or are −1, where they may be read; else `mask_out_of_range` does."""
+    if positives.numel() == 0 or captured(positives) or not _gpu_reads.allowed(positives):
         return
     least, most = (int(bound) for bound in torch.aminmax(positives))
     if least < -1 or most >= keys:
         index = most if most >= keys else least
-        raise invalid(
-            "positives", f"index this rank's {keys} keys, or be -1", index, "Count from this rank's first key."
-        )
+        rule = f"index this rank's {keys} keys, or be -1"
+        raise invalid("positives", rule, index, "Count from this rank's first key.")
 
 
-def kept_in_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Positives and scale for a GPU whose values are not read.
+def mask_out_of_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Positives and scale of a GPU, with −1 in place of each positive out of range, and a scale of NaN if there is one.
 
-    A positive out of range is replaced by −1 and makes the scale NaN, and with it the loss and all gradients of all
-    ranks.
+    The host reads nothing. The loss and all gradients of all ranks become NaN.
     """
-    if not waits(positives):
+    if not on_gpu(positives):
         return positives, scale
     outside = (positives < -1) | (positives >= keys)
     nothing = torch.zeros_like(scale)
@@ -204,9 +187,8 @@ def kept_in_range(positives: Tensor, keys: int, scale: Tensor) -> tuple[Tensor, 
 def number(name: str, x: Tensor | float, q: Tensor, device: torch.device | str | None = None) -> None:
     """Check that x is a number, or a floating tensor of shape [] or [1] on the device of q or of the computation."""
     if isinstance(x, bool) or not isinstance(x, (int, float, Tensor, Real)):
-        raise invalid(
-            name, "be a number or a tensor of shape [] or [1]", type(x).__name__, "Pass logit_scale.exp(), say."
-        )
+        rule = "be a number or a tensor of shape [] or [1]"
+        raise invalid(name, rule, type(x).__name__, "Pass logit_scale.exp(), say.")
     if not isinstance(x, Tensor):
         return
     if x.shape not in (torch.Size([]), torch.Size([1])):

@@ -81,7 +81,7 @@ def operation_forward(
     if positives is not None and numbers[-1] != IN_RANGE:
         # a graph cannot read them; the operation can
         checks.in_range(positives, numbers[-1])
-        positives, scale = checks.kept_in_range(positives, numbers[-1], scale)
+        positives, scale = checks.mask_out_of_range(positives, numbers[-1], scale)
     call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, weights], loss, words, numbers)
     tiles, (rows, cols) = call.tiles(scale, bias), call.shards((q, k))
     with without_autocast(q.device):
@@ -111,7 +111,7 @@ def operation_backward(
 ) -> list[Tensor]:
     """The gradients of scale, bias, q and k; one without elements stands for each that is not wanted."""
     if positives is not None and numbers[-1] != IN_RANGE:
-        positives, scale = checks.kept_in_range(positives, numbers[-1], scale)
+        positives, scale = checks.mask_out_of_range(positives, numbers[-1], scale)
     call = _call(q, k, [positives, row_labels, row_ids, col_labels, col_ids, None], loss, words, numbers)
     gradients = backward(call, call.tiles(scale, bias), upstream, scale, bias, (q, k), results, wanted)
     return [q.new_empty(0) if gradient is None else _own_memory(gradient) for gradient in gradients]

@@ -1,8 +1,8 @@
 """One call as one autograd operation: forward from features to the loss, backward from its gradient to theirs.
 
-The last station before the strategies: an exchange walks over the shards of columns, tiles compute blocks, the loss
-says what is accumulated. Every call goes through `Operation`: dot products and learned distances, features on the
-device or in host memory. Properties of the plan decide whether the gradients come with the loss (`at_once`).
+Last station before the strategies: an exchange visits the shards of columns, tiles compute blocks, the loss defines the
+statistics. Every call goes through `Operation`: dot products and learned distances, features on the device or in host
+memory. A plan with `at_once` computes the gradients together with the loss.
 
 `Operation` computes first derivatives; `compiled.py` is its twin for torch.compile.
 """
@@ -26,13 +26,13 @@ from contrastile.tiles import own
 from contrastile.tiles.base import Accumulated, ForwardResult, Tiles, reduced
 from contrastile.tiles.scored import Scorer
 
-# of a loss, a scale, a bias and a workspace
+# function that makes tiles from a loss, a scale, a bias and a workspace
 MakeTiles = Callable[[PairLoss, Tensor, Tensor | None, int], Tiles]
-# gradient sums, or a context that has them while a backward reads them
+# gradient sums, or a context in which a backward may read them
 Sums = Accumulated | AbstractContextManager[Accumulated]
-# of a call, its tiles, scale, bias, further inputs and those wanted: the loss and its gradient sums
+# function from a call, its tiles, scale, bias, other inputs and `Wanted` to the loss and its gradient sums
 AtOnce = Callable[["Call", Tiles, Tensor, Tensor | None, Sequence[Tensor], Sequence[bool]], tuple[Tensor, Sums]]
-# the inputs of the operation that get a gradient: scale, bias, and all others in order
+# for each input of the operation (scale, bias, all others in order) whether it gets a gradient
 Wanted = Sequence[bool]
 
 
@@ -40,7 +40,7 @@ Wanted = Sequence[bool]
 class Plan:
     """The choices for calls of one signature. Compared by identity."""
 
-    # None: chosen in each call, together with the other ranks
+    # None: ranks choose it in each call
     exchange: Exchange | None
     tiles: MakeTiles
     # bytes that tiles may use
@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its plan, and everything that autograd does not differentiate."""
+    """One call: its plan, and all arguments that autograd does not differentiate."""
 
     plan: Plan
     exchange: Exchange
@@ -64,9 +64,9 @@ class Call:
     reduction: Reduction
     device: torch.device
     scorer: Scorer | None = None
-    # the types of the features that autocast casts, which their gradients get; the shards then hold the cast ones
+    # types of the features as passed, and of their gradients, where autocast has cast those of the shards
     given: tuple[torch.dtype, ...] | None = None
-    # number of keys that positives may index, which is still to be checked; None where it is not
+    # number of keys that positives must be below, to be checked in the call; None where that is done
     indexed: int | None = None
 
     def tiles(self, scale: Tensor, bias: Tensor | None) -> Tiles:
@@ -80,11 +80,11 @@ class Call:
         return tiles
 
     def in_range(self, tiles: Tiles) -> Call:
-        """The call with positives that index a key; others make the scale of these tiles, which are new, NaN."""
+        """The call with −1 in place of positives out of range; one of them makes the scale of these tiles NaN."""
         positives = self.rows.positives
         if self.indexed is None or positives is None:
             return self
-        positives, tiles.scale = checks.kept_in_range(positives, self.indexed, tiles.scale)
+        positives, tiles.scale = checks.mask_out_of_range(positives, self.indexed, tiles.scale)
         return changed(self, rows=changed(self.rows, positives=positives), indexed=None)
 
     def _number(self, x: Tensor) -> Tensor:
@@ -94,20 +94,16 @@ class Call:
         return x if x.dtype == self.plan.wide and x.device == self.device else x.to(self.device, self.plan.wide)
 
     def shards(self, inputs: Sequence[Tensor]) -> tuple[Shard, Shard]:
-        """Rows and columns with these tensors as their features."""
+        """Rows and columns with these inputs of the operation as their features."""
         if self.scorer is None:
             q, k, *negatives = inputs
             own = negatives[0] if negatives else None
             return changed(self.rows, features=q, own=own), changed(self.cols, features=k)
-        n = len(self.rows.leaves)
-        cols = inputs[n : n + len(self.cols.leaves)]
-        return (
-            changed(self.rows, features=inputs[0], others=tuple(inputs[1:n])),
-            changed(self.cols, features=cols[0], others=tuple(cols[1:])),
-        )
+        n, m = len(self.rows.leaves), len(self.cols.leaves)
+        return self.rows.with_leaves(inputs[:n]), self.cols.with_leaves(inputs[n : n + m])
 
     def constants(self) -> list[Tensor]:
-        """Tensors that the backward reads beside its inputs: autograd must see that they have not changed."""
+        """Tensors that the backward reads beside its inputs, saved so that autograd notices a change in place."""
         shards = (self.rows, self.cols)
         tensors = [x for shard in shards for x in (shard.positives, shard.labels, shard.ids) if x is not None]
         if self.scorer is not None:
@@ -187,10 +183,10 @@ def with_gradients(
 
 
 def in_strips(call: Call, tiles: Tiles, rows: Shard, cols: Shard, wanted: Wanted) -> tuple[Tensor, Accumulated]:
-    """The loss and its gradient sums from one product, where a strip's rows (and columns) meet all that they compare.
+    """The loss and its gradient sums from one product of each strip, whose rows meet all columns.
 
-    Several strips are weighed by their own rows, and their sums divided at the end, because the mean's divisor, the
-    number of rows that have a positive, is known only then.
+    One strip knows the mean's divisor, the number of rows that have a positive. Sums of several strips are divided by
+    it at the end.
     """
     u, v = tiles.accumulators(rows, cols, wanted)
     flag, results = tiles.nonfinite(rows, cols), []
@@ -229,13 +225,13 @@ def backward(
     results: Sequence[Any],
     wanted: Wanted,
 ) -> list[Tensor | None]:
-    """The gradients of scale, bias and inputs; `results`: what the forward left."""
+    """The gradients of scale, bias and inputs; `results`: gradient sums, or states and coefficients, of the forward."""
     exchange, (rows, cols) = call.exchange, call.shards(inputs)
     with without_autocast(call.device):
         # the one place where gradients are multiplied for the data-parallel wrapper
-        times, factor = exchange.gradient_factor(), upstream.to(call.plan.wide)
-        if times != 1:
-            factor = factor * times
+        ranks, factor = exchange.gradient_factor(), upstream.to(call.plan.wide)
+        if ranks != 1:
+            factor = factor * ranks
         if call.plan.at_once is not None:
             accumulated = Accumulated(*results)
         else:
@@ -245,8 +241,9 @@ def backward(
             if rows.own is not None:
                 return _with_own(call, tiles, rows, cols, wanted, (scale, bias))
             accumulated = exchange.accumulate(tiles, rows, cols, wanted)
-        left = None if call.plan.at_once is None else factor
-        return tiles.gradients(accumulated, rows, cols, wanted, (scale, bias), left)
+        # otherwise the coefficients contain the factor
+        remaining = None if call.plan.at_once is None else factor
+        return tiles.gradients(accumulated, rows, cols, wanted, (scale, bias), remaining)
 
 
 def _with_own(
@@ -262,6 +259,6 @@ def _with_own(
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast switched off inside; entering its context costs more than asking whether it is on."""
+    """A context without autocast; nothing is entered where it is off, because that costs time."""
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

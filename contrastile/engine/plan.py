@@ -1,8 +1,8 @@
-"""From arguments to a call: checked once, planned once, then one autograd operation.
+"""The plan of a call: arguments are checked once and planned once, then run as one autograd operation.
 
-Stands between `functional.py` and `operation.py`. A plan is kept by signature (shapes, dtypes, options, loss): a step
-that looks like the last one pays neither for checks nor for choices again. Calls among several ranks choose their
-exchange each time, because the ranks agree on it.
+Stands between `functional.py` and `operation.py`. Plans are cached by signature (shapes, dtypes, options, loss): a step
+like the last one repeats neither checks nor choices. Calls of several ranks choose their exchange each time, because
+the ranks agree on it.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from contrastile.exchange.host import Host, without_features_on
 from contrastile.losses.base import PairLoss, Shard, changed
 from contrastile.tiles.scored import Scored, fitting_side
 
-# plans kept; all are dropped when more signatures than that have been seen
+# cached plans; all are dropped when more signatures than that have been seen
 MOST_PLANS = 256
-# types of scale and bias that need no collective
+# types of a scale and a bias that are whole on every rank
 NUMBERS = (*PLAIN, float, int, type(None))
-# tensors of a shard in a call that needs no further check
+# tensors of a shard in a call that can be refilled
 PARTS = ("features", "positives", "labels", "ids")
-# the tensors beside features that a call may have without being checked again: names in a shard, of queries, of keys
+# labels of a call that can be refilled: name in a shard, argument of the queries, argument of the keys
 LABELS = (("labels", "query_labels", "key_labels"), ("ids", "query_ids", "key_ids"))
-# side of a tile for backend="dense": the whole block
+# side of a tile for backend="dense", which holds the whole block
 WHOLE = 2**62
 
-# with each plan the first call, without its tensors, where only tensors tell calls of a signature apart
+# each plan with a template of its calls, where calls of one signature differ in their tensors alone
 _plans: dict[Hashable, tuple[Plan, Call | None]] = {}
 
 
 def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **others: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The operation that computes these arguments' loss (the names of `Arguments`), and its inputs.
+    """Return the operation that computes the loss of these arguments (named as in `Arguments`), and its inputs.
 
-    torch.compile looks only into calls that become one operation of its graph, and breaks the graph around others.
+    Under torch.compile a call becomes one operation of the graph, if it can be traced; else the graph breaks there.
     """
     arguments = Arguments(q, k, scale, loss, options, **others)
     if torch.compiler.is_compiling():
@@ -56,19 +56,19 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         return torch.compiler.disable(_eagerly), (q, k, scale, loss, options, others)
     alone = not (dist.is_available() and dist.is_initialized())
     signature: Hashable = None if arguments.scorer is not None else (alone, arguments.signature())
-    plan, call = _plans.get(signature, (None, None))
-    if call is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
-        return Operation.apply, _again(call, arguments)
-    # of a scorer that pads token vectors other ranks may have more of them
+    plan, template = _plans.get(signature, (None, None))
+    if template is not None and type(scale) in NUMBERS and type(arguments.bias) in NUMBERS:
+        return Operation.apply, _refilled(template, arguments)
+    # a scorer of padded token vectors: other ranks may have longer texts
     ragged = not alone and hasattr(arguments.scorer, "pad_tokens") and options.exchange != "single"
     try:
         arguments = _with_masks(arguments) if ragged else arguments
         problem = Problem.of(arguments, checked=plan is not None, alone=alone)
     except Exception as error:
         # a scorer's own errors are of any kind
-        tell_all(error, options.group, options.exchange)
+        share_error(error, options.group, options.exchange)
         raise
-    if away(problem.rows.features, problem.device):
+    if waits_on_host(problem.rows.features, problem.device):
         return _streamed(problem)
     exchange = plan.exchange if plan is not None and alone else None
     if exchange is None:
@@ -85,44 +85,46 @@ def prepare(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, **othe
         if signature is not None:
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
-            _plans[signature] = plan, _emptied(problem, plan, exchange) if alone and arguments.plain() else None
+            _plans[signature] = plan, _template(problem, plan, exchange) if alone and arguments.refillable() else None
     return Operation.apply, (_call(problem, plan, exchange), problem.scale, problem.bias, *problem.inputs)
 
 
 def _with_masks(arguments: Arguments) -> Arguments:
-    """Token vectors with their mask, whether or not this rank has padding."""
+    """The arguments with a mask beside every side's token vectors: other ranks may have padding."""
     scorer: Any = arguments.scorer
     negatives = None if arguments.negatives is None else scorer.pad_tokens(arguments.negatives)
     return replace(arguments, q=scorer.pad_tokens(arguments.q), k=scorer.pad_tokens(arguments.k), negatives=negatives)
 
 
 def _tokens(shard: Shard) -> int:
-    """Tokens of each row; none of a rank without rows."""
+    """Tokens of each row; 0 on a rank without rows."""
     return shard.features.shape[1] if len(shard) else 0
 
 
 def _padded(problem: Problem, tokens: tuple[int, int] | None) -> Problem:
-    """The problem with so many tokens in every row and every column, those behind the own ones masked."""
+    """The problem with rows and columns padded to these numbers of tokens; the padding is masked."""
     if tokens is None or problem.scorer is None:
         return problem
-    # vectors and mask of either side, and parameters
+    # vectors and mask of each side, then the scorer's parameters
     q, q_mask, k, k_mask, *others = problem.inputs
     scorer: Any = problem.scorer.module
     of_rows, of_cols = scorer.pad_tokens((q, q_mask), tokens[0]), scorer.pad_tokens((k, k_mask), tokens[1])
-    rows = replace(problem.rows, features=of_rows[0].detach(), others=of_rows[1:])
-    cols = replace(problem.cols, features=of_cols[0].detach(), others=of_cols[1:])
+    rows, cols = (
+        shard.with_leaves([x.detach() for x in leaves])
+        for shard, leaves in ((problem.rows, of_rows), (problem.cols, of_cols))
+    )
     return replace(problem, inputs=(*of_rows, *of_cols, *others), rows=rows, cols=cols)
 
 
 def _eagerly(q: Any, k: Any, scale: Any, loss: PairLoss, options: Options, others: dict[str, Any]) -> Tensor:
-    """The loss outside a graph that torch.compile is tracing."""
+    """The loss of a call that torch.compile cannot trace."""
     operation, inputs = prepare(q, k, scale, loss, options, **others)
     value: Tensor = operation(*inputs)
     return value
 
 
-def tell_all(error: Exception, group: Any, exchange: str) -> None:
-    """Raise on all ranks the error of one, before they meet: the others must not wait for it."""
+def share_error(error: Exception, group: Any, exchange: str) -> None:
+    """Raise this rank's error on all ranks, which would wait for it in the exchange."""
     if exchange == "single" or collectives.size(group) == 1:
         return
     known = isinstance(error, ValueError)
@@ -130,13 +132,13 @@ def tell_all(error: Exception, group: Any, exchange: str) -> None:
     try:
         consistency.tally(group, {"error": sentence}, (0, 0, 0, 0))
     except ValueError:
-        # an error that is no sentence of ours stays as it is on the rank that raised it
+        # the rank of an error of another kind raises that one
         if known:
             raise
 
 
-def away(features: Tensor, device: torch.device) -> bool:
-    """The features wait in host memory for another device."""
+def waits_on_host(features: Tensor, device: torch.device) -> bool:
+    """Return whether the features are in host memory and computed with on another device."""
     return features.device != device
 
 
@@ -147,8 +149,8 @@ def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     )  # fmt: skip
 
 
-def _emptied(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
-    """The call with tensors of no rows and of memory of their own, so that it keeps none of the user's alive."""
+def _template(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
+    """The call with tensors without rows, in memory of their own: a cached call must not keep the user's alive."""
     shards = (problem.rows, problem.cols)
     rows, cols = (changed(x, **{name: _no_rows(getattr(x, name)) for name in PARTS}) for x in shards)
     return _call(replace(problem, rows=rows, cols=cols, weights=_no_rows(problem.weights)), plan, exchange)
@@ -158,8 +160,8 @@ def _no_rows(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.new_empty((0, *x.shape[1:]))
 
 
-def _again(call: Call, arguments: Arguments) -> tuple[Any, ...]:
-    """The inputs of the operation for arguments that differ from a call's in the values of tensors alone."""
+def _refilled(call: Call, arguments: Arguments) -> tuple[Any, ...]:
+    """The inputs of the operation: a template with the tensors of these arguments, in its types."""
     q, k = arguments.q, arguments.k
     of_rows, of_cols = cast_features(q, k, call.rows.features.dtype)
     rows, cols = {"features": of_rows}, {"features": of_cols}
@@ -183,7 +185,7 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     every = (problem.scale, problem.bias, *problem.inputs)
     wants = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in every)
     pairwise = loss.pairwise and options.reduction != "none"
-    # columns of each row alone are computed after the exchange
+    # columns that belong to one row each are computed after the exchange
     own = problem.rows.own is not None
     at_once: AtOnce | None = with_gradients if wants and pairwise and not own else None
     tiles = _tiles(problem, exchange, workspace)
@@ -194,7 +196,7 @@ def _planned(problem: Problem, exchange: Exchange) -> Plan:
     if scorer is None and wants and not own and small(problem.rows, problem.cols, options.reduction, exchange, tiles):
         at_once = replayed
     if isinstance(tiles, partial) and tiles.func is Scored and problem.dtype == torch.float16:
-        # the upstream gradient, a GradScaler's factor, must go through the module, or float16 underflows
+        # float16 underflows in the module unless the upstream gradient, a GradScaler's factor, goes through it
         at_once = None
     return Plan(exchange, tiles, workspace, accumulator(problem.dtype), at_once)
 
@@ -215,7 +217,7 @@ def _tiles(problem: Problem, exchange: Exchange, workspace: int) -> MakeTiles:
 
 
 def _streamed(problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The call of features in host memory: how they are cut depends on the memory that is free now."""
+    """The call of features in host memory, whose strips are as long as the memory that is free now allows."""
     device, options, rows, cols = problem.device, problem.options, problem.rows, problem.cols
     workspace = workspace_on(device, options.workspace)
     layout, carrier = Layout(None, 0, (len(rows),), (len(cols),)), None

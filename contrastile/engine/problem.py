@@ -1,8 +1,8 @@
-"""Everything that the user said, checked: two shards and their numbers.
+"""The arguments of a call, and the problem that they make: two shards, a loss, a scale and a bias, all checked.
 
-The first station of a call. `Arguments` holds what was passed, as passed; `check` raises the sentences about how
-arguments go together (those about single tensors are in `arguments.py`); `Problem` is the result, ready to be planned.
-A call whose signature was checked before is not checked again, but for values that only the data tell.
+First station of a call. `Arguments` holds them as passed. `check` refuses arguments that do not go together; the checks
+of single tensors are in `arguments.py`. `Problem` is the result, ready to be planned. Later calls of a signature check
+values only, such as positives in range.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from contrastile.offload import numbered, present_device
 from contrastile.tiles.base import nonfinite_flag
 from contrastile.tiles.scored import Form, Scorer
 
+# types of tensors that are whole on every rank
 PLAIN = (Tensor, nn.Parameter)
 
 
@@ -48,21 +49,23 @@ class Arguments:
     key_ids: Tensor | None = None
     weights: Tensor | None = None
     scorer: nn.Module | None = None
-    # further features of queries and keys, constants, such as a teacher's; and the weight [N, P] of each positive
+    # pairs of further features of queries and keys, constants, such as a teacher's
     guides: tuple[tuple[Tensor, Tensor], ...] = ()
     # factor of the guides' product
     guide_scale: Tensor | float | None = None
+    # [N, P] weight of each positive
     targets: Tensor | None = None
     # every query has one key and every key one query, whatever the loss
     paired: bool = False
-    # positives are in range by construction: their values need no check
+    # positives are in range by construction
     positives_in_range: bool = False
-    # with negatives [N, H, D]: [N, H] integers, and the number of them that are positives, the first ones
+    # [N, H] ids of negatives [N, H, D]
     negative_ids: Tensor | None = None
+    # number of the first of them that are positives
     own_positives: int = 0
 
     def signature(self) -> Hashable:
-        """Everything that checks and plan depend on: two calls of equal signature differ in values alone."""
+        """The facts that checks and plan depend on: calls of equal signature differ in the values of tensors alone."""
         tensors = (
             self.q, self.k, self.scale, self.bias, self.positives, self.negatives, self.query_labels, self.key_labels,
             self.query_ids, self.key_ids, self.weights, self.targets, self.negative_ids,
@@ -80,21 +83,21 @@ class Arguments:
         one_each = self.scorer is None and isinstance(self.negatives, Tensor) and self.negatives.ndim == 3
         return self.negatives if one_each else None
 
-    def plain(self) -> bool:
-        """A call of this signature that passed the checks needs none but that of positives' values."""
+    def refillable(self) -> bool:
+        """Return whether a later call of this signature can fill the tensors into the template of this one."""
         others = (self.scorer, self.negatives, self.targets)
-        own_inputs = self.guides or self.loss.counts_positives
-        return all(x is None for x in others) and not own_inputs and self.options.device is None
+        further = self.guides or self.loss.counts_positives
+        return all(x is None for x in others) and not further and self.options.device is None
 
     def cast(self) -> torch.dtype | None:
-        """The type that autocast gives products on the device of the computation; None where it is off."""
+        """The type of products under autocast on the device of the computation; None where autocast is off."""
         device = self.options.device
         if device is None:
             return autocast_type(self.q.device) if isinstance(self.q, Tensor) else None
         return autocast_type(torch.device(device))
 
     def check(self) -> None:
-        """Raise ValueError for arguments that do not go together, on this rank; a scorer's are checked by its probe."""
+        """Raise ValueError for arguments that do not go together. A scorer's inputs are checked by its probe."""
         q, k, loss, scored = self.q, self.k, self.loss, self.scorer is not None
         if not scored:
             _features(q, k, self.negatives, self.cast())
@@ -117,7 +120,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Problem:
-    """A call that is checked: its inputs, its shards with positions counted on this rank, its numbers."""
+    """A checked call: its inputs, its two shards with positions counted on this rank, scale and bias."""
 
     loss: PairLoss
     options: Options
@@ -131,7 +134,7 @@ class Problem:
     device: torch.device
     # the type in which tiles compute
     dtype: torch.dtype
-    # number of keys that positives may index; None where they are in range by construction
+    # number of keys that positives must be below; None where they are in range by construction
     indexed: int | None
     scorer: Scorer | None
     # facts that all ranks must have in common, beside what shards and options show
@@ -141,7 +144,7 @@ class Problem:
     def of(cls, arguments: Arguments, *, checked: bool, alone: bool) -> Problem:
         """The problem of these arguments.
 
-        checked: a call of the same signature passed the checks. alone: no process group can be asked to agree.
+        checked: a call of the same signature passed the checks. alone: there is no process group.
         """
         if not checked:
             arguments.check()
@@ -181,7 +184,7 @@ class Problem:
         )  # fmt: skip
 
     def given(self) -> tuple[torch.dtype, ...] | None:
-        """The types of the features, where the shards hold them in autocast's."""
+        """The types of the features as passed, where autocast has cast those of the shards; else None."""
         if self.scorer is not None:
             return None
         types = tuple([x.dtype for x in self.inputs])
@@ -195,13 +198,13 @@ class Problem:
         if bias is not None and type(bias) not in PLAIN:
             bias = collectives.unsharded(bias, self.options.gradient)
         if rows.guides:
-            # a guide that is not finite would be a mask without a word
+            # a guide that is not finite would change the mask silently
             given = (*self.rows.guides, *self.cols.guides, *[x for x in (self.rows.numbers,) if x is not None])
             scale = scale + nonfinite_flag(torch.zeros_like(scale), *given)
         indexed, several = self.indexed, len(exchange.layout.rows) > 1
         if rows.positives is not None and indexed is not None and (several or self.loss.counts_positives):
-            # later they are counted over all ranks
-            positives, scale = checks.kept_in_range(rows.positives, indexed, scale)
+            # before positions are counted over all ranks
+            positives, scale = checks.mask_out_of_range(rows.positives, indexed, scale)
             rows, indexed = replace(rows, positives=positives), None
         if self.loss.counts_positives:
             rows, cols = self.loss.counted(rows, cols, *exchange.layout.gathers())
@@ -214,7 +217,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Sides:
-    """The tensors of rows and columns: one feature matrix each, or with a scorer all that it reads."""
+    """The tensors of rows and of columns: one feature matrix each, or all inputs of a scorer."""
 
     rows: tuple[Tensor, ...]
     # negatives follow the keys
@@ -231,7 +234,7 @@ class _Sides:
 
     @classmethod
     def scored(cls, arguments: Arguments, module: nn.Module) -> _Sides:
-        """Both sides' tensors, and the module that compares them."""
+        """The tensors of both sides, and the module that compares them."""
         k, negatives = arguments.k, arguments.negatives
         row_form, rows = Form.of("q", arguments.q)
         col_form, cols = Form.of("k", k)
@@ -244,13 +247,10 @@ class _Sides:
             for key, negative in zip(cols, more, strict=True):
                 if (key.dtype, key.device) != (negative.dtype, negative.device):
                     got = f"{key.dtype} on {key.device} and {negative.dtype} on {negative.device}"
-                    raise invalid(
-                        "negatives", "have the types of `k`, and lie beside it", got, "Convert one side first."
-                    )
+                    rule = "have the types of `k`, and lie beside it"
+                    raise invalid("negatives", rule, got, "Convert one side first.")
             col_form, cols = Form.of("k", pytree.tree_map(_concatenated, k, negatives))
-        if cols[0].device != rows[0].device:
-            got = f"{rows[0].device} and {cols[0].device}"
-            raise invalid("k", "be on the device of `q`", got, "Move one side first.")
+        checks.same_device("k", cols[0], "q", rows[0])
         return cls(tuple(rows), tuple(cols), keys, Scorer.of(module, (row_form, rows), (col_form, cols)))
 
     def shards(
@@ -280,27 +280,17 @@ class _Sides:
         if cast is not None:
             q, k = cast_features(q, k, cast)
         guides = [tuple([_guide(pair[side], q.dtype) for pair in arguments.guides]) for side in range(2)]
-        rows, cols = (
-            Shard(
-                q,
-                diagonal=diagonal,
-                positives=positives,
-                labels=labels[0],
-                ids=ids[0],
-                others=tuple(more_q),
-                guides=guides[0],
-                numbers=_guide_scale(arguments, q),
-                targets=arguments.targets,
-                **_own(arguments, cast),
-            ),
-            Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), guides=guides[1]),
-        )
+        rows = Shard(
+            q, diagonal=diagonal, positives=positives, labels=labels[0], ids=ids[0], others=tuple(more_q),
+            guides=guides[0], numbers=_guide_scale(arguments, q), targets=arguments.targets, **_own(arguments, cast),
+        )  # fmt: skip
+        cols = Shard(k, labels=labels[1], ids=ids[1], others=tuple(more_k), guides=guides[1])
         if rows.guides:
             rows = changed(rows, numbers=loss.guide_numbers(rows, cols))
         return rows, cols
 
     def _positives(self, arguments: Arguments, loss: PairLoss, *, checked: bool) -> tuple[int | None, Tensor | None]:
-        """The first row's positive where key i belongs to query i, or all rows' [N, P]; neither with labels."""
+        """The positive of the first row where key i is that of query i, or those of all rows; none with labels."""
         q, positives, labels = self.rows[0], arguments.positives, arguments.query_labels
         if positives is None:
             if labels is not None or arguments.own_positives:
@@ -321,7 +311,7 @@ class _Sides:
     def _groups(
         self, what: str, of_queries: Tensor | None, of_keys: Tensor | None, *, checked: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Labels, or ids, of rows and columns as int64: not every backend sends all integer types."""
+        """Labels, or ids, of rows and columns as int64, which every backend can send."""
         of_rows, of_cols = f"query_{what}", f"key_{what}"
         if of_queries is None:
             raise invalid(of_rows, f"be given where `{of_cols}` is", None, "Pass both, or neither.")
@@ -348,7 +338,7 @@ def indices(arguments: Arguments, keys: int) -> Tensor:
 def autocast_type(device: torch.device) -> torch.dtype | None:
     """The type to which autocast casts the operands of products on this device; None where it is off."""
     kind = device.type
-    # other devices have no autocast to be asked about
+    # other devices may have no autocast
     known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
     return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
 
@@ -359,7 +349,7 @@ def cast_type(x: Tensor, cast: torch.dtype | None) -> torch.dtype:
 
 
 def cast_features(q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both sides' values in the type of products; one tensor twice is cast once."""
+    """Both sides in the type of products; one tensor as both sides is cast once."""
     of_rows = q.detach() if q.dtype == dtype else q.detach().to(dtype)
     if q is k:
         return of_rows, of_rows
@@ -390,7 +380,7 @@ def _guide_scale(arguments: Arguments, q: Tensor) -> Tensor | None:
 
 
 def _own(arguments: Arguments, cast: torch.dtype | None) -> dict[str, Any]:
-    """The parts of the rows' shard that belong to negatives of each query alone."""
+    """Fields of the rows' shard for negatives of each query alone."""
     own, ids, of_queries = arguments.own, arguments.negative_ids, arguments.query_ids
     if own is None:
         return {}
@@ -400,7 +390,7 @@ def _own(arguments: Arguments, cast: torch.dtype | None) -> dict[str, Any]:
 
 
 def _with_negatives(groups: Tensor, negatives: int) -> Tensor:
-    """Integer ids, or labels, of the keys, continued over negatives, which share theirs with no query."""
+    """Integer ids, or labels, of the keys and of the negatives, which share theirs with no query."""
     if groups.is_floating_point() or groups.is_complex():
         return groups
     own = torch.full((negatives,), torch.iinfo(torch.int64).min, device=groups.device)
@@ -408,7 +398,7 @@ def _with_negatives(groups: Tensor, negatives: int) -> Tensor:
 
 
 def _device(features: torch.device, options: Options, *, scored: bool) -> torch.device:
-    """The device of the computation: that of the features, or the one to which they are streamed from host memory."""
+    """The device of the computation: that of the features, or another to which host memory is streamed."""
     device = numbered(present_device(options.device, "where the features are"))
     if device == features:
         return device
@@ -424,16 +414,17 @@ def _device(features: torch.device, options: Options, *, scored: bool) -> torch.
 
 
 def as_tensor(x: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor of the accumulator's type."""
     return x if isinstance(x, Tensor) else torch.full((), x, dtype=accumulator(dtype), device=device)
 
 
 def _stated(x: Tensor | float | None) -> Any:
-    """A number for the statement: its value, unless reading it would wait for the device."""
+    """A number as ranks compare it: its value, or "a tensor", whose value is on the device."""
     return "a tensor" if isinstance(x, Tensor) else x if x is None else float(x)
 
 
 def _require_grad(*inputs: Any) -> list[bool]:
-    """The inputs that get a gradient, for which ranks work together; one of a scorer's parameters stands for all."""
+    """Return for each input whether it gets a gradient, which ranks compute together."""
     return [torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs]
 
 

@@ -1,6 +1,6 @@
-"""The blocks that a rank computes, and the one place of the gradient convention.
+"""The interface of exchanges: which blocks a rank computes, and the gradient convention.
 
-Stands between `engine/` and `tiles/`: an exchange fetches the shards of columns one after the other, lets the tiles
+Stands between `engine/` and `tiles/`. An exchange fetches the shards of columns one after the other, has the tiles
 compute the block of each, and merges the results.
 
 **The gradient convention.** The loss L is that of the global batch, the same number on every rank. A data-parallel
@@ -33,17 +33,17 @@ from contrastile.tiles.base import Accumulated, ForwardResult, Tiles
 class Layout:
     """The ranks that share the batch, and the numbers of rows and columns of each.
 
-    Some of the ranks (those of one node, or one rank of every node) have a layout too. The columns of each then begin
-    at its entry of `starts`, instead of where those of the rank before end.
+    A part of the ranks (those of one node, or one rank of every node) has a layout too, with the `starts` of its
+    columns among those of all ranks.
     """
 
     group: Any
     rank: int
     rows: tuple[int, ...]
     cols: tuple[int, ...]
-    # global position of each rank's first column; None: ranks follow each other from 0
+    # global position of each rank's first column; None: ranks follow each other, from 0 on
     starts: tuple[int, ...] | None = None
-    # tokens of a row and of a column, the most of any rank, where a scorer pads them
+    # the most tokens of a row and of a column on any rank, where a scorer pads them
     tokens: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -83,7 +83,7 @@ class Exchange(ABC):
     layout: Layout
     # every pair is computed on one rank only
     once: ClassVar[bool] = True
-    # positives on a diagonal are passed on as indices
+    # positives on a diagonal become indices
     by_index: ClassVar[bool] = False
 
     @abstractmethod
@@ -102,18 +102,18 @@ class Exchange(ABC):
 
     @classmethod
     def extra_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        """Bytes that a rank holds beside its own features, gradients and workspace, at the peak; 0 for one process."""
+        """Bytes at the peak beside a rank's own features, gradients and workspace; 0 for one process."""
         del layout, D, dtype
         return 0
 
     @classmethod
     def expected_bytes(cls, layout: Layout, D: int, dtype: torch.dtype) -> int:
-        """`extra_bytes` and everything smaller beside them, for a planner."""
+        """`extra_bytes` with all smaller buffers, for a planner."""
         return cls.extra_bytes(layout, D, dtype)
 
     @classmethod
     def blocks(cls, layout: Layout) -> list[tuple[int, int]]:
-        """Rows and columns of the blocks that a rank computes at once, the one of most columns last."""
+        """Rows and columns of each block that a rank computes, the block with most columns last."""
         return [(max(layout.rows), max(layout.cols))]
 
     @classmethod
@@ -131,7 +131,7 @@ class Exchange(ABC):
     def accumulate(
         self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool], row_stats: Tensor | None = None
     ) -> Accumulated:
-        """The gradient sums of this rank's rows and columns; `wanted`: of scale, bias and each input."""
+        """The gradient sums of this rank's rows and columns for the `wanted` gradients of scale, bias and inputs."""
         u, v = tiles.accumulators(rows, cols, wanted)
         return Accumulated(u, v, self.backward(tiles, rows, cols, u, v, row_stats))
 
@@ -140,7 +140,7 @@ class Exchange(ABC):
         return local if len(self.layout.rows) == 1 else collectives.total(local, self.layout.group)
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Around a sweep: an error of one rank becomes an error of all."""
+        """A context for a sweep, in which an error of one rank becomes an error of all."""
         return nullcontext() if len(self.layout.rows) == 1 else in_step(self.layout.group)
 
     def reserved(self) -> int:
@@ -178,7 +178,7 @@ def bytes_per_feature(dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class PendingGather:
-    """All ranks' shards, on their way."""
+    """A gather of all ranks' shards that is under way."""
 
     shard: Shard
     flight: collectives.Transfer
@@ -186,7 +186,7 @@ class PendingGather:
     start: int
 
     def wait(self) -> Shard:
-        """All of them as one shard, in rank order."""
+        """Wait for the shards, and return them as one, in rank order."""
         payload = self.flight.wait()
         if self.shard.state is not None:
             payload[-1] = payload[-1].T

@@ -1,10 +1,10 @@
 """Gather: every rank gets all columns, computes its own rows against them, and returns the columns' gradients.
 
 The decomposition of DisCo-CLIP (Chen et al. 2023, equations 5 to 8) and of OpenCLIP's local loss with gathered
-gradients, with the columns' statistics from the same sweep. As fast as the ring, and simpler, where b · D · (bytes of a
-feature and of its accumulator) fit. Communication runs beside the rank's own block, which needs no other rank: the
-forward begins with it while the others' columns arrive; the backward ends with it while the others' gradients do. The
-gathered columns are kept from the forward to the backward.
+gradients; rows and columns have their statistics from one sweep. It is as fast as the ring, and simpler, where all
+columns and their accumulators fit into memory, b · D numbers each. Communication overlaps with the block of the rank's
+own columns: the forward computes it first, while the other columns arrive, the backward last, while gradients are sent.
+The gathered columns stay from the forward to the backward.
 """
 
 from __future__ import annotations

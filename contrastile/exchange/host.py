@@ -91,34 +91,31 @@ class Host(Exchange):
         col_stats = tiles.init(cols) if tiles.loss.symmetric else None
         for along_i, strip in self._strips(rows):
             flag = flag + nonfinite_flag(tiles.scale, *[strip.features] * first)
-            for _, bounds, arrived, _ in blocks.sweep(fresh=True):
-                along_j, block = slice(*bounds), arrived.to(self.dtype)
-                block_rows, block_cols = tiles.forward(strip, _part(cols, along_j, block))
+            for _, along_j, block, _ in self._columns(blocks, cols, fresh=True):
+                block_rows, block_cols = tiles.forward(strip, block)
                 row_stats[:, along_i] = tiles.loss.merge(row_stats[:, along_i], block_rows)
                 if col_stats is not None and block_cols is not None:
                     col_stats[:, along_j] = tiles.loss.merge(col_stats[:, along_j], block_cols)
                 if along_i.start == 0 and first:
-                    flag = flag + nonfinite_flag(tiles.scale, block)
+                    flag = flag + nonfinite_flag(tiles.scale, block.features)
             # frees its memory before the next strip arrives
             del strip
         if first:
             # a rank without rows still has columns
-            for _, _, arrived, _ in blocks.sweep(fresh=True) if not len(rows) else ():
-                flag = flag + nonfinite_flag(tiles.scale, arrived.to(self.dtype))
+            for _, _, block, _ in self._columns(blocks, cols, fresh=True) if not len(rows) else ():
+                flag = flag + nonfinite_flag(tiles.scale, block.features)
             tiles.flag = flag
         return row_stats, col_stats
 
     def block_backward(self, tiles: Tiles, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None) -> Tensor:
         """Add the gradients of a block's pairs to u and v, which are in host memory."""
-        wide, sums = tiles.scale.dtype, tiles.no_pairs()
-        blocks = BlockStream(
-            cols.features, self.cuts.shard, self.device, wide=None if v is None else wide, totals=v
-        )  # fmt: skip
+        sums = tiles.no_pairs()
+        wide_of_v = None if v is None else tiles.scale.dtype
+        blocks = BlockStream(cols.features, self.cuts.shard, self.device, wide=wide_of_v, totals=v)
         for along_i, strip in self._strips(rows):
             of_rows = None if u is None else u[along_i].to(self.device)
-            for index, bounds, arrived, so_far in blocks.sweep(fresh=False):
-                along_j, block = slice(*bounds), arrived.to(self.dtype)
-                sums += tiles.backward(strip, _part(cols, along_j, block), of_rows, None if v is None else so_far)
+            for index, along_j, block, so_far in self._columns(blocks, cols, fresh=False):
+                sums += tiles.backward(strip, block, of_rows, None if v is None else so_far)
                 if v is not None:
                     blocks.write_back(so_far, v[along_j], index)
             if u is not None and of_rows is not None:
@@ -141,13 +138,13 @@ class Host(Exchange):
         tiles.final = True
         if len(self.layout) > 1:
             return self._accumulate_around(tiles, rows, cols, wanted)
-        want_scale, _, want_q, want_k = wanted
-        q, k = rows.features, cols.features
-        dq, dk = (host_room(x.shape, x.dtype) if want else None for x, want in ((q, want_q), (k, want_k)))
-        # tiles that do not sum products leave the scale's gradient in the rows' accumulator, or else in the columns'
-        by_rows = want_q or (want_scale and not want_k and not tiles.sums_products)
-        wide = tiles.scale.dtype
-        running = _running_sums(dk, wide) if self.cuts.strip < len(q) else None
+        q, k, wide = rows.features, cols.features, tiles.scale.dtype
+        by_rows, want_k = tiles.needed(wanted)
+        dq, dk = (host_room(x.shape, x.dtype) if want else None for x, want in zip((q, k), wanted[2:], strict=True))
+        # sums of the columns between two strips; those of wide features are where the result will be
+        running = None
+        if dk is not None and self.cuts.strip < len(q):
+            running = dk if dk.dtype == wide else host_room(dk.shape, wide)
         blocks = BlockStream(k, self.cuts.shard, self.device, wide=wide if want_k else None, totals=running)
         sums, products = tiles.no_pairs(), torch.zeros_like(tiles.scale)
 
@@ -156,16 +153,15 @@ class Host(Exchange):
 
         for along_i, strip in self._strips(rows):
             u = torch.zeros_like(strip.features, dtype=wide) if by_rows else None
-            for index, bounds, arrived, so_far in blocks.sweep(fresh=along_i.start == 0):
-                along_j, block = slice(*bounds), arrived.to(self.dtype)
+            for index, along_j, block, so_far in self._columns(blocks, cols, fresh=along_i.start == 0):
                 v = so_far if want_k else None
-                sums += tiles.backward(strip, _part(cols, along_j, block), u, v)
+                sums += tiles.backward(strip, block, u, v)
                 if v is None or dk is None:
                     continue
                 if running is not None and along_i.stop < len(q):
                     blocks.write_back(v, running[along_j], index)
                 else:
-                    products += 0 if by_rows or tiles.sums_products else inner_product(block, v)
+                    products += 0 if by_rows or tiles.sums_products else inner_product(block.features, v)
                     bring_back(v, dk[along_j], index)
             if u is not None:
                 products += 0 if tiles.sums_products else inner_product(strip.features, u)
@@ -179,19 +175,17 @@ class Host(Exchange):
 
     def _accumulate_around(self, tiles: Tiles, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> Accumulated:
         """`accumulate` of several ranks."""
-        want_scale, _, want_q, want_k = wanted
         q, k, wide = rows.features, cols.features, tiles.scale.dtype
-        by_rows = want_q or (want_scale and not want_k and not tiles.sums_products)
-        u, v = (host_room(x.shape, wide).zero_() if want else None for x, want in ((q, by_rows), (k, want_k)))
+        u, v = (
+            host_room(x.shape, wide).zero_() if needed else None
+            for x, needed in zip((q, k), tiles.needed(wanted), strict=True)
+        )
         sums = self._ring.backward(self._as_tiles(tiles), rows, cols, u, v, None)
-        if not tiles.sums_products:
-            x, total = (q, u) if u is not None else (k, v)
-            products = None if total is None else inner_product(x, total)
-            sums = torch.stack([sums, torch.zeros_like(sums) if products is None else products.to(sums)])
+        sums = torch.stack([x.to(sums) for x in tiles.pair_sums(sums, rows, cols, u, v, wanted[0])])
         scale = tiles.scale.cpu()
         dq, dk = (
             host_room(x.shape, x.dtype).copy_(total.mul_(scale)) if want and total is not None else None
-            for x, total, want in ((q, u, want_q), (k, v, want_k))
+            for x, total, want in zip((q, k), (u, v), wanted[2:], strict=True)
         )
         return Accumulated(dq, dk, sums)
 
@@ -207,6 +201,12 @@ class Host(Exchange):
         for start in range(0, len(rows), self.cuts.strip):
             along = slice(start, min(start + self.cuts.strip, len(rows)))
             yield along, _part(rows, along, rows.features[along].to(self.device).to(self.dtype))
+
+    def _columns(self, blocks: BlockStream, cols: Shard, *, fresh: bool) -> Iterator[tuple[int, slice, Shard, Tensor]]:
+        """Blocks of columns on the device: index, place among the columns, block, and its accumulators."""
+        for index, bounds, features, totals in blocks.sweep(fresh=fresh):
+            along = slice(*bounds)
+            yield index, along, _part(cols, along, features.to(self.dtype)), totals
 
 
 @dataclass
@@ -260,11 +260,6 @@ def host_bytes(D: int, dtype: torch.dtype, ranks: int) -> int:
     return own + (D * wide if ranks == 1 and wide != dtype.itemsize else 0) + (
         D * (2 * wide + 2 * (dtype.itemsize + wide)) if ranks > 1 else 0
     )  # fmt: skip
-
-
-def _running_sums(dk: Tensor | None, wide: torch.dtype) -> Tensor | None:
-    """Host memory for the columns' gradient between two strips; that of wide features is where the result will be."""
-    return dk if dk is None or dk.dtype == wide else host_room(dk.shape, wide)
 
 
 def _part(shard: Shard, along: slice, features: Tensor) -> Shard:

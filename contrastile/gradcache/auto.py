@@ -1,7 +1,7 @@
-"""Size of a sub-batch where the user says "auto".
+"""The size of a sub-batch for `sub_batch="auto"`.
 
-Used by `encode.py`, on top of `forward.py`. The bytes that an example takes are measured on a few; on a GPU the size is
-then tried. If it was too much after all, the batch is encoded again in halves, and the smaller size is remembered.
+Used by `encode.py`. The bytes of an example are measured on a few; on a GPU the size that follows is then tried. If
+memory still runs out, the batch is encoded again with half the size, which is remembered.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from contrastile.offload import stream
 
 Result = TypeVar("Result")
 
-# stands for a size that is no limit
+# a size without limit
 UNLIMITED = 2**62
 # examples on which the bytes of one are measured
 FEW = 8
-# bytes of forward and backward, in graphs; on an accelerator a trial then shows whether that is enough
+# bytes of forward and backward together, in graphs: without a trial, and before one
 BACKWARD, BACKWARD_TRIED = 2.0, 1.25
 
 logger = logging.getLogger("contrastile")
 
-# sizes for inputs of several kinds, by an object that stands for the encoder
+# sizes by kind of inputs, for each encoder, by one of its modules or parameters
 _sizes = WeakIdKeyDictionary()
 
 
@@ -45,10 +45,9 @@ def agreed_size(
     search: Callable[[], int],
     most: Callable[[int], int] = int,
 ) -> int:
-    """The largest sub-batch for inputs of one kind, known or else searched for; on all ranks the smallest of any.
+    """The largest sub-batch for inputs of one kind, known or searched for; the smallest over ranks that run together.
 
-    `known`: by kind, the size and the batch for which it was measured. `most`: the largest of a number over ranks that
-    run together.
+    known: by kind, the size and the batch for which it was measured. most: the largest of a number over those ranks.
     """
 
     def agreed(size: int) -> int:
@@ -56,8 +55,8 @@ def agreed_size(
         return min(-most(-(size if size < batch else UNLIMITED)), batch)
 
     size, measured = known.get(kind, (0, 0))
-    # a batch that fitted whole says nothing of a larger one. A rank that knows its size searches again with those that
-    # do not: a search runs the encoder, which is a collective among them
+    # a batch that fitted whole is no measure for a larger one. A rank that knows its size searches again with those
+    # that do not, because a sharded encoder runs on all ranks
     size = agreed(0 if size == measured < batch else size)
     if size == 0:
         failure = torch.OutOfMemoryError("encode: another rank has no room for a single example")
@@ -65,7 +64,7 @@ def agreed_size(
             size = search()
             known[kind] = size, batch
         except torch.OutOfMemoryError as error:
-            # raised below: the other ranks wait for an answer
+            # raised below, after the ranks have compared
             failure = error
         size = agreed(size)
         if size == 0:
@@ -75,7 +74,7 @@ def agreed_size(
 
 
 def halving(run: Callable[[int], Result], size: int) -> tuple[int, Result]:
-    """The size that succeeded and run(size), with half the size each time that memory ends, down to 1."""
+    """The size that succeeded and the result of run(size). Each time memory runs out, take half the size, down to 1."""
     while True:
         try:
             return size, run(size)
@@ -87,7 +86,7 @@ def halving(run: Callable[[int], Result], size: int) -> tuple[int, Result]:
 
 
 def tries(device: torch.device | None) -> bool:
-    """Return whether a size is tried before it is used: on a GPU, where too much is an error."""
+    """Return whether a size is tried before it is used: on a GPU, which raises an error for too much."""
     return device is not None and device.type == "cuda"
 
 
@@ -98,11 +97,11 @@ def with_fitting_size(
     wrapper: DistributedDataParallel | None,
     run: Callable[[int], Result],
 ) -> Result:
-    """run(size) with the largest sub-batch that fits into memory, or with half of it where it did not after all."""
+    """The result of run(size) with the largest sub-batch that fits into memory, halved if it does not after all."""
     key = next(iter((*job.reached.modules, *job.reached.parameters)), None)
     shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
-    # two towers may be methods of one module, which are made anew for each call; a wrapped function has the name of the
-    # one inside, so the code tells them apart; more fits without a graph, and less where more is trained
+    # by name and code: a bound method is a new object in each call, and a wrapped function has the name of the one
+    # inside. A graph, and each trained parameter, leave less room
     function = without_partials(job.encoder)
     identity = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
     kind = identity, job.differentiates(leaves), len(job.reached.parameters), shapes
@@ -110,7 +109,7 @@ def with_fitting_size(
     known: dict[Any, tuple[int, int]] = _sizes.setdefault(key, {}) if key is not None else {}
     size = agreed_size(known, kind, max(batch, 1), partial(search, job, leaves, batch), most)
     if job.sharding.modules:
-        # no second attempt: all ranks would have to run again
+        # all ranks would have to run again
         return run(size)
     before = job.reached.random()
 
@@ -125,15 +124,15 @@ def with_fitting_size(
 
 
 def search(job: Job, leaves: Sequence[Tensor], batch: int) -> int:
-    """The largest sub-batch whose forward fits, and whose backward, if there will be one.
+    """The largest sub-batch whose forward fits into memory, and its backward, if there is one.
 
-    The size follows from the bytes that an example adds; on a CUDA device it is then tried.
+    It follows from the bytes that an example adds; on a CUDA device it is then tried.
     """
     values, wanted = detached(leaves)
     parameters, differentiates = job.reached.parameters, job.differentiates(leaves)
 
     def encoded(n: int, backward: bool = False) -> object:
-        """Encode the first n examples, and back-propagate if asked."""
+        """Encode the first n examples, and back-propagate them with `backward`."""
         (rows,) = stream([job.layout.rows(values, (0, n))], job.device)
         with job.sharding.attempt():
             if not differentiates:

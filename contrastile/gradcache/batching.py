@@ -1,8 +1,8 @@
-"""Batching: where a batch is split into sub-batches, after a number of examples or of tokens of padded text.
+"""Batching: a batch is split into sub-batches of a number of examples, or of tokens of padded text.
 
-Used by `encode.py`. With a budget of tokens, texts of like length are encoded together and without their common
-padding. A sub-batch without examples, which a rank runs because others have more sub-batches, encodes a row or two and
-returns none: few encoders accept an empty batch.
+Used by `encode.py`. With a budget of tokens, texts of similar length are encoded together, without common padding. A
+rank with fewer sub-batches than others runs empty ones. They encode a row or two, whose features are dropped, because
+few encoders accept an empty batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contrastile.offload import Bounds
 
 # name under which tokenizers return the mask of tokens
 MASK = "attention_mask"
-# rows that stand in for an empty batch: with two, an output of one row for each example has two rows as well
+# rows in place of an empty batch: two, which tell an output of a row for each example from a single number
 STAND_INS = 2
 
 
@@ -32,14 +32,14 @@ class SubBatches:
     bounds: list[Bounds]
     # [B] index of the example at each position, where texts are sorted by length
     order: Tensor | None = None
-    # positions that each sub-batch computes, of the `length` that the inputs have
+    # positions to which each sub-batch is trimmed, of the `length` of the inputs
     widths: Sequence[int] = ()
     length: int = 0
-    # sub-batches from here on hold fewer examples than they may; None: none does
+    # first of the sub-batches with fewer examples than they may hold; None: there is none
     short: int | None = None
 
     def is_short(self, index: int) -> bool:
-        """Return whether a sub-batch holds fewer examples than it may: the rest of the batch, or none."""
+        """Return whether a sub-batch holds fewer examples than it may: the rest of the batch, or an empty one."""
         return self.short is not None and index >= self.short
 
     def extended(self, count: int) -> SubBatches:
@@ -51,7 +51,7 @@ class SubBatches:
 
     @cached_property
     def encoded(self) -> list[Bounds]:
-        """The rows that each sub-batch runs on: of an empty one, the last row before it, or the stand-ins."""
+        """The rows that each sub-batch runs on. An empty one runs on the last row before it, or on the stand-ins."""
         return [
             (start, stop) if start < stop else (stop - 1, stop) if stop else (0, STAND_INS)
             for start, stop in self.bounds
@@ -108,9 +108,9 @@ def rounded_length(length: int, most: int) -> int:
 
 
 def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None, *, rounded: bool = False) -> SubBatches:
-    """Longest texts first; as many together as `tokens` allow at the width of the longest of them.
+    """Sub-batches of texts, longest first: as many together as `tokens` allow, padded to the longest of them.
 
-    `rounded`: widths are rounded up to few lengths, each of which a compiled encoder is compiled for.
+    rounded: round widths up to few lengths, for each of which a compiled encoder is compiled.
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -137,16 +137,16 @@ def split_by_tokens(inputs: Any, tokens: int, sub_batch: int | None, *, rounded:
         fit = max(1, tokens // wide[start])
         bounds.append((start, min(batch, start + min(fit, sub_batch or fit))))
         widths.append(wide[start])
-    # `fit` is the last one's, which may be the only one: batches of texts differ in size
+    # `fit` is the last one's, which may hold fewer: batches of texts differ in size
     less = bounds[-1][1] - bounds[-1][0] < min(fit, sub_batch or fit)
     return SubBatches(bounds, order, widths, length, len(bounds) - 1 if less else None)
 
 
 def stand_ins(leaves: Sequence[Tensor], inputs: Any) -> list[Tensor]:
-    """An empty batch's inputs with stand-in rows behind: numbers from −1 to 1, index 0, and 1 in the mask.
+    """The inputs of an empty batch with stand-in rows: numbers from −1 to 1, index 0, and 1 in the mask.
 
-    Their features are dropped, so their gradient is 0 times a derivative, which must be finite: no row is 0, which an
-    encoder might divide by its norm, and none is all padding.
+    Their features are dropped, so their gradient is 0 times a derivative, which must be finite. A row of zeros, which
+    an encoder may divide by its norm, or of padding alone could make it NaN.
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None
 

@@ -1,11 +1,13 @@
 """Data-parallel wrappers: one reduction per parameter and step, however many sub-batches.
 
-Used by `encode.py` and by both passes. DistributedDataParallel reduces the gradients of whatever passes through its
-forward: so the whole of `encode` becomes one forward of the wrapper, in which the wrapped module runs on sub-batch
-after sub-batch. FSDP2 gathers a module's parameters whenever it runs and scatters their gradients whenever it is
-back-propagated: so every rank runs equally often, and no replay leaves a gradient for FSDP2 to scatter. The sums reach
-the whole parameters through autograd, and FSDP2 scatters them where the backward around all of it ends. DeepSpeed's
-ZeRO stages 1 and 2 reduce where autograd accumulates a parameter's gradient, which happens once.
+Used by `encode.py` and by both passes.
+
+- DistributedDataParallel reduces the gradients of what passes through its forward. So a call of `encode` becomes one
+  forward of the wrapper, in which the wrapped module runs on one sub-batch after the other.
+- FSDP2 gathers a module's parameters each time it runs, and scatters their gradients each time it is back-propagated.
+  So all ranks run equally often, and no replay leaves a gradient to scatter. Autograd passes the sums to the whole
+  parameters, and FSDP2 scatters them at the end of the backward.
+- DeepSpeed's ZeRO stages 1 and 2 reduce a gradient when autograd accumulates it, which happens once.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ Result = TypeVar("Result")
 # settings of FSDP2's groups: no gradient is scattered, none is averaged over replicas
 NO_REDUCTION = {"reduce_grads": False, "all_reduce_grads": False}
 
-# DistributedDataParallel leaves no mark on the module inside, so each one is remembered when it is made
+# all wrappers, noted when they are made: DistributedDataParallel leaves no mark on the module inside
 _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
 
 
@@ -60,9 +62,9 @@ register_module_module_registration_hook(_note)
 def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
     """The function to run on each sub-batch, and the DistributedDataParallel around it if there is one.
 
-    An encoder may be a pair, (module, "method"): a wrapper does not have its module's methods. Or (module, function):
-    a function that called the wrapper would have every sub-batch reduced, so it is given the module inside. An engine
-    of DeepSpeed expects one backward for each of its forwards; its hooks are on the parameters, and fire once.
+    An encoder may be a pair (module, "method"), because a wrapper does not have its module's methods, or (module,
+    function). The function gets the module inside the wrapper, which would reduce after every sub-batch. The module of
+    a DeepSpeed engine runs without it, because an engine expects one backward for each of its forwards.
     """
     if isinstance(encoder, partial):
         function, wrapper = unwrap(encoder.func)
@@ -84,7 +86,7 @@ def unwrap(encoder: Any) -> tuple[Any, DistributedDataParallel | None]:
 
 
 def engine_of(encoder: Any) -> Any:
-    """The engine of DeepSpeed that an encoder is, or is a method of; None for any other. A method of its shows it."""
+    """The engine of DeepSpeed that an encoder is, or is a method of; None for any other."""
     encoder = without_partials(encoder)
     module = encoder[0] if isinstance(encoder, tuple) and encoder else encoder
     return module if isinstance(module, nn.Module) and hasattr(type(module), "zero_optimization_stage") else None
@@ -173,7 +175,7 @@ def _gathers(module: nn.Module, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The modules that an encoder runs and FSDP2 shards; every method does nothing where there are none."""
+    """The modules of an encoder that FSDP2 shards. Without any, every method does nothing."""
 
     modules: list[Any]
 

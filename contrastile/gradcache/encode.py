@@ -1,10 +1,10 @@
-"""encode(): the gradient cache as one autograd operation of three acts (Gao et al. 2021, section 3.3).
+"""encode(): the gradient cache as one autograd operation (Gao et al. 2021, section 3.3).
 
-Act 1, `first_pass`: the encoder runs over the batch sub-batch by sub-batch and keeps no graph; its features go on to
-the loss. Act 2 is the loss's, which returns the features' gradients: they are the cache. Act 3, `second_pass`: each
-sub-batch is encoded again, with the random numbers and the autocast of the first time, and back-propagated. The
-parameters' gradients are summed in float32 and handed to autograd once, as if the whole batch had been encoded at once;
-so any loss, any number of towers and any training loop work with it.
+1. `first_pass` runs the encoder over the batch, sub-batch by sub-batch, without graphs, and returns the features.
+2. The loss returns the gradients of the features: they are the cache.
+3. `second_pass` encodes each sub-batch again, with the random numbers and the autocast of the first pass, and
+   back-propagates it. The parameters' gradients are summed in float32, and autograd gets them once, as if the whole
+   batch had been encoded at once. So any loss, any number of towers and any training loop work with it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def encode(
     >>> features.sum().backward()
     """
     if torch.compiler.is_compiling():
-        # the compiled graph ends here: compiled with the first pass only, the encoder would draw other numbers
+        # break the graph: an encoder compiled in the first pass alone would draw other random numbers
         return torch.compiler.disable(encode)(
             encoder, inputs, parts=parts, sub_batch=sub_batch, sub_batch_tokens=sub_batch_tokens, retain=retain,
             device=device, features=features,
@@ -164,7 +164,7 @@ def encode(
         with sharding.in_step():
             return batches.unsort(_Encode.apply(planned, form, ordered, *parameters, *differentiable(ordered)))
 
-    # a search for the size deals with its own errors, outside of `in_step`
+    # a search for the size handles its own errors, outside of `in_step`
     encoded = partial(with_fitting_size, job, leaves, batch, wrapper, run) if examples == AUTO else run
     with refusing_batch_norm(reached.modules):
         outputs = encoded() if wrapper is None else as_forward_of(wrapper, encoded)
@@ -172,7 +172,7 @@ def encode(
 
 
 class _Encode(torch.autograd.Function):
-    """Acts 1 and 3. The parameters are its inputs, so each one's hooks fire once, with the whole gradient."""
+    """Both passes as one operation. Its inputs are the parameters, whose hooks fire once, with the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, job: Job, form: OutputForm, leaves: list[Tensor], *inputs: Tensor) -> tuple[Any, ...]:
@@ -199,12 +199,12 @@ class _Encode(torch.autograd.Function):
 
 
 def first_pass(job: Job, leaves: Sequence[Tensor], form: OutputForm, *, grad: bool) -> tuple[list[Any], Record]:
-    """Act 1: features of the whole batch, and the record for act 3; without `grad` nothing will be back-propagated."""
+    """The features of the whole batch, and the record for the second pass. grad: a backward will follow."""
     values, wanted = detached(leaves)
     record = Record(form, job.graphs(leaves, grad), [module.training for module in job.reached.modules])
     with_graph = wanted if grad and job.other_path else None
     features = Features(job, form)
-    # grad mode stays as the caller set it: without `grad`, an output with a graph shows a parameter that was missed
+    # in the caller's grad mode: without `grad`, an output with a graph shows a parameter that was missed
     with refusing_state(job.reached.modules), refusing_changes(leaves):
         for index, rows in enumerate(stream(job.rows(values), job.device)):
             random = job.reached.random(last=record.random[-1] if record.random else None)
@@ -232,10 +232,10 @@ def second_pass(
     leaves: Sequence[Tensor],
     upstream: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Act 3: gradients of the parameters, and of the leaves that want one.
+    """The gradients of the parameters, and of the leaves that require one.
 
-    `upstream`: gradients of the features, the cache. Sub-batches whose graph was kept need no second forward, and come
-    first.
+    upstream: gradients of the features, the cache. Sub-batches that retained their graph come first, without a second
+    forward.
     """
     values, wanted = detached(leaves)
     sums = GradientSums(job, record.form, parameters, leaves, upstream)
@@ -259,18 +259,18 @@ def second_pass(
                 job.with_room(partial(replay, index, rows), record.random[index])
     check.report(job.name)
     if job.to_host:
-        # autograd takes this operation for one of the CPU, and would not let the parameters' stream wait for it
+        # features on the host make this an operation of the CPU, for which autograd lets no stream wait
         settle(job.device)
     return sums.finish()
 
 
 @dataclass
 class GradientSums:
-    """Sums of gradients over sub-batches. `upstream`: gradients of each output of the encoder, for the whole batch.
+    """Sums of gradients over sub-batches.
 
-    The first sub-batch's gradients stay as autograd returned them, the second's sum allocates the accumulator, and all
-    others are added to it in place: a few kernels for all parameters, and nothing copied. `leaves`: all tensors of
-    the inputs.
+    leaves: all tensors of the inputs. upstream: gradients of each output of the encoder, for the whole batch. The first
+    sub-batch's gradients stay as autograd returned them; adding the second's allocates the accumulators, to which all
+    others are added in place. So a step takes few kernels for all parameters, and copies nothing.
     """
 
     job: Job
@@ -284,11 +284,11 @@ class GradientSums:
     owned: set[int] = field(default_factory=set)
     # gradients of leaves, by position
     inputs: dict[int, Tensor] = field(default_factory=dict)
-    # graph leaves that are no known parameter; dead by now if the encoder made them
-    strangers: list[ReferenceType[Tensor]] = field(default_factory=list)
+    # graph leaves that are no known parameter; those that the encoder made are dead after the sub-batch
+    unowned: list[ReferenceType[Tensor]] = field(default_factory=list)
 
     def add(self, index: int, outputs: Sequence[Any], inputs: list[Tensor]) -> None:
-        """Back-propagate one sub-batch from its part of the cached gradients."""
+        """Back-propagate one sub-batch from its rows of the cached gradients."""
         start, stop = self.form.bounds[index]
         pairs = [
             # gradients that wait on the host are copied now; that of a shared number counts once
@@ -302,8 +302,8 @@ class GradientSums:
             return
         outs, gradients = zip(*pairs, strict=True)
         results = back_propagated(outs, [*(self.parameters[position] for position in trained), *inputs], gradients)
-        # while the device still computes
-        self._refuse_strangers(outs, inputs)
+        # the host checks while the device computes
+        self._refuse_unowned(outs, inputs)
         self._accumulate({at: x for at, x in zip(trained, results, strict=False) if x is not None})
         for place, gradient in zip(self._places(index), results[len(trained) :], strict=True):
             if gradient is not None:
@@ -330,14 +330,14 @@ class GradientSums:
         first = {at: x.to(accumulator(x.dtype)) for at, x in gradients.items() if at not in self.totals}
         second = [at for at in gradients if at in self.totals and at not in self.owned]
         later = [at for at in gradients if at in self.owned]
-        # whatever may run out of memory comes before any addition: a sub-batch that runs again counts once
+        # allocate before the first addition: a sub-batch that runs again after an error counts once
         sums = add_each([self.totals[at] for at in second], [gradients[at] for at in second]) if second else ()
         self.totals |= {**first, **dict(zip(second, sums, strict=True))}
         self.owned.update(second)
         if later:
             add_each_([self.totals[at] for at in later], [gradients[at] for at in later])
 
-    def _refuse_strangers(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def _refuse_unowned(self, outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Refuse a parameter that is not the encoder's, which would get no gradient.
 
         A tensor that the encoder made and wants a gradient of, such as features behind frozen embeddings
@@ -348,15 +348,15 @@ class GradientSums:
             if id(leaf) not in known:
                 if isinstance(leaf, nn.Parameter):
                     raise not_owned(leaf)
-                self.strangers.append(ref(leaf))
+                self.unowned.append(ref(leaf))
 
     def finish(self) -> list[Tensor | None]:
         """The sums in their parameters' types, None for an unused one, and the inputs' gradients."""
-        if any(stranger() is not None for stranger in self.strangers):
-            # a reference cycle may keep a dead one
+        if any(reference() is not None for reference in self.unowned):
+            # a reference cycle may keep a dropped one alive
             gc.collect()
-        for stranger in self.strangers:
-            if (leaf := stranger()) is not None:
+        for reference in self.unowned:
+            if (leaf := reference()) is not None:
                 raise not_owned(leaf)
         totals = [
             self.totals[position].to(parameter.dtype) if position in self.totals else None
@@ -367,17 +367,17 @@ class GradientSums:
 
 
 def _consume_graphs(job: Job, record: Record, sums: GradientSums) -> set[int]:
-    """Back-propagate the sub-batches that still have their graph, the last first; return those that succeeded."""
+    """Back-propagate the sub-batches that have their graph, the last one first; return those that succeeded."""
     graphs, done = record.graphs, set()
     while graphs:
         index = max(graphs)
         try:
-            # taken out first, so that no other call gives it up
+            # popped first, so that no other call releases it
             sums.add(index, *graphs.pop(index))
         except torch.OutOfMemoryError:
-            if not graphs.yielding:
+            if not graphs.releasable:
                 raise
-            graphs.give_up(index)
+            graphs.release(index)
         else:
             job.sharding.settle()
             done.add(index)
@@ -392,7 +392,7 @@ def _refuse_changed_parameters(ctx: Any, rule: str, got: str, remedy: str) -> No
 
 
 def _count(name: str, value: Any, least: int, words: tuple[Any, ...] = (None, AUTO)) -> Any:
-    """A number of examples, tokens or sub-batches; or one of the words."""
+    """A checked number of examples, tokens or sub-batches, or one of the words."""
     if (value is None or isinstance(value, str)) and value in words:
         return value
     remedy = "Count examples, tokens, or sub-batches" + (', or say "auto".' if AUTO in words else ".")

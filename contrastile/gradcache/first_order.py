@@ -28,9 +28,9 @@ def refusal(name: str) -> RuntimeError:
 def first_order(name: str) -> Callable[[Backward], Backward]:
     """A decorator for the backward of an autograd operation, which then runs without gradients.
 
-    The backward is called with ctx, the saved tensors, which a checkpoint hands out only once, and the upstream
-    gradients. Under create_graph=True a node whose own backward raises ties its results to the operation's inputs: the
-    saved tensors and `ctx.parameters`. The results may be read, and not differentiated.
+    The backward is called with ctx, the saved tensors, which a checkpoint returns only once, and the upstream
+    gradients. Under create_graph=True its results depend on the inputs of the operation (the saved tensors and
+    `ctx.parameters`) by a node whose own backward raises: they can be read, but not differentiated.
     """
 
     def decorate(backward: Backward) -> Backward:

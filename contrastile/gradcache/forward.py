@@ -1,7 +1,7 @@
-"""One sub-batch of a call of `encode`: its run, the graph that it may keep, and its rows of the features.
+"""One sub-batch of a call of `encode`: its run, the graph that it may retain, and its rows of the features.
 
-Under `encode.py`, which has the loops over sub-batches of both passes; on top of `batching.py`, which splits the batch,
-and `memory.py`, which chooses the graphs that stay.
+Called by `encode.py`, which has the loops over sub-batches of both passes. `batching.py` splits the batch, `memory.py`
+chooses the graphs that are retained.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
+from contrastile._types import shape_or_type
 from contrastile.gradcache.batching import SubBatches
 from contrastile.gradcache.ddp_fsdp import Sharding
 from contrastile.gradcache.inputs import Layout, Parts
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass
 class OutputForm:
-    """Form of the encoder's outputs. The first sub-batch fills it in; both passes must agree with it."""
+    """Form of the encoder's outputs, which the first sub-batch determines, and all others of both passes must have."""
 
     structure: Any = None
     # shape of one row of each output
@@ -60,7 +61,7 @@ class OutputForm:
 
 @dataclass(frozen=True)
 class Job:
-    """One call of `encode`: everything that is not differentiated."""
+    """One call of `encode`: the encoder, the layout of its inputs, and all settings."""
 
     encoder: Callable[..., Any]
     layout: Layout | Parts
@@ -71,7 +72,7 @@ class Job:
     reached: Reached
     autocast: Autocast
     sharding: Sharding
-    # the encoder may compute other bits without a graph: the first pass then builds each graph and drops it
+    # without a graph the encoder may compute other bits, so that the first pass builds each graph and drops it
     other_path: bool
     # engine of DeepSpeed, which must run the backward
     engine: Any = None
@@ -89,11 +90,11 @@ class Job:
 
     @property
     def bounds(self) -> list[Bounds]:
-        """First example of each sub-batch, and the one behind its last; or its part."""
+        """Start and stop of each sub-batch, in examples or in parts."""
         return self.batches.bounds
 
     def rows(self, values: Sequence[Tensor], indices: Iterable[int] | None = None) -> list[list[Tensor | None]]:
-        """The inputs of sub-batches, by default of all."""
+        """The inputs of each sub-batch, or of those at `indices`."""
         indices = range(len(self.bounds)) if indices is None else indices
         return [self.layout.rows(values, self.batches.encoded[index]) for index in indices]
 
@@ -102,15 +103,15 @@ class Job:
         return torch.is_grad_enabled() and bool(self.reached.parameters or differentiable(leaves))
 
     def graphs(self, leaves: Sequence[Tensor], grad: bool) -> RetainedGraphs:
-        """Room for the graphs that the call keeps; for none without `grad`."""
+        """The graphs that the call will retain; none without `grad`."""
         return RetainedGraphs(
             self.retain if grad else 0,
             len(self.bounds),
             self.device,
             resident=[*self.reached.resident, *self.sharding.wholes(), *leaves],
             frugal=grad and self.reached.partly_frozen,
-            # the user did not ask for a number, and no other rank would have to replay as well
-            yielding=self.retain in (AUTO, 0) and not self.sharding.modules,
+            # a number that the user gave is kept, and other ranks would have to replay as well
+            releasable=self.retain in (AUTO, 0) and not self.sharding.modules,
             most=self.sharding.most,
         )
 
@@ -122,10 +123,10 @@ class Job:
         wanted: Sequence[bool] | None = None,
         examples: Bounds | None = None,
     ) -> Graph:
-        """The outputs of a sub-batch, and its inputs that want a gradient; with a graph where `wanted` is given.
+        """The outputs of a sub-batch, and its inputs that require a gradient.
 
-        An empty sub-batch runs on a row or two and returns no rows. `examples`: those that `rows` hold, where they are
-        others than the sub-batch's.
+        wanted: for each leaf whether it requires a gradient; None: run without a graph. examples: those in `rows`, if
+        they are not the sub-batch's own. An empty sub-batch runs on a row or two, and returns none.
         """
         examples = examples or self.batches.encoded[index]
         if wanted is not None:
@@ -138,7 +139,7 @@ class Job:
             nullcontext() if wanted is None else torch.enable_grad(),
             without_parametrization_cache(),
             nullcontext() if start < stop else self.reached.random().restoring(),
-            # compiled code is made for each shape anew, which does not pay for the rest of a batch
+            # a compilation for the shape of a last, shorter sub-batch does not pay
             as_written() if self.other_path and self.batches.is_short(index) else nullcontext(),
         ):
             args, kwargs = self.layout.arguments(self.batches.trim(index, rows), examples)
@@ -155,37 +156,37 @@ class Job:
     def run_retaining(
         self, record: Record, index: int, rows: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Any] | None:
-        """A sub-batch's outputs with the graph that it keeps; None for one that keeps none.
+        """The outputs of a sub-batch that retains its graph, or measures it; None for any other.
 
-        Where memory ends, the oldest graphs of this call give way.
+        If memory runs out, the oldest graphs of this call are released.
         """
         graphs, size = record.graphs, sum(row.nbytes for row in rows if row is not None)
 
         def later(graph: Graph) -> int:
-            """Bytes that the step takes beside graphs, after the first sub-batch, whose graph this is."""
+            """Bytes that the step takes beside graphs from here on; `graph`: that of the first sub-batch."""
             outputs, inputs = graph
             times = self.bounds[-1][1] / max(1, self.bounds[0][1])
             input_bytes = int(times * sum(x.nbytes for x in inputs))
             return later_bytes(self.reached.parameters, input_bytes, () if self.to_host else outputs, times)
 
-        while graphs.tries(index):
+        while graphs.builds(index):
             try:
-                graph = graphs.weighed(index, partial(self.run, index, rows, record.form, wanted), size, later)
+                graph = graphs.measured(index, partial(self.run, index, rows, record.form, wanted), size, later)
             except torch.OutOfMemoryError:
-                if not graphs.yielding:
+                if not graphs.releasable:
                     raise
-                graphs.shrink(index)
+                graphs.retain_fewer(index)
                 record.random[index].restore()
             else:
-                if graphs.keeps(index):
+                if graphs.retains(index):
                     graphs[index] = graph
                 return graph[0]
         return None
 
     def with_room(self, run: Callable[[], T], random: RandomState) -> T:
-        """run(), and again after each graph of any call that gives way, as long as memory runs out.
+        """The result of run(). If memory runs out, release a graph of any call and run again, as often as there is one.
 
-        No second attempt where shards are gathered: all ranks would have to run again as well.
+        Sharded modules run once only, because all ranks would have to run again.
         """
         while True:
             try:
@@ -198,13 +199,13 @@ class Job:
     def shared(
         self, outputs: Sequence[Any], values: Sequence[Tensor], form: OutputForm, random: RandomState
     ) -> list[bool]:
-        """Return for each output of the first sub-batch whether it is a number of shape [] or [1] for all examples.
+        """Return for each output of the first sub-batch whether it is one number, of shape [] or [1], for all examples.
 
-        Of a single row, [1] may also be one number for each example; then two rows are encoded, which decide it.
+        A sub-batch of one row may also return [1] as a number for each example. Then the encoder runs on two rows.
         """
         batch, rows = self.bounds[-1][1], self.layout.count(self.bounds[0], outputs)
         one_axis = isinstance(self.layout, Layout) and any(isinstance(x, Tensor) and x.ndim == 1 for x in outputs)
-        # ranks that run together have outputs of the same axes, so all of them compare
+        # all ranks of a sharded encoder take the same branch, because their outputs have the same axes
         if one_axis and self.sharding.most(int(rows == 1 < batch)):
             probe = self.layout.probe
             (two,) = stream([self.layout.rows(values, probe)], self.device)
@@ -216,7 +217,7 @@ class Job:
 
 @dataclass
 class Record:
-    """Notes of the first pass for the second."""
+    """State of the first pass that the second one needs."""
 
     form: OutputForm
     graphs: RetainedGraphs
@@ -233,7 +234,7 @@ class Features:
     def __init__(self, job: Job, form: OutputForm) -> None:
         self.job, self.form = job, form
         form.bounds.clear()
-        # a list collects a shared number of every sub-batch, and the rows of parts, whose number shows here
+        # for each output memory for all rows; or a list, of a shared number, or of rows whose count is not known before
         self.wholes: list[Any] = []
         self.devices: set[torch.device] = set()
 
@@ -268,16 +269,15 @@ class Features:
         if out is None:
             return None
         if not isinstance(out, Tensor) or len(out) != rows:
-            got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             rule = f"return tensors whose first axis is the sub-batch of {rows}"
-            raise invalid("encoder", rule, got, "Return the features only.")
+            raise invalid("encoder", rule, shape_or_type(out), "Return the features only.")
         if isinstance(self.job.layout, Parts):
             return []
         shape = (self.job.bounds[-1][1], *out.shape[1:])
         return host_room(shape, out.dtype) if self.job.to_host and on_accelerator(out) else out.new_empty(shape)
 
     def finish(self) -> list[Tensor | None]:
-        """The features, once they are on the host if they go there."""
+        """The features, after their copies to the host are done."""
         for device in self.devices if self.job.to_host else ():
             settle(device)
         return [
@@ -294,7 +294,7 @@ def _fits(before: Sequence[Tensor], rows: Tensor, count: int | None) -> bool:
 
 
 def _equal_number(numbers: Sequence[Tensor]) -> Tensor:
-    """The number that every sub-batch returned, compared once for all so that the host waits for the device once."""
+    """The number that every sub-batch returned. They are compared at the end, so that the host waits once."""
     every = torch.stack(list(numbers))
     other = (every != every[0]) & ~(every.isnan() & every[0].isnan())
     if len(numbers) > 1 and bool(other.any()):
@@ -314,6 +314,6 @@ def detached(leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
 
 
 def refuse_gradients(outputs: Sequence[Any]) -> None:
-    """Raise where a gradient is wanted that nothing would compute."""
+    """Raise for outputs with a graph, whose gradient nothing would compute."""
     for leaf in graph_leaves([out for out in outputs if isinstance(out, Tensor) and out.requires_grad]):
         raise not_owned(leaf, "that only some examples reach, or that is elsewhere")

@@ -1,8 +1,8 @@
 """Inputs of an encoder: the tensors in them, and how a sub-batch is cut out of each.
 
 First station of `encode.py`; every pass cuts by a `Layout`. Rows are cut along their first axis, packed values after
-the lengths of their examples (`Ragged`), and lists that have an entry for each example after these. Everything else
-that is no tensor is passed on as it is. A batch may also come in ready-made sub-batches, which are not cut at all.
+the lengths of their examples (`Ragged`), lists with an entry for each example into entries. All other values are passed
+as they are. A batch may also come as ready-made sub-batches (`Parts`), which are not cut.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Place:
-    """The part of a tensor that a sub-batch gets."""
+    """A slice of an input tensor: what a sub-batch gets of it."""
 
     # position among all tensors
     tensor: int
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """True where all that is cut are rows, which may be put in another order."""
+        """Whether rows alone are cut, which can be sorted."""
         return not self.packed and not self.lists
 
     @property
@@ -145,7 +145,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Parts:
-    """Sub-batches as the caller made them, in the place of a `Layout`: each counts as one row, and is passed whole."""
+    """Ready-made sub-batches in place of a `Layout`. Each counts as one row, and is passed whole."""
 
     batch: int
     # of each part: its nesting, its leaves that are no tensors, the positions of its tensors, and its first tensor

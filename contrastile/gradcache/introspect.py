@@ -1,7 +1,7 @@
-"""Introspection: what an encoder uses, and refusals of one that cannot be computed in parts.
+"""Introspection: the modules and parameters of an encoder, and refusals of encoders that cannot run in sub-batches.
 
-First station of `encode`, used by `tiles/scored.py` too. A module, and the owner of a method, list their parts; of any
-other function a probe on two rows shows the modules that run and the parameters that its graph reaches.
+First station of `encode`; `tiles/scored.py` uses it too. A module, or the owner of a method, lists its own. For any
+other function a probe on two rows shows the modules that run, and the parameters that its graph reaches.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from contrastile.gradcache.memory import as_written
 from contrastile.gradcache.rng import Generator, RandomState, own_generators
 from contrastile.offload import stream
 
-# parts of the names of what attention adds to its scores for the distance of positions: T5's, Swin's, BEiT's, SAM's
+# parts of the names of relative position biases, which attention adds to its scores: T5's, Swin's, BEiT's, SAM's
 RELATIVE = ("relative_", "rel_pos")
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The modules, the parameters and the device that running an encoder uses."""
+    """The modules, the trained parameters and the device that an encoder uses when it runs."""
 
     modules: list[nn.Module]
-    # those that want a gradient
+    # those that require a gradient
     parameters: list[Tensor]
     # device of the inputs
     device: torch.device | None
@@ -46,13 +46,13 @@ class Reached:
 
     @cached_property
     def resident(self) -> list[Tensor]:
-        """Parameters and buffers, frozen ones too: in memory however many sub-batches run."""
+        """Parameters and buffers, frozen ones included, which are in memory in any case."""
         tensors = (x for m in self.modules for x in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
         return [*self.parameters, *tensors]
 
     @cached_property
     def devices(self) -> list[torch.device | None]:
-        """All devices that compute: a model may be spread over several."""
+        """All devices that compute; a model may be spread over several."""
         return list(dict.fromkeys([self.device, *(x.device for x in self.resident)]))
 
     @property
@@ -81,7 +81,7 @@ def reach(
 ) -> Reached:
     """The modules and parameters of an encoder: its own, its owner's, or those that a probe shows.
 
-    It computes on `device`; by default where its parameters are, else where its inputs are.
+    device: where it computes; by default that of its parameters, or else of its inputs.
     """
     owner = without_partials(encoder)
     while not isinstance(owner, nn.Module) and (inner := uncompiled(owner)) is not None:
@@ -107,7 +107,7 @@ def reach(
         with refusing_batch_norm(modules):
             outputs = _probe(encoder, leaves, layout, device, own_generators(modules))
         differentiable = any(out.requires_grad for out in outputs)
-    # an encoder whose outputs want no gradient has no parameters to train
+    # outputs without a gradient mean that no parameter is trained
     return Reached(modules, trained if differentiable else [], device, partly_frozen)
 
 
@@ -120,7 +120,7 @@ def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module],
         _refuse_batch_norm(module)
         if id(module) not in modules:
             modules[id(module)] = module
-            # before the module draws from them
+            # read before the module draws from them
             before.extend((generator, generator.read()) for generator in own_generators([module]))
 
     hook = register_module_forward_pre_hook(note)
@@ -132,7 +132,7 @@ def _probe_function(probe: Callable[[], list[Tensor]]) -> tuple[list[nn.Module],
         for generator, state in reversed(before):
             generator.set(state)
     differentiable = any(out.requires_grad for out in outputs)
-    # a tensor that the encoder made itself is gone with its graph
+    # weak references: a tensor that the encoder made dies with its graph
     met = [ref(leaf) for leaf in graph_leaves(outputs)]
     del outputs
     parameters = {id(leaf): leaf for each in met if (leaf := each()) is not None}
@@ -190,10 +190,10 @@ def not_owned(leaf: Tensor, owner: str = "elsewhere") -> ValueError:
 
 
 def has_other_path(encoder: Callable[..., Any], modules: Sequence[nn.Module]) -> bool:
-    """Return whether the encoder may compute other bits, or draw other random numbers, where no graph is wanted.
+    """Return whether the encoder may compute other bits, or draw other random numbers, without a graph than with one.
 
     Compiled code does, and so do torch's attention modules in eval mode. Attention with a learned bias takes another
-    kernel where the bias wants a gradient.
+    kernel if the bias requires a gradient.
     """
     attention = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
     return runs_compiled(encoder, modules) or any(
@@ -223,7 +223,7 @@ def _normalises_over_rows(module: nn.Module) -> bool:
 
 def _refuse_batch_norm(module: nn.Module, name: str = "encoder") -> None:
     """Raise ValueError for a batch normalisation whose statistics over a part are not those of the batch."""
-    # the encoder itself may have put it in eval mode by now
+    # checked when it runs: the encoder may have put it in eval mode
     if _normalises_over_rows(module):
         got = f"{type(module).__name__} in training mode, whose statistics over a sub-batch are not those of the batch"
         remedy = "Put it in eval mode, or take GroupNorm or LayerNorm."

@@ -1,8 +1,8 @@
-"""Memory: the bytes that computations and their graphs take, and the graphs that `encode` keeps where there is room.
+"""Memory: the bytes of computations and their graphs, and the graphs that `encode` retains where there is room.
 
 Used by `forward.py`, by `auto.py`, and by `tiles/scored.py` for the size of a tile. The size of a graph is measured on
-the first one; the free memory is read from the device. If the graphs were too many after all, they give way one by one:
-any call of `encode` that runs out of memory takes one, and its owner's backward encodes that sub-batch again.
+the first one; the free memory is read from the device. If too many graphs were retained, they are released one by one:
+any call of `encode` that runs out of memory releases one, and the backward of its call encodes that sub-batch again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from contrastile.offload import allocated, free_memory
 Graph = tuple[list[Any], list[Tensor]]
 
 AUTO: Literal["auto"] = "auto"
-# share of an accelerator's memory left alone: fragmentation, and allocations that nobody counts
+# share of an accelerator's memory left free, for fragmentation and for allocations that are not counted
 MARGIN = 0.06
 # share of an accelerator's memory that a loss takes beside features, gradients and accumulators
 WORKSPACE = 1 / 64
-# a CPU's memory has other users too: more is left alone, and a share of the rest is used
+# a CPU's memory has other users too: the share of it left free, and the share of the rest that is used
 MARGIN_CPU, SHARE_CPU = 0.1, 0.6
-# room beside the graphs that are kept, for one more, at most this share of the memory: the backward of a graph that is
-# still there needs it, and another tower's sub-batch
+# room beside the retained graphs: that of one more graph, at most this share of the memory; a backward needs it while
+# graphs are there, and so does a sub-batch of another tower
 BESIDE = 1 / 10
 # size of the graph of a trained head behind a frozen trunk, in features: the trunk's, and a hidden layer or two
 HEAD = 16
@@ -42,10 +42,10 @@ logger = logging.getLogger("contrastile")
 
 
 def footprint(run: Callable[[], object]) -> int:
-    """The most bytes of tensors made by `run` that live at the same time, its result not kept, on any device.
+    """The most bytes of tensors made by `run` that are alive at the same time, on any device. Its result is dropped.
 
-    Counts the results of PyTorch's operations until they are freed; tensors made before, and the workspace of a single
-    operation, are not counted.
+    Results of PyTorch's operations count until they are freed. Tensors made before, and the workspace of an operation,
+    do not count.
 
     >>> footprint(lambda: torch.ones(1000).exp().sum())
     8000
@@ -56,7 +56,7 @@ def footprint(run: Callable[[], object]) -> int:
 
 
 def as_written() -> AbstractContextManager[Any]:
-    """Run functions uncompiled: compiling for a trial of a few rows does not pay, and would fail under observation."""
+    """A context in which functions run uncompiled: a trial of a few rows is not worth a compilation."""
     # importing torch._dynamo takes seconds; where it was not imported, nothing is compiled
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -93,13 +93,13 @@ class _Allocations(DispatchMode):
 
 @contextmanager
 def counting() -> Iterator[dict[int, int]]:
-    """Bytes of every storage that autograd saves meanwhile, by storage. Valid while the graph lives."""
+    """Count the bytes of every storage that autograd saves inside, by storage. Valid while the graph lives."""
     sizes: dict[int, int] = {}
 
     def note(saved: Tensor) -> Tensor:
         if _has_storage(saved):
             sizes[storage_id(saved)] = saved.untyped_storage().nbytes()
-        # an output saved by its own node would hold the graph in a cycle, and a dropped graph would stay for ever
+        # detached: an output saved by its own node would be a reference cycle, and a dropped graph would stay alive
         return saved.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
@@ -109,7 +109,7 @@ def counting() -> Iterator[dict[int, int]]:
 def kept_bytes(forward: Callable[[], object]) -> int:
     """The bytes that autograd keeps for the backward of `forward()`, every storage counted once."""
     with counting() as sizes:
-        # the graph lives until the sum is taken, so that no freed storage passes its identity on
+        # the graph lives until the sum is taken: a freed storage's identity could be that of another
         graph = forward()
     total = sum(sizes.values())
     del graph
@@ -131,7 +131,7 @@ def bytes_per_example(
 
 
 def spare_bytes(device: torch.device | None) -> int:
-    """Bytes that may be used: the free ones but a margin and a loss's workspace; on a CPU a share of them."""
+    """Bytes that may be used: the free ones less a margin and the workspace of a loss; on a CPU a share of them."""
     free, total = free_memory(device)
     if device is None or device.type == "cpu":
         return int(SHARE_CPU * max(0.0, free - MARGIN_CPU * total))
@@ -161,13 +161,13 @@ def retained_graphs(count: int, spare: int, others: int, each: int) -> int:
 
 
 class RetainedGraphs(dict[int, Graph]):
-    """Graphs that one call of `encode` keeps from its first pass, by sub-batch.
+    """Graphs that one call of `encode` retains from its first pass, by sub-batch.
 
-    The last `retain` of `count` sub-batches keep their graph; of "auto" as many as fit. `resident`: tensors that stay
-    in memory in any case, parameters, buffers and inputs. `frugal`: all are kept if the first is smaller than the
-    sub-batch's inputs, or than HEAD times its features. The graphs of a tower with a frozen trunk are, because they
-    begin behind it: they hold the trunk's features, and no trunk runs twice. `yielding`: any call that runs out of
-    memory may take one. `most`: the largest of a number over ranks that must run equally often.
+    retain: number of the `count` sub-batches, the last ones, that retain their graph; of "auto" as many as fit.
+    resident: tensors that are in memory in any case: parameters, buffers and inputs. frugal: retain all graphs if the
+    first one is smaller than the inputs of its sub-batch, or than HEAD times its features. Graphs behind a frozen trunk
+    are: they hold the trunk's features, and the trunk runs once. releasable: any call that runs out of memory may
+    release them. most: the largest of a number over ranks that must run equally often.
     """
 
     def __init__(
@@ -178,30 +178,30 @@ class RetainedGraphs(dict[int, Graph]):
         *,
         resident: Sequence[Tensor] = (),
         frugal: bool = False,
-        yielding: bool = False,
+        releasable: bool = False,
         most: Callable[[int], int] = int,
     ) -> None:
         super().__init__()
-        self.auto, self.frugal, self.yielding = retain == AUTO, frugal, yielding
+        self.auto, self.frugal, self.releasable = retain == AUTO, frugal, releasable
         self.count, self.device, self.most = count, device, most
-        # the sub-batches from here on keep their graph
+        # the first sub-batch that retains its graph, as all behind it do
         self.first = 0 if retain == AUTO else count - retain
         self.resident = {storage_id(x) for x in resident if _has_storage(x)} if self.auto or frugal else set()
-        if yielding:
+        if releasable:
             _calls[next(_numbers)] = self
 
-    def keeps(self, index: int) -> bool:
-        """Return whether the sub-batch keeps its graph."""
+    def retains(self, index: int) -> bool:
+        """Return whether the sub-batch retains its graph."""
         return index >= self.first
 
-    def tries(self, index: int) -> bool:
-        """Return whether the sub-batch runs with a graph, to keep it or to measure it."""
-        return self.keeps(index) or (self.frugal and index == 0)
+    def builds(self, index: int) -> bool:
+        """Return whether the sub-batch runs with a graph, to retain it or to measure it."""
+        return self.retains(index) or (self.frugal and index == 0)
 
-    def weighed(self, index: int, run: Callable[[], Graph], inputs: int, later: Callable[[Graph], int]) -> Graph:
-        """The graph of a sub-batch, made by `run`; the first one decides how many are kept.
+    def measured(self, index: int, run: Callable[[], Graph], inputs: int, later: Callable[[Graph], int]) -> Graph:
+        """The graph of a sub-batch, made by `run`. The size of the first one decides how many are retained.
 
-        `inputs`: bytes of the sub-batch's inputs. `later`: bytes that the rest of the step takes beside graphs.
+        inputs: bytes of the sub-batch's inputs. later: bytes that the rest of the step takes beside graphs.
         """
         if index > 0 or not (self.auto or self.frugal):
             return run()
@@ -209,10 +209,10 @@ class RetainedGraphs(dict[int, Graph]):
         with counting() as sizes:
             graph = run()
         saved = sum(size for storage, size in sizes.items() if storage not in self.resident)
-        # the device's own count includes what autograd does not save itself, and whole blocks
+        # the device counts whole blocks, and memory that autograd does not save
         each = max(1, saved, allocated(self.device) - before)
         features = sum(out.nbytes for out in graph[0] if isinstance(out, Tensor))
-        # a rank without rows follows the others
+        # without rows there is nothing to measure, and the other ranks decide
         if self.frugal and (features == 0 or saved <= max(inputs, HEAD * features)):
             self.first = 0
         elif self.auto:
@@ -221,35 +221,35 @@ class RetainedGraphs(dict[int, Graph]):
         self.first = self.most(self.first)
         return graph
 
-    def shrink(self, index: int) -> None:
-        """Keep fewer graphs, after sub-batch `index` ran out of memory."""
+    def retain_fewer(self, index: int) -> None:
+        """Retain fewer graphs, after sub-batch `index` ran out of memory."""
         self.first, self.frugal = max(self.first, min(self, default=index) + 1), False
-        self.give_up(self.first - 1)
+        self.release(self.first - 1)
 
-    def give_up(self, index: int) -> None:
-        """Free a graph, if it is there; all sub-batches up to `index` go without."""
+    def release(self, index: int) -> None:
+        """Release the graph of sub-batch `index`, if it is there; those before it have none."""
         self.pop(index, None)
         left = self.count - index - 1
         logger.warning("encode: out of memory; %d of %d sub-batches keep their graph", left, self.count)
 
 
 _numbers = itertools.count()
-# calls whose graphs give way, in their order
+# calls whose graphs may be released, in the order of the calls
 _calls: weakref.WeakValueDictionary[int, RetainedGraphs] = weakref.WeakValueDictionary()
 
 
 def free_a_graph(device: torch.device | None) -> bool:
-    """Free one graph on the device that may give way; False if there is none.
+    """Release one graph on the device; return False if there is none.
 
-    The first call's graphs go first, because its backward comes last, and of these the oldest for the same reason.
+    It is the oldest graph of the first call, whose backward comes last.
     """
     graphs = next((g for _, g in sorted(_calls.items()) if g and g.device == device), None)
     if graphs is None:
         return False
-    graphs.give_up(min(graphs))
+    graphs.release(min(graphs))
     return True
 
 
 def _has_storage(x: Tensor) -> bool:
-    """Return whether all numbers lie in one storage; those of a sparse tensor do not, and are not counted."""
+    """Return whether the tensor has one storage. A sparse tensor has several, and is not counted."""
     return x.layout == torch.strided

@@ -1,4 +1,4 @@
-"""Modes in which an encoder runs a second time: autocast, training mode, and backward without parameters' hooks.
+"""Modes of a replay: autocast and training mode of the first pass, and a backward without the parameters' hooks.
 
 Used by both passes of `encode`, and by `tiles/scored.py`, which computes each tile twice.
 """
@@ -55,10 +55,7 @@ class Autocast:
 
 @contextmanager
 def sharing_casts(device: torch.device | None) -> Iterator[None]:
-    """Cast each weight once inside, in a cache of its own.
-
-    Casts made before may be without a graph, so they must not be used inside.
-    """
+    """Cast each weight once inside. Earlier casts, which may have no graph, are not used."""
     torch.clear_autocast_cache()
     try:
         # the cache is emptied where the outermost autocast ends: this one, which changes nothing else
@@ -83,7 +80,7 @@ def in_modes(modules: Sequence[nn.Module], training: Sequence[bool]) -> Iterator
 
 @contextmanager
 def silent(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Suspend the parameters' hooks, which autograd would call for each sub-batch; they get the sum, once."""
+    """Suspend the parameters' hooks, which autograd would call for each sub-batch; they get the sum once, later."""
     suspended = [(hooks, dict(hooks)) for parameter in parameters if (hooks := backward_hooks(parameter))]
     for hooks, _ in suspended:
         hooks.clear()
@@ -97,7 +94,7 @@ def silent(parameters: Sequence[Tensor]) -> Iterator[None]:
 def back_propagated(
     outs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor], name: str = "encoder"
 ) -> Sequence[Tensor | None]:
-    """Gradients of inputs and parameters of one part, without touching any `.grad`; None for unused ones."""
+    """The gradients of inputs and parameters of a sub-batch or tile; None for unused ones. No `.grad` changes."""
     try:
         return torch.autograd.grad(outs, inputs, gradients, allow_unused=True)
     except RuntimeError as error:

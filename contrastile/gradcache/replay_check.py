@@ -1,10 +1,10 @@
 """Replay check: a warning where the second pass gives other features than the first.
 
-Between acts 1 and 3 of `encode`. An encoder that counts its calls, has a cache of its own or reads data that change
-computes something else when it runs again, and the gradient is not that of the features which the loss saw. For every
-row of features four numbers are kept, its products with random signs: distances between them are those between the rows
-(Achlioptas 2003), so the features need not stay, and may be written over. In a step on a GPU nobody waits for the
-result; the next call of `encode` reports it.
+An encoder that counts its calls, has a cache of its own or reads data that change computes something else when it runs
+again. The gradient is then not that of the features which the loss got. Four numbers of every row of features are
+saved, its products with random signs. Their distances approximate those of the rows (Achlioptas 2003), so the features
+need not stay, and may be written over. On a GPU the host does not wait for the result; the next call of `encode`
+reports it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRODUCTS = 4
 # precision of float32 on an accelerator, where matrices may be multiplied as TF32
 EPS_TF32 = 2.0**-10
 
-# results on their way from a GPU: the number, the event of its arrival, and the sentence
+# results that a GPU still computes: the number, the event of its arrival, and the warning
 _pending: deque[tuple[Tensor, torch.cuda.Event, str]] = deque()
 
 
@@ -45,14 +45,14 @@ def tolerance(dtypes: Iterable[torch.dtype], *, accelerated: bool) -> float:
 
 
 class Sketches:
-    """Four numbers of every row of features, by sub-batch and output."""
+    """Four numbers of every row of the first pass's features, by sub-batch and output."""
 
     def __init__(self) -> None:
         self.sub_batches: list[list[Tensor | None]] = []
         self._signs: dict[Any, Tensor] = {}
 
     def add(self, outputs: Sequence[Tensor | None]) -> None:
-        """Sketch the outputs of the next sub-batch that are rows of floating-point numbers on this rank."""
+        """Sketch those outputs of the next sub-batch that are rows of floating-point numbers."""
         self.sub_batches.append([self.of(out) if _is_compared(out) else None for out in outputs])
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class Sketches:
             dtype, device = kind
             generator = torch.Generator("cpu").manual_seed(width)
             coins = torch.randint(2, (PRODUCTS, width), generator=generator, dtype=dtype, device="cpu")
-            # products are of the features' size, so that float16 holds them
+            # products of the size of the features, which float16 holds
             signs = coins.mul_(2).sub_(1).mul_(max(1, width) ** -0.5)
             self._signs[width, *kind] = signs.to(device, non_blocking=True).T
         return self._signs[width, *kind]
@@ -82,7 +82,7 @@ class ReplayCheck:
 
     def __init__(self, first: Sketches, dtypes: Iterable[torch.dtype]) -> None:
         self.first, self.dtypes = first, list(dtypes)
-        # length of each sub-batch's difference, and its rows, by output
+        # norm of the difference and number of rows of each sub-batch, by output
         self.gaps: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
 
     def compare(self, index: int, outputs: Sequence[Any], upstream: Sequence[Tensor | None]) -> None:
@@ -97,13 +97,13 @@ class ReplayCheck:
                 self.gaps[output].append((gap, len(before)))
 
     def report(self, name: str) -> None:
-        """Warn if a sub-batch's features differ; on a GPU, at the call after the result has arrived."""
+        """Warn if the features of a sub-batch differ; on a GPU in a later call, after the result has arrived."""
         excesses = [self._excess(output, gaps) for output, gaps in self.gaps.items()]
         if not excesses:
             return
         device = excesses[0].device
         worst = torch.stack([each.to(device) for each in excesses]).nan_to_num(0.0).max()
-        # the same sentence every time: Python shows it once
+        # Python shows a sentence once
         rule = "give the same features in both passes"
         got = f"{name}, which gave others in the second, so that the gradient is not that of the first"
         remedy = (
@@ -119,7 +119,7 @@ class ReplayCheck:
         _pending.append((on_host, torch.cuda.current_stream(device).record_event(), sentence))
 
     def _excess(self, output: int, gaps: Sequence[tuple[Tensor, int]]) -> Tensor:
-        """The largest difference of a sub-batch, divided by the one allowed for features of this size."""
+        """The largest difference of any sub-batch, divided by the tolerance for features of this size."""
         rows = torch.cat([each for sketches in self.first.sub_batches if (each := sketches[output]) is not None])
         size = torch.linalg.vector_norm(rows, dtype=accumulator(rows.dtype)) / len(rows) ** 0.5
         allowed = tolerance([rows.dtype, *self.dtypes], accelerated=rows.device.type != "cpu")
@@ -128,13 +128,13 @@ class ReplayCheck:
 
 
 def _is_compared(out: Any) -> bool:
-    # sharded tensors are not
+    # sharded tensors are not compared
     plain = type(out) in (Tensor, nn.Parameter) and out.layout == torch.strided and out.device.type != "meta"
     return plain and out.dtype in FEATURES and out.ndim > 0
 
 
 def poll() -> None:
-    """Warn of results that have arrived from steps before."""
+    """Warn about earlier steps whose results have arrived."""
     while _pending and _pending[0][1].query():
         worst, _, sentence = _pending.popleft()
         _warn(worst, sentence)

@@ -1,8 +1,8 @@
 """Random generators: their states before each sub-batch, so that a second pass draws the same numbers.
 
 Used by both passes of `encode` and by `tiles/scored.py`. Four kinds are captured: torch's on the CPU, those of the
-devices in use, generators that a module has as an attribute, and the two of the process, Python's `random` and NumPy's.
-Threads share the last two, so they are set back only where something was drawn.
+devices in use, generators that are attributes of a module, and the two of the process, Python's `random` and NumPy's.
+Threads share the last two, so they are restored only if something was drawn from them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _process_generators() -> dict[str, Generator]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two states of a generator are the same: numbers, words, arrays, and dicts of them."""
+    """Return whether two states of a generator are equal: numbers, strings, arrays, or dicts of these."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
@@ -74,10 +74,10 @@ class RandomState:
         process: Iterable[str] | None = None,
         last: RandomState | None = None,
     ) -> RandomState:
-        """The states now; None and the CPU among the devices are skipped. `last`: the capture before.
+        """The states now, of all devices but None and the CPU.
 
-        `process`: names of the process's generators, by default all. A state of theirs that equals the last one is the
-        same object.
+        process: names of the process's generators, by default all. last: the capture before; a state of the process's
+        generators that equals its own is the same object.
         """
         states = {name: g.read() for name, g in _process_generators().items() if process is None or name in process}
         for name, before in (last.process if last is not None else {}).items():
@@ -92,7 +92,7 @@ class RandomState:
         )
 
     def same(self, other: RandomState) -> bool:
-        """Return whether nothing was drawn between this capture and another that was given it as its last."""
+        """Return whether nothing was drawn between this capture and `other`, which had it as `last`."""
         return (
             torch.equal(self.cpu, other.cpu)
             and all(torch.equal(state, other.devices[device]) for device, state in self.devices.items())
@@ -100,11 +100,11 @@ class RandomState:
         )
 
     def drew_own(self, before: RandomState) -> bool:
-        """Return whether something was drawn from a module's own generators between two captures of them."""
+        """Return whether something was drawn from the modules' own generators between two captures."""
         return any(not _equal(now, was) for (_, now), (_, was) in zip(self.own, before.own, strict=True))
 
     def drawn(self, following: RandomState) -> RandomState:
-        """This capture without generators of the process that drew nothing until the following one."""
+        """This capture without those generators of the process that drew nothing until the following capture."""
         used = {name: state for name, state in self.process.items() if following.process.get(name) is not state}
         return replace(self, process=used)
 
@@ -117,13 +117,13 @@ class RandomState:
             generator.set(state)
         generators = _process_generators() if self.process else {}
         for name, state in self.process.items():
-            # numbers that another thread drew meanwhile are not drawn twice without need
+            # leave it alone if possible: another thread may have drawn from it
             if not _equal(generators[name].read(), state):
                 generators[name].set(state)
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Restore the state at the end, so that draws inside leave no trace."""
+        """Restore the state at the end, as if nothing had been drawn inside."""
         try:
             yield
         finally:

@@ -13,13 +13,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from ast import literal_eval
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+# the tensors of a shard whose first axis are its rows
+ROWS_FIRST = (
+    "features", "positives", "targets", "labels", "ids", "numbers", "coefficient", "own", "own_excluded",
+)  # fmt: skip
 # share of a tile up to which excluded pairs are listed; above it a mask is faster
 FEW = 1 / 32
 
@@ -79,25 +83,21 @@ class Shard:
     def leaves(self) -> tuple[Tensor, ...]:
         return (self.features, *self.others)
 
+    def with_leaves(self, leaves: Sequence[Tensor]) -> Shard:
+        """The same shard with other features."""
+        return changed(self, features=leaves[0], others=tuple(leaves[1:]))
+
     def narrow(self, start: int, stop: int) -> Shard:
         """Rows start ... stop − 1, as views."""
         along = slice(start, stop)
-        return replace(
+        return changed(
             self,
-            features=self.features[along],
+            **{name: x[along] for name in ROWS_FIRST if (x := getattr(self, name)) is not None},
             start=self.start + start,
             diagonal=None if self.diagonal is None else self.diagonal + start,
-            positives=None if self.positives is None else self.positives[along],
-            labels=None if self.labels is None else self.labels[along],
-            ids=None if self.ids is None else self.ids[along],
             state=None if self.state is None else self.state[:, along],
-            coefficient=None if self.coefficient is None else self.coefficient[along],
             others=tuple([leaf[along] for leaf in self.others]),
             guides=tuple([guide[along] for guide in self.guides]),
-            numbers=None if self.numbers is None else self.numbers[along],
-            targets=None if self.targets is None else self.targets[along],
-            own=None if self.own is None else self.own[along],
-            own_excluded=None if self.own_excluded is None else self.own_excluded[along],
         )
 
     def payload(self) -> list[Tensor]:

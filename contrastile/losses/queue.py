@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastile._errors import invalid, whole_number
+from contrastile._types import shape_or_type
 from contrastile.distributed import collectives, consistency
 from contrastile.offload import free_memory
 
@@ -106,8 +107,8 @@ class KeyQueue(nn.Module):
 
     def _error(self, key: Tensor, ids: Tensor | None) -> ValueError | None:
         if not isinstance(key, Tensor) or key.ndim != 2 or key.shape[1] != self.features:
-            got = f"shape {list(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
-            return invalid("key", f"be a tensor [n, {self.features}]", got, "Pass the features of the keys.")
+            rule = f"be a tensor [n, {self.features}]"
+            return invalid("key", rule, shape_or_type(key), "Pass the features of the keys.")
         if key.device != self._keys.device:
             got = f"{self._keys.device} and {key.device}"
             return invalid("key", "be on the device of the queue", got, "Move the queue with .to(device).")

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from contrastile._dispatch import Options
 from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.engine import arguments as checks
-from contrastile.engine.plan import prepare, tell_all
+from contrastile.engine.plan import prepare, share_error
 from contrastile.losses.base import PairLoss
 
 # deviation of a row's length from 1 above which a loss of cosines warns
 LENGTH_TOLERANCE = 0.05
-_looks = checks.Looks()
+_gpu_reads = checks.GpuReads()
 
 
 class How(TypedDict, total=False):
@@ -86,7 +86,7 @@ class Loss(nn.Module):
         return error
 
     def _tell_all(self, error: Exception) -> None:
-        tell_all(error, self.options.group, self.options.exchange)
+        share_error(error, self.options.group, self.options.exchange)
 
     def _look(self, scale: Tensor | float, *sides: Tensor) -> None:
         """Warn, at the first call, about rows that are not of unit length, or a temperature in place of the scale."""
@@ -94,7 +94,7 @@ class Loss(nn.Module):
             return
         self._unseen = False
         # a loss may be made anew in every step
-        if not _looks.one_more(*sides):
+        if not _gpu_reads.allowed(*sides):
             return
         for side in sides:
             lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contrastile._errors import invalid, one_of
 from contrastile._torch import pytree
-from contrastile._types import accumulator
+from contrastile._types import accumulator, shape_or_type
 from contrastile.engine import arguments as checks
 from contrastile.engine.problem import autocast_type
 from contrastile.losses.guided import Guided
@@ -119,8 +119,8 @@ def _own_keys(query: Tensor, key: Tensor, others: dict[str, Any]) -> tuple[Tenso
     """No shared key, and the arguments in which each query's key comes before its own negatives."""
     negatives, ids = others["negatives"], others["negative_ids"]
     if not isinstance(negatives, Tensor) or negatives.ndim != 3:
-        got = f"shape {list(negatives.shape)}" if isinstance(negatives, Tensor) else type(negatives).__name__
-        raise invalid("negatives", "be [N, H, D], each query's own, with in_batch=False", got, "List them.")
+        rule = "be [N, H, D], each query's own, with in_batch=False"
+        raise invalid("negatives", rule, shape_or_type(negatives), "List them.")
     for name in ("positives", "key_ids"):
         if others[name] is not None:
             raise invalid(name, "be left out with in_batch=False", "both", "Key i belongs to query i.")
@@ -316,8 +316,8 @@ class ScoreDistillLoss(Loss):
         """The keys [N, P, D] of each query, once scores and lists are checked."""
         if lists is None:
             if not isinstance(key, Tensor) or key.ndim != 3:
-                got = f"shape {list(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
-                raise invalid("key", "be [N, P, D], or [M, D] with `lists`", got, "List each query's keys.")
+                rule = "be [N, P, D], or [M, D] with `lists`"
+                raise invalid("key", rule, shape_or_type(key), "List each query's keys.")
         else:
             checks.features("key", key)
             checks.positives(lists, query)
@@ -330,9 +330,7 @@ class ScoreDistillLoss(Loss):
             rule = f"be floating point of shape {list(listed.shape[:2])}, one for each listed key"
             raise invalid("scores", rule, got, "Score the keys that are listed, with anything for pads.")
         checks.constant("scores", scores)
-        if scores.device != listed.device:
-            got = f"{listed.device} and {scores.device}"
-            raise invalid("scores", "be on the device of `key`", got, "Move one side first.")
+        checks.same_device("scores", scores, "key", listed)
         return key if lists is None else key[lists.clamp(0, len(key) - 1)]
 
 

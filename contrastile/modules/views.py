@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastile._errors import invalid, one_of
+from contrastile._types import shape_or_type
 from contrastile.engine import arguments as checks
 from contrastile.engine.problem import autocast_type
 from contrastile.losses.inside import SoftmaxInside
@@ -59,9 +60,8 @@ class SupConLoss(Loss):
         """
         try:
             if not isinstance(features, Tensor) or features.ndim not in (2, 3):
-                got = f"shape {list(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
                 rule = "be a tensor of shape [N, D] or [N, views, D]"
-                raise invalid("features", rule, got, "Flatten the others first.")
+                raise invalid("features", rule, shape_or_type(features), "Flatten the others first.")
             checks.vector("labels", labels, "features", features, integer=True)
         except ValueError as error:
             self._tell_all(error)

@@ -15,7 +15,7 @@ from contrastile.exchange.host import Cut, cut_within, device_bytes
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
 from contrastile.tiles.base import resident_bytes
-from contrastile.tiles.dense import MATRICES, MATRICES_BY_INDEX
+from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
 SCRATCH = 450 * 2**10

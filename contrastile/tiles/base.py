@@ -1,8 +1,8 @@
 """The interface of every way to compute a block of the matrix.
 
 Stands between `exchange/`, which brings rows and columns together, and the arithmetic. A `Tiles` object belongs to one
-call: it has the loss, the scale and the bias, computes any block of rows × columns within its workspace, and keeps
-numbers of the forward for the backward as plain attributes.
+call. It has the loss, the scale and the bias, and computes any block of rows × columns within its workspace. What the
+forward leaves for the backward are attributes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from contrastile.losses.base import Finished, PairLoss, Shard
 
 # rows converted to float32 at a time where an inner product over all features is summed
 ROWS_AT_ONCE = 8192
-# numbers of a row in a loss, about: statistics, their parts, state and coefficient
+# upper bound of the numbers that a loss has for each row: statistics, a block's part of them, state and coefficient
 STATISTICS = 14
 
 
 class InFlight:
-    """An accumulator that travels from rank to rank, each of which adds its part; on this rank for one block.
+    """An accumulator that travels around the ring, here while this rank computes one block and adds its part.
 
-    It arrives while the block is computed; the first access waits for it. On the `first` rank of its journey it has no
-    values yet. It leaves once: after the block or, with `early`, as soon as this rank has added its part.
+    It may still be arriving; the first access waits for it. On the `first` rank of its journey it has no values yet.
+    It is sent on once: after the block or, with `early`, as soon as this rank has added its part.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class InFlight:
         # completes the transfer that fills the buffer; None once done
         self._wait: Callable[[], object] | None = wait
         self._sent = False
-        # with `first` the buffer is uninitialised memory: write before reading
+        # with `first` the buffer is uninitialised memory, to be written before it is read
         self.first, self.early = first, early
 
     def value(self) -> Tensor:
@@ -61,7 +61,7 @@ class InFlight:
 
 
 class ForwardResult(NamedTuple):
-    """The loss, and for each direction the inputs of the backward."""
+    """The loss, and the inputs of the backward: one state and one coefficient for each direction."""
 
     value: Tensor
     # [S, n] each
@@ -70,7 +70,7 @@ class ForwardResult(NamedTuple):
     coefficients: list[Tensor]
 
 
-# of a strip's results, its rows first, and its place among the rows: ∂(loss)/∂(loss of each row) of each direction
+# function from the finished directions of a strip and its slice of the rows to the coefficients of each direction
 Weigh = Callable[[Sequence[Finished], slice], Sequence[Tensor]]
 
 
@@ -86,7 +86,7 @@ class Accumulated(NamedTuple):
 class Tiles(ABC):
     """One call's arithmetic: logits x_ij = scale · ⟨q_i, k_j⟩ (+ bias), their statistics and gradients by `loss`."""
 
-    # the arithmetic never waits for the device, so that a call can be captured as a CUDA graph
+    # a call can be captured as a CUDA graph, because it never waits for the device
     capturable: ClassVar[bool] = False
     # `backward` writes accumulators that are `fresh`
     writes_fresh: ClassVar[bool] = False
@@ -100,24 +100,24 @@ class Tiles(ABC):
     bias: Tensor | None
     # bytes that may be used beside inputs, outputs and accumulators
     workspace: int
-    # all ranks' columns, kept from the forward for the backward by an exchange that gathers them
+    # columns of all ranks, which an exchange that gathers them saves for the backward
     columns: Shard | None = field(default=None, init=False, repr=False)
     # NaN if a feature streamed from the host is not finite, else 0; None if `nonfinite` reads the features itself
     flag: Tensor | None = field(default=None, init=False, repr=False)
-    # u and v are parts of one tensor, which a small call copies and scales at once
+    # u and v are the two parts of one tensor, which a small call copies and scales at once
     joined: bool = field(default=False, init=False, repr=False)
-    # u and v are uninitialised memory, of which one `backward` writes all
+    # u and v are uninitialised memory, all of which one `backward` writes
     fresh: bool = field(default=False, init=False, repr=False)
-    # the sums of a backward are both of `pair_sums`, whatever `sums_products`
+    # the sums of a backward are those of `pair_sums`, also without `sums_products`
     summed: bool = field(default=False, init=False, repr=False)
-    # u and v are the gradients of the features, scaled and in their own types, and the sums both of `pair_sums`
+    # u and v are the gradients of the features, scaled and in their own types, and the sums those of `pair_sums`
     final: bool = field(default=False, init=False, repr=False)
     # types of the gradients of rows and columns; None: those of the features
     given: tuple[torch.dtype, torch.dtype] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def declines(cls, loss: PairLoss, rows: Shard, cols: Shard) -> str | None:
-        """The reason why this backend cannot compute such blocks; None if it can, as those that call the loss do."""
+        """The reason why this backend cannot compute such blocks; None if it can, as all can that call the loss."""
         del loss, rows, cols
         return None
 
@@ -134,7 +134,7 @@ class Tiles(ABC):
     ) -> Tensor:
         """Add Σ_j g_ij k_j to u [N, D] and Σ_i g_ij q_i to v [M, D], where g_ij is the gradient of a pair's logit.
 
-        Accumulators are in the accumulator's type and without the scale; None is not computed: 6·N·M·D operations.
+        Accumulators are in the accumulator's type and without the scale; None is not computed. 6·N·M·D operations.
         With `row_stats` [K, N] the statistics of a pairwise loss are merged into it from the same sweep.
 
         Returns Σ_ij g_ij, and behind it Σ_ij g_ij · ⟨q_i, k_j⟩ where `sums_products`. For a learned score its
@@ -142,7 +142,7 @@ class Tiles(ABC):
         """
 
     def strip(self, rows: Shard, cols: Shard) -> int:
-        """Rows of a strip over all columns whose loss and gradient come from one product; 0 where that is not done."""
+        """Rows of a strip that meets all columns, whose loss and gradient come from one product; 0 without strips."""
         del rows, cols
         return 0
 
@@ -151,7 +151,7 @@ class Tiles(ABC):
     ) -> tuple[list[list[Finished]], Tensor]:
         """Add the gradients of all pairs to u and v, strip by strip, as `backward`: 6·N·M·D operations with the loss.
 
-        Returns what the loss finished of each strip, rows first, and the sums of `backward`.
+        Returns the finished directions of each strip, rows first, and the sums of `backward`.
         """
         raise NotImplementedError
 
@@ -194,24 +194,28 @@ class Tiles(ABC):
         """
         return reduced(self.loss.finish_all(stats, self.scale, total), weights, reduction, total, nonfinite())
 
-    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-        """Zeros, or `fresh` memory, for u and v where a gradient is wanted; `wanted`: of scale, bias, q and k.
+    def needed(self, wanted: Sequence[bool]) -> tuple[bool, bool]:
+        """Return whether a backward needs u, and v, for the `wanted` gradients of scale, bias, q and k.
 
-        Tiles that do not sum products read the scale's gradient off an accumulator, and need one for it.
+        Tiles that do not sum products read the scale's gradient off one of the two.
         """
         want_scale, _, want_q, want_k = wanted
+        return want_q or (want_scale and not want_k and not self.sums_products), want_k
+
+    def accumulators(self, rows: Shard, cols: Shard, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        """Zeros, or `fresh` memory, for u and v where they are `needed`."""
+        needs_u, needs_v = self.needed(wanted)
         wide = self.scale.dtype
         new = torch.empty if self.fresh else torch.zeros
-        for_scale = want_scale and not want_k and not self.sums_products
         (N, D), M = rows.features.shape, len(cols)
-        # a v that begins at an odd address would take other kernels
-        self.joined = self.joined and want_q and want_k and N * D % 4 == 0
+        # v would take other kernels if it began at an odd address
+        self.joined = self.joined and all(wanted[2:]) and N * D % 4 == 0
         if self.joined:
             both = new(N + M, D, dtype=wide, device=self.scale.device)
             return both[:N], both[N:]
         # contiguous rows, whatever the strides of the features
-        u = new(rows.features.shape, dtype=wide, device=self.scale.device) if want_q or for_scale else None
-        return u, new(cols.features.shape, dtype=wide, device=self.scale.device) if want_k else None
+        u = new(rows.features.shape, dtype=wide, device=self.scale.device) if needs_u else None
+        return u, new(cols.features.shape, dtype=wide, device=self.scale.device) if needs_v else None
 
     def gradients(
         self, accumulated: Accumulated, rows: Shard, cols: Shard, wanted: Sequence[bool],
@@ -219,14 +223,14 @@ class Tiles(ABC):
     ) -> list[Tensor | None]:  # fmt: skip
         """Gradients of scale, bias and features in their own types.
 
-        numbers: scale and bias as the user passed them. upstream: a factor that is not in the sums yet; the
-        accumulators are then left as they are, because a second backward may read them again.
+        numbers: scale and bias as the user passed them. upstream: a factor that is not in the sums yet. With it the
+        accumulators stay as they are, because a second backward may read them again.
         """
         scale, bias = numbers
         want_scale, want_bias, want_q, want_k = wanted
         u, v, sums = accumulated
         # the accumulators are overwritten below
-        of_pairs, of_products = self.pair_sums(sums, rows, cols, u, v, want_scale)
+        of_pairs, of_products = sums if self.final else self.pair_sums(sums, rows, cols, u, v, want_scale)
         dscale = as_given(of_products, scale, upstream) if want_scale else None
         dbias = None
         if want_bias and bias is not None:
@@ -247,7 +251,7 @@ class Tiles(ABC):
         self, sums: Tensor, rows: Shard, cols: Shard, u: Tensor | None, v: Tensor | None, want_scale: bool
     ) -> tuple[Tensor, Tensor]:
         """Σ g_ij and Σ g_ij · ⟨q_i, k_j⟩; the second is read off u or v where `backward` did not sum it."""
-        if self.sums_products or self.summed or self.final:
+        if self.sums_products or self.summed:
             return sums[0], sums[1]
         if not want_scale:
             return sums, sums
@@ -266,7 +270,7 @@ class Tiles(ABC):
         return False
 
     def reserve(self, multiprocessors: int) -> None:
-        """Leave so many of the device's multiprocessors to transfers between devices."""
+        """Leave this number of the device's multiprocessors to transfers between devices."""
         del multiprocessors
 
     def init(self, shard: Shard) -> Tensor:
@@ -312,10 +316,10 @@ def reduced(
 
 
 def resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, given: torch.dtype) -> tuple[int, int]:
-    """Bytes of a loss beside its blocks: while they are computed, and at the end, where gradients are returned.
+    """Bytes of a loss beside its blocks: during their computation, and at the end, when gradients are returned.
 
-    dtype: of the products. given: of the features; in another type they are cast, and gradients cast back. A gradient
-    in the accumulator's type is the accumulator.
+    dtype: of the products. given: of the features, which are cast to `dtype`, and their gradients back. A gradient in
+    the accumulator's type is the accumulator.
     """
     wide = accumulator(dtype)
     casts = (N + M) * D * dtype.itemsize if given != dtype else 0
@@ -324,7 +328,7 @@ def resident_bytes(N: int, M: int, D: int, dtype: torch.dtype, given: torch.dtyp
 
 
 def bounds_of(x: Tensor) -> tuple[float, float] | None:
-    """The least and the largest logit of a tile on a CPU; None on a device, which would have to be waited for."""
+    """The lowest and the highest logit of a tile on a CPU; None on a device, which the host would wait for."""
     if x.device.type != "cpu":
         return None
     least, most = torch.aminmax(x)

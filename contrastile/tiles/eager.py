@@ -1,8 +1,8 @@
 """A block in plain PyTorch: one loop over tiles, on any device, in any dtype.
 
-The reference for every faster backend, and the fallback where those decline. A forward sweep gives the statistics
-of rows and columns (2·N·M·D operations); the backward computes each tile again and multiplies its gradient with both
-sides (6·N·M·D): 8·b²·d together, with one tile of the matrix in memory.
+The reference for every faster backend, and the fallback where those decline. The forward computes the statistics of
+rows and columns (2·N·M·D operations). The backward computes each tile again and multiplies its gradient with both sides
+(6·N·M·D). Together they take 8·b²·d operations, with one tile of the matrix in memory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from contrastile.tiles.base import InFlight, Tiles, Weigh, bounds_of
 # tiles of 1,024² float32 stay in a core's cache; on an accelerator 8,192² fill its multiprocessors
 SIDE_CPU = 1024
 SIDE_ACCELERATOR = 8192
-# a tile, its exponentials, its gradient, one temporary, and the masks; two on a CPU, which knows the range of logits
+# tiles held at once: logits, exponentials, gradient, a temporary, masks; fewer on a CPU, which knows the logits' range
 TILES_HELD, TILES_HELD_CPU = 5, 2
-# rows of a strip over all columns on a CPU: products of fewer are slow, and two sweeps as fast as those of the fewest
+# float32 matrices of a dense block at the peak, with positives on a diagonal and by index, whose masks are matrices
+MATRICES, MATRICES_BY_INDEX = 3.0, 7.25
+# most and fewest rows of a strip over all columns on a CPU; with fewer, two sweeps over tiles are as fast
 STRIP_CPU, LEAST_STRIP = 512, 32
 
 
@@ -52,17 +54,17 @@ class Eager(Tiles):
 
     @property
     def _held(self) -> int:
-        """Tiles that are held at once, those of the products of guides included."""
+        """Tiles that are held at once, with those of guides and of products."""
         return TILES_HELD + 2 * self.loss.guides + self.loss.reads_products
 
     def _height(self, N: int, M: int, dtype: torch.dtype) -> int:
         side = self._side(dtype)
         fit = self.workspace // (self._held * self.scale.dtype.itemsize * max(M, 1))
         if max(N, M) <= side:
-            # a dense matrix beyond the workspace is held once, not twice
+            # a dense matrix beyond the workspace takes two sweeps, which hold it once
             return N if M and fit >= N else 0
         if self.loss.symmetric:
-            # the columns have their statistics only after all rows
+            # columns have their statistics after the last row
             return 0
         height = min(N, fit, STRIP_CPU if self.scale.device.type == "cpu" else side)
         return height if height >= LEAST_STRIP else 0
@@ -75,7 +77,7 @@ class Eager(Tiles):
         for along, strip in self._tiles(rows, height):
             x, graph = self._logits(strip, cols, room, with_graph=True)
             tile = self._tile(x, strip, cols, graph)
-            # the statistics use their tile up
+            # `absorb` overwrites its tile
             ends = [self.loss.finish(side) for side in self.loss.absorb(tile._replace(x=x.clone()))]
             coefficients = weigh(ends, along)
             strip_I, cols_J = with_states(strip, cols, [end.state for end in ends], coefficients)
@@ -93,35 +95,37 @@ class Eager(Tiles):
         v: Tensor | None,
         sums: Tensor | None,
     ) -> None:
-        """Visit every tile once.
+        """Visit every tile once: merge its statistics into `stats`, and add its gradient to u, v and sums.
 
-        Merge its statistics into those of rows and columns in `stats`, made for the first tile where they are None; and
-        where `sums` is given, add its gradient to u, v and sums.
+        stats: of rows and of columns, made for the first tile where they are None. With None as `stats`, or as `sums`,
+        that half is not computed.
         """
         side, shards = self._side(rows.features.dtype), (rows, cols)
-        with self._replayed():
+        with self._repeatable():
             room = self._room(rows, cols, side)
             for along_i, row_tile in self._tiles(rows, side):
                 for along_j, col_tile in self._tiles(cols, side):
                     x, graph = self._logits(row_tile, col_tile, room, with_graph=sums is not None)
                     tile = self._tile(x, row_tile, col_tile, graph)
                     if stats is not None:
-                        for index, met in enumerate(self.loss.absorb(tile)):
-                            self._merge_tile(stats, index, met, (along_i, along_j)[index], shards[index])
+                        for index, tile_stats in enumerate(self.loss.absorb(tile)):
+                            self._merge_tile(stats, index, tile_stats, (along_i, along_j)[index], shards[index])
                     if sums is not None:
                         g_IJ = self.loss.pair_grad(tile, row_tile, col_tile)
                         u_I, v_J = None if u is None else u[along_i], None if v is None else v[along_j]
                         self._propagate(g_IJ, graph, row_tile, col_tile, u_I, v_J, sums)
 
-    def _merge_tile(self, stats: list[Tensor | None], index: int, met: Tensor, along: slice, shard: Shard) -> None:
-        """Merge a tile's statistics [K, n] into those of a whole shard; the only tile's are the shard's."""
+    def _merge_tile(
+        self, stats: list[Tensor | None], index: int, tile_stats: Tensor, along: slice, shard: Shard
+    ) -> None:
+        """Merge a tile's statistics [K, n] into those of its shard. A tile as long as the shard has the shard's."""
         whole = stats[index]
-        if whole is None and met.shape[1] == shard.features.shape[0]:
-            stats[index] = met
+        if whole is None and tile_stats.shape[1] == shard.features.shape[0]:
+            stats[index] = tile_stats
             return
         if whole is None:
             whole = stats[index] = self.init(shard)
-        whole[:, along] = self.loss.merge(whole[:, along], met)
+        whole[:, along] = self.loss.merge(whole[:, along], tile_stats)
 
     def _logits(self, rows: Shard, cols: Shard, room: Tensor, *, with_graph: bool) -> tuple[Tensor, Any]:
         """scale · ⟨q_i, k_j⟩ [I, J], and a context for `_products` and `_propagate`."""
@@ -153,7 +157,7 @@ class Eager(Tiles):
         if self.bias is not None:
             sums += g_IJ.sum()
 
-    def _replayed(self) -> AbstractContextManager[object]:
+    def _repeatable(self) -> AbstractContextManager[object]:
         """A context in which a tile is computed the same every time."""
         return nullcontext()
 
@@ -170,12 +174,12 @@ class Eager(Tiles):
     ) -> int:  # fmt: skip
         tiles = cls(loss, torch.empty((), device=device), None, workspace)
         bound = tiles.workspace_bytes(N, M, D, dtype)
-        # of a single tile with known bounds neither the exponentials nor the masks are tiles of their own
+        # a single tile with known bounds has no tiles of exponentials and masks beside it
         frugal = device.type == "cpu" and not by_index and max(N, M) <= tiles._side(dtype)
         return bound * TILES_HELD_CPU // TILES_HELD if frugal else bound
 
     def _tile(self, x: Tensor, rows: Shard, cols: Shard, graph: Any) -> Tile:
-        """The tile of the logits x without bias, which it may overwrite."""
+        """The tile of the logits x, to which the bias is added in place."""
         if self.bias is not None:
             x += self.bias
         bounds = bounds_of(x)
@@ -208,6 +212,28 @@ class Eager(Tiles):
         return max(16, min(most, fit))
 
 
+@dataclass
+class Dense(Eager):
+    """One tile of the size of the block, whatever the workspace: the b × b matrix of CLIP's own training code.
+
+    The baseline of the papers' tables. With the exchanges `replicate`, `gather` and `ring` it holds b², b²/n and b²/n²
+    elements.
+    """
+
+    def _side(self, dtype: torch.dtype) -> int:
+        del dtype
+        return 2**62
+
+    @classmethod
+    def expected_bytes(
+        cls, loss: PairLoss, N: int, M: int, D: int, dtype: torch.dtype, workspace: int, device: torch.device,
+        *, by_index: bool = False,
+    ) -> int:  # fmt: skip
+        del loss, D, workspace
+        matrices = MATRICES_BY_INDEX if by_index else TILES_HELD_CPU if device.type == "cpu" else MATRICES
+        return int(matrices * N * M * accumulator(dtype).itemsize)
+
+
 def add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
     """total += g @ features, in the accumulator's type."""
     if not _narrow_on_accelerator(features):
@@ -220,12 +246,12 @@ def add_product(total: Tensor, g: Tensor, features: Tensor) -> None:
 
 
 def _in_range(g: Tensor) -> tuple[Tensor, Tensor]:
-    """g as fp16 in units of a power of two, and the unit.
+    """g times a power of two as fp16, and that power.
 
-    In a mean over many pairs most entries of g lie below the smallest number of fp16.
+    In a mean over many pairs most entries of g are below the smallest number of fp16.
     """
     most = torch.linalg.vector_norm(g, ord=torch.inf)
-    # 2^15 would reach the end of fp16's range; 126 is the largest power that float32 can invert
+    # below 2^15, the end of fp16's range; 126 is the largest power that float32 can invert
     power = (14 - torch.log2(most).ceil()).clamp(max=126)
     unit = torch.where(most == 0, 1.0, torch.exp2(power))
     return torch.mul(g, unit, out=torch.empty_like(g, dtype=torch.float16)), unit

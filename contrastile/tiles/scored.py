@@ -1,13 +1,12 @@
 """A block of learned distances: the scores of a module instead of dot products (Gao et al. 2021, section 5).
 
-Beside `eager.py`, whose loop over tiles it takes over. With s_ij = Φ(f_i, g_j; Ω) and x_ij = scale · s_ij + bias:
-the forward computes each tile of scores without a graph and the loss keeps its statistics of it; the backward
-computes it again with a graph, the loss gives w_ij = ∂L/∂x_ij, and back-propagating w through the tile adds to
-∂L/∂Ω (equation 11), u_i (12) and v_j (13). The paper holds all b² distances and gradients; here one tile is held.
+Beside `eager.py`, whose loop over tiles it inherits. With s_ij = Φ(f_i, g_j; Ω) and x_ij = scale · s_ij + bias, the
+forward computes each tile of scores without a graph, and the loss takes its statistics. The backward computes the tile
+again with a graph; the loss gives w_ij = ∂L/∂x_ij, and back-propagating w through the tile adds to ∂L/∂Ω (equation 11),
+u_i (12) and v_j (13). The paper holds all b² distances and gradients; here one tile is held.
 
-A side's rows are any nested tensors. Their gradients are accumulated as one matrix [n, all numbers of a row], so
-that an exchange carries them as it carries those of a dot product; likewise the sums over all pairs are one vector:
-Σ w, Σ w·s, and then ∂L/∂Ω.
+The rows of a side are nested tensors. Their gradients are accumulated as one matrix [n, all numbers of a row], which an
+exchange carries as it carries that of a dot product. The sums over all pairs are one vector: Σ w, Σ w·s, then ∂L/∂Ω.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contrastile._errors import invalid
 from contrastile._torch import pytree, without_parametrization_cache
-from contrastile._types import accumulator
+from contrastile._types import accumulator, shape_or_type
 from contrastile.gradcache.introspect import (
     graph_leaves,
     has_other_path,
@@ -50,12 +49,12 @@ FIRST_SIDE = 4
 
 @dataclass(frozen=True)
 class Form:
-    """The nesting of one side's tensors, and the ones that require a gradient."""
+    """The nesting of one side's tensors, and which of them require a gradient."""
 
     spec: Any
-    # of the leaves, those that are tensors; the others are None
+    # for each leaf whether it is a tensor; the others are None
     given: tuple[bool, ...]
-    # of the tensors
+    # for each tensor whether it requires a gradient
     wanted: tuple[bool, ...]
 
     @classmethod
@@ -66,9 +65,8 @@ class Form:
         for x in tensors:
             if not isinstance(x, Tensor) or x.ndim == 0:
                 got = "a tensor without axes" if isinstance(x, Tensor) else type(x).__name__
-                raise invalid(
-                    name, "be made of tensors whose first axis is the batch", got, "Keep the rest in `scorer`."
-                )
+                rule = "be made of tensors whose first axis is the batch"
+                raise invalid(name, rule, got, "Keep the rest in `scorer`.")
         if not tensors:
             raise invalid(name, "contain a tensor", "none", "Pass what the scorer reads of each example.")
         if len({len(x) for x in tensors}) > 1:
@@ -85,6 +83,7 @@ class Form:
         return cls(spec, given, wanted), tensors
 
     def nested(self, tensors: Sequence[Tensor]) -> Any:
+        """The tensors in their nesting."""
         following = iter(tensors)
         return pytree.tree_unflatten([next(following) if given else None for given in self.given], self.spec)
 
@@ -99,7 +98,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A module in one call: it runs on tiles, and its parameters and inputs get gradients."""
+    """A module that scores the tiles of one call, with all that its replay needs."""
 
     module: nn.Module
     # the module and its submodules, and the training mode of each
@@ -107,21 +106,21 @@ class Scorer:
     training: Sequence[bool]
     rows: Form
     cols: Form
-    # Ω, those that want a gradient
+    # Ω: the parameters that require a gradient
     parameters: tuple[Tensor, ...]
     dtype: torch.dtype
     device: torch.device
     autocast: Autocast
     # seed of its random numbers; None if it draws none
     seed: int | None
-    # scores without a graph may differ from those with one, of which statistics then are made
+    # scores without a graph may differ in bits from those with one; the forward then computes them with one too
     other_path: bool
-    # generators that it draws from, beside torch's
+    # names of the process's generators (Python's, NumPy's) that it draws from
     process: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module, rows: tuple[Form, list[Tensor]], cols: tuple[Form, list[Tensor]]) -> Scorer:
-        """Inspect the module, with a trial on a few pairs; random numbers stay as they were."""
+        """Inspect the module by a trial on a few pairs. Random states are restored."""
         if not isinstance(module, nn.Module):
             made = isinstance(module, type) and issubclass(module, nn.Module)
             got = f"the class {module.__name__}" if made else type(module).__name__
@@ -144,10 +143,10 @@ class Scorer:
             module, modules, training, rows[0], cols[0], parameters, torch.float32, device, autocast, None, other
         )
         if isinstance(module, MaxSim) and module.known:
-            # a trial would tell nothing more, and takes a millisecond
+            # its type follows from the inputs; a trial takes a millisecond
             (q, _), (k, _) = module.checked(rows[0].nested(rows[1]), cols[0].nested(cols[1]))
             return replace(draft, dtype=(q[:0, 0] @ k[:0, 0].T).dtype)
-        # as many rows as columns would hide that they are exchanged
+        # rows and columns differ in number, which shows a module that exchanges them
         probe = (1, 2) if len(cols[1][0]) == 2 else PROBE
         few = [_few(tensors, n) for (_, tensors), n in zip((rows, cols), probe, strict=True)]
         generators = own_generators(modules)
@@ -174,7 +173,7 @@ class Scorer:
     def _check(self, scores: Tensor, leaves: Sequence[Tensor]) -> None:
         if not scores.is_floating_point():
             raise invalid("scorer", "return floating point", scores.dtype, "Convert it with .float().")
-        # also those that want no gradient now
+        # frozen parameters included
         known = {id(x) for x in [*leaves, *self.module.parameters()]}
         for leaf in graph_leaves([scores]):
             if id(leaf) not in known:
@@ -196,22 +195,20 @@ class Scorer:
         """The scores [I, J] of a tile; their graph follows torch's grad mode."""
         with self.autocast.restored(), without_parametrization_cache():
             scores: Any = self.module(self.rows.nested(rows.leaves), self.cols.nested(cols.leaves))
-        # of every tile: a `squeeze` takes an axis of those with one row only
+        # checked for every tile: a `squeeze` in the module drops an axis of tiles with one row only
         expected = [len(rows), len(cols)]
         if not isinstance(scores, Tensor) or list(scores.shape) != expected:
-            got = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             rule = f"return a tensor {expected} for {expected[0]} rows and {expected[1]} columns"
-            raise invalid("scorer", rule, got, "One score for each pair.")
+            raise invalid("scorer", rule, shape_or_type(scores), "One score for each pair.")
         return scores
 
     def with_graph(self, rows: Shard, cols: Shard) -> tuple[Tensor, list[Tensor]]:
         """The scores with their graph, and its leaves that want a gradient: of the rows, then of the columns."""
         sides = [
-            replace(side, features=first, others=tuple(others))
-            for side, form in ((rows, self.rows), (cols, self.cols))
-            for first, *others in [
+            side.with_leaves(
                 [x.detach().requires_grad_(want) for x, want in zip(side.leaves, form.wanted, strict=True)]
-            ]
+            )
+            for side, form in ((rows, self.rows), (cols, self.cols))
         ]
         with torch.enable_grad():
             scores = self(*sides)
@@ -219,20 +216,20 @@ class Scorer:
 
 
 def _few(tensors: Sequence[Tensor], n: int) -> Shard:
-    """The first rows, for a trial: a scorer that writes over them spoils nothing. Zeros where a rank has none."""
+    """Copies of the first n rows for a trial, which may write over them; zeros on a rank without rows."""
     first, *others = [x.detach()[:n].clone() if len(x) else x.new_zeros((n, *x.shape[1:])) for x in tensors]
     return Shard(first, others=tuple(others))
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    """The module communicates among ranks in every forward: a data-parallel wrapper, or a module of FSDP."""
+    """Return whether the module communicates among ranks in every forward: a data-parallel wrapper, or of FSDP."""
     marks = ("_get_fsdp_state", "_fsdp_wrapped_module")
     return isinstance(module, DistributedDataParallel) or any(hasattr(module, mark) for mark in marks)
 
 
 @dataclass
 class Scored(Eager):
-    """Tiles of a module's scores, each with its graph only while its gradient is computed."""
+    """Tiles of a module's scores. A tile has its graph only while its gradient is computed."""
 
     scorer: Scorer = field(kw_only=True)
     # rows, and columns, of a tile
@@ -249,7 +246,7 @@ class Scored(Eager):
             return super().backward(rows, cols, u, v, row_stats)
 
     def nonfinite(self, rows: Shard, cols: Shard) -> Tensor:
-        # features may be of any kind; the scores show those that are not finite
+        # features are of any kind; one that is not finite shows in the scores
         del rows, cols
         return self.scale * 0
 
@@ -293,7 +290,7 @@ class Scored(Eager):
         ]
 
     def _of_parameters(self, sums: Tensor) -> list[Tensor | None]:
-        """Ω's gradients; None for a parameter that no pair reaches, as in plain autograd, if this rank has pairs."""
+        """The gradients of Ω; None for a parameter that no pair of this rank reaches, as in plain autograd."""
         parameters, no_pairs = self.scorer.parameters, not self.computed
         parts = sums.split([parameter.numel() for parameter in parameters])
         return [
@@ -305,7 +302,7 @@ class Scored(Eager):
         """scale · Φ [I, J], and behind it the scores with their graph and its leaves."""
         del room
         self.computed = True
-        self._begin(rows, cols)
+        self._seed_tile(rows, cols)
         if with_graph or (self.scorer.other_path and self.scorer.wanted):
             scores, leaves = self.scorer.with_graph(rows, cols)
         else:
@@ -364,7 +361,7 @@ class Scored(Eager):
         return self.workspace
 
     @contextmanager
-    def _replayed(self) -> Iterator[None]:
+    def _repeatable(self) -> Iterator[None]:
         """The modes of the call, and a restored state of the caller's random numbers afterwards."""
         with in_modes(self.scorer.modules, self.scorer.training):
             if self.scorer.seed is None:
@@ -376,7 +373,7 @@ class Scored(Eager):
             finally:
                 before.restore()
 
-    def _begin(self, rows: Shard, cols: Shard) -> None:
+    def _seed_tile(self, rows: Shard, cols: Shard) -> None:
         """Seed the random numbers of this tile by its position, so that every computation of it draws the same."""
         if self.scorer.seed is not None:
             words = f"{self.scorer.seed} {rows.start} {cols.start}".encode()
@@ -385,7 +382,7 @@ class Scored(Eager):
 
 
 def _split(total: Tensor | None, form: Form, leaves: Sequence[Tensor], scale: Tensor) -> list[Tensor | None]:
-    """Each leaf's gradient out of the matrix in which those of a side are accumulated, times the scale, in place."""
+    """The gradient of each leaf: its columns of the side's accumulator, which is multiplied by the scale in place."""
     parts = iter(() if total is None else total.mul_(scale).split(form.widths(leaves), dim=1))
     return [
         next(parts).to(leaf.dtype).reshape(leaf.shape) if want else None
@@ -400,7 +397,7 @@ _measured: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
 def fitting_side(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
     """Rows, and columns, of a tile whose scores, graph and gradients fit the workspace.
 
-    Tiles of growing size are run and their bytes counted. Once for inputs of one shape.
+    Tiles of growing size are run, and their bytes are counted, once for inputs of one shape.
     """
     shapes = [(x.shape[1:], x.dtype) for side in (rows, cols) for x in side.leaves]
     setting = (scorer.rows.wanted, scorer.cols.wanted, len(scorer.parameters), scorer.dtype, scorer.module.training)
@@ -427,7 +424,7 @@ def _measure(scorer: Scorer, rows: Shard, cols: Shard, workspace: int) -> int:
 
 
 def _bytes(scorer: Scorer, rows: Shard, cols: Shard, side: int) -> int:
-    """Bytes of a tile beside the gradients of Ω, which are outputs."""
+    """Bytes of a tile without the gradients of Ω, which are outputs."""
     row_tile, col_tile = (each.narrow(0, side) if len(each) else _few(each.leaves, side) for each in (rows, cols))
 
     def run() -> None:
