@@ -26,6 +26,7 @@ from contrastile import (
     encode,
 )
 from contrastile.losses import BalancedSigmoid, Guided, Hardness, Softmax
+from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
 from contrastile.tiles import eager
 
 # the loss is one number, which can be right by luck
@@ -205,16 +206,28 @@ def test_a_guide_that_is_not_finite_gives_nan() -> None:
     assert all(x.isnan().all() for x in gradients.values())
 
 
-@pytest.mark.parametrize("name", ["hardness_own", "hardness_all"])
-def test_hardness_at_a_scale_of_zero(name: str) -> None:
-    """The weights do not depend on the scale."""
+@pytest.mark.parametrize("name", ["hardness_own", "hardness_all", "dclw", "dclw_labels"])
+def test_weights_by_similarity_at_a_scale_of_zero(name: str) -> None:
+    """They do not depend on the scale."""
     case = CASES[name]()
-    case.leaves["scale"] = torch.zeros((), dtype=torch.float64)
+    (number,) = (key for key, x in case.leaves.items() if not x.ndim)
+    case.leaves[number] = torch.zeros((), dtype=torch.float64)
     tensors = case.tensors(torch.float64)
     truth, true_gradients = case.by_formula(tensors)
     loss, gradients = case.by_tiles(tensors)
     assert distance(loss, truth) <= 1e-14
-    assert all(distance(gradient, true_gradients[key]) <= 1e-12 for key, gradient in gradients.items())
+    for key, true in true_gradients.items():
+        # those of features are 0 with the decoupled loss
+        assert (gradients[key] - true).norm() <= 1e-12 * (true.norm() if true.any() else 1e-12), key
+
+
+def test_weights_of_a_small_sigma() -> None:
+    """exp(s / σ) is beyond float32."""
+    image = F.normalize(torch.randn(9, 8), dim=-1)
+    text = F.normalize(image + 0.1 * torch.randn(9, 8), dim=-1)
+    weights = mises_fisher_weights(image.double(), text.double(), 0.008)
+    truth = dense_decoupled(image.double(), text.double(), 10.0, of_positives=weights, symmetric=True)
+    assert distance(DCLLoss(sigma=0.008)(image, text, 10.0), truth) <= 1e-4
 
 
 def test_one_positive_each_is_balanced() -> None:
