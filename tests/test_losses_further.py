@@ -230,6 +230,18 @@ def test_weights_of_a_small_sigma() -> None:
     assert distance(DCLLoss(sigma=0.008)(image, text, 10.0), truth) <= 1e-4
 
 
+def test_ids_of_shared_negatives_may_follow_those_of_keys() -> None:
+    """Also where queries and keys are compared among themselves; without them negatives have the id of nobody."""
+    case = CASES["gist_all_pairs"]()
+    tensors = case.tensors(torch.float64)
+    truth = case.by_tiles(tensors)[0]
+    ids = case.constants["key_ids"]
+    case.constants["key_ids"] = torch.cat([ids, torch.full((N,), 99)])
+    assert torch.equal(case.by_tiles(tensors)[0], truth)
+    case.constants["key_ids"] = torch.cat([ids, ids])
+    assert not torch.equal(case.by_tiles(tensors)[0], truth)
+
+
 def test_one_positive_each_is_balanced() -> None:
     tensors = CASES["siglip_balanced"]().tensors(torch.float64)
     plain = SigLipLoss()(**tensors)
@@ -310,6 +322,27 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`guide_negatives` must be given just where `negatives` is; got None. Pass both, or neither.": lambda: GISTLoss()(
         _x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), negatives=_x(2, 4)
+    ),
+    "`positives` must be left out with contrast_anchors=True; got both. Key i belongs to query i.": lambda: GISTLoss(
+        contrast_anchors=True
+    )(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), positives=torch.arange(3)),
+    "`key` must have at least as many rows as `query`; got 3 and 2. Key i belongs to query i.": lambda: GISTLoss(
+        contrast_positives=True
+    )(_x(3, 4), _x(2, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5)),
+    "`guide_query` must have as many rows as `query`; got 3 and 2. One row for each, and for each of the "
+    "`negatives`.": lambda: GISTLoss(contrast_positives=True)(
+        _x(3, 4), _x(3, 4), 1.0, guide_query=_x(2, 5), guide_key=_x(3, 5)
+    ),
+    "`key_ids` must be a tensor of shape [3], one entry for each row of `key`; got shape [2]. Check it.": lambda: (
+        GISTLoss(contrast_positives=True)(
+            _x(3, 4),
+            _x(3, 4),
+            1.0,
+            guide_query=_x(3, 5),
+            guide_key=_x(3, 5),
+            query_ids=torch.arange(3),
+            key_ids=torch.arange(2),
+        )
     ),
     "`negatives` must be shared by all queries with a guide; got shape [3, 2, 4]. Pass them as [H, "
     "features].": lambda: contrast(
