@@ -26,6 +26,7 @@ from contrastile import (
     encode,
 )
 from contrastile.losses import BalancedSigmoid, Guided, Hardness, Softmax
+from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
 from contrastile.tiles import eager
 
 # the loss is one number, which can be right by luck
@@ -205,16 +206,40 @@ def test_a_guide_that_is_not_finite_gives_nan() -> None:
     assert all(x.isnan().all() for x in gradients.values())
 
 
-@pytest.mark.parametrize("name", ["hardness_own", "hardness_all"])
-def test_hardness_at_a_scale_of_zero(name: str) -> None:
-    """The weights do not depend on the scale."""
+@pytest.mark.parametrize("name", ["hardness_own", "hardness_all", "dclw", "dclw_labels"])
+def test_weights_by_similarity_at_a_scale_of_zero(name: str) -> None:
+    """They do not depend on the scale."""
     case = CASES[name]()
-    case.leaves["scale"] = torch.zeros((), dtype=torch.float64)
+    (number,) = (key for key, x in case.leaves.items() if not x.ndim)
+    case.leaves[number] = torch.zeros((), dtype=torch.float64)
     tensors = case.tensors(torch.float64)
     truth, true_gradients = case.by_formula(tensors)
     loss, gradients = case.by_tiles(tensors)
     assert distance(loss, truth) <= 1e-14
-    assert all(distance(gradient, true_gradients[key]) <= 1e-12 for key, gradient in gradients.items())
+    for key, true in true_gradients.items():
+        # those of features are 0 with the decoupled loss
+        assert (gradients[key] - true).norm() <= 1e-12 * (true.norm() if true.any() else 1e-12), key
+
+
+def test_weights_of_a_small_sigma() -> None:
+    """exp(s / σ) is beyond float32."""
+    image = F.normalize(torch.randn(9, 8), dim=-1)
+    text = F.normalize(image + 0.1 * torch.randn(9, 8), dim=-1)
+    weights = mises_fisher_weights(image.double(), text.double(), 0.008)
+    truth = dense_decoupled(image.double(), text.double(), 10.0, of_positives=weights, symmetric=True)
+    assert distance(DCLLoss(sigma=0.008)(image, text, 10.0), truth) <= 1e-4
+
+
+def test_ids_of_shared_negatives_may_follow_those_of_keys() -> None:
+    """Also where queries and keys are compared among themselves; without them negatives have the id of nobody."""
+    case = CASES["gist_all_pairs"]()
+    tensors = case.tensors(torch.float64)
+    truth = case.by_tiles(tensors)[0]
+    ids = case.constants["key_ids"]
+    case.constants["key_ids"] = torch.cat([ids, torch.full((N,), 99)])
+    assert torch.equal(case.by_tiles(tensors)[0], truth)
+    case.constants["key_ids"] = torch.cat([ids, ids])
+    assert not torch.equal(case.by_tiles(tensors)[0], truth)
 
 
 def test_one_positive_each_is_balanced() -> None:
@@ -297,6 +322,27 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`guide_negatives` must be given just where `negatives` is; got None. Pass both, or neither.": lambda: GISTLoss()(
         _x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), negatives=_x(2, 4)
+    ),
+    "`positives` must be left out with contrast_anchors=True; got both. Key i belongs to query i.": lambda: GISTLoss(
+        contrast_anchors=True
+    )(_x(3, 4), _x(3, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(3, 5), positives=torch.arange(3)),
+    "`key` must have at least as many rows as `query`; got 3 and 2. Key i belongs to query i.": lambda: GISTLoss(
+        contrast_positives=True
+    )(_x(3, 4), _x(2, 4), 1.0, guide_query=_x(3, 5), guide_key=_x(2, 5)),
+    "`guide_query` must have as many rows as `query`; got 3 and 2. One row for each, and for each of the "
+    "`negatives`.": lambda: GISTLoss(contrast_positives=True)(
+        _x(3, 4), _x(3, 4), 1.0, guide_query=_x(2, 5), guide_key=_x(3, 5)
+    ),
+    "`key_ids` must be a tensor of shape [3], one entry for each row of `key`; got shape [2]. Check it.": lambda: (
+        GISTLoss(contrast_positives=True)(
+            _x(3, 4),
+            _x(3, 4),
+            1.0,
+            guide_query=_x(3, 5),
+            guide_key=_x(3, 5),
+            query_ids=torch.arange(3),
+            key_ids=torch.arange(2),
+        )
     ),
     "`negatives` must be shared by all queries with a guide; got shape [3, 2, 4]. Pass them as [H, "
     "features].": lambda: contrast(

@@ -523,8 +523,8 @@ def test_a_row_whose_only_keys_are_positives_has_no_decoupled_loss(symmetric: bo
     _against_float64(q, k, scale=20.0, loss=loss, **ids)
     nobody = {name: torch.zeros(N, dtype=torch.int64) for name in ids}
     lone = contrast(q.requires_grad_(), k, scale=20.0, loss=loss, backend="triton", **nobody)
-    assert lone.isnan()
-    assert contrast(q, k, scale=20.0, loss=loss, backend="eager", **nobody).isnan()
+    assert lone == 0
+    assert contrast(q, k, scale=20.0, loss=loss, backend="eager", **nobody) == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (1, 77), (33, 2)])
@@ -533,11 +533,10 @@ def test_decoupled_losses_of_few_rows_or_keys(shape: tuple[int, int]) -> None:
     how = {"scale": 10.0, "loss": Decoupled(), "positives": torch.arange(n) % m}
     q, k = _unit(n, torch.float32).requires_grad_(), _unit(m, torch.float32)
     found, truth = (contrast(q, k, backend=backend, **how) for backend in ("triton", "eager"))
-    assert found.isnan() == truth.isnan() == (m == 1)
-    if m > 1:
-        gradients = [torch.autograd.grad(loss, q)[0] for loss in (found, truth)]
-        assert distance(found.detach(), truth.detach()) <= 1e-6
-        assert distance(*gradients) <= 1e-6
+    gradients = [torch.autograd.grad(loss, q)[0] for loss in (found, truth)]
+    assert distance(found.detach(), truth.detach()) <= 1e-6
+    assert distance(*gradients) <= 1e-6
+    assert m > 1 or found == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -275,6 +275,11 @@ def target(rows: Shard, cols: Shard) -> Tensor | None:
     return weights.scatter_add_(1, torch.where(inside, column, J), rows.targets)[:, :J]
 
 
+def divisor(sums: Tensor, mass: Tensor) -> Tensor:
+    """The mass that a mean of these sums divides by: 1 where both are 0, because no row has a loss."""
+    return mass.masked_fill((mass == 0) & (sums == 0), 1.0)
+
+
 class Finished(NamedTuple):
     """A direction's statistics, brought to an end."""
 
@@ -326,6 +331,8 @@ class PairLoss(ABC):
     counts_positives: ClassVar[bool] = False
     # a bias may be given; where it is not `uses_bias` it changes nothing
     takes_bias: ClassVar[bool] = True
+    # scale of the tiles' logits in place of 0, for a loss that reads similarities off them
+    least_scale: ClassVar[float] = 0.0
     # the loss of a row depends on no other row
     rowwise: ClassVar[bool] = True
     # the class and all fields as a string; None if a field is no number, truth value or word
