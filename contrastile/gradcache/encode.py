@@ -29,6 +29,7 @@ from contrastile.gradcache.ddp_fsdp import (
     Sharding,
     as_forward_of,
     engine_of,
+    lent_part,
     refuse_bare_backward,
     refuse_bypass,
     refuse_missing_autocast,
@@ -36,7 +37,7 @@ from contrastile.gradcache.ddp_fsdp import (
 )
 from contrastile.gradcache.first_order import first_order
 from contrastile.gradcache.forward import Features, Job, OutputForm, Record, detached, differentiable, refuse_gradients
-from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts
+from contrastile.gradcache.inputs import Place, laid_out, laid_out_parts, lendable, listed
 from contrastile.gradcache.introspect import (
     graph_leaves,
     has_other_path,
@@ -82,7 +83,10 @@ def encode(
             for each example, and no tensor in it, is cut as well; everything else that is no tensor is passed on as it
             is.
         parts: in place of `inputs`, the sub-batches as a data loader made them, a list of what `inputs` may be, and of
-            anything that the encoder takes: each is passed whole, and its features follow those of the one before.
+            anything that the encoder takes: each is passed whole, and its features follow those of the one before. Of
+            ranks that DistributedDataParallel or FSDP2 joins, which all pass `parts`, one may pass `[]`: it gets
+            features without rows, and runs the encoder on a sub-batch that another rank sends, which counts for
+            nothing.
         sub_batch: examples encoded at once; the last sub-batch may be shorter, on which a compiled encoder runs
             uncompiled. "auto": as many as fit into memory, measured at the first call for an encoder and remembered,
             and halved if memory ends after all. Ranks that a wrapper joins take the smallest size of any.
@@ -127,9 +131,12 @@ def encode(
     examples, retain = _count("sub_batch", sub_batch, 1), _count("retain", retain, 0, (AUTO,))
     tokens = _count("sub_batch_tokens", sub_batch_tokens, 1, (None,))
     one_of("features", features, ("device", "host"), "The host has room for more.")
-    layout, leaves = laid_out(inputs) if parts is None else laid_out_parts(parts)
+    if parts is not None:
+        parts = listed(parts)
+        borrowed = lent_part(encoder, wrapper, partial(lendable, parts) if parts else None)
+    layout, leaves = laid_out(inputs) if parts is None else laid_out_parts(parts, borrowed)
     batch = layout.batch
-    if batch == 0:
+    if batch == 0 and parts is None:
         leaves = stand_ins(leaves, inputs)
     if tokens is not None and not layout.plain:
         remedy = "Cut by examples with sub_batch."
@@ -358,6 +365,11 @@ class GradientSums:
         for reference in self.unowned:
             if (leaf := reference()) is not None:
                 raise not_owned(leaf)
+        # a rank of which no example reaches a parameter has zeros for it, where another rank has a gradient
+        reached = self.job.sharding.any_of([position in self.totals for position in range(len(self.parameters))])
+        for position, (parameter, elsewhere) in enumerate(zip(self.parameters, reached, strict=True)):
+            if elsewhere and position not in self.totals:
+                self.totals[position] = torch.zeros_like(parameter)
         totals = [
             self.totals[position].to(parameter.dtype) if position in self.totals else None
             for position, parameter in enumerate(self.parameters)
