@@ -66,12 +66,13 @@ def served(monkeypatch):
 
 
 def test_all_four_ways_keep_the_activations_of_one_sub_batch(tmp_path):
-    every = {"epochs": None, "retain": 1}
-    assert FourWays(recipe=tiny_recipe(tmp_path)).ways() == {
-        "sequential": {"batch": ((0.0, 16),), "accumulate": 1, **every},
-        "accumulated": {"batch": ((0.0, 48),), "accumulate": 3, **every},
-        "cached": {"batch": ((0.0, 48),), "accumulate": 1, **every},
-        "schedule": {"batch": ((0.0, 16), (0.5, 48)), "accumulate": 1, **every},
+    study = FourWays(recipe=tiny_recipe(tmp_path), seeds=1)
+    ways = {trial.labels["way"]: trial.overrides["train"] for trial in study.trials(open_data_bundle(study.recipe))}
+    assert {way: (train["batch"], train["accumulate"], train["retain"]) for way, train in ways.items()} == {
+        "sequential": (((0.0, 16),), 1, 1),
+        "accumulated": (((0.0, 48),), 3, 1),
+        "cached": (((0.0, 48),), 1, 1),
+        "schedule": (((0.0, 16), (0.5, 48)), 1, 1),
     }
 
 

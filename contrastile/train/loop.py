@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from contrastile.data.batches import Batches
+from contrastile.data.base import Batches
 from contrastile.distributed.failure import all_failed
 from contrastile.gradcache.rng import begin_random
 from contrastile.train.checkpoints import Checkpoints, Parts, step_seed

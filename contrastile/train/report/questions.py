@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from contrastile.data.bm25 import WORD, words
-from contrastile.data.texts import Passage, Query, TextSet
+from contrastile.data.texts import WORD, Passage, Query, TextSet, words
 from contrastile.evaluate.ranking import has_answer, write_judgements, write_run
 from contrastile.train.folder import EVALUATION, QUESTIONS, RunFolder
 from contrastile.train.report.alignment import alignment

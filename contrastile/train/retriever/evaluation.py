@@ -18,8 +18,7 @@ from torch import Tensor
 
 from contrastile._errors import invalid
 from contrastile.data.base import Indices
-from contrastile.data.bm25 import BM25
-from contrastile.data.texts import Passage, TextSet
+from contrastile.data.texts import BM25, Passage, TextSet
 from contrastile.evaluate import late
 from contrastile.evaluate.ranking import answer_recall, means, measure
 from contrastile.evaluate.retrieval import Right, recall_where, topk
