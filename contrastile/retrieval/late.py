@@ -16,9 +16,8 @@ from contrastile._errors import invalid
 from contrastile.retrieval.index import SINGLE, Index
 from contrastile.retrieval.search import Search, open_search
 from contrastile.train.folder import RunFolder
-from contrastile.train.report.alignment import alignment
 from contrastile.train.report.page import template
-from contrastile.train.retriever.evaluation import Candidates, FirstStage, Passages, bm25_candidates
+from contrastile.train.retriever.evaluation import Candidates, FirstStage, Passages, alignment, bm25_candidates
 
 BM25, ALL = "bm25", "all"
 
