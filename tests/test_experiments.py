@@ -21,11 +21,11 @@ from contrastile.experiments.sweep import Comparison, Trial, overridden, trainin
 from contrastile.experiments.workers import assigned_gpu, run_parallel
 from contrastile.train.batch_builder import open_data_bundle
 from contrastile.train.log import read_metrics
-from contrastile.train.metadata import TrainResult
 from contrastile.train.optim import learning_rate
 from contrastile.train.provenance import chip
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import load_recipe, to_toml
+from contrastile.train.state import TrainResult
 
 
 def result(labels, seed, recall, **others):

@@ -26,9 +26,9 @@ from contrastile.experiments.retriever_memory import (
 from contrastile.experiments.sweep import Comparison, compare, overridden
 from contrastile.train.log import Metrics, read_metrics
 from contrastile.train.loop import run_recipe, train
-from contrastile.train.metadata import TrainResult
 from contrastile.train.retriever.job import RetrieverJob
 from contrastile.train.retriever.run import build_retriever_run, open_text_materials
+from contrastile.train.state import TrainResult
 
 MIB = 2**20
 

@@ -19,8 +19,8 @@ from contrastile.models.towers import build_model
 from contrastile.train.batch_builder import open_data_bundle
 from contrastile.train.image_text import ImageText
 from contrastile.train.loop import run_recipe
-from contrastile.train.metadata import TrainResult
 from contrastile.train.run import build_run
+from contrastile.train.state import TrainResult
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress, size
 from contrastile.train.loop import step
 from contrastile.train.memory import Weighed
-from contrastile.train.metadata import TrainResult
+from contrastile.train.objective import open_teacher
 from contrastile.train.optim import build_optimizer, rate_factor
 from contrastile.train.provenance import provenance
 from contrastile.train.ranks import ALONE, Ranks
@@ -42,7 +42,7 @@ from contrastile.train.retriever.evaluation import PARTS, Rankings, evaluate, he
 from contrastile.train.retriever.job import RetrieverJob, check_scores
 from contrastile.train.retriever.run import TextMaterials, build_retriever_run, open_text_materials
 from contrastile.train.run import choose_device
-from contrastile.train.teacher import open_teacher
+from contrastile.train.state import TrainResult
 
 logger = logging.getLogger("contrastile")
 

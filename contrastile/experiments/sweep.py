@@ -28,13 +28,13 @@ from contrastile.train.folder import RECIPE, RunFolder, begun_run, new_run, resu
 from contrastile.train.image_text import ImageText
 from contrastile.train.log import Metrics, clock, progress
 from contrastile.train.loop import step, train
-from contrastile.train.metadata import TrainResult
+from contrastile.train.objective import open_teacher
 from contrastile.train.optim import build_optimizer
 from contrastile.train.provenance import provenance
 from contrastile.train.ranks import ALONE, Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.run import build_run, choose_device, same_recipe
-from contrastile.train.teacher import open_teacher
+from contrastile.train.state import TrainResult
 
 # steps that are timed beforehand, the first of which does not count
 TIMED_STEPS = 4

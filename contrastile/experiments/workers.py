@@ -25,7 +25,7 @@ from contrastile.data.files import open_in_place
 from contrastile.offload import usable_cpus
 from contrastile.train.folder import RunFolder
 from contrastile.train.ranks import Ranks
-from contrastile.train.signals import StopRequest
+from contrastile.train.state import StopRequest
 
 # seconds between two checks for a request to stop
 POLL = 0.2

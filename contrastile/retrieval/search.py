@@ -20,9 +20,8 @@ from contrastile._errors import invalid, printable
 from contrastile.data.texts import words
 from contrastile.retrieval.index import SINGLE, Index, load_run, open_index
 from contrastile.train.folder import RunFolder
-from contrastile.train.report.alignment import alignment
 from contrastile.train.report.page import template
-from contrastile.train.retriever.evaluation import Candidates, FirstStage, Passages, bm25_candidates
+from contrastile.train.retriever.evaluation import Candidates, FirstStage, Passages, alignment, bm25_candidates
 from contrastile.train.retriever.run import RetrieverRun
 from contrastile.train.run import Run
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from typing import Any, Self
 
 import torch
@@ -27,17 +28,15 @@ from contrastile.train.evaluation import (
     measure_all,
     measures,
     open_test,
+    picture_samples,
     probe,
-    settings_of,
 )
-from contrastile.train.folder import EVALUATION, RunFolder
-from contrastile.train.objective import PairObjective
+from contrastile.train.folder import RunFolder
+from contrastile.train.objective import BothTokenizers, PairObjective, Teacher, apart, open_teacher
 from contrastile.train.ranks import Ranks
-from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report
-from contrastile.train.report.samples import picture_samples
-from contrastile.train.run import Run, build_run, choose_device, fingerprint, load
+from contrastile.train.report.page import IMAGE_TEXT, table_text, write_report, write_results
+from contrastile.train.run import Run, build_run, choose_device, load
 from contrastile.train.task import Measure, Task
-from contrastile.train.teacher import BothTokenizers, Teacher, apart, open_teacher
 
 
 class ImageText(Task[Batch]):
@@ -69,7 +68,7 @@ class ImageText(Task[Batch]):
         choose_device(recipe.device)
         # the loss checks its keys
         PairObjective(recipe.loss)
-        tests = [open_test(test) for test in settings_of(recipe.evaluate)]
+        tests = [open_test(test) for test in recipe.evaluate.tests]
         teacher = open_teacher(recipe)
         bundle = open_data_bundle(recipe, load_tokenizer(begun.path) if begun is not None else None)
         run = build_run(recipe, bundle.tokenizer)
@@ -90,7 +89,12 @@ class ImageText(Task[Batch]):
 
     @property
     def data(self) -> str:
-        return fingerprint(self.bundle.pairs, self.bundle.tokens)
+        pairs = self.bundle.pairs
+        digest = sha256(pairs.splits["train"].tobytes() + pairs.ids.tobytes())
+        digest.update(pairs.stream.digest.encode() if pairs.stream is not None else b"")
+        for name, ids in self.bundle.tokens.items():
+            digest.update(name.encode() + ids.numpy().tobytes())
+        return digest.hexdigest()
 
     def parts(self, rows: Tensor, step: int, ranks: Ranks) -> list[Batch]:  # noqa: ARG002
         """This rank's share of a batch; augmentation draws from the builder's own generator, step after step."""
@@ -154,7 +158,7 @@ class ImageText(Task[Batch]):
     def report(self, folder: RunFolder) -> str:
         encoded = encode_held_out(self.run, self.bundle.pairs)
         results = [*evaluate(self.run, encoded), *measure_all(self.run, folder, self._results)]
-        folder.write_json(EVALUATION, results)
+        write_results(folder, results)
         write_report(folder, picture_samples(self.bundle.pairs, encoded))
         return table_text(results)
 

@@ -9,7 +9,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
@@ -20,14 +21,13 @@ from contrastile.gradcache.memory import as_written
 from contrastile.train.checkpoints import Parts
 from contrastile.train.folder import RunFolder
 from contrastile.train.memory import dense_need
-from contrastile.train.metadata import TrainResult, base_metadata
-from contrastile.train.objective import Objective
+from contrastile.train.objective import Objective, Teacher
 from contrastile.train.planned import planned_memory
+from contrastile.train.provenance import chip, versions
 from contrastile.train.ranks import Ranks
 from contrastile.train.recipe import to_toml
 from contrastile.train.report.page import Wording
-from contrastile.train.stopwatch import Stopwatch
-from contrastile.train.teacher import Teacher
+from contrastile.train.state import Stopwatch, TrainResult
 
 # a named measurement, which gives lines for metrics.jsonl
 Measure = tuple[str, Callable[[], Sequence[Mapping[str, Any]]]]
@@ -163,9 +163,18 @@ class Task(ABC, Generic[P]):
     def metadata_so_far(self, result: TrainResult) -> dict[str, Any]:
         """The metadata without values that take the model, or long, to compute."""
         recipe, pairs = self.run.recipe, len(self.rows)
-        batch = [size for _, size in recipe.train.fitted(pairs).batch]
-        own = {"pairs": pairs, "skipped": dict(self.skipped), "loss": recipe.loss.kind, "batch": batch}
-        return {**base_metadata(self.run, result), **own}
+        return {
+            "name": recipe.name,
+            "parameters": sum(parameter.numel() for parameter in self.run.model.parameters()),
+            "device": chip(self.run.device),
+            **asdict(result),
+            "versions": versions(),
+            "ended": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "pairs": pairs,
+            "skipped": dict(self.skipped),
+            "loss": recipe.loss.kind,
+            "batch": [size for _, size in recipe.train.fitted(pairs).batch],
+        }
 
     @abstractmethod
     def report(self, folder: RunFolder) -> str:

@@ -1,7 +1,6 @@
-"""The training job of retrievers for `train/loop.py`: their data, loss, probe and report; and tests on other texts.
+"""The task of retrievers: their data, loss, probe and report; and tests on other texts.
 
-A step encodes the queries and all passages of the batch once, each side sub-batch by sub-batch, and compares every
-query with every passage.
+A step encodes the queries and all passages of the batch once, and compares every query with every passage.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from contrastile._errors import invalid
 from contrastile.data.base import Indices
 from contrastile.data.text_files import open_beir, open_questions
 from contrastile.data.texts import TextSet
-from contrastile.gradcache.encode import encode
 from contrastile.gradcache.memory import bytes_per_example
 from contrastile.models.late import LateRetriever
 from contrastile.models.text import load_tokenizer
@@ -29,18 +27,15 @@ from contrastile.scorers import MaxSim
 from contrastile.train.config.losses import RetrieverScores
 from contrastile.train.folder import RunFolder
 from contrastile.train.log import progress
-from contrastile.train.metadata import TrainResult
-from contrastile.train.objective import QueryObjective
+from contrastile.train.objective import QueryObjective, Teacher, open_teacher
 from contrastile.train.ranks import Ranks
-from contrastile.train.report.questions import WORDING, evaluate_and_report
 from contrastile.train.retriever.batches import TextBatch, TextBatchBuilder
 from contrastile.train.retriever.config import RetrieverRecipe
-from contrastile.train.retriever.evaluation import FirstStage, Searchable, probe
+from contrastile.train.retriever.evaluation import WORDING, FirstStage, Searchable, evaluate_and_report, probe
 from contrastile.train.retriever.run import (
     RetrieverRun,
     Side,
     TextMaterials,
-    Tokens,
     TokenStore,
     build_retriever_run,
     load_retriever,
@@ -49,8 +44,8 @@ from contrastile.train.retriever.run import (
     text_stores,
 )
 from contrastile.train.run import choose_device
+from contrastile.train.state import TrainResult
 from contrastile.train.task import Task
-from contrastile.train.teacher import Teacher, open_teacher
 
 
 class RetrieverJob(Task[TextBatch]):
@@ -137,15 +132,12 @@ class RetrieverJob(Task[TextBatch]):
     def loss(self, part: TextBatch) -> Tensor:
         """The mean over all features and each of the recipe's `dimensions`."""
         run, model, retain = self.run, self.run.model, self.run.recipe.train.retain
-
-        def features(side: Side, tokens: Tokens) -> Any:
-            return encode(getattr(model, f"encode_{side}"), tokens, **run.sub_batch(side, tokens), retain=retain)
-
         inputs: dict[str, Any] = part.inputs(run.device)
         if self.teacher is not None and part.teacher_tokens is not None:
             inputs["guides"] = self.teacher.texts(*part.teacher_tokens)
         with run.autocast():
-            queries, passages = features("query", part.queries), features("passage", part.passages)
+            queries = run.encoded("query", part.queries, retain=retain)
+            passages = run.encoded("passage", part.passages, retain=retain)
             if isinstance(model, LateRetriever):
                 # vectors that do not count would cost as much as others
                 passages = model.compact(passages, **part.passages)
