@@ -24,6 +24,8 @@ from torch import Tensor
 ROWS_FIRST = (
     "features", "positives", "targets", "labels", "ids", "numbers", "coefficient", "own", "own_excluded",
 )  # fmt: skip
+# the tensors that travel with a shard's features
+CARRIED = ("labels", "ids", "numbers", "coefficient", "state")
 # share of a tile up to which excluded pairs are listed; above it a mask is faster
 FEW = 1 / 32
 
@@ -102,22 +104,16 @@ class Shard:
 
     def payload(self) -> list[Tensor]:
         """The tensors that travel with the shard. Rows are the first axis of each, and the last of the state's."""
-        carried = [x for x in (self.labels, self.ids, self.numbers, self.coefficient, self.state) if x is not None]
-        return [*self.leaves, *self.guides, *carried]
+        carried = (getattr(self, name) for name in CARRIED)
+        return [*self.leaves, *self.guides, *(x for x in carried if x is not None)]
 
     def unpacked(self, payload: Sequence[Tensor], start: int) -> Shard:
-        """Another shard out of its payload. It has the same parts as this one, and begins at `start`."""
-        unpacked = iter(payload)
-        features, *others = (next(unpacked) for _ in self.leaves)
-        guides = tuple([next(unpacked) for _ in self.guides])
-        labels, ids, numbers, coefficient, state = (
-            None if x is None else next(unpacked)
-            for x in (self.labels, self.ids, self.numbers, self.coefficient, self.state)
-        )
-        return Shard(
-            features, start, labels=labels, ids=ids, coefficient=coefficient, state=state, others=tuple(others),
-            guides=guides, numbers=numbers,
-        )  # fmt: skip
+        """The shard of a payload with the same tensors as this one's, which begins at `start`."""
+        tensors = iter(payload)
+        features, *others = (next(tensors) for _ in self.leaves)
+        guides = tuple([next(tensors) for _ in self.guides])
+        carried: dict[str, Any] = {name: next(tensors) for name in CARRIED if getattr(self, name) is not None}
+        return Shard(features, start, others=tuple(others), guides=guides, **carried)
 
 
 def with_states(
