@@ -39,6 +39,8 @@ logger = logging.getLogger("contrastile")
 LEAST_WORKSPACE = 2**20
 # the default workspace is the device's memory divided by this
 DEFAULT_SHARE = 64
+# "auto" gathers columns within the device's memory divided by this
+GATHERED_SHARE = 16
 WORDS = {
     "backend": get_args(Backend),
     "exchange": get_args(ExchangeName),
@@ -128,7 +130,7 @@ def choose_exchange(
     if name == "auto":
         D = max(_numbers(side, length) for side, length in zip((rows, cols), longest or (None, None), strict=True))
         dtype = max((x.dtype for side in (rows, cols) for x in side.leaves), key=bytes_per_feature)
-        name = automatic_exchange(layout, D, dtype, rows.features.device)
+        name = automatic_exchange(layout, D, dtype, gathering_allowed(rows.features.device))
         _say_once(f"exchange: {name}")
     return EXCHANGES[name](options.gradient, layout)
 
@@ -160,14 +162,14 @@ def _not_empty(rows: int) -> None:
         raise invalid("q", "have at least one row over all ranks", 0, "Skip the step when the batch is empty.")
 
 
-def automatic_exchange(layout: Layout, D: int, dtype: torch.dtype, device: torch.device) -> ExchangeName:
-    """Gather within `gathering_allowed` bytes, else the ring."""
-    return "gather" if Gather.extra_bytes(layout, D, dtype) <= gathering_allowed(device) else "ring"
+def automatic_exchange(layout: Layout, D: int, dtype: torch.dtype, allowed: int) -> ExchangeName:
+    """Gather if it takes no more bytes than are allowed, else the ring."""
+    return "gather" if Gather.extra_bytes(layout, D, dtype) <= allowed else "ring"
 
 
 def gathering_allowed(device: torch.device) -> int:
-    """Bytes of gathered columns that "auto" allows a rank: a sixteenth of the device's memory."""
-    return device_memory(device) // 16
+    """Bytes of gathered columns that "auto" allows a rank: a share of the device's memory."""
+    return device_memory(device) // GATHERED_SHARE
 
 
 def _statement(options: Options, loss: PairLoss, rows: Shard, cols: Shard, *, ragged: bool) -> dict[str, Any]:

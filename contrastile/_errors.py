@@ -1,7 +1,7 @@
-"""The one form of every error that a user is asked to mend.
+"""The form of every error that a user can mend.
 
-The lowest ground of the house: it needs nothing, not even torch, so that the command line can refuse a word before
-torch is loaded. `engine/arguments.py`, the checks on tensors, hands it on to whoever has torch anyway.
+The lowest file of the package. It imports nothing, not even torch, so that the command line can refuse an argument
+before torch is loaded. Checks of tensors are in `engine/arguments.py`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# what a disk says that has no room
+# error numbers of a full disk
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def invalid(name: str, rule: str, got: object, remedy: str) -> ValueError:
-    """The house's error: what must hold, what was got, what to do.
+    """The error of an argument: the rule, what was got, and the remedy.
 
     >>> str(invalid("sub_batch", "be at least 1", 0, "Pass the number of examples that fit at once."))
     '`sub_batch` must be at least 1; got 0. Pass the number of examples that fit at once.'
@@ -27,15 +27,15 @@ def invalid(name: str, rule: str, got: object, remedy: str) -> ValueError:
 
 
 def one_of(name: str, value: object, known: tuple[str, ...], remedy: str) -> None:
-    """A value is one of the words known."""
+    """Raise ValueError unless the value is one of the known words."""
     if value not in known:
         raise invalid(name, f"be one of {', '.join(known)}", repr(value), remedy)
 
 
 def whole_number(name: str, value: Any, least: int, remedy: str, *, rule: str = "", most: int | None = None) -> int:
-    """A count as an int, whichever library it comes from: all that `operator.index` takes, but truth values.
+    """A whole number of any library as an int: all that `operator.index` takes, except truth values.
 
-    rule: the sentence of the limits, where it is not "a whole number of at least `least`".
+    rule: in place of "a whole number of at least `least`".
     """
     try:
         number = operator.index(value)
@@ -49,7 +49,7 @@ def whole_number(name: str, value: Any, least: int, remedy: str, *, rule: str = 
     return number
 
 
-# what a terminal obeys: control characters but the tab, signs that turn the direction of text, and halves of pairs
+# characters that control a terminal: all control characters but the tab, marks of text direction, and lone surrogates
 CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

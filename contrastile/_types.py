@@ -1,6 +1,4 @@
-"""The legend of the house's letters, and the few names for types that everything shares.
-
-Suffix letters on tensors and in shapes:
+"""Names for types, and the legend of the letters in names of tensors and in shapes.
 
     N   rows on this rank (queries, images)         I   rows of a tile
     M   columns in hand (keys, texts)               J   columns of a tile
@@ -33,10 +31,7 @@ def shape_or_type(x: object) -> str:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type in which products are accumulated and statistics kept: float64 for float64, float32 for all others.
-
-    Of complex numbers, those made of these.
-    """
+    """The type of accumulated products and of statistics: float64 for float64, else float32; complex for complex."""
     if dtype.is_complex:
         return torch.complex128 if dtype == torch.complex128 else torch.complex64
     return torch.float64 if dtype == torch.float64 else torch.float32

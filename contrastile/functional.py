@@ -7,6 +7,7 @@ returns their gradients and those of the scale and the bias. No matrix of size b
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, Never
 
 import torch
@@ -17,12 +18,6 @@ from contrastile._types import Backend, ExchangeName, Gradient, Reduction
 from contrastile.engine.plan import prepare, share_error
 from contrastile.losses.base import PairLoss
 from contrastile.losses.softmax import Softmax
-
-# the keywords of `contrast` beside its options
-ARGUMENTS = (
-    "q", "k", "scale", "bias", "loss", "positives", "negatives", "query_labels", "key_labels", "query_ids", "key_ids",
-    "negative_ids", "guide_q", "guide_k", "weights", "scorer",
-)  # fmt: skip
 
 
 def contrast(
@@ -122,7 +117,7 @@ def contrast(
     """
     try:
         if unknown:
-            Options.refuse(unknown, ARGUMENTS)
+            Options.refuse(unknown, tuple(signature(contrast).parameters))
         options = Options(backend, exchange, group, gradient, label_smoothing, reduction, workspace, device)
         if label_smoothing and isinstance(loss, PairLoss):
             loss = loss.smoothed(label_smoothing)

@@ -1,7 +1,7 @@
-"""Host memory: parts of a batch are copied to the device while the part before is computed.
+"""Host memory: one part of a batch is copied to the device while the part before it is computed.
 
-Stands on the ground of the house; `encode` streams its inputs, and losses stream features on the host. On a machine
-without an accelerator both are plain slices of a tensor.
+`encode` streams its inputs, and losses stream features in host memory. Without an accelerator both are plain slices of
+a tensor. A low file of the package: it imports `_errors` alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def numbered(device: torch.device | str) -> torch.device:
 
 
 def known_device(name: Any, place: str) -> torch.device:
-    """The device of a name. `place`: where it is computed without one, for the error."""
+    """The device of a name. place: where computation happens without one, for the error."""
     try:
         return torch.device(name)
     except (RuntimeError, TypeError):
@@ -147,7 +147,7 @@ def on_accelerator(x: Tensor) -> bool:
 
 
 def settle(device: torch.device | None) -> None:
-    """Wait until the device is done, with copies to the host too, which are then read without a further wait."""
+    """Wait until the device has finished its work, copies to the host included."""
     if device is not None and device.type not in ("cpu", "meta"):
         module = torch.get_device_module(device)
         # mps has no streams
@@ -186,7 +186,7 @@ class BlockStream:
             self.free[slot] = [torch.cuda.current_stream(device).record_event()]
 
     def sweep(self, *, fresh: bool) -> Iterator[tuple[int, Bounds, Tensor, Tensor]]:
-        """Every block once: its index, bounds, rows and accumulators, which are zeros if `fresh`."""
+        """Visit every block once: index, bounds, rows, and accumulators, which are zeros if `fresh`."""
         loaded = [self._load(0, fresh)] if self.bounds else []
         try:
             for index, bounds in enumerate(self.bounds):
@@ -205,7 +205,7 @@ class BlockStream:
                 torch.cuda.current_stream(self.device).wait_stream(self.streams[0])
 
     def write_back(self, block: Tensor, to: Tensor, index: int | None = None) -> None:
-        """Copy a block to the host; the accumulators of block `index` are not loaded again before."""
+        """Copy a block to the host. index: that of the block whose accumulators it has, loaded again after the copy."""
         if self.streams is None:
             to.copy_(block)
             return
@@ -218,7 +218,7 @@ class BlockStream:
                 self.stored[index] = outgoing.record_event()
 
     def finish(self) -> None:
-        """Wait until everything written back is on the host, where it is read without a further wait."""
+        """Wait until all blocks that were written back are on the host."""
         if self.streams is not None:
             self.streams[1].synchronize()
 

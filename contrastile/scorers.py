@@ -1,9 +1,8 @@
-"""Learned distances for `contrast(..., scorer=module)`: three that are provided, and the pattern for any other.
+"""Learned distances for `contrast(..., scorer=module)`: three of them, and the pattern for any other.
 
-Beside `modules/`; what computes with them is `tiles/scored.py`. A scorer is a module that is called with a block
-of rows and a block of columns, each nested as the user passed them, and returns their scores [I, J]. It must treat
-pairs one by one, and hold every parameter that it uses; its memory is I · J times what one pair takes, of which the
-tiles see to it that it fits.
+A scorer is a module. It is called with a block of rows and a block of columns, each nested as the user passed them, and
+returns their scores [I, J]. It must treat pairs one by one, and own every parameter that it uses. `tiles/scored.py`
+runs it on blocks whose scores and graph fit into the workspace.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from contrastile._types import accumulator, shape_or_type
 
 # token vectors [B, L, D], alone or with a mask [B, L] that is true where there is a token
 Tokens = Tensor | tuple[Tensor, Tensor | None]
-# row and column tokens of the similarities that a CPU computes at once: they stay in its cache
+# tokens of rows and of columns whose similarities a CPU computes at once, so that they stay in its cache
 ROWS, COLUMNS = 1024, 512
 
 
@@ -85,7 +84,7 @@ class MaxSim(nn.Module):
     """Late interaction (ColBERT, Khattab and Zaharia 2020, equation 3): s_ij = Σ_l max_m ⟨q_il, k_jm⟩.
 
     Called with token vectors [I, L, D] and [J, M, D], each alone or as (vectors, mask [I, L]), the mask true, or not
-    0, where there is a token: a tokenizer's `attention_mask` as it is. Padding neither asks nor answers; a column
+    0, where there is a token: a tokenizer's `attention_mask` as it is. Padding does not count; a column
     without any token scores 0. Vectors are used as given: normalise them first, as ColBERT does. Raises ValueError for
     anything else, such as a mask of floats, whose meaning is not plain.
 
@@ -125,7 +124,7 @@ class MaxSim(nn.Module):
         return type(self) is MaxSim and not (self._forward_hooks or self._forward_pre_hooks or self._compiled_call_impl)
 
     def pad_tokens(self, side: Tokens, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """A side as vectors [B, length, D] with a bool mask, padded with what does not count; its own length if None.
+        """A side as vectors [B, length, D] and a bool mask, with masked padding. length: by default its own.
 
         A scorer with this method may have sides of other lengths on other ranks. A side without rows is cut to length.
         """

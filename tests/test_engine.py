@@ -108,31 +108,27 @@ def test_a_call_of_another_signature_is_checked_anew(change: str) -> None:
 
 
 @dataclass(frozen=True)
-class Margin(Softmax):
-    """A softmax with one field more: a number that is added to every row's loss, and multiplies its gradient."""
+class WithMargin(PairLoss):
+    """A loss with one field more: a number that is added to every row's loss, and multiplies its gradient."""
 
     margin: float = 0.0
 
     def finish(self, stats: Tensor) -> Finished:
-        done = super().finish(stats)
-        return done._replace(loss=done.loss + self.margin)
+        finished = super().finish(stats)
+        return finished._replace(loss=finished.loss + self.margin)
 
     def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
         return super().pair_grad(tile, rows, cols) * (1 + self.margin)
 
 
 @dataclass(frozen=True)
-class SigmoidMargin(Sigmoid):
-    """The same of a sigmoid."""
+class Margin(WithMargin, Softmax):
+    """A softmax with a margin."""
 
-    margin: float = 0.0
 
-    def finish(self, stats: Tensor) -> Finished:
-        done = super().finish(stats)
-        return done._replace(loss=done.loss + self.margin)
-
-    def pair_grad(self, tile: Tile, rows: Shard, cols: Shard) -> Tensor:
-        return super().pair_grad(tile, rows, cols) * (1 + self.margin)
+@dataclass(frozen=True)
+class SigmoidMargin(WithMargin, Sigmoid):
+    """A sigmoid with a margin."""
 
 
 LOSSES: list[tuple[PairLoss, PairLoss]] = [

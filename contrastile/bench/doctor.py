@@ -135,7 +135,7 @@ def exchange_choice(
     layout = Layout(None, 0, rows, tuple(keys * count for count in rows))
     sizes = {"ranks": ranks, "batch": keys * batch, "features": features}
     needs = {"gathered": Gather.extra_bytes(layout, features, dtype), "allowed": gathering_allowed(device)}
-    return {"takes": automatic_exchange(layout, features, dtype, device), **sizes, **needs}
+    return {"takes": automatic_exchange(layout, features, dtype, gathering_allowed(device)), **sizes, **needs}
 
 
 def _recipe_plan(recipe: Any, ranks: int) -> Values:

@@ -144,8 +144,9 @@ def waits_on_host(features: Tensor, device: torch.device) -> bool:
 
 def _call(problem: Problem, plan: Plan, exchange: Exchange) -> Call:
     return Call(
-        plan, exchange, problem.loss, problem.rows, problem.cols, problem.weights, problem.options.reduction,
-        problem.device, problem.scorer, problem.given(), problem.indexed,
+        plan, exchange, problem.loss, problem.rows, problem.cols, weights=problem.weights,
+        reduction=problem.options.reduction, device=problem.device, scorer=problem.scorer, given=problem.given(),
+        indexed=problem.indexed,
     )  # fmt: skip
 
 

@@ -176,11 +176,12 @@ class Problem:
                 "scorer": None if sides.scorer is None else f"scores of {dtype}",
                 "guides": [f"{a.shape[1]} features of {a.dtype}" for a, _ in arguments.guides],
             }
+        in_range = arguments.positives is None or arguments.positives_in_range
         return cls(
-            loss, options, (*sides.rows, *sides.cols, *parameters, *own), as_tensor(scale, device, dtype),
-            None if bias is None else as_tensor(bias, device, dtype), rows, cols, arguments.weights, device, dtype,
-            None if arguments.positives is None or arguments.positives_in_range else sides.keys,
-            sides.scorer, statement,
+            loss, options, inputs=(*sides.rows, *sides.cols, *parameters, *own), scale=as_tensor(scale, device, dtype),
+            bias=None if bias is None else as_tensor(bias, device, dtype), rows=rows, cols=cols,
+            weights=arguments.weights, device=device, dtype=dtype, indexed=None if in_range else sides.keys,
+            scorer=sides.scorer, statement=statement,
         )  # fmt: skip
 
     def given(self) -> tuple[torch.dtype, ...] | None:

@@ -30,13 +30,13 @@ class Gather(Exchange):
         pending = gather_shard(cols, self.layout.cols, self.layout.group, self.layout.start(0))
         row_stats, col_stats = tiles.forward(rows, cols)
         tiles.columns = pending.wait()
-        parts = []
+        others = []
         for block, _ in self._other_columns(tiles.columns):
             block_rows, block_cols = tiles.forward(rows, block)
             tiles.merge(row_stats, block_rows[None])
-            parts.append(block_cols)
+            others.append(block_cols)
         if col_stats is not None:
-            sent = torch.cat([col_stats.T[:0], *(part.T for part in parts if part is not None)])
+            sent = torch.cat([col_stats.T[:0], *(stats.T for stats in others if stats is not None)])
             received = collectives.exchange_rows(sent, self.layout.cols, self.layout.group)
             tiles.merge(col_stats, received.transpose(1, 2))
         return row_stats, col_stats
@@ -77,7 +77,7 @@ class Gather(Exchange):
         return (sum(layout.cols) - min(layout.cols)) * D * bytes_per_feature(dtype)
 
     def _all_columns(self, tiles: Tiles, cols: Shard) -> Shard:
-        """All ranks' columns, as the forward kept them, with their statistics for the backward."""
+        """All ranks' columns, gathered in the forward, with the states and coefficients of the backward."""
         sizes, group = self.layout.cols, self.layout.group
         if tiles.columns is None:
             return gather_shard(cols, sizes, group, self.layout.start(0)).wait()
@@ -89,7 +89,7 @@ class Gather(Exchange):
         return replace(columns, state=state, coefficient=coefficient[0])
 
     def _other_columns(self, columns: Shard) -> Iterator[tuple[Shard, slice]]:
-        """The columns before this rank's own, and those behind them."""
+        """The columns before this rank's own and those behind them, each with its slice of all columns."""
         sizes, rank = self.layout.cols, self.layout.rank
         first = sum(sizes[:rank])
         for along in (slice(0, first), slice(first + sizes[rank], sum(sizes))):

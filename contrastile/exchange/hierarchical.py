@@ -1,8 +1,9 @@
 """Hierarchical: a ring between nodes, and at each of its hops a gather within the node.
 
-Between nodes a shard travels once per hop, as in a ring of nodes; within a node, where links are fast, its ranks hand
-each other the shards that arrived. W ranks on W / L nodes take W / L hops instead of W, and hold the columns of L ranks
-instead of one. The two are the exchanges of `ring.py` and `gather.py`: to the ring, a node's gather is its tiles.
+Between nodes a shard travels one hop at a time, as in a ring of nodes. Within a node, where links are fast, ranks
+gather the shards that arrived. With L ranks on a node, W ranks take W / L hops instead of W, and hold the columns of L
+ranks instead of one. Both levels are the exchanges of `ring.py` and `gather.py`; the gather of a node is the tiles of
+the ring.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Hierarchical(Exchange):
         return (max(nodes) + 2 * max(layout.cols)) * D * bytes_per_feature(dtype)
 
     def _levels(self, tiles: Tiles) -> tuple[Exchange, Tiles]:
-        """The ring between nodes, and the tiles of this rank's node; of one node its gather, and the tiles."""
+        """The ring between nodes and the tiles of this rank's node; with a single node its gather, and the tiles."""
         layout, W = self.layout, len(self.layout)
         size = _node_size(W)
         if size == W:
@@ -73,10 +74,10 @@ class Hierarchical(Exchange):
 
 @dataclass
 class _Node(Tiles):
-    """A node's gather as tiles: this rank's rows against the columns of a whole node, of which it holds a shard."""
+    """The gather of a node as tiles: this rank's rows against the columns of a whole node."""
 
     tiles: Tiles
-    # for each hop, the exchange among this node's ranks of the shards that arrived
+    # for each hop the gather, among this node's ranks, of the shards that arrived
     gathers: Iterator[Gather] = field(repr=False)
 
     def forward(self, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
@@ -109,7 +110,7 @@ def _of(values: Any, ranks: range) -> tuple[int, ...]:
 
 
 def _node_size(W: int) -> int:
-    """Number of ranks on a node, as the launcher sets it; without a launcher all ranks."""
+    """Number of ranks on a node: LOCAL_WORLD_SIZE of the launcher; all ranks without a launcher."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", W))
     if W % size:
         remedy = "Start equally many ranks on every node, or take gather or ring."

@@ -1,13 +1,13 @@
 """Host: features and their gradients stay in host memory, and a device that cannot hold them computes the loss.
 
-A ring of one process, with the host as its neighbour. A strip of rows, as long as the device's memory allows, stays on
-the device with its statistics or its gradient. The columns pass it shard by shard; the next shard is copied while the
-present one is computed. In the backward a shard arrives with the float32 gradient of its columns so far, and returns
-with the sum; after the last strip it returns in the features' type. Rows cut into n strips move n · M · D numbers each
-way. The only tensors of b numbers on the device are statistics.
+A strip of rows, as long as the device's memory allows, is on the device with its statistics or its gradient. The shards
+of columns come to the device one after the other; the next one is copied while the present one is computed. In the
+backward a shard comes with the sum of its gradient so far, in float32, and goes back with the new sum; after the last
+strip it goes back in the features' type. With n strips, n · M · D numbers move each way. The only tensors of b numbers
+on the device are statistics.
 
-Several ranks are a ring whose packets are in host memory: to the ring, a rank's strips and blocks are its tiles. The
-columns' gradient then travels in float32, and the rows' gradient waits in float32 on the host between two hops.
+Several ranks are a ring whose packets are in host memory; the strips and shards of a rank are the tiles of the ring.
+The columns' gradient then travels in float32, and the rows' gradient stays on the host in float32 between two hops.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ LEAST_ROWS = 128
 
 @dataclass(frozen=True)
 class Cut:
-    """Rows of a strip, which stays on the device, and of a shard, which passes by."""
+    """Rows of a strip, which stays on the device, and columns of a shard, which comes and goes."""
 
     strip: int
     shard: int
 
 
 def cut(N: int, M: int, D: int, dtype: torch.dtype, device: torch.device, workspace: int) -> Cut:
-    """Strips of equal length, as few as the free memory allows."""
+    """Strips of equal length, as few as the free memory of the device allows."""
     return cut_within(N, M, D, dtype, free_memory(device)[0] - workspace)
 
 
 def cut_within(N: int, M: int, D: int, dtype: torch.dtype, free: int) -> Cut:
-    """The same where so many bytes are free beside the workspace."""
+    """Strips of equal length, as few as `free` bytes beside the workspace allow."""
     per_row = D * (dtype.itemsize + accumulator(dtype).itemsize)
     room = int(SHARE * max(0, free))
     # two shards on the device, and the gradients on their way back
@@ -65,7 +65,7 @@ class Host(Exchange):
     # the type in which features are multiplied on the device
     dtype: torch.dtype
     cuts: Cut
-    # of several ranks, the group that carries tensors in host memory
+    # group that carries tensors in host memory between several ranks
     carrier: Any = None
 
     @classmethod
@@ -85,7 +85,7 @@ class Host(Exchange):
         return row_stats.to(self.device), None if col_stats is None else col_stats.to(self.device)
 
     def block_forward(self, tiles: Tiles, rows: Shard, cols: Shard) -> tuple[Tensor, Tensor | None]:
-        """The statistics of these rows and columns; the first block of a call also looks for non-finite features."""
+        """The statistics of these rows and columns. The first block of a call also finds non-finite features."""
         blocks = BlockStream(cols.features, self.cuts.shard, self.device)
         row_stats, flag, first = tiles.init(rows), nonfinite_flag(tiles.scale), tiles.flag is None
         col_stats = tiles.init(cols) if tiles.loss.symmetric else None
@@ -98,7 +98,7 @@ class Host(Exchange):
                     col_stats[:, along_j] = tiles.loss.merge(col_stats[:, along_j], block_cols)
                 if along_i.start == 0 and first:
                     flag = flag + nonfinite_flag(tiles.scale, block.features)
-            # frees its memory before the next strip arrives
+            # free its memory before the next strip is copied
             del strip
         if first:
             # a rank without rows still has columns
@@ -197,21 +197,21 @@ class Host(Exchange):
         return _Blocks(tiles.loss, tiles.scale.cpu(), tiles.bias, tiles.workspace, tiles, self)
 
     def _strips(self, rows: Shard) -> Iterator[tuple[slice, Shard]]:
-        """Strips of rows on the device. The caller drops each one before it takes the next."""
+        """Strips of rows on the device. The caller deletes each one before it takes the next."""
         for start in range(0, len(rows), self.cuts.strip):
             along = slice(start, min(start + self.cuts.strip, len(rows)))
-            yield along, _part(rows, along, rows.features[along].to(self.device).to(self.dtype))
+            yield along, _with_features(rows, along, rows.features[along].to(self.device).to(self.dtype))
 
     def _columns(self, blocks: BlockStream, cols: Shard, *, fresh: bool) -> Iterator[tuple[int, slice, Shard, Tensor]]:
         """Blocks of columns on the device: index, place among the columns, block, and its accumulators."""
         for index, bounds, features, totals in blocks.sweep(fresh=fresh):
             along = slice(*bounds)
-            yield index, along, _part(cols, along, features.to(self.dtype)), totals
+            yield index, along, _with_features(cols, along, features.to(self.dtype)), totals
 
 
 @dataclass
 class _Blocks(Tiles):
-    """A rank's strips and blocks as tiles: shards, statistics and accumulators are in host memory."""
+    """The strips and shards of a rank as tiles of a ring: tensors that go in and out are in host memory."""
 
     tiles: Tiles
     host: Host
@@ -238,7 +238,7 @@ class _Blocks(Tiles):
 
 
 def without_features_on(shard: Shard, device: torch.device) -> Shard:
-    """The shard with everything but its features on the device."""
+    """The shard with all its tensors but the features on the device."""
     names = ("positives", "targets", "labels", "ids", "numbers", "state", "coefficient")
     small = {name: x.to(device) for name in names if (x := getattr(shard, name)) is not None}
     return replace(shard, **small, guides=tuple([guide.to(device) for guide in shard.guides]))
@@ -262,6 +262,6 @@ def host_bytes(D: int, dtype: torch.dtype, ranks: int) -> int:
     )  # fmt: skip
 
 
-def _part(shard: Shard, along: slice, features: Tensor) -> Shard:
-    """Some rows of a shard whose features are on the host, with those features on the device."""
+def _with_features(shard: Shard, along: slice, features: Tensor) -> Shard:
+    """Some rows of a shard on the host, with these features of theirs on the device."""
     return replace(shard.narrow(along.start, along.stop), features=features)

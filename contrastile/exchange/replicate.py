@@ -20,7 +20,7 @@ from contrastile.tiles.base import STATISTICS, Tiles
 
 @dataclass(frozen=True)
 class Replicate(Exchange):
-    """All-gather of rows and columns; each rank keeps its own part of the common result."""
+    """All-gather of rows and columns; each rank takes its own rows and columns of the common result."""
 
     once: ClassVar[bool] = False
     by_index: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class Replicate(Exchange):
                 own += everyone[_own(shard)]
         if row_stats is not None and all_stats is not None:
             row_stats.copy_(all_stats[:, _own(rows)])
-        # every rank has the sums over all rows: an equal share of them on each adds up to them
+        # every rank has the sums over all rows, and returns an equal share, which add up to them
         return sums / len(self.layout)
 
     @classmethod
@@ -63,7 +63,7 @@ class Replicate(Exchange):
     def _all_rows(self, rows: Shard) -> Shard:
         sizes, group = self.layout.rows, self.layout.group
         if rows.diagonal is not None:
-            # the positives of one rank's rows do not continue where those of the rank before end
+            # as indices: the diagonal of one rank does not continue that of the rank before
             first = torch.arange(len(rows), device=rows.features.device) + rows.diagonal
             rows = replace(rows, diagonal=None, positives=first[:, None])
         gathered = gather_shard(rows, sizes, group).wait()

@@ -13,9 +13,9 @@ float32 gradient of the columns in place of the statistics.
     return   the accumulator of r + 1        the accumulator of r
 
 A packet is one buffer of bytes, so that a hop is one send and one receive. Both are posted before the tiles of the hop
-are launched, and waited for when the tiles need the accumulator. A packet that arrived is sent on in place, after this
-rank's part has been added to it: two buffers serve any number of hops. The accumulator that returns to its owner leaves
-as soon as it is complete, while the tiles still compute this rank's own gradient.
+are launched, and waited for when the tiles need the accumulator. A packet is sent on from the buffer in which it
+arrived, with this rank's part added: two buffers serve any number of hops. An accumulator returns to its owner as soon
+as it is complete, while the tiles still compute this rank's own gradient.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from contrastile.exchange.base import Exchange, Layout, bytes_per_feature
 from contrastile.losses.base import Shard
 from contrastile.tiles.base import InFlight, Tiles
 
-# parts of a packet begin at multiples of these bytes, where any kernel can read them
+# tensors of a packet begin at multiples of this number of bytes, where any kernel can read them
 ALIGNMENT = 256
 
 
 class Packet(NamedTuple):
-    """The content of a buffer: a shard's payload, and behind it the accumulator of another shard."""
+    """The content of a buffer: the payload of one shard, then the accumulator of another."""
 
     bytes: Tensor
     payload: list[Tensor]
@@ -79,8 +79,8 @@ class Ring(Exchange):
         sums = tiles.no_pairs()
         returned = tiles.scale.new_empty(len(cols), 0) if v is None else v
         most = max(self.layout.cols)
-        # memory for one hop's part; v itself serves until its sum returns
-        part = returned if len(returned) == most else returned.new_empty(most, returned.shape[1])
+        # memory for the gradient of one hop's columns; v itself serves until its sum returns
+        hop_grad = returned if len(returned) == most else returned.new_empty(most, returned.shape[1])
 
         def visit(shard: Shard, travelling: InFlight) -> None:
             if v is None:
@@ -90,7 +90,7 @@ class Ring(Exchange):
                     travelling.value().zero_()
                 sums.add_(tiles.backward(rows, shard, u, travelling, row_stats))
             else:
-                own = part[: len(shard)].zero_()
+                own = hop_grad[: len(shard)].zero_()
                 sums.add_(tiles.backward(rows, shard, u, own, row_stats))
                 (Tensor.copy_ if travelling.first else Tensor.add_)(travelling.value(), own)
 
@@ -102,20 +102,21 @@ class Ring(Exchange):
         return 2 * max(layout.cols) * D * bytes_per_feature(dtype)
 
     def _around(self, shard: Shard, returned: Tensor, axis: int, visit: Callable[[Shard, InFlight], None]) -> None:
-        """Fill `returned`, columns along `axis`, with the sum of all ranks' visits of this rank's shard.
+        """Send the shard around the ring, and fill `returned` [columns along `axis`] with all ranks' sum for it.
 
-        Ranks add in the order of the ring, so that every run gives the same bits.
+        visit: adds this rank's part to the accumulator of a shard. Ranks add in the order of the ring, so that every
+        run gives the same bits.
         """
         W, rank, group, sizes = len(self.layout), self.layout.rank, self.layout.group, self.layout.cols
         buffers = _Buffers(shard, returned, axis, max(sizes))
 
         def packet(hop: int) -> Packet:
-            """The memory of a hop's arrivals. The last hop brings no columns."""
+            """The packet that arrives in a hop. The last hop brings no columns."""
             present, coming = sizes[(rank - hop) % W], sizes[(rank - hop - 1) % W]
             return buffers.packet(hop % 2, 0 if hop == W - 1 else coming, present)
 
         def post(hop: int, leaving: Packet, arriving: Packet) -> collectives.Transfer:
-            """Start a hop's transfer. A first shard has no accumulator yet, and the last shard goes no further."""
+            """Start a hop's transfer. The first one has no accumulator yet, and the last one sends no columns."""
             sent = leaving.bytes[leaving.border :] if hop == W - 1 else leaving.bytes
             return collectives.post(sent, arriving.bytes if hop else arriving.bytes[: arriving.border], group)
 
@@ -145,23 +146,23 @@ class Ring(Exchange):
 
 
 class _Buffers:
-    """Two byte buffers in which packets travel: a payload like the shard's, and an accumulator like `returned`."""
+    """Two byte buffers for packets of a payload like the shard's and an accumulator like `returned`."""
 
     def __init__(self, shard: Shard, returned: Tensor, axis: int, most: int) -> None:
         like = [(x, 1 if x is shard.state else 0) for x in shard.payload()]
-        # of each part: its dtype, its shape without the columns, and their axis in it
-        self.parts = [(x.dtype, [*x.shape[:at], *x.shape[at + 1 :]], at) for x, at in [*like, (returned, axis)]]
+        # for each tensor of a packet its dtype, its shape without the columns, and their axis
+        self.layouts = [(x.dtype, [*x.shape[:at], *x.shape[at + 1 :]], at) for x, at in [*like, (returned, axis)]]
         room = sum(self._sizes(most, most))
         self.buffers = [returned.new_empty(room, dtype=torch.uint8) for _ in range(2)]
-        kinds = {dtype for dtype, *_ in self.parts}
+        kinds = {dtype for dtype, *_ in self.layouts}
         self.views = [{dtype: buffer.view(dtype) for dtype in kinds} for buffer in self.buffers]
 
     def packet(self, buffer: int, columns: int, accumulated: int) -> Packet:
-        """The start of a buffer as a payload of `columns` columns and an accumulator of `accumulated` ones."""
+        """A packet in a buffer, with a payload of `columns` columns and an accumulator of `accumulated` ones."""
         sizes = self._sizes(columns, accumulated)
         views, tensors, begin = self.views[buffer], [], 0
         counts = self._columns(columns, accumulated)
-        for (dtype, others, axis), size, n in zip(self.parts, sizes, counts, strict=True):
+        for (dtype, others, axis), size, n in zip(self.layouts, sizes, counts, strict=True):
             shape = [*others[:axis], n, *others[axis:]]
             strides = [prod(shape[at + 1 :]) for at in range(len(shape))]
             tensors.append(views[dtype].as_strided(shape, strides, begin // dtype.itemsize))
@@ -169,9 +170,9 @@ class _Buffers:
         return Packet(self.buffers[buffer][:begin], tensors[:-1], tensors[-1], begin - sizes[-1])
 
     def _columns(self, columns: int, accumulated: int) -> list[int]:
-        return [columns] * (len(self.parts) - 1) + [accumulated]
+        return [columns] * (len(self.layouts) - 1) + [accumulated]
 
     def _sizes(self, columns: int, accumulated: int) -> list[int]:
-        """Bytes of each part, up to the aligned start of the next."""
-        counts = zip(self.parts, self._columns(columns, accumulated), strict=True)
+        """Bytes of each tensor, up to the aligned start of the next."""
+        counts = zip(self.layouts, self._columns(columns, accumulated), strict=True)
         return [-(-prod(others) * n * dtype.itemsize // ALIGNMENT) * ALIGNMENT for (dtype, others, _), n in counts]

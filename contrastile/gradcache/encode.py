@@ -150,9 +150,9 @@ def encode(
     parameters = sharding.wholes_of(reached.parameters, reached.modules)
     # the batch is one sub-batch until its size is known
     job = Job(
-        function, layout, SubBatches([(0, batch)]), retain, features == "host",
-        replace(reached, parameters=parameters), Autocast.current(reached.device), sharding,
-        has_other_path(function, reached.modules), engine,
+        encoder=function, layout=layout, batches=SubBatches([(0, batch)]), retain=retain, to_host=features == "host",
+        reached=replace(reached, parameters=parameters), autocast=Autocast.current(reached.device), sharding=sharding,
+        other_path=has_other_path(function, reached.modules), engine=engine,
     )  # fmt: skip
     form, rounded = OutputForm(), tokens is not None and runs_compiled(function, reached.modules)
     # evaluation reduces nothing, so it needs no forward of the wrapper

@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """Whether rows alone are cut, which can be sorted."""
+        """Return whether rows alone are cut, which can be sorted."""
         return not self.packed and not self.lists
 
     @property
@@ -148,7 +148,7 @@ class Parts:
     """Ready-made sub-batches in place of a `Layout`. Each counts as one row, and is passed whole."""
 
     batch: int
-    # of each part: its nesting, its leaves that are no tensors, the positions of its tensors, and its first tensor
+    # for each part its nesting, its leaves that are no tensors, the positions of its tensors, and its first tensor
     parts: list[tuple[Any, list[Any], list[int], int]]
     plain: bool = False
 

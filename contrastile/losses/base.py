@@ -1,11 +1,11 @@
 """The interface of a contrastive loss over tiles of the matrix.
 
-Used by `tiles/`, which computes blocks of logits, accumulates each tile's statistics and reduces the rows' losses to
-one number. A loss knows nothing of ranks, devices or kernels.
+Used by `tiles/`, which computes tiles of logits, accumulates the statistics of each, and reduces the losses of the rows
+to one number. A loss does not depend on ranks, devices or kernels.
 
-In these words: CLIP's loss is `Softmax(symmetric=True)` on a diagonal of positives; DPR's is `Softmax()` with
-positives by index; SimCLR's is `Softmax(exclude_self=True)` of the views against themselves; SupCon's the same with
-positives by label; SigLIP's is `Sigmoid()`.
+CLIP's loss is `Softmax(symmetric=True)` with a diagonal of positives, DPR's `Softmax()` with positives by index,
+SimCLR's `Softmax(exclude_self=True)` of the views against themselves, SupCon's the same with positives by label,
+SigLIP's `Sigmoid()`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch import Tensor
 ROWS_FIRST = (
     "features", "positives", "targets", "labels", "ids", "numbers", "coefficient", "own", "own_excluded",
 )  # fmt: skip
-# share of a tile up to which excluded pairs are listed; above it a mask is faster
+# the tensors that travel with a shard's features
+CARRIED = ("labels", "ids", "numbers", "coefficient", "state")
+# share of a tile's pairs up to which excluded ones are listed; above it a mask is faster
 FEW = 1 / 32
 
 
@@ -40,17 +42,17 @@ def changed(value: _Value, **fields: Any) -> _Value:
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows, or the columns, of a block: their features and everything that belongs to them.
+    """The rows, or the columns, of a block: their features, positives, labels, ids and states.
 
-    Positions are global, over the shards of all ranks in rank order, so that the marks of a block (positive pairs,
-    excluded pairs) follow from its rows and columns alone.
+    Positions count over the shards of all ranks, in rank order. So the marks of a block (positive pairs, excluded
+    pairs) follow from its rows and columns alone.
     """
 
     # [n, D]; with a learned score, the first [n, ...] of its inputs
     features: Tensor
     # global position of the first row
     start: int = 0
-    # global column that is the positive of the first row, of the second the next, and so on
+    # global column that is the positive of the first row; the next one is that of the second row, and so on
     diagonal: int | None = None
     # [n, P] global columns that are positives of each row, -1 pads
     positives: Tensor | None = None
@@ -66,13 +68,13 @@ class Shard:
     others: tuple[Tensor, ...] = ()
     # [n, D_g] each: further features, constants, whose products with the other side's are a tile's `guides`
     guides: tuple[Tensor, ...] = ()
-    # [n] a number of each row that its loss reads: a threshold of the guide, or the teacher's scale, or a weight
+    # [n] a number of each row that the loss reads: a threshold of the guide, the teacher's scale, or a weight
     numbers: Tensor | None = None
     # [n, P] weight of each listed positive, which makes a tile's `target`
     targets: Tensor | None = None
-    # [n, H, D] further columns, of which each row meets its own H alone
+    # [n, H, D] further columns: each row meets its own H of them
     own: Tensor | None = None
-    # [n, H] those that do not count; and how many of them, from the first on, are positives
+    # [n, H] mask of those that do not count, and the number of positives, which are the first ones
     own_excluded: Tensor | None = None
     own_positives: int = 0
 
@@ -102,28 +104,22 @@ class Shard:
 
     def payload(self) -> list[Tensor]:
         """The tensors that travel with the shard. Rows are the first axis of each, and the last of the state's."""
-        carried = [x for x in (self.labels, self.ids, self.numbers, self.coefficient, self.state) if x is not None]
-        return [*self.leaves, *self.guides, *carried]
+        carried = (getattr(self, name) for name in CARRIED)
+        return [*self.leaves, *self.guides, *(x for x in carried if x is not None)]
 
     def unpacked(self, payload: Sequence[Tensor], start: int) -> Shard:
-        """Another shard out of its payload. It has the same parts as this one, and begins at `start`."""
-        unpacked = iter(payload)
-        features, *others = (next(unpacked) for _ in self.leaves)
-        guides = tuple([next(unpacked) for _ in self.guides])
-        labels, ids, numbers, coefficient, state = (
-            None if x is None else next(unpacked)
-            for x in (self.labels, self.ids, self.numbers, self.coefficient, self.state)
-        )
-        return Shard(
-            features, start, labels=labels, ids=ids, coefficient=coefficient, state=state, others=tuple(others),
-            guides=guides, numbers=numbers,
-        )  # fmt: skip
+        """The shard of a payload with the same tensors as this one's, which begins at `start`."""
+        tensors = iter(payload)
+        features, *others = (next(tensors) for _ in self.leaves)
+        guides = tuple([next(tensors) for _ in self.guides])
+        carried: dict[str, Any] = {name: next(tensors) for name in CARRIED if getattr(self, name) is not None}
+        return Shard(features, start, others=tuple(others), guides=guides, **carried)
 
 
 def with_states(
     rows: Shard, cols: Shard, states: Sequence[Tensor], coefficients: Sequence[Tensor]
 ) -> tuple[Shard, Shard]:
-    """Both shards with what the backward needs of their statistics: of the columns, where the loss is symmetric."""
+    """Both shards with the states and coefficients of a backward; those of the columns for a symmetric loss."""
     rows = changed(rows, state=states[0], coefficient=coefficients[0])
     return rows, changed(cols, state=states[1], coefficient=coefficients[1]) if len(states) > 1 else cols
 
@@ -145,7 +141,7 @@ class Diagonal:
         return slice(first, stop), slice(first + self.offset, stop + self.offset)
 
 
-# pairs of a tile: a diagonal, a mask [I, J], or the row and the column of each
+# pairs of a tile: a diagonal, a mask [I, J], or row and column of each pair
 Where = Diagonal | Tensor | tuple[Tensor, Tensor]
 
 
@@ -161,7 +157,7 @@ def fill(x: Tensor, where: Where | None, value: float) -> Tensor:
 
 
 class Marks(NamedTuple):
-    """The pairs of a tile that are positive, and those that do not count; None where the tile has none."""
+    """The positive pairs of a tile, and those that do not count; None where the tile has none."""
 
     positive: Diagonal | Tensor | None
     excluded: Where | None
@@ -173,7 +169,7 @@ class Tile(NamedTuple):
     x: Tensor  # [I, J]
     positive: Diagonal | Tensor | None
     excluded: Where | None
-    # lowest and highest logit of the tile; None on an accelerator, where reading them would wait for the device
+    # lowest and highest logit of the tile; None on an accelerator, for which the host would wait
     bounds: tuple[float, float] | None
     # [I, J] each: products of the shards' guides, such as a teacher's logits
     guides: tuple[Tensor, ...] = ()
@@ -183,7 +179,7 @@ class Tile(NamedTuple):
     target: Tensor | None = None
     # [I, J] products ⟨q, k⟩, where the loss reads them beside the logits
     products: Tensor | None = None
-    # the columns belong to each row alone: see `Shard.own`
+    # the columns are those of `Shard.own`
     own: bool = False
 
 
@@ -225,10 +221,10 @@ def _diagonal(rows: Shard, cols: Shard, first: int) -> Diagonal | None:
 
 
 def _few_equal(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Row and column of every pair of equal ids; None if they are many, or if counting them would wait for a device."""
+    """Row and column of each pair of equal ids; None if they are many, or on a device, where a count would wait."""
     if a.device.type != "cpu":
         return None
-    # in NumPy: torch would wake its threads for every one of these small steps
+    # in NumPy, because torch wakes its threads for each of these small steps
     left, right = a.numpy(), b.numpy()
     order = right.argsort()
     right = right[order]
@@ -253,7 +249,7 @@ def _without(pairs: tuple[Tensor, Tensor], positive: Diagonal | Tensor | None) -
 
 
 def _indexed(column: Tensor, listed: Tensor, J: int) -> Tensor | None:
-    """Mask [I, J] of the listed positives, by their column in the tile; None if a CPU finds none of them inside."""
+    """Mask [I, J] of the listed positives, by their column in the tile; None if, on a CPU, none is inside."""
     inside = (column >= 0) & (column < J) & (listed >= 0)
     # on an accelerator this would wait for the device
     if inside.device.type == "cpu" and not inside.any():
@@ -281,7 +277,7 @@ def divisor(sums: Tensor, mass: Tensor) -> Tensor:
 
 
 class Finished(NamedTuple):
-    """A direction's statistics, brought to an end."""
+    """The results of a direction: of the rows, or of the columns."""
 
     loss: Tensor  # [n] loss of each row, 0 where it has none
     counts: Tensor  # [n] 1 where the row has a loss, 0 where it has no positive
@@ -290,18 +286,17 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True)
 class Formula:
-    """The formulas of a loss, for a backend that computes them itself instead of calling the loss's methods."""
+    """The formula of a loss, for a backend that does not call the methods of the loss."""
 
-    # contribution of a pair: exp(x) to the sum of its row's negatives or positives, with the statistics and the state
-    # of `softmax.py`; or log(1 + exp(±x)) to the loss of its row, with those of `sigmoid.py`
+    # contribution of a pair: exp(x) to its row's sum of negatives or of positives, with statistics and state as in
+    # `softmax.py`; or log(1 + exp(±x)) to its row's loss, with those of `sigmoid.py`
     pairs: Literal["exponential", "softplus"]
-    # keys in the denominator of a row; None: the loss's own `finish` makes losses and state of the statistics, without
-    # waiting for the device
+    # keys in the denominator of a row; None: the loss's own `finish` is called, which does not wait for the device
     denominator: Literal["all", "negatives"] | None = None
-    # names of fields that only the loss's own methods read, outside of the tiles
+    # names of fields that the tiles do not need
     finish_fields: frozenset[str] = frozenset()
-    # use of the guides' product: negatives where it exceeds the row's number leave the sums ("mask"); or times the
-    # row's number it is the logit of a teacher, whose probabilities are targets of the share `soft_share` ("teacher")
+    # use of the guides' product. "mask": negatives whose product exceeds the row's number leave the sums. "teacher":
+    # times the row's number it is a teacher's logit; the teacher's probabilities are `soft_share` of the targets
     guide: Literal["mask", "teacher"] | None = None
     # the mean of the positives' exponentials is inside the logarithm
     inside: bool = False
@@ -313,32 +308,32 @@ class PairLoss(ABC):
     """A loss whose rows are functions of statistics that can be accumulated over any partition of the pairs.
 
     A subclass is a frozen dataclass. Every backend computes all of its fields, or declines the loss by name. The
-    statistics of n rows are one tensor [K, n] in the accumulator's type, which tiles cut, and exchanges send and merge,
-    without knowing the K rows.
+    statistics of n rows are one tensor [K, n] in the accumulator's type. Tiles cut it, exchanges send and merge it; the
+    loss alone knows its K rows.
     """
 
     # every loss by the name of its class
     registry: ClassVar[dict[str, type[PairLoss]]] = {}
-    # None: only the methods compute the loss. A subclass does not inherit it, because it may change any method
+    # None: the methods alone compute the loss. Not inherited, because a subclass may change any method
     formula: ClassVar[Formula | None] = None
     # rows of `Finished.state`
     state_rows: ClassVar[int]
-    # number of pairs of further features, whose products a tile has as its `guides`
+    # number of pairs of guides, further features whose products are the `guides` of a tile
     guides: ClassVar[int] = 0
     # `absorb` and `pair_grad` read a tile's `products`
     reads_products: ClassVar[bool] = False
     # `counted` weighs positives by their number over all ranks
     counts_positives: ClassVar[bool] = False
-    # a bias may be given; where it is not `uses_bias` it changes nothing
+    # a bias may be given; without `uses_bias` it changes nothing
     takes_bias: ClassVar[bool] = True
     # scale of the tiles' logits in place of 0, for a loss that reads similarities off them
     least_scale: ClassVar[float] = 0.0
     # the loss of a row depends on no other row
     rowwise: ClassVar[bool] = True
-    # the class and all fields as a string; None if a field is no number, truth value or word
+    # the class and all fields as a string; None if a field is no number, truth value or string
     spelled: str | None
 
-    # columns have a loss of their own, from the same pairs
+    # the loss is the mean of both directions: columns have losses too
     symmetric: bool
     # a row's pair with itself does not count
     exclude_self: bool
@@ -359,14 +354,14 @@ class PairLoss(ABC):
 
     @staticmethod
     def parsed(spelled: str) -> PairLoss:
-        """The loss of such a string."""
+        """The loss of a string as in `spelled`."""
         name, *words = spelled.split()
         values = (word.split("=", 1) for word in words)
         return PairLoss.registry[name](**{field: literal_eval(value) for field, value in values})
 
     @abstractmethod
     def smoothed(self, label_smoothing: float) -> PairLoss:
-        """The same loss with that share of every target spread over the keys that count."""
+        """The same loss with this share of every target spread over the keys that count."""
 
     def guide_numbers(self, rows: Shard, cols: Shard) -> Tensor | None:
         """The numbers [n] of the rows for a tile's `guides`, where positions are still counted on this rank."""

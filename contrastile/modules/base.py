@@ -1,8 +1,7 @@
-"""The base of the losses by name: their options, and their names for the arguments of `functional.py`.
+"""The base of the loss modules: their options, and their own names for the arguments of `contrast`.
 
-Each loss names rows, columns and positives in those words, and computes with features as given, under autocast in its
-type. Normalise them first where the method wants it: all but InfoNCE, whose products may be any, warn once about rows
-that are not of unit length, or a scale that looks like a temperature.
+Losses compute with features as given, under autocast in its type. A loss of cosines warns once about rows that are not
+of unit length, and about a scale that looks like a temperature.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class How(TypedDict, total=False):
 class Loss(nn.Module):
     """A loss with its options, which the docstring of `contrast` explains. They are checked at construction."""
 
-    # the names of `contrast`, and this loss's own
+    # this loss's own name for each argument of `contrast`
     names: ClassVar[dict[str, str]] = {}
     pair_loss: ClassVar[PairLoss]
-    # rows must be of unit length: the first call looks at them
+    # the first call checks that rows are of unit length
     unit_rows: ClassVar[bool] = True
 
     def __init__(
@@ -73,7 +72,7 @@ class Loss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in fields if value != getattr(default, name))
 
     def _prepared(self, q: Tensor, k: Tensor, scale: Tensor | float, **others: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The operation that computes the loss, and its inputs; errors speak of this loss's names."""
+        """The operation that computes the loss, and its inputs. Errors have this loss's names of arguments."""
         try:
             return prepare(q, k, scale, self.loss, self.options, **others)
         except ValueError as error:
@@ -93,20 +92,20 @@ class Loss(nn.Module):
         if torch.compiler.is_compiling() or any(len(side) == 0 for side in sides) or checks.captured(*sides):
             return
         self._unseen = False
-        # a loss may be made anew in every step
+        # reads are counted by process, because a loss may be made anew in every step
         if not _gpu_reads.allowed(*sides):
             return
         for side in sides:
             lengths = torch.linalg.vector_norm(side.detach()[:64].float(), dim=-1)
             if bool(((lengths - 1).abs() > LENGTH_TOLERANCE).any()):
-                # equal words at the user's line, which Python shows once, however many losses are made
+                # Python shows equal warnings of one line once, however many losses are made
                 warnings.warn(
                     f"{type(self).__name__} got rows of length other than 1; it computes with features as given. "
                     "Normalise them first, with torch.nn.functional.normalize(x, dim=-1).",
                     stacklevel=5,
                 )
                 return
-        # a tensor is not read: for a module in shards that would be a collective
+        # a scale of a sharded module is a tensor, whose read would be a collective
         if isinstance(scale, Real) and 0.0 < scale < 1.0:
             warnings.warn(
                 f"{type(self).__name__} got a scale of {float(scale):.3g}, as if it were a temperature; products are "

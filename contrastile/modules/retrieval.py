@@ -372,10 +372,7 @@ class ScoreDistillLoss(Loss):
                 raise invalid("key", rule, shape_or_type(key), "List each query's keys.")
         else:
             checks.features("key", key)
-            checks.positives(lists, query)
-            if lists.ndim != 2:
-                raise invalid("lists", "have two dimensions [N, P]", f"shape {list(lists.shape)}", "List several keys.")
-            checks.in_range(lists, len(key))
+            _check_lists(lists, query, len(key))
         listed = key if lists is None else lists
         if not isinstance(scores, Tensor) or scores.shape != listed.shape[:2] or not scores.is_floating_point():
             got = f"shape {list(scores.shape)}, {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
@@ -384,6 +381,14 @@ class ScoreDistillLoss(Loss):
         checks.constant("scores", scores)
         checks.same_device("scores", scores, "key", listed)
         return key if lists is None else key[lists.clamp(0, len(key) - 1)]
+
+
+def _check_lists(lists: Tensor, query: Tensor, keys: int) -> None:
+    """Check that lists [N, P] index this number of keys."""
+    checks.positives(lists, query)
+    if lists.ndim != 2:
+        raise invalid("lists", "have two dimensions [N, P]", f"shape {list(lists.shape)}", "List several keys.")
+    checks.in_range(lists, keys)
 
 
 def _listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None) -> Tensor:
@@ -396,10 +401,7 @@ def _listed_scores(scorer: nn.Module, query: Any, key: Any, lists: Tensor | None
             raise invalid(name, rule, [list(x.shape) for x in tensors] or "none", "As the scorer reads them.")
     N, (first, *_) = len(leaves["query"][0]), leaves["key"]
     if lists is not None:
-        checks.positives(lists, leaves["query"][0])
-        if lists.ndim != 2:
-            raise invalid("lists", "have two dimensions [N, P]", f"shape {list(lists.shape)}", "List several keys.")
-        checks.in_range(lists, len(first))
+        _check_lists(lists, leaves["query"][0], len(first))
     elif len(first) != N:
         raise invalid("key", "have a list for each `query`", f"{N} and {len(first)}", "Or pass `lists`.")
 

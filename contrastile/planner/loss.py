@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
 
-from contrastile._dispatch import DEFAULT_SHARE, EXCHANGES, TILES
+from contrastile._dispatch import DEFAULT_SHARE, EXCHANGES, GATHERED_SHARE, TILES, automatic_exchange
 from contrastile._types import accumulator
 from contrastile.exchange.base import Exchange, Layout
 from contrastile.exchange.host import Cut, cut_within, device_bytes
@@ -19,8 +18,6 @@ from contrastile.tiles.eager import MATRICES, MATRICES_BY_INDEX
 
 # bytes of fused kernels whatever the size of a block, measured: the scratch memory of their programs
 SCRATCH = 450 * 2**10
-# the share of a GPU's memory that "auto" gathers columns in
-GATHERED_SHARE = 16
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,14 @@ class LossSize:
 
     @cached_property
     def exchange_name(self) -> str:
-        """The exchange; of "auto" gather within a sixteenth of the memory, else the ring."""
+        """The exchange by name, which "auto" chooses as the losses do."""
         if self.ranks == 1:
             return "single"
         if self.host:
             return "ring"
         if self.exchange != "auto":
             return self.exchange
-        gathered = EXCHANGES["gather"].extra_bytes(self.layout, self.dimensions, self.dtype)
-        return "gather" if gathered <= self.memory // GATHERED_SHARE else "ring"
+        return automatic_exchange(self.layout, self.dimensions, self.dtype, self.memory // GATHERED_SHARE)
 
     @cached_property
     def backend_name(self) -> str:
@@ -81,30 +77,26 @@ class LossSize:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Bytes that a block takes."""
+        """Bytes of the block that takes most."""
+        sizes, allowed = self.exchange_class.blocks(self.layout), self._allowed
         if self.host:
             cuts = self._cuts()
-            return self._blocks([(min(cuts.strip, self.rows), min(cuts.shard, self.keys))])
-        return self._blocks(self.exchange_class.blocks(self.layout))
-
-    @property
-    def _allowed(self) -> int:
-        """Bytes that a block may take."""
-        return self.memory // DEFAULT_SHARE if self.workspace is None else self.workspace
-
-    def _blocks(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """Bytes of the block that takes most."""
-        allowed = self._allowed
+            sizes = [(min(cuts.strip, self.rows), min(cuts.shard, self.keys))]
         try:
             tiles = TILES[self.backend_name]()
         except ImportError:
-            # without Triton here: a strip of 16-bit gradients
+            # Triton is not installed here: a strip of 16-bit gradients
             return min(allowed, 2 * self.block[0] * self.block[1])
         device = torch.device("meta" if self.device == "cuda" else "cpu")
         expected = partial(tiles.expected_bytes, self.loss, by_index=self.exchange_class.by_index)
         # halved until they fit, a shorter block may take more
         blocks = max(expected(N, M, self.dimensions, self.dtype, allowed, device) for N, M in sizes)
         return blocks + (SCRATCH if self.backend_name == "triton" else 0)
+
+    @property
+    def _allowed(self) -> int:
+        """Bytes that a block may take."""
+        return self.memory // DEFAULT_SHARE if self.workspace is None else self.workspace
 
     @cached_property
     def exchange_bytes(self) -> int:

@@ -48,10 +48,10 @@ class Side:
         """Bytes of all features' gradients."""
         return 0 if self.host else self.examples * self.cost.features
 
-    def graphs(self, kept: int) -> int:
-        """Bytes of the last `kept` graphs; the last sub-batch may be shorter."""
+    def graphs(self, retained: int) -> int:
+        """Bytes of the last `retained` graphs; the last sub-batch may be shorter."""
         missing = self.count * self.cost.sub_batch - self.examples
-        return kept * self.cost.graph - self.cost.graph * missing // self.cost.sub_batch if kept else 0
+        return retained * self.cost.graph - self.cost.graph * missing // self.cost.sub_batch if retained else 0
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class StepMemory:
         """Graphs that each side keeps; of "auto" as many as `gradcache/` would find room for."""
         if self.retain != AUTO:
             return [min(self.retain, side.count) if side.cost.trained else 0 for side in self.sides]
-        kept: list[int] = []
+        retained: list[int] = []
         total = self.loss.memory
         spare = int(total * (1 - MARGIN - WORKSPACE)) - CONTEXT - sum(self.base().values())
         for side in self.sides:
@@ -111,19 +111,19 @@ class StepMemory:
             later = 2 * cost.trained + side.examples * (2 * cost.features + self.loss.wide * cost.dimensions)
             each = max(1, cost.graph + copies)
             beside = min(each, int(BESIDE * total))
-            kept.append(retained_graphs(side.count, spare, later + beside, each) if cost.trained else 0)
-            spare -= side.graphs(kept[-1]) + side.features + copies
-        return kept
+            retained.append(retained_graphs(side.count, spare, later + beside, each) if cost.trained else 0)
+            spare -= side.graphs(retained[-1]) + side.features + copies
+        return retained
 
     def moments(self) -> list[Moment]:
         """All moments, in the order of the step."""
-        base, kept, moments = self.base(), self.graphs(), list[Moment]()
+        base, retained, moments = self.base(), self.graphs(), list[Moment]()
 
         def add(name: str, **parts: int) -> None:
             moments.append(Moment(name, base | {key: value for key, value in parts.items() if value}))
 
         graphs = features = 0
-        for side, count in zip(self.sides, kept, strict=True):
+        for side, count in zip(self.sides, retained, strict=True):
             features, cost = features + side.features, side.cost
             built = min(cost.graph, side.graphs(count))
             alive = graphs + side.graphs(count) - built
@@ -133,7 +133,7 @@ class StepMemory:
         # the features' own gradients wait beside them
         features += sum(side.gradients for side in self.sides)
         gradients = 0
-        for side, count in reversed(list(zip(self.sides, kept, strict=True))):
+        for side, count in reversed(list(zip(self.sides, retained, strict=True))):
             cost, graphs = side.cost, graphs - side.graphs(count)
             sums = gradients + (cost.trained if side.count > 1 else 0)
             name, each = f"{cost.name}: second pass", min(cost.graph, side.graphs(count))

@@ -113,7 +113,7 @@ class Plan:
         return replace(self, batch=batch, step=self.step.with_batch(rows, self.keys * rows), stages=())
 
     def largest(self, **loss: Any) -> int:
-        """The largest batch of all ranks that fits, without kept graphs; `loss`: changed fields of its sizes."""
+        """The largest batch of all ranks that fits, without retained graphs; `loss`: changed fields of its sizes."""
         step = replace(self.step, retain=0, loss=replace(self.step.loss, **loss))
 
         def fits(rows: int) -> bool:
@@ -128,7 +128,7 @@ class Plan:
         return low * self.target.ranks * self.parts
 
     def at_largest(self) -> Plan:
-        """The plan of the largest batch, without kept graphs; raises ValueError where not one pair fits."""
+        """The plan of the largest batch, without retained graphs; raises ValueError where not one pair fits."""
         largest, sub_batch = self.largest(), max(side.cost.sub_batch for side in self.step.sides)
         held = sum(count for name, count in self.step.base().items() if name != "inputs") + self.trained
         if not largest and (sub_batch == 1 or held > self.allowed):
@@ -142,7 +142,7 @@ class Plan:
         return replace(self, step=replace(self.step, retain=0)).at(largest)
 
     def choices(self) -> Iterator[Choice]:
-        """Other exchanges and blocks, kept graphs and sub-batches, each with all else as in the plan."""
+        """Other exchanges and blocks, retained graphs and sub-batches, each with all else as in the plan."""
         step = self.step
         blocks = [("replicate", "dense"), ("gather", "dense"), ("gather", "auto"), ("ring", "auto")]
         if step.loss.ranks == 1:
@@ -183,9 +183,9 @@ class Plan:
             "sides": [
                 {
                     "name": side.cost.name, "examples": side.examples, "sub_batch": side.cost.sub_batch,
-                    "sub_batches": side.count, "graph": side.cost.graph, "kept": kept,
+                    "sub_batches": side.count, "graph": side.cost.graph, "kept": retained,
                 }
-                for side, kept in zip(step.sides, step.graphs(), strict=True)
+                for side, retained in zip(step.sides, step.graphs(), strict=True)
             ],
             "moments": [{"name": one.name, "bytes": one.bytes, "parts": one.parts} for one in step.moments()],
             "peak": {"name": self.peak.name, "bytes": self.peak.bytes, "parts": self.peak.parts},

@@ -65,8 +65,8 @@ def step_seconds(
     towers compute in 16 bits.
     """
     towers = waiting = 0.0
-    for side, kept in zip(step.sides, step.graphs(), strict=True):
-        seconds, host = _tower_seconds(side, kept, profile, half)
+    for side, retained in zip(step.sides, step.graphs(), strict=True):
+        seconds, host = _tower_seconds(side, retained, profile, half)
         towers, waiting = towers + seconds, waiting + host
     loss, ranks = step.loss, step.loss.ranks
     link = profile.link if ranks <= per_node else profile.network
@@ -81,11 +81,11 @@ def step_seconds(
     )
 
 
-def _tower_seconds(side: Side, kept: int, profile: Profile, half: bool) -> tuple[float, float]:
+def _tower_seconds(side: Side, retained: int, profile: Profile, half: bool) -> tuple[float, float]:
     """Seconds of both passes of a side, and those of them in which the device waits for the host."""
     cost, total, waiting = side.cost, 0.0, 0.0
     rest = side.examples % cost.sub_batch
-    replayed = max(0, side.count - kept)
+    replayed = max(0, side.count - retained)
     passes = [(cost.forward_work, replayed)] + ([(cost.replay_work, side.count)] if cost.trained else [])
     for work, count in passes:
         shorter = int(rest > 0 and count > 0)

@@ -147,15 +147,17 @@ def measure(
         return sum(sizes.values())
 
     forward = footprint(lambda: counted(grad=False))
-    replay, kept = forward, 0
+    replay, retained = forward, 0
     if trained:
         replay = footprint(lambda: counted(grad=True))
         half = max(1, sub_batch // 2)
         # weights, and their copies in another type, do not grow with the examples
-        kept = (graph(sub_batch) - graph(half)) * sub_batch // max(1, sub_batch - half) if sub_batch > 1 else graph(1)
+        retained = (
+            (graph(sub_batch) - graph(half)) * sub_batch // max(1, sub_batch - half) if sub_batch > 1 else graph(1)
+        )
     (features,) = shape
     return TowerCost(
-        name, sub_batch, sum(x.nbytes for x in weights), sum(x.nbytes for x in trained), kept, forward, replay,
+        name, sub_batch, sum(x.nbytes for x in weights), sum(x.nbytes for x in trained), retained, forward, replay,
         features.nbytes // sub_batch, features.shape[1], sum(x.nbytes for x in inputs(1)),
         works[False], works.get(True, works[False]),
     )  # fmt: skip

@@ -43,14 +43,12 @@ class CachedGISTLoss(CachedLoss):
         guide: the SentenceTransformer that judges; it gets no gradient. Where its vocabulary is another one, or its
             texts are shorter, texts are decoded and tokenized again.
         temperature: divisor of the scores.
-        mini_batch_size, mini_batch_num_tokens: texts or tokens that each model sees at once.
-        show_progress_bar: only False.
+        mini_batch_size, mini_batch_num_tokens, show_progress_bar, retain: as of `CachedRankingLoss`.
         margin_strategy: "absolute", or "relative", which multiplies the margin by |t_i|.
         margin: as in the formula.
         contrast_anchors, contrast_positives: whether anchors are compared with anchors, and positives with positives.
         gather_across_devices: whether the rows of all ranks are compared, those of anchors too: the loss is that of the
             global batch, the same on all ranks.
-        retain: sub-batches of each column whose graph is kept from the first pass, as for `encode`.
 
     Raises ValueError for words that it does not know how to honour. Works inside `MatryoshkaLoss` and
     `AdaptiveLayerLoss`.

@@ -35,12 +35,9 @@ class CachedMultiVectorLoss(CachedLoss):
         scale: factor of the scores, 1 / temperature.
         similarity_fct: `colbert_scores` (the default), or `mean_colbert_scores`, which divides a score by the number of
             the query's tokens.
-        mini_batch_size, mini_batch_num_tokens: texts or tokens that the model sees at once.
+        mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar, retain: as of
+            `CachedRankingLoss`.
         score_mini_batch_size: without effect: tiles of scores take a share of the device's memory.
-        gather_across_devices: whether the documents of all ranks are negatives. The value is then the loss of the
-            global batch, the same on all ranks.
-        show_progress_bar: only False.
-        retain: sub-batches of each column whose graph is kept from the first pass, as for `encode`.
 
     A document without any token scores 0. Raises ValueError for words that it does not know how to honour.
     """
