@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, number
 from contrastile.losses.base import Finished, Formula, divisor
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
@@ -98,8 +98,7 @@ class DecoupledWeighted(Decoupled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.sigma > 0.0:
-            raise invalid("sigma", "be positive", self.sigma, "The paper has 0.5.")
+        number("sigma", self.sigma, lambda sigma: sigma > 0.0, "be positive", "The paper has 0.5.")
 
     def finish_all(
         self, directions: Sequence[Tensor], scale: Tensor, total: Callable[[Tensor], Tensor]

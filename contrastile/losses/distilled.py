@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, number
 from contrastile.losses.base import Diagonal, Finished, Formula, Shard, Tile, changed
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
@@ -69,8 +69,8 @@ class Distilled(Softmax):
         if self.label_smoothing:
             remedy = "The teacher's targets are soft already."
             raise invalid("label_smoothing", "be 0 for distillation", self.label_smoothing, remedy)
-        if not 0.0 <= self.weight <= 1.0:
-            raise invalid("weight", "be from 0 to 1", self.weight, "0.5 weighs teacher and labels alike.")
+        remedy = "0.5 weighs teacher and labels alike."
+        number("weight", self.weight, lambda weight: 0.0 <= weight <= 1.0, "be from 0 to 1", remedy)
 
     @property
     def soft_share(self) -> float:

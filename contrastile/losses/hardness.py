@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid, one_of
+from contrastile._errors import number, one_of
 from contrastile.losses.base import Formula, Shard, Tile
 from contrastile.losses.softmax import Softmax
 
@@ -52,8 +52,8 @@ class Hardness(Softmax):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("hardness_mode", self.hardness_mode, MODES, "They are sentence-transformers' words.")
-        if not self.hardness_strength >= 0.0:
-            raise invalid("hardness_strength", "be at least 0", self.hardness_strength, "5 to 9 is usual.")
+        strength = self.hardness_strength
+        number("hardness_strength", strength, lambda beta: beta >= 0.0, "be at least 0", "5 to 9 is usual.")
 
     @property
     def block_hardness(self) -> float:

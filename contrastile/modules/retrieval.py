@@ -381,6 +381,10 @@ class ScoreDistillLoss(Loss):
             got = f"shape {list(scores.shape)}, {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
             rule = f"be floating point of shape {list(listed.shape[:2])}, one for each listed key"
             raise invalid("scores", rule, got, "Score the keys that are listed, with anything for pads.")
+        if not scores.shape[1]:
+            raise invalid("scores", "have a column or more", f"shape {list(scores.shape)}", "List the keys to score.")
+        if lists is not None and len(lists) and not len(key):
+            raise invalid("key", "have a row or more for `lists`", f"shape {list(key.shape)}", "Pass the listed keys.")
         checks.constant("scores", scores)
         if scores.device != listed.device:
             got = f"{listed.device} and {scores.device}"
