@@ -24,10 +24,11 @@ from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, fini
 
 @dataclass(frozen=True)
 class Decoupled(Softmax):
-    """The softmax loss without the positives in the denominator; a row without a negative has no loss.
+    """The softmax loss without the positives in the denominator (DCL, Yeh et al. 2022, equation 6).
 
-    Naively, with a diagonal of positives, `torch.logsumexp(x.masked_fill(eye, -inf), 1) - x.diagonal()`, averaged over
-    rows; and over the columns too where `symmetric`.
+    A row without a negative has no loss. Naively, with logits x [N, M] and a diagonal of positives,
+    `torch.logsumexp(x.masked_fill(eye, -inf), 1) - x.diagonal()`, averaged over rows; and over the columns too where
+    `symmetric`.
 
     >>> from contrastile import contrast
     >>> q, k = torch.nn.functional.normalize(torch.randn(2, 6, 16), dim=-1)

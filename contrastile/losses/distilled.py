@@ -41,10 +41,10 @@ class TeacherStats(NamedTuple):
 
 @dataclass(frozen=True)
 class Distilled(Softmax):
-    """The softmax loss mixed with the divergence of its probabilities from a teacher's.
+    """The softmax loss mixed with the divergence of its probabilities from a teacher's (Hinton et al. 2015).
 
-    Naively, with a diagonal of positives and the teacher's logits `t = guide_q @ guide_k.T`, one side of which has
-    its scale,
+    Naively, with logits x [N, M], a diagonal of positives and the teacher's logits `t = guide_q @ guide_k.T`, of which
+    guide_q [N, G] or guide_k [M, G] has the scale,
 
         hard = F.cross_entropy(x, labels)
         soft = F.kl_div(x.log_softmax(1), t.log_softmax(1), log_target=True, reduction="batchmean")

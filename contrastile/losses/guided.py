@@ -31,9 +31,10 @@ TIES = 16
 
 @dataclass(frozen=True)
 class Guided(Softmax):
-    """The softmax loss of one direction without the negatives that a guide finds too similar to the query.
+    """The softmax loss of one direction without the negatives that a guide finds too similar to the query (GIST,
+    Solatorio 2024).
 
-    Naively, with a diagonal of positives,
+    Naively, with logits x [N, M], a diagonal of positives, and guide_q [N, G], guide_k [M, G],
 
         guide = guide_q @ guide_k.T
         threshold = guide.diagonal()[:, None]

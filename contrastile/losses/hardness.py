@@ -26,9 +26,9 @@ IN_BATCH, OWN, ALL = MODES = ("in_batch_negatives", "hard_negatives", "all_negat
 
 @dataclass(frozen=True)
 class Hardness(Softmax):
-    """The softmax loss with β · ⟨q, k⟩ added to the logits of negatives, as a constant.
+    """The softmax loss with β · ⟨q, k⟩ added to the logits of negatives, as a constant (Robinson et al. 2021).
 
-    Naively, with a diagonal of positives, and `eye` as ones on it,
+    Naively, with logits x [N, M], a diagonal of positives, and `eye` as ones on it,
     `F.cross_entropy(x + hardness_strength * (q @ k.T).detach() * (1 - eye), labels)`; label smoothing spreads over
     these logits.
 

@@ -21,7 +21,7 @@ NOBODY = torch.iinfo(torch.int64).min
 
 
 class KeyQueue(nn.Module):
-    """The last `size` keys that were pushed, detached, with their ids: a ring buffer.
+    """The last `size` keys that were pushed, detached, with their ids: a ring buffer (MoCo, He et al. 2020).
 
     Naively `keys = torch.cat([keys, key.detach()])[-size:]`, for the keys of all ranks in rank order. It is part of a
     checkpoint by its `state_dict`, and has no parameters.
