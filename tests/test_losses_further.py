@@ -27,6 +27,7 @@ from contrastile import (
 )
 from contrastile.losses import BalancedSigmoid, Guided, Hardness, Softmax
 from contrastile.losses.reference import dense_decoupled, mises_fisher_weights
+from contrastile.scorers import Bilinear
 from contrastile.tiles import eager
 
 # the loss is one number, which can be right by luck
@@ -394,6 +395,73 @@ SENTENCES: dict[str, Callable[[], Any]] = {
     ),
     "`lists` must have two dimensions [N, P]; got shape [3]. List several keys.": lambda: ScoreDistillLoss()(
         _x(3, 4), _x(5, 4), _x(3, 2), lists=torch.arange(3)
+    ),
+    "`lists` must index this rank's 5 keys, or be -1; got -2. Count from this rank's first key.": lambda: (
+        ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=torch.tensor([[0, -2]] * 3))
+    ),
+    "`lists` must be integers; got torch.float32. Pass indices of keys, -1 where there is none.": lambda: (
+        ScoreDistillLoss()(_x(3, 4), _x(5, 4), _x(3, 2), lists=_x(3, 2))
+    ),
+    "`key` must have a row or more for `lists`; got shape [0, 4]. Pass the listed keys.": lambda: ScoreDistillLoss()(
+        _x(3, 4), _x(0, 4), _x(3, 2), lists=torch.full((3, 2), -1)
+    ),
+    "`key` must be lists of 2 queries where they have three dimensions; got shape [3, 2, 4]. List each query's own, or "
+    "pass shared ones as [H, features].": lambda: ScoreDistillLoss()(_x(2, 4), _x(3, 2, 4), _x(3, 2)),
+    "`scores` must have a column or more; got shape [3, 0]. List the keys to score.": lambda: ScoreDistillLoss()(
+        _x(3, 4), _x(3, 0, 4), _x(3, 0)
+    ),
+    "`scores` must be floating point of shape [3, 2], one for each listed key; got list. Score the keys that are "
+    "listed, with anything for pads.": lambda: ScoreDistillLoss()(
+        _x(3, 4),
+        _x(3, 2, 4),
+        [[1.0, 2.0]] * 3,  # type: ignore[arg-type]
+    ),
+    "`dist_text_features` must be a tensor; got NoneType. Convert it with torch.as_tensor.": lambda: DistillClipLoss()(
+        _x(3, 4),
+        _x(3, 4),
+        1.0,
+        _x(3, 5),
+        None,
+        1.0,  # type: ignore[arg-type]
+    ),
+    "`weight` must be from 0 to 1; got 'half'. 0.5 weighs teacher and labels alike.": lambda: DistillClipLoss(
+        weight="half"  # type: ignore[arg-type]
+    ),
+    "`margin` must be a finite number; got nan. 0.0 is the paper's.": lambda: GISTLoss(margin=float("nan")),
+    "`margin` must be a finite number; got None. 0.0 is the paper's.": lambda: GISTLoss(
+        margin=None  # type: ignore[arg-type]
+    ),
+    "`sigma` must be positive; got inf. The paper has 0.5.": lambda: DCLLoss(sigma=float("inf")),
+    "`hardness_strength` must be at least 0; got '5'. 5 to 9 is usual.": lambda: InfoNCELoss(
+        hardness_mode="all_negatives",
+        hardness_strength="5",  # type: ignore[arg-type]
+    ),
+    "`guide_negatives` must have the same feature size as `guide_key`; got 5 and 6. Project one side first.": lambda: (
+        GISTLoss()(
+            _x(3, 4),
+            _x(3, 4),
+            1.0,
+            guide_query=_x(3, 5),
+            guide_key=_x(3, 5),
+            negatives=_x(2, 4),
+            guide_negatives=_x(2, 6),
+        )
+    ),
+    "`guide_key` must have as many rows as `key`; got 5 and 4. One row for each, and for each of the `negatives`.": (
+        lambda: GISTLoss()(
+            _x(3, 4),
+            _x(3, 4),
+            1.0,
+            guide_query=_x(3, 5),
+            guide_key=_x(3, 5),
+            negatives=_x(2, 4),
+            guide_negatives=_x(1, 5),
+        )
+    ),
+    "`guide_q` must have as many rows as `q`; got 3 and 2. One row for each, and for each of the `negatives`.": (
+        lambda: contrast(
+            _x(3, 4), _x(3, 4), scale=1.0, loss=Guided(), guide_q=_x(2, 5), guide_k=_x(3, 5), scorer=Bilinear(4, 4)
+        )
     ),
     "`kind` must be one of kl, margin_mse; got 'mse'. Leave it out for the divergence.": lambda: ScoreDistillLoss(
         kind="mse"  # type: ignore[arg-type]

@@ -349,7 +349,8 @@ class PairLoss(ABC):
     def __post_init__(self) -> None:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
         plain = all(isinstance(value, (bool, int, float, str)) for _, value in values)
-        words = [f"{name}={value!r}" for name, value in values]
+        # a float of NumPy is written as Python's
+        words = [f"{name}={float(value) if isinstance(value, float) else value!r}" for name, value in values]
         object.__setattr__(self, "spelled", " ".join([type(self).__name__, *words]) if plain else None)
 
     @staticmethod

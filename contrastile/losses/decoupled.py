@@ -17,17 +17,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from contrastile._errors import invalid
+from contrastile._errors import invalid, number
 from contrastile.losses.base import Finished, Formula, divisor
 from contrastile.losses.softmax import Softmax, SoftmaxState, SoftmaxStats, finite
 
 
 @dataclass(frozen=True)
 class Decoupled(Softmax):
-    """The softmax loss without the positives in the denominator; a row without a negative has no loss.
+    """The softmax loss without the positives in the denominator (DCL, Yeh et al. 2022, equation 6).
 
-    Naively, with a diagonal of positives, `torch.logsumexp(x.masked_fill(eye, -inf), 1) - x.diagonal()`, averaged over
-    rows; and over the columns too where `symmetric`.
+    A row without a negative has no loss. Naively, with logits x [N, M] and a diagonal of positives,
+    `torch.logsumexp(x.masked_fill(eye, -inf), 1) - x.diagonal()`, averaged over rows; and over the columns too where
+    `symmetric`.
 
     >>> from contrastile import contrast
     >>> q, k = torch.nn.functional.normalize(torch.randn(2, 6, 16), dim=-1)
@@ -98,8 +99,7 @@ class DecoupledWeighted(Decoupled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.sigma > 0.0:
-            raise invalid("sigma", "be positive", self.sigma, "The paper has 0.5.")
+        number("sigma", self.sigma, lambda sigma: sigma > 0.0, "be positive", "The paper has 0.5.")
 
     def finish_all(
         self, directions: Sequence[Tensor], scale: Tensor, total: Callable[[Tensor], Tensor]

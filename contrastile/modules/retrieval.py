@@ -378,6 +378,10 @@ class ScoreDistillLoss(Loss):
             got = f"shape {list(scores.shape)}, {scores.dtype}" if isinstance(scores, Tensor) else type(scores).__name__
             rule = f"be floating point of shape {list(listed.shape[:2])}, one for each listed key"
             raise invalid("scores", rule, got, "Score the keys that are listed, with anything for pads.")
+        if not scores.shape[1]:
+            raise invalid("scores", "have a column or more", f"shape {list(scores.shape)}", "List the keys to score.")
+        if lists is not None and len(lists) and not len(key):
+            raise invalid("key", "have a row or more for `lists`", f"shape {list(key.shape)}", "Pass the listed keys.")
         checks.constant("scores", scores)
         checks.same_device("scores", scores, "key", listed)
         return key if lists is None else key[lists.clamp(0, len(key) - 1)]

@@ -303,6 +303,11 @@ WAYS_TESTS = {
     "held-out names, picture → name": "held-out names",
     "handwritten digits, zero-shot": "digits",
 }
+QUERY_TESTS = {
+    "held-out queries @1": "first",
+    "held-out queries @20": "among the first 20",
+    "held-out queries nDCG@10": "nDCG@10",
+}
 VIT_B = ("vit-b-16", "512", (1024, 8192, 65536, 262144, 1048576))
 VIT_L = ("vit-l-14", "192", (384, 1024, 8192, 65536, 262144))
 
@@ -519,6 +524,7 @@ TABLES: dict[str, Callable[[], str]] = {
         )
     },
     "ways_glyphs": partial(ways, "cpu_loss_ways_glyphs.csv", WAYS_TESTS),
+    "ways_docstrings": partial(ways, "cpu_loss_ways_docstrings.csv", QUERY_TESTS),
     **{f"losses_{name}": partial(losses, f"{file}.csv") for name, file in LOSSES.items()},
     "vit_b_time": partial(side_by_side, *VIT_B, _pace),
     "vit_b_peak": partial(side_by_side, *VIT_B, _peak),
